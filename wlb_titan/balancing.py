@@ -7,17 +7,17 @@
         train_on(sequences[i] for i in micro_batch)
 
 Sequences, or groups of them that stay together, are dealt out by falling work, each to the micro-batch of
-least work that has room; then the heaviest and the lightest micro-batch swap what evens them out
-(`_even_out`). Each rank runs its micro-batches heaviest first, so that those that run at the same time are
-alike: under FSDP ranks meet at every layer of every micro-batch. n sequences take O(n log n); the same input
-gives the same plan on every rank, so nothing is communicated. Only numpy is needed.
+least work that has room; then the heaviest and the lightest micro-batch swap what evens them out. Each rank
+runs its micro-batches heaviest first, so that those that run at the same time are alike: under FSDP ranks
+meet at every layer of every micro-batch. n sequences take O(n log n); the same input gives the same plan on
+every rank, so nothing is communicated. Only numpy is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,9 +67,6 @@ def causal(hidden: int = 4096) -> Cost:
     A layer's matrices take 24 hidden^2 operations for a token of the forward pass, its attention 2 hidden d^2
     for a sequence: 8 hidden^2 and 16 hidden^2 for attention and feed-forward matrices, and half of
     4 hidden d^2, as it is causal.
-
-    Args:
-        hidden: hidden size of the model.
     """
     return lambda tokens: tokens + np.square(tokens, dtype=np.float64) / (12 * hidden)
 
@@ -80,16 +77,13 @@ def measured(tokens: Sequence[float], seconds: Sequence[float]) -> Cost:
     Args:
         tokens: tokens of the measured sequences, ascending.
         seconds: that each took.
-
-    Raises:
-        PlanError: these are no such points.
     """
     x, y = np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if x.shape != y.shape or x.ndim != 1 or not len(x) or not (np.diff(x, prepend=0) > 0).all():
         raise PlanError("A measured cost needs as many times as tokens, and tokens that ascend.")
     if not (np.diff(y, prepend=0) >= 0).all() or not np.isfinite(y).all() or y[-1] <= 0:
         raise PlanError("A measured cost needs times that do not fall as the tokens rise.")
-    known_x, known_y = np.concatenate([[0.0], x]), np.concatenate([[0.0], y])
+    known_x, known_y = np.append(0.0, x), np.append(0.0, y)
 
     def cost(lengths: Ints) -> Floats:
         beyond = np.maximum(lengths / x[-1], 1.0)
@@ -124,45 +118,46 @@ def balance(
             is computed, and counted, once.
 
     Raises:
-        PlanError: a value is out of range, or so many tokens do not fit; the message names which.
+        PlanError: a value is out of range, or the tokens do not fit; the message names which.
     """
     units = _units(lengths, cost or causal(), groups, prompts)
+    number, total = len(units.tokens), int(units.tokens.sum())
+    kind = "sequence" if groups is None else "group"
     if ranks < 1:
         raise PlanError(f"ranks is {ranks}; at least one is needed.")
-    if len(units.tokens) < ranks:
-        kind = "sequences" if groups is None else "groups"
-        raise PlanError(f"{len(units.tokens)} {kind} cannot be shared by {ranks} ranks: each needs one.")
-    most = len(units.tokens) // ranks
-    limit = int(units.tokens.sum()) if tokens_per_rank is None else tokens_per_rank
+    if number < ranks:
+        raise PlanError(f"{number} {kind}s cannot be shared by {ranks} ranks: each needs one.")
+    most = number // ranks
+    limit = total if tokens_per_rank is None else tokens_per_rank
     if (longest := int(units.tokens.max())) > limit:
         raise PlanError(
-            f"A {'sequence' if groups is None else 'group'} of {longest:,} tokens does not fit into "
-            f"tokens_per_rank, which is {limit:,}."
+            f"A {kind} of {longest:,} tokens does not fit into tokens_per_rank, which is {limit:,}."
         )
     if micro_batches == "auto":
         alone = int((2 * units.tokens > limit).sum())  # no two of these fit together
-        needed = max(-(-int(units.tokens.sum()) // limit), alone)
-        least = min(max(-(-needed // ranks), 1), most)
+        least = min(-(-max(-(-total // limit), alone) // ranks), most)
     elif 1 <= micro_batches <= most:
         least = most = micro_batches
     else:
         raise PlanError(
-            f"micro_batches is {micro_batches!r}; for {len(units.tokens)} sequences or groups on {ranks} "
-            f'ranks it can be from 1 to {most}, or "auto".'
+            f"micro_batches is {micro_batches!r}; for {number} {kind}s on {ranks} ranks it can be from 1 to "
+            f'{most}, or "auto".'
         )
-    found = _fewest(lambda count: _dealt(units, ranks * count, limit), least, most)
-    if found is None:
+    bins = _fewest_bins(units, ranks, limit, least, most)
+    if bins is None:
         raise PlanError(
-            f"{int(units.tokens.sum()):,} tokens do not fit into {most} micro-batches of {limit:,} tokens on "
-            f"{ranks} ranks. Allow more of one of the three."
+            f"{total:,} tokens do not fit into {most} micro-batches of {limit:,} tokens on {ranks} ranks. "
+            "Allow more of one of the three."
         )
-    count, bins = found
     _even_out(units, bins, limit)
-    return _assignment(units, bins, ranks, count)
+    work = np.array([units.work[members].sum() for members in bins])
+    tokens = np.array([units.tokens[members].sum() for members in bins])
+    order = balanced(work, ranks)
+    sequences = [sorted(i for unit in members for i in units.members[unit]) for members in bins]
+    return Assignment([[sequences[bin_] for bin_ in own] for own in order], work[order], tokens[order])
 
 
-@dataclass(frozen=True)
-class _Units:
+class _Units(NamedTuple):
     """What stays together: tokens and work of each, int64 and float64 (n,), and its sequences."""
 
     tokens: Ints
@@ -189,23 +184,24 @@ def _units(
         work = workload(cost, tokens) if isinstance(cost, CostModel) else cost(tokens)
         return np.asarray(work, dtype=np.float64)
 
-    numbers: dict[Hashable, int] = {}
-    unit = np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
-    members: list[list[int]] = [[] for _ in numbers]
-    for sequence, number in enumerate(unit.tolist()):
-        members[number].append(sequence)
-    first = np.array([sequences[0] for sequences in members], dtype=np.int64)
-    if (before != before[first][unit]).any():
+    members: dict[Hashable, list[int]] = {}
+    for sequence, label in enumerate(labels):
+        members.setdefault(label, []).append(sequence)
+    sequences = list(members.values())
+    unit = np.empty_like(own)
+    for number, some in enumerate(sequences):
+        unit[some] = number
+    prompt = before[[some[0] for some in sequences]]
+    if (before != prompt[unit]).any():
         raise PlanError("The answers of a group share their prompt, and some have prompts of other lengths.")
-    prompt = np.where(before > 0, work_of(np.maximum(before, 1)), 0.0)
-    answers = np.bincount(unit, work_of(before + own) - prompt, len(members))
-    work: Floats = (answers + prompt[first]).astype(np.float64)
+    prompt_work = np.where(prompt > 0, work_of(np.maximum(prompt, 1)), 0.0)
+    answers = np.bincount(unit, work_of(before + own) - prompt_work[unit])
+    work: Floats = (answers + prompt_work).astype(np.float64)
     if not (np.isfinite(work).all() and (work > 0).all()):
         raise PlanError(
             "The cost must give every sequence a finite, positive work that grows with its tokens."
         )
-    tokens = np.bincount(unit, own, len(members)).astype(np.int64) + before[first]
-    return _Units(tokens, work, members)
+    return _Units(np.bincount(unit, own).astype(np.int64) + prompt, work, sequences)
 
 
 def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: int) -> Ints:
@@ -217,15 +213,13 @@ def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: in
     return numbers.astype(np.int64)
 
 
-def _fewest(
-    deal: Callable[[int], list[list[int]] | None], least: int, most: int
-) -> tuple[int, list[list[int]]] | None:
-    """The fewest of `least` to `most` micro-batches into which sequences can be dealt, and these; None if not
-    even most do. As if more always did where fewer do, so that it takes few tries."""
+def _fewest_bins(units: _Units, ranks: int, limit: int, least: int, most: int) -> list[list[int]] | None:
+    """The units in as few micro-batches of a rank as they can be dealt into, from `least` to `most`; None if
+    there is no way. Few are tried, as if more always did where fewer do."""
     best, middle = None, least
     while least <= most:
-        if (bins := deal(middle)) is not None:
-            best, most = (middle, bins), middle - 1
+        if (bins := _dealt(units, ranks * middle, limit)) is not None:
+            best, most = bins, middle - 1
         else:
             least = middle + 1
         middle = (least + most) // 2
@@ -233,10 +227,10 @@ def _fewest(
 
 
 def _dealt(units: _Units, count: int, limit: int) -> list[list[int]] | None:
-    """The units in so many bins of at most `limit` tokens, one at least in each; None if they do not fit."""
-    for order in (np.argsort(-units.work, kind="stable"), np.argsort(-units.tokens, kind="stable")):
-        bins = Bins(count, limit)
-        placed = bins.place(units.tokens[order], units.work[order])
+    """The units in `count` bins of at most `limit` tokens, one at least in each; None if they do not fit."""
+    for falling in (units.work, units.tokens):
+        order = np.argsort(-falling, kind="stable")
+        placed = Bins(count, limit).place(units.tokens[order], units.work[order])
         if (placed != REMAINS).all() and len(np.unique(placed)) == count:
             dealt: list[list[int]] = [[] for _ in range(count)]
             for unit, number in zip(order.tolist(), placed.tolist(), strict=True):
@@ -255,30 +249,24 @@ def _even_out(units: _Units, bins: list[list[int]], limit: int) -> None:
         if loads[high] <= mean * (1 + ENOUGH):
             return
         gap = loads[high] - loads[low]
-        given, other = np.array(_spread(bins[high])), _spread(bins[low])
-        taken = np.array([*other, -1])  # -1: nothing, a move
-        taken_work = np.append(units.work[other], 0.0)
-        taken_tokens = np.append(units.tokens[other], 0)
-        moved = units.work[given][:, None] - taken_work
-        tokens = units.tokens[given][:, None] - taken_tokens
-        fits = (filled[low] + tokens <= limit) & (filled[high] - tokens <= limit)
+        given, taken = np.array(_spread(bins[high])), np.array(_spread(bins[low]))
+        # The last column takes nothing back: a move.
+        moved = units.work[given][:, None] - np.append(units.work[taken], 0.0)
+        tokens = units.tokens[given][:, None] - np.append(units.tokens[taken], 0)
+        better = (moved > 0) & (moved < gap)
+        better &= (filled[low] + tokens <= limit) & (filled[high] - tokens <= limit)
         if len(bins[high]) == 1:
-            fits[:, -1] = False
-        better = fits & (moved > 0) & (moved < gap)
+            better[:, -1] = False
         if not better.any():
             return
         place = int(np.where(better, np.abs(moved - gap / 2), np.inf).argmin())
-        row, column = divmod(place, len(taken))
-        unit, back = int(given[row]), int(taken[column])
-        bins[high].remove(unit)
-        bins[low].append(unit)
-        if back >= 0:
-            bins[low].remove(back)
-            bins[high].append(back)
-        loads[high] -= moved[row, column]
-        loads[low] += moved[row, column]
-        filled[high] -= tokens[row, column]
-        filled[low] += tokens[row, column]
+        row, column = np.unravel_index(place, better.shape)
+        _hand_over(int(given[row]), bins[high], bins[low])
+        if column < len(taken):
+            _hand_over(int(taken[column]), bins[low], bins[high])
+        change = np.array([-1, 1])
+        loads[[high, low]] += change * moved[row, column]
+        filled[[high, low]] += change * tokens[row, column]
 
 
 def _spread(members: list[int]) -> list[int]:
@@ -286,14 +274,6 @@ def _spread(members: list[int]) -> list[int]:
     return members[:: -(-len(members) // LOOKED_AT)]
 
 
-def _assignment(units: _Units, bins: list[list[int]], ranks: int, count: int) -> Assignment:
-    work = np.array([units.work[members].sum() for members in bins])
-    tokens = np.array([units.tokens[members].sum() for members in bins])
-    order = balanced(work, ranks)
-    sequences = [sorted(sequence for unit in members for sequence in units.members[unit]) for members in bins]
-    places = np.array(order)
-    return Assignment(
-        micro_batches=[[sequences[number] for number in own] for own in order],
-        work=work[places].reshape(ranks, count),
-        tokens=tokens[places].reshape(ranks, count),
-    )
+def _hand_over(unit: int, giver: list[int], taker: list[int]) -> None:
+    giver.remove(unit)
+    taker.append(unit)

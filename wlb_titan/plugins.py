@@ -27,16 +27,12 @@ from wlb_titan.errors import UserError
 
 
 class Plugin:
-    """The base of every family of plug-ins; a subclass has a `Config`, or gets one like its parent's.
-
-    Attributes:
-        automatic: it stands for whichever of its family is predicted fastest, which takes its place before
-            anything is planned.
-        candidate: that which stands for others may choose it.
-    """
+    """The base of every family of plug-ins; a subclass has a `Config`, or gets one like its parent's."""
 
     Config: ClassVar[type]
     automatic: ClassVar[bool] = False
+    """It stands for whichever candidate of its family is predicted fastest, which takes its place before
+    anything is planned."""
     candidate: ClassVar[bool] = True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -50,17 +46,10 @@ class Plugin:
 
 @dataclass(kw_only=True, slots=True)
 class PluginConfig:
-    """The base of every family's `Config`.
-
-    Attributes:
-        family: how its classes are found.
-        owner: the class whose settings these are.
-        former: new names of keys that were called otherwise.
-    """
+    """The base of every family's `Config`: the settings of one class, their `owner`."""
 
     family: ClassVar[Family]
     owner: ClassVar[type[Any]]
-    former: ClassVar[Mapping[str, str]] = {}
 
     @property
     def name(self) -> str:
@@ -69,7 +58,6 @@ class PluginConfig:
 
     @classmethod
     def owner_name(cls) -> str:
-        """The name that selects the class which owns these settings."""
         return cls.family.name_of(cls.owner)
 
     def make(self, *arguments: Any, **keywords: Any) -> Any:
@@ -81,27 +69,22 @@ class PluginConfig:
         if name == self.name:
             return self
         config: type[Self] = self.family.find(name).Config
-        shared = {field.name for field in fields(config)} & {field.name for field in fields(self)}
-        return config(**{key: getattr(self, key) for key in shared})
+        return config(**{key: getattr(self, key) for key in _keys(config) & _keys(self)})
+
+
+def _keys(config: Any) -> set[str]:
+    return {field.name for field in fields(config)}
 
 
 @dataclass(frozen=True)
 class Family:
-    """Classes of one kind.
+    """Classes of one kind."""
 
-    Attributes:
-        kind: what messages call one of them.
-        key: key of the TOML section that chooses the class.
-        group: group of the entry points that name further classes.
-        base: "module:Class", from which all derive.
-        shipped: short name -> "module:Class".
-    """
-
-    kind: str
-    key: str
-    group: str
-    base: str
-    shipped: Mapping[str, str]
+    kind: str  # what messages call one of them
+    key: str  # key of the TOML section that chooses the class
+    group: str  # group of the entry points that name further classes
+    base: str  # "module:Class", from which all derive
+    shipped: Mapping[str, str]  # short name -> "module:Class"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,8 +94,8 @@ class Family:
     @property
     def candidates(self) -> list[str]:
         """Names of the classes that `auto` chooses from."""
-        found = {name: self.find(name) for name in self.names}
-        return [name for name, one in found.items() if one.candidate and not one.automatic]
+        classes = {name: self.find(name) for name in self.names}
+        return [name for name, one in classes.items() if one.candidate and not one.automatic]
 
     @property
     def _targets(self) -> dict[str, str]:
@@ -121,11 +104,7 @@ class Family:
         return {**self.shipped, **installed, **self.shipped}
 
     def find(self, name: str) -> type[Any]:
-        """The class of a name.
-
-        Raises:
-            UserError: there is none; or it cannot be imported, or is not of this kind.
-        """
+        """The class of a name; UserError where it leads nowhere."""
         target = self._targets.get(name, name)
         if ":" not in target:
             near = difflib.get_close_matches(name, self.names, n=1, cutoff=0.5)
@@ -148,17 +127,12 @@ class Family:
 
     def having(self, key: str) -> list[str]:
         """Short names of the classes whose settings have a key."""
-        return [
-            name for name in self.names if key in {field.name for field in fields(self.find(name).Config)}
-        ]
+        return [name for name in self.names if key in _keys(self.find(name).Config)]
 
     def name_of(self, cls: type) -> str:
         """The name by which `find` gives a class."""
         target = f"{cls.__module__}:{cls.__qualname__}"
-        for name, known in self._targets.items():
-            if known == target:
-                return name
-        return target
+        return next((name for name, known in self._targets.items() if known == target), target)
 
 
 @cache

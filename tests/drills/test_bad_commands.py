@@ -76,9 +76,9 @@ PLAN = [
             ),
             *(
                 "packing.policy wlb_lazy --packing.max_delay -1",
-                "packing.policy fixed_greedy --packing.window 0",
+                "packing.policy fixed_greedy --packing.global_batches 0",
             ),
-            f"packing.policy fixed_greedy --packing.window {HUGE}",
+            f"packing.policy fixed_greedy --packing.global_batches {HUGE}",
             *(
                 "packing.policy fixed_solver --packing.time_limit 0",
                 "packing.policy fixed_solver --packing.gap 2",

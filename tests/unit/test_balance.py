@@ -12,36 +12,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wlb_titan
+from wlb_titan import balancing
 from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.errors import PlanError
 
 
+def cannot_fit(sizes, ranks, limit):
+    """Whether there is no way into most micro-batches: of their units the smallest have to share."""
+    if len(sizes) < ranks or max(sizes) > limit:
+        return True
+    sizes, sharing = sorted(sizes), len(sizes) % ranks
+    pairs = zip(sizes[:sharing], reversed(sizes[sharing : 2 * sharing]), strict=True)
+    return any(one + other > limit for one, other in pairs)
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_everything_is_there_once_and_fits(data):
+def test_everything_is_there_once_and_fits_into_as_few_as_can_be(data):
     ranks = data.draw(st.integers(1, 5))
-    lengths = data.draw(st.lists(st.integers(1, 500), min_size=ranks, max_size=80))
-    groups = data.draw(st.none() | st.lists(st.integers(0, 30), min_size=len(lengths), max_size=len(lengths)))
-    limit = data.draw(st.none() | st.integers(500, 4000))
-    try:
-        plan = wlb_titan.balance(lengths, ranks=ranks, tokens_per_rank=limit, groups=groups)
-    except PlanError as error:
-        units = len(set(groups)) if groups else len(lengths)
-        sizes = np.bincount(np.unique(groups, return_inverse=True)[1], lengths) if groups else lengths
-        assert units < ranks or max(sizes) > limit or "do not fit into" in str(error)
+    lengths = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=80))
+    labels = st.lists(st.integers(0, 30), min_size=len(lengths), max_size=len(lengths))
+    groups = data.draw(st.none() | labels)
+    limit = data.draw(st.none() | st.integers(400, 4000))
+    arguments = {"ranks": ranks, "tokens_per_rank": limit, "groups": groups}
+    owners = np.unique(groups or np.arange(len(lengths)), return_inverse=True)[1]
+    sizes = np.bincount(owners, lengths)
+    if cannot_fit(sizes.tolist(), ranks, limit or np.inf):
+        with pytest.raises(PlanError):
+            wlb_titan.balance(lengths, **arguments)
         return
-    again = wlb_titan.balance(np.array(lengths), ranks=ranks, tokens_per_rank=limit, groups=groups)
-    assert again.micro_batches == plan.micro_batches
+    plan = wlb_titan.balance(lengths, **arguments)
+    assert wlb_titan.balance(np.array(lengths), **arguments).micro_batches == plan.micro_batches
     batches = [batch for own in plan.micro_batches for batch in own]
     assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
     assert len({len(own) for own in plan.micro_batches}) == 1 and all(batches)
     assert plan.tokens.ravel().tolist() == [sum(lengths[i] for i in batch) for batch in batches]
     assert limit is None or plan.tokens.max() <= limit
     assert np.allclose(plan.work.ravel(), [wlb_titan.causal()(np.array(lengths)[b]).sum() for b in batches])
-    if groups:
-        assert all(len({k for k, b in enumerate(batches) if set(b) & set(members)}) == 1 for members in [
-            [i for i, other in enumerate(groups) if other == group] for group in set(groups)
-        ])  # fmt: skip
+    held = [set(owners[batch]) for batch in batches]
+    assert sum(map(len, held)) == len(sizes), "groups stay together"
+    count = plan.work.shape[1]
+    if count > 1:
+        with pytest.raises(PlanError, match="do not fit into"):
+            wlb_titan.balance(lengths, micro_batches=count - 1, **arguments)
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,8 +120,6 @@ def test_examples_of_the_page_run_and_import_neither_torch_nor_datasets():
 
 def test_few_counts_are_tried_and_few_pairs_looked_at(monkeypatch):
     """Of sequences beyond half of the limit each needs a micro-batch, and no swap looks at thousands."""
-    from wlb_titan import balancing
-
     tries, dealt, sizes, spread = [], balancing._dealt, [], balancing._spread
     monkeypatch.setattr(balancing, "_dealt", lambda units, *a: tries.append(1) or dealt(units, *a))
     monkeypatch.setattr(balancing, "_spread", lambda units: sizes.append(len(spread(units))) or spread(units))
@@ -118,10 +129,9 @@ def test_few_counts_are_tried_and_few_pairs_looked_at(monkeypatch):
     tries.clear()
     plan = wlb_titan.balance(lengths // 3 * 2, ranks=2, tokens_per_rank=1000)
     assert plan.work.shape == (2, 100) and len(tries) <= 10
-    lengths = np.random.default_rng(0).permutation(3000) + 1
-    units = balancing._units(lengths, wlb_titan.causal(), None, None)
+    units = balancing._units(np.arange(1, 3001), wlb_titan.causal(), None, None)
     bins = [list(range(1000)), list(range(1000, 3000))]
-    balancing._even_out(units, bins, int(lengths.sum()))
+    balancing._even_out(units, bins, int(units.tokens.sum()))
     assert sorted(itertools.chain(*bins)) == list(range(3000))
     assert 100 < max(sizes) <= balancing.LOOKED_AT
     work = [units.work[members].sum() for members in bins]

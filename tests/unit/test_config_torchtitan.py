@@ -52,13 +52,6 @@ WRONG = {
         {"t": 'base = "llama3_debug"\n[wlb.sharding]\npolicy = "per_documents"'},
         ["t.toml:3: wlb.sharding.policy = ", "Did you mean 'per_document'?"],
     ),
-    "key that was called otherwise": (
-        {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "fixed_greedy"\nwindow = 3'},
-        [
-            "t.toml:4: wlb.packing.window = 3: there is no such key.",
-            "It is now called wlb.packing.global_batches.",
-        ],
-    ),
     "key of another policy": (
         {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "plain"\nmax_delay = 3'},
         ["t.toml:4: wlb.packing.max_delay = 3", 'policy = "plain" does not have it, but wlb_lazy'],

@@ -11,9 +11,8 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
-from wlb_titan.simulator.dimensions import meetings, own_weights, together
 from wlb_titan.simulator.search import degrees_of
-from wlb_titan.simulator.step import simulate
+from wlb_titan.simulator.step import meetings, own_weights, seconds_with_meetings, simulate
 
 JOB = Job(window=8192, micro_batches=8, degrees=Degrees(tensor=8, shard=2))
 TEXT = """base = "llama3_debug"
@@ -44,8 +43,8 @@ def test_ranks_wait_for_each_other_when_they_meet():
     """Of two ranks that are slow in turn, one waits in every step, or neither if they meet in every other."""
     job, seconds = with_own(Apart.Config(degree=2), shard=1), np.array([[1.0, 3.0], [3.0, 1.0]] * 2)
     numbers = np.arange(1, 5)
-    assert together(JOB, seconds, numbers).sum() == 12
-    assert together(job, seconds, numbers) == pytest.approx([3, 1, 3, 1])
+    assert seconds_with_meetings(JOB, seconds, numbers).sum() == 12
+    assert seconds_with_meetings(job, seconds, numbers) == pytest.approx([3, 1, 3, 1])
 
 
 def test_a_meeting_is_in_the_steps_that_have_one():

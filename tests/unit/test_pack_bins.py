@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 from wlb_titan.packing.bins import REMAINS, Bins, balanced, in_order, level
 
-loads_and_rooms = st.lists(
-    st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=8
-)  # fmt: skip
+loads_and_rooms = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=8)
 
 
 @given(loads_and_rooms, st.floats(0, 1))
@@ -31,12 +29,21 @@ def test_the_level_of_the_docstring_and_of_too_much():
     assert level(loads, capacities, 100.0) == np.inf
 
 
-def test_place_takes_the_least_load_with_room():
-    bins = Bins(2, max_length=10)
-    lengths = np.array([8, 6, 3, 2, 2])
-    assert bins.place(lengths, lengths.astype(float) ** 2).tolist() == [0, 1, 1, 0, REMAINS]
-    assert bins.lengths == [10, 9]
-    assert bins.loads == [68.0, 45.0]
+@given(st.lists(st.integers(1, 30), max_size=60), st.integers(1, 6), st.integers(20, 90))
+def test_place_takes_the_least_load_with_room(lengths, count, bound):
+    lengths = np.array(lengths, dtype=np.int64)
+    works = lengths.astype(float) ** 2
+    loads, filled, expected = [0.0] * count, [0] * count, []
+    for tokens, work in zip(lengths.tolist(), works.tolist(), strict=True):
+        roomy = [index for index in range(count) if filled[index] + tokens <= bound]
+        index = min(roomy, key=loads.__getitem__, default=REMAINS)
+        expected.append(index)
+        if roomy:
+            loads[index] += work
+            filled[index] += tokens
+    bins = Bins(count, bound)
+    assert bins.place(lengths, works).tolist() == expected
+    assert (bins.loads, bins.lengths) == (loads, filled)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=200), st.integers(1, 6), st.integers(30, 400))

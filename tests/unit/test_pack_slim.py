@@ -365,7 +365,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
 
 def test_a_solver_is_asked_about_no_more_than_it_can_write_down_in_time(monkeypatch):
     """In size, and in the time of the whole step."""
-    from wlb_titan.packing import fixed_solver as milp
+    from wlb_titan.packing import fixed as milp
 
     asked = []
     run = milp.Milp.__call__

@@ -70,13 +70,11 @@ def test_schedules_and_stages_a_rank_are_tried(scenario):
 
 
 def test_what_is_not_planned_could_not_win(scenario, monkeypatch):
-    quick = search(scenario, 4, [PLAIN, LAZY], steps=2)
+    quick = search(scenario, 4, [PLAIN, LAZY], steps=2).found
     monkeypatch.setattr(searching, "LEAST", 10**6)
-    full = search(scenario, 4, [PLAIN, LAZY], steps=2)
-    assert quick.slower > 0 == full.slower
-    assert len(quick.found) + 2 * quick.slower >= len(full.found)
-    assert quick.found[0].job == full.found[0].job
-    assert quick.found[0].flops_per_second == full.found[0].flops_per_second
+    full = search(scenario, 4, [PLAIN, LAZY], steps=2).found
+    assert len(quick) < len(full)
+    assert (quick[0].job, quick[0].flops_per_second) == (full[0].job, full[0].flops_per_second)
 
 
 def test_nothing_is_faster_than_the_bound_by_which_it_is_planned(scenario, monkeypatch):
@@ -95,23 +93,10 @@ def test_nothing_is_faster_than_the_bound_by_which_it_is_planned(scenario, monke
 
 def test_what_there_is_no_time_for_is_counted(scenario):
     asked = []
-
-    def once(what):
-        asked.append(what)
-        return len(asked) < 2
-
-    result = search(scenario, 4, [PLAIN], 1, once)
-    assert len(result.found) == 1 and result.slower == 0
+    result = search(scenario, 4, [PLAIN], 1, lambda what: asked.append(what) or len(asked) < 2)
+    assert len(result.found) == 1
     assert result.untried == len(list(candidates(scenario.job, 4))) - 1
     assert asked[0] == f"{result.found[0].job.degrees}, {pipeline_words(result.found[0].job)}"
-
-
-def test_the_gain_over_the_configured_job_is_named(scenario):
-    result = search(scenario, 4, [PLAIN, LAZY], steps=1)
-    own = max(scenario.predict(policy, 1).flops_per_second for policy in (PLAIN, LAZY))
-    assert result.configured.flops_per_second == pytest.approx(own)
-    assert result.found[0].flops_per_second >= own
-    assert search(scenario, 8, [PLAIN], steps=1).configured is None
 
 
 def test_experts_are_spread_over_powers_of_two(scenario):
@@ -143,6 +128,9 @@ def test_search_finds_the_fastest_that_fits(scenario):
     assert rates == sorted(rates, reverse=True)
     assert {found.job.policy for found in result.found} == {PLAIN, LAZY}
     assert all(found.fits for found in result.found)
+    own = max(scenario.predict(policy, 1).flops_per_second for policy in (PLAIN, LAZY))
+    assert rates[0] >= result.configured.flops_per_second == own
+    assert search(scenario, 8, [PLAIN], steps=1).configured is None  # of other GPUs
     most = max(found.peak_memory.total for found in result.found)
     barely = scenario.job.on(replace(scenario.job.cluster, memory=most / 0.95))
     searched = search(scenario.on(barely), 4, [PLAIN], steps=1).found

@@ -5,8 +5,7 @@ import pytest
 
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.simulator.replay import replayed_seconds
-from wlb_titan.simulator.trace import COMPUTED, Span, read_trace, write_trace
+from wlb_titan.simulator.trace import COMPUTED, Span, read_trace, replayed_seconds, write_trace
 
 
 def trace(shape, n, times, slower=1.0):

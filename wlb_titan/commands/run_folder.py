@@ -17,8 +17,7 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.errors import UserError
-from wlb_titan.simulator.replay import replayed_seconds
-from wlb_titan.simulator.trace import Span, read_trace
+from wlb_titan.simulator.trace import Span, read_trace, replayed_seconds
 from wlb_titan.summary import Estimate
 
 CONFIG, METRICS, VALIDATION, TRACES = "config.toml", "metrics.jsonl", "validation.jsonl", "traces"

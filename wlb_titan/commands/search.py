@@ -54,9 +54,8 @@ def print_search(
     say(describe_job(scenario.job, scenario.documents))
     show_table(search_rows(result)[:SHOWN])
     say(
-        f"{len(result.found)} candidates were planned and fit; {result.slower} would be slower than the best "
-        f"even if they were perfectly balanced, {result.too_large} need more memory and {result.refused} are "
-        "not possible."
+        f"{len(result.found)} candidates were planned and fit. The others do not, are not possible, or would "
+        "be slower than the best even if they were perfectly balanced."
     )
     if result.untried:
         say(f"{result.untried} were not tried in the {seconds:.0f} s of --search-seconds.")

@@ -240,9 +240,7 @@ class Builder:
         base.build([])
         known = [dotted(entry.path) for entry in base.entries]
         hint = None
-        if issubclass(cls, PluginConfig) and (new := cls.former.get(str(path[-1]))):
-            hint = f" It is now called {dotted((*path[:-1], new))}."
-        elif issubclass(cls, PluginConfig) and (others := cls.family.having(str(path[-1]))):
+        if issubclass(cls, PluginConfig) and (others := cls.family.having(str(path[-1]))):
             hint = f" {cls.family.key} = {shown(cls.owner_name())} does not have it, but {', '.join(others)}."
         raise no_such_key(node, path, short_name(cls), names, known, hint)
 

@@ -92,10 +92,6 @@ class DocumentStream:
             result[~result] = single[:, START] + 1 < self.lengths_of(single[:, ID])
         return result
 
-    def labelled(self, pieces: Ints) -> Ints:
-        """int64 (n,), tokens of each piece that has a token to predict, 0 of others."""
-        return np.where(self.has_label(pieces), pieces[:, LENGTH], 0)
-
     def give_back(self, pieces: Pieces) -> None:
         """Takes pieces back that were read before and are still to be trained: they come next, in order."""
         pieces = np.concatenate([pieces, self._first])

@@ -1,19 +1,17 @@
 """Micro-batches being filled by least work, and packs dealt to data-parallel ranks.
 
-`pack_by_work` is lines 18 to 35 of the paper's Algorithm 1. Documents come longest first, but for those that
-have waited too long. Each goes to the micro-batch of least work; if it does not fit there, to the shortest
-micro-batch; if it does not fit there either, it remains. Ties go to the lower index.
+`pack_by_work` is lines 18 to 35 of the paper's Algorithm 1; other policies use `Bins.place`. Both give a
+document to the micro-batch of least work. They differ in where it goes if there is no room for it.
 
-The paper's text and equation 2 bound a micro-batch by "at most L_max" where the pseudo-code has "<"; here it
-is at most L_max, else a document of a full window would never fit where L_max is the window.
-
-The micro-batches are kept in two heaps, by work and by length. An entry is stale once its micro-batch has
-grown, and is thrown away when it comes up. With n documents and N micro-batches this takes O(n log N).
+Micro-batches wait in heaps, by work and by length. Both only grow, so an entry that a micro-batch has
+outgrown is put right when it comes up. Ties go to the lower index. n documents and N micro-batches take
+O(n log N).
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,6 +22,49 @@ REMAINS = -1
 PORTIONS = 9  # ceilings that are looked at
 
 
+def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: int) -> Ints:
+    """Assigns documents to micro-batches as Algorithm 1 does.
+
+    Each document goes to the micro-batch of least work; if it does not fit there, to the shortest one; if it
+    does not fit there either, it remains.
+
+    The paper's text and equation 2 bound a micro-batch by "at most L_max" where the pseudo-code has "<". Here
+    it is at most L_max, else a document of a full window would never fit where L_max is the window.
+
+    Example: lengths 6, 4, 3, 3 with work equal to length, 2 micro-batches of at most 8 tokens give
+    [0, 1, 1, REMAINS]: the last finds 6 and 7 tokens, and 3 more fit nowhere.
+
+    Args:
+        lengths: int64 (n,), tokens in the order of packing, longest first but for a few.
+        works: float64 (n,), W_a + W_l of each document, positive.
+
+    Returns:
+        int64 (n,), micro-batch of each document, or REMAINS.
+    """
+    bins = Bins(micro_batches, max_length)  # line 21
+    by_work = [(0.0, index) for index in range(micro_batches)]
+    by_length = list(by_work)
+    assigned = []
+    for tokens, work in zip(lengths.tolist(), works.tolist(), strict=True):  # 22
+        index = _least(by_work, bins.loads)  # 24
+        if not bins.fits(index, tokens):  # 26
+            index = _least(by_length, bins.lengths)  # 25
+        if bins.fits(index, tokens):  # 26, 29
+            bins.push(index, tokens, work)  # 27, 30
+            assigned.append(index)
+        else:
+            assigned.append(REMAINS)  # 32
+    return np.array(assigned, dtype=np.int64)
+
+
+def _least(heap: list[tuple[float, int]], values: Sequence[float]) -> int:
+    """Index of the least of values that only grow. The heap has an entry for each, which may be outgrown."""
+    while heap[0][0] != values[heap[0][1]]:
+        index = heap[0][1]
+        heapq.heapreplace(heap, (values[index], index))
+    return heap[0][1]
+
+
 class Bins:
     """N micro-batches of at most `max_length` tokens."""
 
@@ -32,19 +73,19 @@ class Bins:
         self.lengths = [0] * count
         self._max_length = max_length
 
+    def fits(self, index: int, tokens: int) -> bool:
+        return self.lengths[index] + tokens <= self._max_length
+
+    def push(self, index: int, tokens: int, work: float) -> None:
+        self.lengths[index] += tokens
+        self.loads[index] += work
+
     def place(self, lengths: Ints, works: Floats) -> Ints:
         """Puts each document into the micro-batch of least work among those with room for it.
 
-        Bins wait in a heap by work. One that has no room is put aside into a heap by room until a document
-        comes that it can hold: documents come longest first (but for a few at the beginning), so a bin is
-        put aside seldom, and n documents in N bins take O(n log N).
-
-        Args:
-            lengths: int64 (n,), tokens.
-            works: float64 (n,), work of each, positive.
-
-        Returns:
-            int64 (n,), bin of each document, or REMAINS where none has room.
+        A bin that has no room is put aside into a heap by room until a document comes that it can hold:
+        documents come longest first, but for a few, so a bin is put aside seldom. Arguments and result are
+        those of `pack_by_work`.
         """
         by_load = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(by_load)
@@ -54,17 +95,15 @@ class Bins:
             while aside and -aside[0][0] >= tokens:
                 index = heapq.heappop(aside)[1]
                 heapq.heappush(by_load, (self.loads[index], index))
-            while by_load and self.lengths[by_load[0][1]] + tokens > self._max_length:
+            while by_load and not self.fits(by_load[0][1], tokens):
                 index = heapq.heappop(by_load)[1]
                 heapq.heappush(aside, (self.lengths[index] - self._max_length, index))
             if not by_load:
                 assigned.append(REMAINS)
                 continue
-            load, index = by_load[0]
-            load += work
-            self.loads[index] = load
-            self.lengths[index] += tokens
-            heapq.heapreplace(by_load, (load, index))
+            index = by_load[0][1]
+            self.push(index, tokens, work)
+            heapq.heapreplace(by_load, (self.loads[index], index))
             assigned.append(index)
         return np.array(assigned, dtype=np.int64)
 
@@ -75,13 +114,7 @@ class Bins:
         below; that misses the level by less than one document. The next class, of half the length, evens
         that out. Arrays only: 200,000 documents take some 20 ms.
 
-        Args:
-            lengths: int64 (n,), tokens, descending.
-            works: float64 (n,), work of each, positive.
-            ceiling: work up to which bins are filled.
-
-        Returns:
-            int64 (n,), bin of each document, or REMAINS where none has room.
+        Lengths descend. Bins are filled up to `ceiling` of work; what lies above it or has no room REMAINS.
         """
         assigned = np.full(len(lengths), REMAINS, dtype=np.int64)
         octave = np.log2(np.maximum(lengths, 32)).astype(np.int64)
@@ -102,28 +135,23 @@ class Bins:
         lacking = np.clip(surface, loads, capacities) - loads
         middles = np.cumsum(works) - works / 2
         assigned = np.searchsorted(np.cumsum(lacking), middles, side="right")
-        # What does not fit, or lies past the end by a rounding error, waits for the next step.
-        fits = assigned < len(loads)
-        assigned = np.where(fits, assigned, REMAINS)
         count = len(loads)
+        # What does not fit, or lies past the end by a rounding error, waits for the next step.
+        fits = assigned < count
         self.loads = (loads + np.bincount(assigned[fits], works[fits], count)).tolist()
         grown = filled + np.bincount(assigned[fits], lengths[fits], count).astype(np.int64)
         self.lengths = grown.tolist()
-        return assigned
+        return np.where(fits, assigned, REMAINS)
 
     def portions(self, work: float, tokens: int) -> tuple[Floats, Floats, Floats]:
         """What comes of pouring more or less of a liquid into the bins.
 
         Once bins that are full of tokens lag behind in work, what is still poured lifts only the others. It
-        may then be better to leave some.
-
-        Args:
-            work: work of all of the liquid.
-            tokens: tokens of all of it.
+        may then be better to leave some. `work` and `tokens` are those of all of the liquid.
 
         Returns:
-            float64 (n,) each, for n ceilings up to which bins are filled, ascending: the ceiling, largest
-            over mean work of the bins then, and tokens left. The last one takes all that has room.
+            float64 (n,) each, for n ascending ceilings up to which bins are filled: the ceiling, imbalance of
+            the bins then, and tokens left. The last one takes all that has room.
         """
         loads = np.array(self.loads)
         highest = loads.max()
@@ -150,12 +178,8 @@ def level(loads: Floats, capacities: Floats, work: float) -> float:
     Example: loads 1, 4 and 2 with capacities 9, 9 and 2.5 and 4.5 units of work give level 4.5: the bins
     then hold 4.5, 4.5 and 2.5.
 
-    Args:
-        loads: float64 (bins,), work in each bin.
-        capacities: float64 (bins,), most that each may hold; not below its load.
-
-    Returns:
-        The level; infinity if the work does not fit.
+    Loads and capacities are float64 (bins,), no capacity below its load. The level is infinite if the work
+    does not fit.
     """
     corners = np.concatenate([loads, capacities])
     slopes = np.concatenate([np.ones(len(loads)), -np.ones(len(capacities))])
@@ -168,55 +192,6 @@ def level(loads: Floats, capacities: Floats, work: float) -> float:
     if segment >= len(corners) - 1:
         return float("inf")
     return float(corners[segment] + (work - below[segment]) / filling[segment])
-
-
-def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: int) -> Ints:
-    """Assigns documents to micro-batches.
-
-    Example: lengths 6, 4, 3, 3 with work equal to length, 2 micro-batches of at most 8 tokens give
-    [0, 1, 1, REMAINS]: the last finds 6 and 7 tokens, and 3 more fit nowhere.
-
-    Args:
-        lengths: int64 (n,), tokens in the order of packing, each at most `max_length`.
-        works: float64 (n,), W_a + W_l of each document, positive.
-        micro_batches: N.
-        max_length: L_max in tokens.
-
-    Returns:
-        int64 (n,), micro-batch of each document, or REMAINS.
-    """
-    length = [0] * micro_batches
-    load = [0.0] * micro_batches
-    by_load = [(0.0, index) for index in range(micro_batches)]
-    by_length: list[tuple[int, int]] | None = None  # most steps never need it
-    assigned = []
-    for tokens, work in zip(lengths.tolist(), works.tolist(), strict=True):
-        while by_load[0][0] != load[by_load[0][1]]:
-            heapq.heappop(by_load)
-        index = by_load[0][1]
-        if length[index] + tokens <= max_length:
-            length[index] += tokens
-            load[index] += work
-            heapq.heapreplace(by_load, (load[index], index))
-            if by_length is not None:
-                heapq.heappush(by_length, (length[index], index))
-            assigned.append(index)
-            continue
-        if by_length is None:
-            by_length = [(length[index], index) for index in range(micro_batches)]
-            heapq.heapify(by_length)
-        while by_length[0][0] != length[by_length[0][1]]:
-            heapq.heappop(by_length)
-        index = by_length[0][1]
-        if length[index] + tokens <= max_length:
-            length[index] += tokens
-            load[index] += work
-            heapq.heapreplace(by_length, (length[index], index))
-            heapq.heappush(by_load, (load[index], index))
-            assigned.append(index)
-        else:
-            assigned.append(REMAINS)
-    return np.array(assigned, dtype=np.int64)
 
 
 def in_order(packs: int, ranks: int) -> list[list[int]]:
@@ -233,12 +208,6 @@ def balanced(workloads: Floats, ranks: int) -> list[list[int]]:
     sequences are. The order of equal packs is that of their numbers, so the result is one on all ranks.
 
     Example: workloads 5, 1, 4, 2 on 2 ranks give [[0, 1], [2, 3]], sums 6 and 6.
-
-    Args:
-        workloads: float64 (packs,), of which `ranks` is a divisor.
-
-    Returns:
-        Per rank the numbers of its packs, in the order in which it runs them.
     """
     count = len(workloads) // ranks
     assigned: list[list[int]] = [[] for _ in range(ranks)]

@@ -16,9 +16,10 @@ import numpy as np
 from annotated_types import Interval
 
 from wlb_titan.cost.workload import CostModel, workload
-from wlb_titan.documents.stream import DocumentStream, Pieces
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.packing.arrivals import next_window
 from wlb_titan.packing.policy import MOST_TOKENS, Packing, PackingPolicy, drafts
-from wlb_titan.plan import LENGTH, imbalance_degree
+from wlb_titan.plan import imbalance_degree
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -44,7 +45,7 @@ class Plain(PackingPolicy):
     def next(self) -> Packing:
         packs, lost = [], 0
         for _ in range(self._micro_batches):
-            pieces, left_out = self._window()
+            pieces, left_out = next_window(self._stream)
             if self._tail == "drop":
                 left_out += self._stream.skip_rest()
             lost += left_out
@@ -56,20 +57,6 @@ class Plain(PackingPolicy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
-
-    def _window(self) -> tuple[Pieces, int]:
-        """One full window, and the tokens left out to give it a token to predict.
-
-        A window of nothing but documents of one token would have no label. Its last place is then kept for
-        the first token of a longer document; the single tokens met before one comes are left out. They have
-        no label and no other token sees them, so nothing learns less for it.
-        """
-        pieces = self._stream.fill(self._stream.window)
-        left_out = 0
-        while not self._stream.has_label(pieces).any():
-            left_out += int(pieces[-1, LENGTH])
-            pieces = np.concatenate([pieces[:-1], self._stream.fill(1)])
-        return pieces, left_out
 
 
 class Auto(Plain):
@@ -89,7 +76,7 @@ MOST_MICRO_BATCHES = 64  # so that a trial takes less than half a second
 
 
 def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
-    """The mean over some of the policy's next steps."""
+    """The mean imbalance of some of the policy's next steps."""
     degrees = []
     for _ in range(WARM_UP + STEPS):
         works = policy.next().work(partial(workload, cost_model))
@@ -98,11 +85,9 @@ def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
 
 
 def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
-    """The mean imbalance of `plain` on these documents.
+    """The mean imbalance of `plain` on these documents, whose stream is left as it is.
 
-    Args:
-        stream: left as it is; the trial reads another one from the beginning.
-        job: at most 64 of its micro-batches are tried. With more of them `plain` is worse, not better.
+    At most 64 of the job's micro-batches are tried. With more of them `plain` is worse, not better.
     """
     few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
     return mean_imbalance(Plain(Plain.Config(), stream.anew(), few), job.cost_model)

@@ -37,8 +37,8 @@ POLICIES = Family(
     base="wlb_titan.packing.policy:PackingPolicy",
     shipped={
         "plain": "wlb_titan.packing.plain:Plain",
-        "fixed_greedy": "wlb_titan.packing.fixed_greedy:FixedGreedy",
-        "fixed_solver": "wlb_titan.packing.fixed_solver:FixedSolver",
+        "fixed_greedy": "wlb_titan.packing.fixed:FixedGreedy",
+        "fixed_solver": "wlb_titan.packing.fixed:FixedSolver",
         "wlb": "wlb_titan.packing.wlb:Wlb",
         "wlb_lazy": "wlb_titan.packing.wlb_lazy:WlbLazy",
         "slim": "wlb_titan.packing.slim.slim:Slim",

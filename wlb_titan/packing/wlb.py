@@ -2,41 +2,44 @@
 
 Documents of at least L_1 tokens are outliers and wait, first in, first out, in the queue of their length. A
 queue that holds N documents gives N of them to the step, one for each micro-batch; all other documents are
-packed in the step in which they arrive, by least work (see `bins.pack_by_work`).
+packed in the step in which they arrive, by least work. `Wlb.next` has the numbers of Algorithm 1's lines.
 
 Two rules are added, for cases of which the paper does not speak:
 
-- Where outliers leave a step with too little for N micro-batches (`least`), those that have waited longest
+- Where outliers leave a step with too little for N micro-batches (`arrivals`), those that have waited longest
   join it. Every micro-batch has enough, as the N longest documents go to N different ones.
 - A document that fitted nowhere is packed again in the next step, but as one of the shortest it would come
   last there too. After `PATIENCE` steps it comes first.
+
+`thresholds = "auto"` finds thresholds much as the paper does: several are tried on a sample of the corpus,
+and those with the best balance at a low delay are taken. The candidates are multiples of an eighth of the
+window. What is least is delay + ((imbalance - 1) / tolerance)^2, averaged over steps, the price that
+`wlb_lazy` minimises.
+
+The trial is a likeness of Algorithm 1. Its queues are the same. But long documents go to the least loaded
+micro-batch with room (`Bins.place`), and short ones, which are never outliers and serve to fill, are poured
+on top as a liquid; and what fits nowhere is left out, where the algorithm would pack it in the next step. So
+where L_max is near the window the delay comes out too low. The sample is drawn with a fixed seed: all ranks
+find the same thresholds.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Interval, MinLen
 
+from wlb_titan.arrays import Ints
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing import thresholds
-from wlb_titan.packing.arrivals import (
-    ARRIVAL,
-    NOTHING,
-    Arrivals,
-    Waiting,
-    delayed,
-    fills,
-    leading_first,
-    split,
-    topped_up,
-)
-from wlb_titan.packing.bins import REMAINS, pack_by_work
+from wlb_titan.errors import PlanError
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed, split
+from wlb_titan.packing.bins import REMAINS, Bins, pack_by_work
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import ID, LENGTH, START
@@ -65,38 +68,49 @@ class Wlb(VariableLengthPolicy):
         for every token."""
 
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        self._stream = stream
         self._arrivals = Arrivals(stream, job)
-        self._micro_batches, self._least = job.micro_batches, job.degrees.context
+        self._micro_batches = job.micro_batches
+        self._least = Least(job.micro_batches, job.degrees.context)
         self._cost_model = job.cost_model
         self._max_length = self.bound(job)
-        self.thresholds = self._thresholds(config)
-        self._queues: list[Waiting] = [NOTHING for _ in self.thresholds]
-        self._remained: Waiting = NOTHING
+        sample = stream.mixture.sample()
         if config.thresholds == "auto":
-            self._warn_if_queues_lose(config, job)
+            self.thresholds = tune(config, sample, stream.window, self._max_length, job)
+            self._warn_if_queues_lose(config, stream, job)
+        else:
+            self.thresholds = config.thresholds
+            check(self.thresholds, sample, stream.window)
+        self._queues = Queues(self.thresholds, job.micro_batches)
+        self._remained: Waiting = NOTHING
 
-    def _thresholds(self, config: Config) -> list[int]:
-        sample, window = self._stream.mixture.sample(), self._stream.window
-        if config.thresholds != "auto":
-            thresholds.check(config.thresholds, sample, window)
-            return config.thresholds
-        return thresholds.tune(
-            sample,
-            queues=config.queues,
-            window=window,
-            micro_batches=self._micro_batches,
-            max_length=self._max_length,
-            cost_model=self._cost_model,
-            tolerance=config.tolerance,
-        )
+    def next(self) -> Packing:
+        n, iteration = self._micro_batches, self._arrivals.iteration
+        batch = self._arrivals.next(self.waiting, left=int(self._remained[:, LENGTH].sum()))  # line 2
+        doc_set = np.concatenate([self._remained, self._queues.add(batch), self._queues.pop()])  # 3 to 17
+        while (missing := n - self._least.filled(doc_set[:, LENGTH])) > 0:
+            doc_set = np.concatenate([doc_set, self._queues.pop_oldest(missing)])
+        doc_set = self._sorted(doc_set, iteration)  # 19
+        lengths = doc_set[:, LENGTH]
+        works = workload(self._cost_model, lengths)
+        assigned = pack_by_work(lengths, works, n, self._max_length)  # 21 to 35
+        packed = assigned != REMAINS
+        self._remained = doc_set[~packed]  # 32
+        assigned = self._least.topped_up(assigned[packed], lengths[packed])
+        return Packing(drafts(split(delayed(doc_set[packed], iteration), assigned, n)))  # 36
 
-    def _warn_if_queues_lose(self, config: Config, job: Job) -> None:
+    def _sorted(self, documents: Waiting, iteration: int) -> Waiting:
+        """Longest first, behind those that have remained for too long, which stand in front."""
+        overdue = np.arange(len(documents)) < len(self._remained)
+        overdue &= iteration - documents[:, ARRIVAL] >= PATIENCE
+        documents = documents[np.lexsort((-documents[:, LENGTH], ~overdue))]
+        return documents[self._least.leading_first(documents[:, LENGTH])]
+
+    def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, job: Job) -> None:
         """Compares the best thresholds found to `plain`, in a trial of both."""
         few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
-        trial = Wlb(replace(config, thresholds=self.thresholds), self._stream.anew(), few)
+        trial = Wlb(replace(config, thresholds=self.thresholds), stream.anew(), few)
         queues = mean_imbalance(trial, job.cost_model)
-        plain = imbalance_of_plain(self._stream, job)
+        plain = imbalance_of_plain(stream, job)
         if queues > plain:
             warnings.warn(
                 "Queues lose on these documents: with the best thresholds found, "
@@ -105,55 +119,9 @@ class Wlb(VariableLengthPolicy):
                 stacklevel=3,
             )
 
-    def next(self) -> Packing:
-        iteration = self._arrivals.iteration
-        batch = self._arrivals.next(self.waiting, left=int(self._remained[:, LENGTH].sum()))
-        pending = [self._remained, self._enqueue(batch)]
-        for i, waiting in enumerate(self._queues):
-            if len(waiting) >= self._micro_batches:
-                pending.append(waiting[: self._micro_batches])
-                self._queues[i] = waiting[self._micro_batches :]
-        documents = np.concatenate(pending)
-        tokens = self._stream.labelled(documents)
-        while (missing := self._micro_batches - fills(tokens, self._least)) > 0:
-            documents = np.concatenate([documents, self._release_oldest(missing)])
-            tokens = self._stream.labelled(documents)
-        overdue = np.arange(len(documents)) < len(self._remained)
-        overdue &= iteration - documents[:, ARRIVAL] >= PATIENCE
-        order = np.lexsort((-documents[:, LENGTH], ~overdue))
-        order = leading_first(order, tokens >= self._least, self._micro_batches)
-        documents, tokens = documents[order], tokens[order]
-        assigned = pack_by_work(
-            documents[:, LENGTH],
-            workload(self._cost_model, documents[:, LENGTH]),
-            self._micro_batches,
-            self._max_length,
-        )
-        packed = assigned != REMAINS
-        self._remained = documents[~packed]
-        assigned = topped_up(assigned[packed], tokens[packed], self._micro_batches, self._least)
-        return Packing(drafts(split(delayed(documents[packed], iteration), assigned, self._micro_batches)))
-
-    def _enqueue(self, documents: Waiting) -> Waiting:
-        """Puts outliers into their queues and returns the others."""
-        queue = np.searchsorted(self.thresholds, documents[:, LENGTH], side="right")  # 0: no outlier
-        for i, waiting in enumerate(self._queues):
-            self._queues[i] = np.concatenate([waiting, documents[queue == i + 1]])
-        others: Waiting = documents[queue == 0]
-        return others
-
-    def _release_oldest(self, count: int) -> Waiting:
-        """Takes the `count` outliers out of their queues that have waited longest."""
-        queue = np.repeat(np.arange(len(self._queues)), [len(waiting) for waiting in self._queues])
-        waiting = np.concatenate(self._queues)
-        oldest = np.lexsort((queue, waiting[:, ARRIVAL]))[:count]
-        kept = np.delete(np.arange(len(waiting)), oldest)
-        self._queues = [waiting[kept[queue[kept] == i]] for i in range(len(self._queues))]
-        return waiting[oldest]
-
     @property
     def waiting(self) -> Waiting:
-        return np.concatenate([self._remained, *self._queues])
+        return np.concatenate([self._remained, *self._queues.waiting])
 
     def state_dict(self) -> dict[str, Any]:
         return {"arrivals": self._arrivals.state_dict(), "remained": len(self._remained)}
@@ -162,6 +130,146 @@ class Wlb(VariableLengthPolicy):
         self._arrivals.load_state_dict(state["arrivals"])
         # Thresholds may be others, so the waiting outliers are queued again, in stream order.
         remained, queued = np.split(state["waiting"], [state["remained"]])
-        self._queues = [NOTHING for _ in self.thresholds]
-        freed = self._enqueue(queued[np.lexsort((queued[:, START], queued[:, ID]))])
+        self._queues = Queues(self.thresholds, self._micro_batches)
+        freed = self._queues.add(queued[np.lexsort((queued[:, START], queued[:, ID]))])
         self._remained = np.concatenate([remained, freed])
+
+
+class Queues:
+    """Q of Algorithm 1: outliers wait, first in, first out, each in the queue of its length."""
+
+    def __init__(self, thresholds: list[int], micro_batches: int) -> None:
+        self._thresholds, self._micro_batches = thresholds, micro_batches
+        self.waiting: list[Waiting] = [NOTHING for _ in thresholds]
+
+    def add(self, batch: Waiting) -> Waiting:
+        """Lines 4 to 11: outliers join their queues, and the other documents are returned."""
+        level = np.searchsorted(self._thresholds, batch[:, LENGTH], side="right")  # 0: no outlier
+        for i, queue in enumerate(self.waiting):
+            self.waiting[i] = np.concatenate([queue, batch[level == i + 1]])
+        others: Waiting = batch[level == 0]
+        return others
+
+    def pop(self) -> Waiting:
+        """Lines 12 to 17: N documents of every queue that has as many."""
+        n = self._micro_batches
+        popped = [queue[:n] if len(queue) >= n else NOTHING for queue in self.waiting]
+        self.waiting = [queue[len(out) :] for queue, out in zip(self.waiting, popped, strict=True)]
+        return np.concatenate(popped)
+
+    def pop_oldest(self, count: int) -> Waiting:
+        """The `count` documents that have waited longest."""
+        level = np.repeat(np.arange(len(self.waiting)), [len(queue) for queue in self.waiting])
+        waiting = np.concatenate(self.waiting)
+        oldest = np.lexsort((level, waiting[:, ARRIVAL]))[:count]
+        kept = np.delete(np.arange(len(waiting)), oldest)
+        self.waiting = [waiting[kept[level[kept] == i]] for i in range(len(self.waiting))]
+        return waiting[oldest]
+
+
+def check(thresholds: list[int], lengths: Ints, window: int) -> None:
+    """Refuses thresholds that are not ascending or that no document could reach; warns where a queue will
+    grow for ever."""
+    named = ", ".join(map(str, thresholds))
+    if any(low >= high for low, high in pairwise(thresholds)):
+        raise PlanError(
+            f"The thresholds {named} are out of order; each must be above the one before.",
+            setting="packing.thresholds",
+        )
+    if thresholds[-1] > window:
+        raise PlanError(
+            f"The threshold {thresholds[-1]} is above the context window of {window} tokens, and no document "
+            "is longer than that, so its queue would stay empty for ever.",
+            setting="packing.thresholds",
+        )
+    if not drains(lengths, thresholds, window):
+        warnings.warn(
+            f"With the thresholds {named} more documents join a queue in a step than can leave it, so it "
+            'will grow for ever. Raise the thresholds, or use "auto".',
+            stacklevel=3,
+        )
+
+
+def drains(lengths: Ints, thresholds: Sequence[int], window: int) -> bool:
+    """Whether no queue gets more documents than the N a step that it can give away.
+
+    A step brings N window / (mean length) documents; those of a queue must be fewer than N.
+    """
+    pieces = np.minimum(lengths, window)  # what is cut off a longer document adds no more than itself again
+    counts = np.histogram(pieces, bins=[*thresholds, window + 1])[0] + 0.0
+    counts[-1] += float((-(-lengths // window) - 1).sum())
+    return bool((counts / lengths.sum() * window).max() < 1)
+
+
+GRID = 8  # thresholds that are tried are multiples of window / GRID
+
+
+def tune(config: Wlb.Config, lengths: Ints, window: int, max_length: int, job: Job) -> list[int]:
+    """The thresholds L_1 < ... < L_n that suit documents of these lengths, int64 (documents,)."""
+    if window < 2 * GRID:
+        raise PlanError(
+            f"Thresholds cannot be found for a window of {window} tokens; it must have {2 * GRID}. Else give "
+            "`thresholds` yourself.",
+            setting="packing.thresholds",
+        )
+    grid = [window * step // GRID for step in range(1, GRID + 1)]
+    tried = [list(some) for some in combinations(grid, config.queues) if drains(lengths, some, window)]
+    if not tried:
+        raise PlanError(
+            f"No thresholds for {config.queues} queues let outliers leave as fast as they come: too many "
+            "documents of this corpus are long for its context window. Use a longer window or another "
+            "packing policy.",
+            setting="packing.queues",
+        )
+    return min(tried, key=Trial(lengths, window, max_length, config.tolerance, job).cost)
+
+
+class Trial:
+    """Global batches of documents drawn at random, on which thresholds are tried."""
+
+    STEPS = 48
+    WARM_UP = 8  # steps until queues are usually filled
+    MOST_MICRO_BATCHES = 32
+    LONG = 32  # documents of window / LONG tokens are packed one by one
+
+    def __init__(self, lengths: Ints, window: int, max_length: int, tolerance: float, job: Job) -> None:
+        self._micro_batches = min(job.micro_batches, self.MOST_MICRO_BATCHES)
+        self._tokens = self._micro_batches * window  # of a step
+        self._max_length, self._tolerance = max_length, tolerance
+        self._cost_model = job.cost_model
+        rng = np.random.default_rng(0)
+        self._batches = []  # long documents; work and tokens of the short ones
+        for _ in range(self.STEPS):
+            pieces = self._drawn(lengths, window, rng)
+            long = pieces >= window // self.LONG
+            documents = np.zeros((int(long.sum()), 4), dtype=np.int64)
+            documents[:, LENGTH] = pieces[long]
+            short = pieces[~long]
+            work = float(workload(self._cost_model, short).sum())
+            self._batches.append((documents, work, int(short.sum())))
+
+    def _drawn(self, lengths: Ints, window: int, rng: np.random.Generator) -> Ints:
+        """The documents of a global batch, as pieces of at most the window."""
+        expected = int(self._tokens / lengths.mean()) + 1
+        drawn = np.empty(0, dtype=np.int64)
+        while drawn.sum() < self._tokens:
+            drawn = np.concatenate([drawn, rng.choice(lengths, expected)])
+        drawn = drawn[: int(np.searchsorted(np.cumsum(drawn), self._tokens)) + 1]
+        whole, rest = drawn // window, drawn % window
+        return np.concatenate([np.full(int(whole.sum()), window), rest[rest > 0]])
+
+    def cost(self, thresholds: list[int]) -> float:
+        """delay + ((imbalance - 1) / tolerance)^2 under these thresholds, summed over steps."""
+        queues = Queues(thresholds, self._micro_batches)
+        cost = 0.0
+        for step, (long, work, tokens) in enumerate(self._batches):
+            doc_set = np.concatenate([queues.add(long), queues.pop()])
+            if step < self.WARM_UP:
+                continue
+            documents = -np.sort(-doc_set[:, LENGTH])
+            bins = Bins(self._micro_batches, self._max_length)
+            bins.place(documents, workload(self._cost_model, documents))
+            imbalance = bins.portions(work, tokens)[1][-1]
+            held = sum(int(queue[:, LENGTH].sum()) for queue in queues.waiting)
+            cost += held / self._tokens + ((imbalance - 1) / self._tolerance) ** 2
+        return cost

@@ -31,10 +31,6 @@ in the pool and done where it costs less.
 A document that has waited `max_delay` iterations is released with all that are shorter than it, whatever that
 does to the balance, and is packed first. If max_length is at least two windows it always fits then.
 
-Whole documents cannot always balance as well as `plain`, which cuts them at the windows' ends: where work is
-nearly proportional to tokens, its windows of equal length are nearly equal work. A step that comes out worse
-than `plain` is on average is levelled by cutting a few documents (`cut`).
-
 With N = 4 chance decides which documents meet, matches are rare and waiting for one is long; with N = 64 the
 law of large numbers makes every step alike. The tolerance is therefore widened to tolerance x (1 + 4.5 / N).
 docs/packing.md has the measurements behind this and the ideas that did worse.
@@ -50,7 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Interval
@@ -59,18 +55,7 @@ from numpy.typing import NDArray
 from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import (
-    ARRIVAL,
-    NOTHING,
-    Arrivals,
-    Waiting,
-    delayed,
-    fills,
-    leading_first,
-    split,
-    topped_up,
-)
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed, split
 from wlb_titan.packing.bins import REMAINS, Bins
 from wlb_titan.packing.plain import imbalance_of_plain
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
@@ -102,14 +87,10 @@ class WlbLazy(VariableLengthPolicy):
         """Iterations after which a document is packed, whatever it does to the balance."""
 
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        if not config.tolerance > 0:
-            raise PlanError(f"The tolerance is {config.tolerance}; it must be positive (0.065 is usual).")
-        if config.max_delay < 0:
-            raise PlanError(f"max_delay is {config.max_delay} iterations; it must not be negative.")
         self._window = stream.window
         self._arrivals = Arrivals(stream, job)
         self._micro_batches = job.micro_batches
-        self._least = max(job.degrees.context, 2)  # so many have a token to predict
+        self._least = Least(job.micro_batches, job.degrees.context)
         self._cost_model = job.cost_model
         self._max_length = self.bound(job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
@@ -128,32 +109,28 @@ class WlbLazy(VariableLengthPolicy):
         held, stop = self._choose(pool[:, LENGTH], works, overdue)
 
         first = held + np.argsort(~overdue[held:stop], kind="stable")  # overdue documents are packed first
-        first = leading_first(first, pool[:, LENGTH] >= self._least, self._micro_batches)
-        documents, works = pool[first], works[first]
+        first = first[self._least.leading_first(pool[first, LENGTH])]
         placed = int(np.flatnonzero(overdue[first]).max(initial=-1)) + 1
-        assigned = self._pack(documents[:, LENGTH], works, placed)
-        packed = assigned != REMAINS
-        self._waiting = np.concatenate([pool[:held], documents[~packed], pool[stop:]])
-        self._left = int(documents[~packed, LENGTH].sum())
-        documents, works, assigned = documents[packed], works[packed], assigned[packed]
-        assigned = topped_up(assigned, _labelled(documents[:, LENGTH]), self._micro_batches, self._least)
-        documents, works, assigned = level_by_cutting(
-            Packed(documents, works, assigned),
+        assigned = self._pack(pool[first, LENGTH], works[first], placed)
+        packed, left = first[assigned != REMAINS], first[assigned == REMAINS]
+        self._waiting = np.concatenate([pool[:held], pool[left], pool[stop:]])
+        self._left = int(pool[left, LENGTH].sum())
+        assigned = self._least.topped_up(assigned[assigned != REMAINS], pool[packed, LENGTH])
+        documents, assigned = level_by_cutting(
+            pool[packed],
+            assigned,
             self._micro_batches,
             self._max_length,
             self._cost_model,
             self._limit,
-            self._least,
+            self._least.tokens,
         )
         return Packing(drafts(split(delayed(documents, iteration), assigned, self._micro_batches)))
 
     def _choose(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, int]:
         """The documents to run, from the first number to before the second; they fill N micro-batches.
 
-        Args:
-            lengths: int64 (n,), tokens, descending.
-            works: float64 (n,), work of each.
-            overdue: bool (n,), documents that must run.
+        Lengths descend. Those that are overdue must run.
         """
         hold, cost = self._hold(lengths, works, overdue)
         if not overdue.any():
@@ -165,7 +142,7 @@ class WlbLazy(VariableLengthPolicy):
     def _alone(self, lengths: Ints, works: Floats) -> tuple[int, float]:
         """The first of the N neighbours that are best run without any other document, and what that costs."""
         n = self._micro_batches
-        starts = np.arange(int(np.count_nonzero(lengths >= self._least)) - n + 1)
+        starts = np.arange(int(np.count_nonzero(lengths >= self._least.tokens)) - n + 1)
         if not len(starts):
             return 0, np.inf
         work, tokens = (np.concatenate([[0], np.cumsum(values)]) for values in (works, lengths))
@@ -175,12 +152,9 @@ class WlbLazy(VariableLengthPolicy):
         return best, float(costs[best])
 
     def _hold(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, float]:
-        """The number of documents, of the longest, to hold back if all others run, and what that costs.
-
-        Arguments are those of `_choose`.
-        """
-        most = fills(_labelled(lengths), self._least) - self._micro_batches
-        most = min(most, int(np.count_nonzero(lengths >= self._least)))
+        """How many of the longest documents to hold back if all others run, and what that costs."""
+        most = self._least.filled(lengths) - self._micro_batches
+        most = min(most, int(np.count_nonzero(lengths >= self._least.tokens)))
         if overdue.any():
             most = min(most, int(overdue.argmax()))
         holds = _candidates(most, max(self._micro_batches // 64, 1))
@@ -206,7 +180,7 @@ class WlbLazy(VariableLengthPolicy):
         return best, best_cost
 
     def _cost(self, imbalance: Floats, waiting: NDArray[Any]) -> Floats:
-        """What a step costs with this imbalance and so many tokens left waiting, in iterations of delay."""
+        """What a step with this imbalance costs that leaves tokens waiting, in iterations of delay."""
         excess = np.maximum(imbalance - 1, 0) / self._tolerance
         return waiting / (self._micro_batches * self._window) + excess**2
 
@@ -237,11 +211,6 @@ class WlbLazy(VariableLengthPolicy):
         self._waiting, self._left = state["waiting"], int(state["left"])
 
 
-def _labelled(lengths: Ints) -> Ints:
-    """int64 (n,), tokens of documents that surely have one to predict, 0 of others."""
-    return np.where(lengths > 1, lengths, 0)
-
-
 def _candidates(most: int, step: int) -> Ints:
     """Numbers from 0 to `most`, in steps of `step` at first, then of a tenth."""
     numbers = [0]
@@ -253,73 +222,58 @@ def _candidates(most: int, step: int) -> Ints:
 ROUNDS = 4  # attention of a tail is less than it was, so the mean sinks, and one round does not level all
 
 
-class Packed(NamedTuple):
-    """Documents and the micro-batch of each.
-
-    Attributes:
-        documents: int64 (n, 4), columns ID, START, LENGTH, ARRIVAL.
-        works: float64 (n,), work of each.
-        assigned: int64 (n,), micro-batch of each.
-    """
-
-    documents: Waiting
-    works: Floats
-    assigned: Ints
-
-
 def level_by_cutting(
-    packed: Packed, micro_batches: int, max_length: int, cost_model: CostModel, limit: float, least: int = 2
-) -> Packed:
+    documents: Waiting,
+    assigned: Ints,
+    micro_batches: int,
+    max_length: int,
+    cost_model: CostModel,
+    limit: float,
+    least: int = 2,
+) -> tuple[Waiting, Ints]:
     """Cuts documents of micro-batches whose work is above `limit` times the mean, down to the mean.
 
     Example: works equal to lengths, micro-batches of documents [6, 4] and [3, 1] tokens, limit 1: the longest
     document of the first is cut after 3 tokens and its tail goes to the second, 7 tokens each.
 
     Args:
-        micro_batches: N.
+        assigned: int64 (n,), micro-batch of each document.
         max_length: L_max in tokens.
-        cost_model: W_a + W_l.
-        limit: largest over mean work that is left as it is.
         least: tokens that a cut document keeps; with two it has one to predict.
 
     Returns:
-        The same tokens; a tail has the id and arrival of its document.
+        Documents with the same tokens, and the micro-batch of each; a tail has the id and arrival of its
+        document.
     """
-    documents, works, assigned = packed
+    lightest = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # work of a token at least
     for _ in range(ROUNDS):
+        lengths = documents[:, LENGTH]
+        works = workload(cost_model, lengths)
         loads = np.bincount(assigned, works, micro_batches)
         mean = loads.mean()
-        heavy = np.flatnonzero(loads > limit * mean)
-        if not len(heavy):
-            break
-        candidates = np.flatnonzero(np.isin(assigned, heavy) & (documents[:, LENGTH] > least))
-        if not len(candidates):
-            break
-        candidates = candidates[np.lexsort((-documents[candidates, LENGTH], assigned[candidates]))]
+        heavy = loads > limit * mean
+        candidates = np.flatnonzero(heavy[assigned] & (lengths > least))
+        candidates = candidates[np.lexsort((-lengths[candidates], assigned[candidates]))]
         givers, longest = np.unique(assigned[candidates], return_index=True)
-        cut = candidates[longest]
-        tokens = np.bincount(assigned, documents[:, LENGTH], micro_batches)
-        lightest = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # work of a token at least
+        tokens = np.bincount(assigned, lengths, micro_batches)
         room = np.maximum(max_length - tokens, 0) * lightest
         takers = np.argsort(loads, kind="stable")
         wanted = np.minimum(np.maximum(mean - loads, 0), room)[takers]
         giver, taker, until = _transfers(loads[givers] - mean, wanted)
         if not len(giver):
             break
-        lengths = documents[cut[giver], LENGTH]
-        stops = _shortened(lengths, works[cut[giver]], until, cost_model, least)
+        cut = candidates[longest][giver]  # the longest document of each, as often as it gives
+        stops = _shortened(lengths[cut], works[cut], until, cost_model, least)
         first = np.diff(giver, prepend=-1) > 0
-        ends = np.where(first, lengths, np.roll(stops, 1))
-        tails = documents[cut[giver]]
+        ends = np.where(first, lengths[cut], np.roll(stops, 1))
+        tails = documents[cut]
         tails[:, START] += stops
         tails[:, LENGTH] = ends - stops
-        documents = documents.copy()
-        np.minimum.at(documents[:, LENGTH], cut[giver], stops)
         some = tails[:, LENGTH] > 0
         documents = np.concatenate([documents, tails[some]])
+        np.minimum.at(documents[:, LENGTH], cut, stops)
         assigned = np.concatenate([assigned, takers[taker[some]]])
-        works = workload(cost_model, documents[:, LENGTH])
-    return Packed(documents, works, assigned)
+    return documents, assigned
 
 
 def _transfers(given: Floats, wanted: Floats) -> tuple[Ints, Ints, Floats]:
@@ -334,8 +288,8 @@ def _transfers(given: Floats, wanted: Floats) -> tuple[Ints, Ints, Floats]:
     """
     give, want = np.cumsum(given), np.cumsum(wanted)
     ends = np.unique(np.concatenate([give, want]))
-    ends = ends[(ends > 0) & (ends <= min(give[-1], want[-1]))]
-    middles = (ends + np.concatenate([[0.0], ends[:-1]])) / 2
+    ends = ends[(ends > 0) & (ends <= min(give.max(initial=0), want.max(initial=0)))]
+    middles = (ends + np.concatenate([[0.0], ends])[:-1]) / 2
     # What is so little that its middle is its end belongs to the last one too.
     giver = np.minimum(np.searchsorted(give, middles, side="right"), len(give) - 1)
     taker = np.minimum(np.searchsorted(want, middles, side="right"), len(want) - 1)

@@ -7,7 +7,7 @@ the candidates, so nothing that is chosen is predicted to be slower. Not tried i
 (`fixed_solver`): a trial would take as long as many steps.
 
 Steps are compared by the model's FLOPs a second. Tokens a second would not tell in so few steps whether a
-policy is fast or holds back long documents, which have more work in fewer tokens. Of a large job as many
+policy is fast or holds back long documents, which have more work in fewer tokens. In a large job only as many
 data-parallel ranks are planned as have `MOST_MICRO_BATCHES`, and stand for the others.
 """
 
@@ -32,16 +32,13 @@ from wlb_titan.policies import Policy
 from wlb_titan.simulator.step import Prediction, simulate
 
 WARM_UP = 8  # steps in which queues fill
+STEPS = 16  # steps by which candidates are compared
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a policy's steps follow from, besides the policy.
-
-    Attributes:
-        job: its own policies lend their settings to others that have them too.
-        documents: what it trains on.
-    """
+    """What a policy's steps follow from, besides the policy: documents, and a job, whose own policies lend
+    their settings to others that have them too."""
 
     job: Job
     documents: Documents
@@ -63,7 +60,6 @@ class Scenario:
         return self._choices[policy]
 
     def plans(self, policy: Policy, steps: int, *, warm_up: int = WARM_UP) -> list[Plan]:
-        """Plans of so many steps, after some in which queues fill."""
         return self.under(policy).plans(self.documents, steps, after=warm_up)
 
     def simulate(self, policy: Policy, plans: list[Plan]) -> Prediction:
@@ -86,28 +82,16 @@ def network_sensitivity(
     return {policy: slower.simulate(policy, planned).flops_per_second for policy, planned in plans.items()}
 
 
-STEPS = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A policy that `auto` may stand for, and what its steps are predicted to be.
-
-    Attributes:
-        policy: names of packing, sharding and order.
-        seconds: seconds of a step, mean.
-        tokens_per_second: tokens of documents a second.
-        flops_per_second: FLOPs of the model a second.
-        memory: bytes of the fullest GPU.
-        problem: why it cannot be chosen; empty if it can. What could not run at all has no figures but nan.
-    """
+    """A policy that `auto` may stand for, and what its steps are predicted to be; nan where it cannot run."""
 
     policy: Policy
-    seconds: float = nan
-    tokens_per_second: float = nan
-    flops_per_second: float = nan
-    memory: float = nan
-    problem: str = ""
+    seconds: float = nan  # of a step, mean
+    tokens_per_second: float = nan  # of documents
+    flops_per_second: float = nan  # of the model
+    memory: float = nan  # bytes of the fullest GPU
+    problem: str = ""  # why it cannot be chosen
 
     @property
     def figures(self) -> tuple[float, ...]:
@@ -116,15 +100,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `auto` stands for.
-
-    Attributes:
-        undecided: the job.
-        candidates: the fastest first, those that cannot be chosen last.
-    """
+    """What `auto` stands for in a job."""
 
     undecided: Job
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]  # the fastest first, those that cannot be chosen last
 
     @property
     def job(self) -> Job:
@@ -155,11 +134,7 @@ class Choice:
 
 
 def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) -> Choice:
-    """Predicts the policies that a job may have in place of `auto`.
-
-    Args:
-        on_one_rank: asks for the predictions, so that all ranks choose by the same figures.
-    """
+    """Predicts the policies that a job may have in place of `auto`, on one rank for all."""
     # Without context parallelism all shardings are alike.
     shardings = _names(job.sharding)[: None if job.degrees.context > 1 else 1]
     policies = [
@@ -181,10 +156,10 @@ def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) 
         return np.array([one.figures for one in found]).ravel()
 
     figures = on_one_rank(ask).reshape(len(policies), -1).tolist()
-    candidates = [
-        _judged(job, Candidate(policy, seconds, tokens, flops, memory, problems.get(policy, "")))
-        for policy, (seconds, tokens, flops, memory) in zip(policies, figures, strict=True)
-    ]
+    candidates = []
+    for policy, (seconds, tokens, flops, memory) in zip(policies, figures, strict=True):
+        problem = problems.get(policy, "") or _problem(job.under(policy), memory)
+        candidates.append(Candidate(policy, seconds, tokens, flops, memory, problem))
     candidates.sort(key=lambda one: (bool(one.problem), -np.nan_to_num(one.flops_per_second)))
     if candidates[0].problem:
         reasons = "; ".join(f"{one.policy}: {one.problem}" for one in candidates)
@@ -212,16 +187,13 @@ def predicted(job: Job, policy: Policy, documents: Documents) -> Candidate:
     )
 
 
-def _judged(job: Job, candidate: Candidate) -> Candidate:
-    """The candidate, with its problem where it does not fit."""
-    if candidate.problem:
-        return candidate
-    if isnan(candidate.seconds):
-        return replace(candidate, problem="cannot run, for a reason that rank 0 gives")
-    fitting = job.under(candidate.policy).fitting
-    if not job.memory_unknown and candidate.memory > fitting.usable:
-        return replace(candidate, problem=f"does not fit {fitting.room}")
-    return candidate
+def _problem(job: Job, memory: float) -> str:
+    """Why a job that needs this much memory cannot run, as far as it says so."""
+    if isnan(memory):
+        return "cannot run, for a reason that rank 0 gives"
+    if job.memory_unknown or memory <= job.fitting.usable:
+        return ""
+    return f"does not fit {job.fitting.room}"
 
 
 def _names(config: PluginConfig) -> list[str]:

@@ -6,23 +6,23 @@ experts, expert parallelism takes powers of two of these ranks. All are tried un
 `SEARCHED`, with as many stages a rank as they and the layers allow, up to `MOST_CHUNKS`. Balanced packing
 gets the longest micro-batches that fit, up to two context windows, as everywhere.
 
-Hundreds of candidates are too many to plan for. So each first gets a step of N equal micro-batches, with the
-work of an average window shared equally by all ranks, which takes milliseconds. Hardly a policy does better
-than that. Candidates are planned from the most promising on, and the search ends where even perfect balance
-would be slower than the fastest found, but not before `LEAST` of them. One whose plain micro-batches do not
-fit memory is left out before it is planned.
+Hundreds of candidates are too many to plan. So each first gets a step of N equal micro-batches, with the work
+of an average window shared equally by all ranks, which takes milliseconds. Hardly a policy does better than
+that. Candidates are planned from the most promising on, and the search ends where even perfect balance would
+be slower than the fastest found, but not before `LEAST` of them fit. One whose plain micro-batches do not fit
+memory is left out before it is planned.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.arrays import Floats
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.errors import PlanError
@@ -34,30 +34,16 @@ from wlb_titan.simulator.step import Prediction, step_seconds
 SEARCHED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 MOST_CHUNKS = 8
 MOST_STAGES = 64
-LEAST = 8  # candidates to plan for, so that a few runners-up are known too
+LEAST = 8  # candidates that fit, so that a few runners-up are known too
 SAMPLE = 4096  # documents whose mean work stands for all
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What a search came to.
+class Search(NamedTuple):
+    """What a search came to."""
 
-    Attributes:
-        found: predictions of the candidates that fit, the fastest first, each with its `job`.
-        configured: the job as it was given, under the policy that is fastest there; None if it is of another
-            number of GPUs, does not fit, or cannot run any of them.
-        too_large: candidates of which not even plain micro-batches fit memory.
-        refused: those that the schedule, the window or a policy does not allow.
-        slower: those that were not planned, as even perfect balance would be slower than the fastest.
-        untried: those for which there was no time.
-    """
-
-    found: list[Prediction]
-    configured: Prediction | None
-    too_large: int
-    refused: int
-    slower: int
-    untried: int = 0
+    found: list[Prediction]  # of candidates that fit, the fastest first, each with its `job`
+    configured: Prediction | None  # the job as it was given, under the policy that is fastest there
+    untried: int  # candidates for which there was no time
 
 
 def search(
@@ -70,48 +56,37 @@ def search(
     """Tries the ways to run a job on `gpus` with all policies.
 
     Args:
-        policies: names of packing, sharding and order.
-        goes_on: asked before a candidate is planned, which it is told, whether there is time for it.
+        goes_on: asked before a candidate is planned whether there is time for it; gets its name.
     """
     window = _average_window(scenario)
     bounds: list[tuple[float, Job]] = []
-    too_large = refused = slower = untried = 0
     for job in candidates(scenario.job, gpus):
-        try:
+        with suppress(PlanError):
             bounds.append((_if_balanced(job, window), job))
-        except PlanError:
-            refused += 1
     bounds.sort(key=lambda candidate: -candidate[0])
     found: list[Prediction] = []
-    fastest, planned = 0.0, 0
-    for rank, (bound, job) in enumerate(bounds):
-        if bound < fastest and planned >= LEAST:
-            slower = len(bounds) - rank
+    fastest, fitting, untried = 0.0, 0, 0
+    for number, (bound, job) in enumerate(bounds):
+        if bound < fastest and fitting >= LEAST:
             break
         if not goes_on(f"{job.degrees}, {pipeline_words(job)}"):
-            untried = len(bounds) - rank
+            untried = len(bounds) - number
             break
-        if not job.fitting.windows_fit:
-            too_large += 1
-            continue
-        try:
-            tried = _tried(scenario.on(job), policies, steps)
-        except PlanError:
-            refused += 1
-            continue
-        planned += 1
+        tried = _tried(scenario.on(job), policies, steps)
+        fitting += bool(tried)
         found += tried
         fastest = max([fastest, *(one.flops_per_second for one in tried)])
     if not found:
         raise PlanError(
-            f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB: {too_large} ways to "
-            f"run the job need more memory, {untried} were not tried and {refused} are not possible with "
-            f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens. Take more GPUs, "
-            "full activation checkpointing or a shorter context window."
+            f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB with "
+            f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens: none of "
+            f"{len(bounds)} ways to run the job, of which {untried} were not tried. Take more GPUs, full "
+            "activation checkpointing or a shorter context window."
         )
     found.sort(key=lambda one: -one.flops_per_second)
-    configured = _configured(scenario, gpus, policies, steps)
-    return Search(found, configured, too_large, refused, slower, untried)
+    own = _tried(scenario, policies, steps) if scenario.job.degrees.ranks == gpus else []
+    configured = max(own, key=lambda one: one.flops_per_second, default=None)
+    return Search(found, configured, untried)
 
 
 def candidates(job: Job, gpus: int) -> Iterator[Job]:
@@ -179,60 +154,34 @@ def _schedules(job: Job, degrees: Degrees) -> Iterator[tuple[str, int]]:
         yield from ((schedule, each) for each in chunks if each <= max(most, 1))
 
 
-class _Window(NamedTuple):
-    """An average window, float64 (1, 1) each: tokens, seconds of attention on one head, the model's FLOPs."""
-
-    tokens: Floats
-    forward: Floats
-    backward: Floats
-    flops: Floats
-
-
-def _average_window(scenario: Scenario) -> _Window:
+def _average_window(scenario: Scenario) -> list[float]:
+    """An average window: tokens, seconds of both passes of attention on one head, the model's FLOPs."""
     job = scenario.job
     lengths = scenario.documents.sample()[:SAMPLE]
     whole, rest = lengths // job.window, lengths % job.window
     pieces = np.concatenate([np.full(int(whole.sum()), job.window), rest[rest > 0]])
     one_head = replace(job.latency, heads=1)
     everything = [pieces.sum(), *one_head.work(pieces, pieces).sum(axis=1), job.model.flops(pieces)]
-    return _Window(*(np.array([[value * job.window / pieces.sum()]]) for value in everything))
+    return [float(value * job.window / pieces.sum()) for value in everything]
 
 
-def _if_balanced(job: Job, window: _Window) -> float:
-    """FLOPs per second of a step of equal micro-batches whose attention context parallelism shares equally,
-    of which nothing travels, as under `hybrid` nothing may have to."""
+def _if_balanced(job: Job, window: list[float]) -> float:
+    """FLOPs per second of a step of equal micro-batches whose attention context parallelism shares equally.
+    Nothing travels, as under `hybrid` nothing may have to."""
     share = job.latency.heads / job.degrees.context
-    tokens, forward, backward, flops = (np.repeat(a, job.replica_micro_batches, axis=0) for a in window)
+    tokens, forward, backward, flops = (np.full((job.replica_micro_batches, 1), value) for value in window)
     none = np.zeros_like(tokens)
     passing = MicroBatches(tokens, forward * share, backward * share, none, none, none)
     return float(flops.sum() * job.degrees.data / step_seconds(job, passing))
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Prediction]:
-    """The job under each policy, those that fit."""
+    """The job under each policy, those that are possible and fit."""
     found: list[Prediction] = []
-    refused: list[PlanError] = []
-    for policy in policies:
-        try:
-            prediction = scenario.predict(policy, steps)
-        except PlanError as error:
-            refused.append(error)
-            continue
-        if prediction.fits:
-            found.append(prediction)
-    if len(refused) == len(policies):
-        raise refused[0]
-    return found
-
-
-def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Prediction | None:
-    job = scenario.job
-    if job.degrees.ranks != gpus or not job.fitting.windows_fit:
-        return None
-    try:
-        return max(_tried(scenario, policies, steps), key=lambda one: one.flops_per_second, default=None)
-    except PlanError:
-        return None
+    for policy in policies if scenario.job.fitting.windows_fit else ():
+        with suppress(PlanError):
+            found.append(scenario.predict(policy, steps))
+    return [one for one in found if one.fits]
 
 
 def pipeline_words(job: Job) -> str:

@@ -6,7 +6,8 @@ counts for each k. Under pipeline parallelism each stage's weights are gathered 
 pass of a run, and its gradients reduced once, in its last backward pass; without it FSDP gathers in both
 passes of each micro-batch and reduces in each backward pass. With `overlap` gathering and reduction hide
 behind the passes in which they happen, but for one layer of each: in interleaved schedules, of each stage.
-At the end the optimizer runs. What dimensions of one's own add is in `dimensions.py`.
+At the end the optimizer runs. Dimensions of the job's own ([[wlb.dimensions]]) may change what passes take,
+and their ranks may meet in some steps.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.cost.degrees import own_dimensions
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.errors import PlanError
@@ -28,7 +30,6 @@ from wlb_titan.memory.rank import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.dimensions import meetings, own_weights, together, with_dimensions
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.replicas import (
     flow_memory,
@@ -130,7 +131,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     runs = len(plans[0].micro_batches) // (replicas * run)
     micro_batches = [m for plan in plans for m in plan.micro_batches]
     times, tokens = planned_times(job, micro_batches, run)  # steps x replicas x runs
-    times = with_dimensions(job, times)
+    times = _with_dimensions(job, times)
     if measured is not None:
         times = in_runs(measured.seconds, run)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
@@ -145,7 +146,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
         memory = flow_memory(job, plans)
     by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
     numbers = np.array([plan.iteration + 1 for plan in plans])
-    pipeline = together(job, by_replica, numbers)
+    pipeline = seconds_with_meetings(job, by_replica, numbers)
     busy = busy.reshape(len(plans), -1).sum(axis=1) / replicas
     rest = job if measured is None else measured.rest
     communication = _communication(rest, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
@@ -183,7 +184,7 @@ def step_seconds(job: Job, passing: MicroBatches) -> float:
     Args:
         passing: arrays (n, 1), all micro-batches of one replica, which go through the pipeline in one run.
     """
-    times = with_dimensions(job, pass_times(job, passing))
+    times = _with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
     seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
     return float(seconds + sum(found.seconds / found.every for found in meetings(job)))
@@ -319,3 +320,61 @@ def _optimizer(job: Job) -> float:
     """Seconds of AdamW on the rank with the most weights: as long as reading and writing them takes."""
     bytes_ = own_weights(job) * job.memory.parameter_bytes
     return bytes_ * OPTIMIZER_READS_AND_WRITES / job.cluster.memory_bandwidth
+
+
+def own_weights(job: Job, rank: int | None = None) -> float:
+    """Number of weights on a GPU of a pipeline rank; None: of the one with the most."""
+    ranks = range(job.degrees.pipeline) if rank is None else [rank]
+    most = max(rank_parameters(job.model, job.layers, job.shape.stages_of(each)) for each in ranks)
+    return most / job.degrees.tensor / job.degrees.sharding_ranks
+
+
+def _with_dimensions(job: Job, times: PassTimes) -> PassTimes:
+    for dimension in own_dimensions(job.degrees.own):
+        times = dimension.passes(job, times)
+    return times
+
+
+def seconds_with_meetings(job: Job, seconds: Floats, numbers: Ints) -> Floats:
+    """Seconds of each step when data-parallel ranks wait for each other only in steps in which they meet.
+
+    Args:
+        seconds: float64 (steps, data-parallel ranks), of each step on each of them.
+        numbers: int64 (steps,), of the steps, from 1.
+
+    Returns:
+        float64 (steps,), of which the sum is when the last rank is done.
+    """
+    apart = [one for one in own_dimensions(job.degrees.own) if one.divides == "data"]
+    if not apart:
+        return np.asarray(seconds.max(axis=1))
+    each = seconds.reshape(len(seconds), *(one.degree for one in apart), -1).max(axis=-1)
+    clock, ends = np.zeros(each.shape[1:]), []
+    for number, of_step in zip(numbers, each, strict=True):
+        clock = clock + of_step
+        for axis, one in enumerate(apart):
+            if number % one.every == 0:
+                clock = np.broadcast_to(clock.max(axis=axis, keepdims=True), clock.shape)
+        ends.append(clock.max())
+    return np.diff(ends, prepend=0.0)
+
+
+class TimedMeeting(NamedTuple):
+    """A meeting of the ranks of a dimension of the job's own, which all-reduce."""
+
+    axis: str
+    every: int  # steps from one to the next
+    bytes_: float  # that a rank all-reduces
+    collectives: int  # that these go in
+    seconds: float
+
+
+def meetings(job: Job, rank: int | None = None) -> list[TimedMeeting]:
+    """The meetings of a job's dimensions, on a pipeline rank; None: on the one with the most weights."""
+    found = []
+    for one in own_dimensions(job.degrees.own):
+        if one.degree > 1 and (met := one.meeting(job, own_weights(job, rank))) is not None:
+            link = job.degrees.link(job.cluster, one.axis)
+            each = 2 * link.collective(met.bytes_ / max(met.collectives, 1), one.degree)
+            found.append(TimedMeeting(one.axis, one.every, *met, met.collectives * each))
+    return found

@@ -29,7 +29,7 @@ import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.fixed_solver import Milp, Row
+from wlb_titan.packing.fixed import Milp
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice, check_count
 
 WIDER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)
@@ -227,16 +227,10 @@ class SolvedPlacing:
             levels = (slots.work + np.bincount(placed, works, count)) / slots.size
             return float(levels.max() / unit)
 
-        def rows() -> Iterator[Row]:
-            for slot, (work, size) in enumerate(zip(own.tolist(), slots.size.tolist(), strict=True)):
-                yield Row(slot, -work, share, -float(size))
-                if size > 1:
-                    yield Row(slot, work / (size - 1) - SLIVER, share)
-
-        start = None if greedy is None else (greedy, level(greedy))
+        beside = np.where(slots.size > 1, own / np.maximum(slots.size - 1, 1) - SLIVER, np.inf)
         solved, bound = None, 0.0
         if time.perf_counter() < self._end:
-            solved, bound = self._milp(len(works), count, rows(), start=start)
+            solved, bound = self._milp(share, share, (own, slots.size, beside), start=greedy)
         if solved is None or not _fits(slots, works, solved):
             solved = greedy
         if solved is None:

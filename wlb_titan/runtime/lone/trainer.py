@@ -20,7 +20,7 @@ from wlb_titan.runtime.job import parallel_dims
 from wlb_titan.runtime.lone.memory_trace import local_tensor
 from wlb_titan.runtime.memory import planned_memory
 from wlb_titan.runtime.trainer import Trainer
-from wlb_titan.simulator.dimensions import meetings
+from wlb_titan.simulator.step import meetings
 
 
 class LoneTrainer(Trainer):

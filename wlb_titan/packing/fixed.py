@@ -1,0 +1,281 @@
+"""`fixed_greedy` and `fixed_solver`: fixed-length packing, the baseline of section 3.2.
+
+The documents of several global batches, cut at the ends of context windows as a plain loader cuts them, are
+packed into as many micro-batches of at most the context window, so that the largest sum of squared lengths,
+the attention work, is as small as possible (equation 1). Micro-batches are padded up to the window, so all
+have one shape.
+
+Nothing is cut once more, so a few short documents fit nowhere; they are left for the next packing, which then
+takes that many tokens less from the stream. After `PATIENCE` packings they come first, so that none is left
+out for ever.
+
+`fixed_greedy` gives each document to the micro-batch of least work that has room. `fixed_solver` then solves
+equation 1 as a mixed-integer program by HiGHS (extra `solver`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from annotated_types import Interval
+
+from wlb_titan.arrays import Floats, Ints
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.errors import PlanError
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Least, Waiting, arrived, delayed, split
+from wlb_titan.packing.bins import REMAINS, Bins
+from wlb_titan.packing.policy import Packing, PackingPolicy, drafts
+from wlb_titan.plan import LENGTH
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
+
+PATIENCE = 4
+
+
+class FixedGreedy(PackingPolicy):
+    """Packs the documents of several global batches into micro-batches of the context window (Fixed-4D).
+
+    The packs are sorted by work and dealt out N at a time, so that the packs of one step are alike. The paper
+    does not say which packs share a step, but its imbalance of 1.22, 1.11 and 1.08 over 2, 4 and 8 global
+    batches (Table 2) needs this: on our lengths it is 1.23, 1.12 and 1.06, and dealt in the order of the
+    stream 1.35, 1.32 and 1.31. The price is that heavy steps come before light ones. Documents arrive when
+    their global batches are read, so the delay of the k-th step after that is k.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackingPolicy.Config):
+        global_batches: Annotated[int, Interval(ge=1, le=4096)] = 1
+        """Global batches that are packed together, the paper's packing window. More of them balance better
+        and mix the order of the documents more."""
+
+    variable_length = False
+    balances = True
+
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
+        self._stream = stream
+        self._micro_batches = job.micro_batches
+        self._packs = job.micro_batches * config.global_batches
+        self._least = Least(self._packs, job.degrees.context)
+        self._iteration = 0
+        self._remained: Waiting = NOTHING
+        self._ready: list[list[Waiting]] = []  # the packs of the window's coming steps
+        self._gap: float | None = None
+
+    def next(self) -> Packing:
+        if not self._ready:
+            self._pack_window()
+        packs = [delayed(pack, self._iteration) for pack in self._ready.pop(0)]
+        self._iteration += 1
+        return Packing(drafts(packs), gap=self._gap)
+
+    def _pack_window(self) -> None:
+        """Fills `_ready` with the packs of the coming steps."""
+        documents = self._read()
+        lengths = documents[:, LENGTH]
+        overdue = self._iteration - documents[:, ARRIVAL] >= PATIENCE * self._packs // self._micro_batches
+        documents = documents[np.lexsort((-lengths, ~overdue, ~self._stream.has_label(documents)))]
+        documents = documents[self._least.leading_first(documents[:, LENGTH])]
+        lengths = documents[:, LENGTH]
+        works = lengths.astype(np.float64) ** 2
+        assigned = Bins(self._packs, self._stream.window).place(lengths, works)
+        fits = assigned != REMAINS
+        self._remained = documents[~fits]
+        documents, lengths, works = documents[fits], lengths[fits], works[fits]
+        assigned = self._least.topped_up(assigned[fits], lengths)
+        better, gap = self._improved(lengths, assigned)
+        if self._least.topped_up(better, lengths) is better:  # of which equation 1 says nothing
+            assigned, self._gap = better, gap
+        packs = split(documents, assigned, self._packs)
+        order = np.argsort(-np.bincount(assigned, works, self._packs), kind="stable")
+        self._ready = [
+            [packs[pack] for pack in order[first : first + self._micro_batches]]
+            for first in range(0, self._packs, self._micro_batches)
+        ]
+
+    def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:
+        """A better packing, and how far it may be from the best; the greedy one as it is."""
+        return assigned, None
+
+    def _read(self) -> Waiting:
+        """What was left, and as much of the stream as fills the packs, or is enough for all of them."""
+        window = self._stream.window
+        documents = self._remained
+        budget = self._packs * window - int(documents[:, LENGTH].sum())
+        while budget > 0 or self._least.filled(documents[:, LENGTH]) < self._packs:
+            pieces = self._stream.fill(min(window, budget) if budget > 0 else window)
+            documents = np.concatenate([documents, arrived(pieces, self._iteration)])
+            budget -= window
+        return documents
+
+    @property
+    def waiting(self) -> Waiting:
+        return np.concatenate([pack for step in self._ready for pack in step] + [self._remained])
+
+    def state_dict(self) -> dict[str, Any]:
+        packs = [[len(pack) for pack in step] for step in self._ready]
+        return {"iteration": self._iteration, "packs": packs, "gap": self._gap}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._iteration, self._gap = int(state["iteration"]), state["gap"]
+        ends = np.cumsum([length for step in state["packs"] for length in step], dtype=np.int64)
+        *packs, self._remained = np.split(state["waiting"], ends)
+        ready = iter(packs)
+        self._ready = [[next(ready) for _ in step] for step in state["packs"]]
+
+
+class FixedSolver(FixedGreedy):
+    """As `fixed_greedy`, and then a MILP solver makes each packing better."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FixedGreedy.Config):
+        time_limit: Annotated[float, Interval(gt=0, le=86400)] = 10.0
+        """Seconds that the solver may take for the documents of one window. A solver that is stopped by the
+        clock finds something else the next time, so a run cannot be repeated exactly."""
+
+        gap: Annotated[float, Interval(ge=0, lt=1)] = 0.001
+        """Relative gap between solution and bound at which the solver stops."""
+
+        @property
+        def planning_seconds(self) -> float:
+            return self.time_limit
+
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
+        super().__init__(config, stream, job)
+        user = "The policy fixed_solver"
+        self._milp = Milp(config.time_limit, config.gap, user=user, setting="packing.policy")
+        self._on_one_rank = job.on_one_rank
+
+    def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:
+        def solve() -> Floats:
+            better, gap = solved(self._milp, lengths, assigned, self._packs, self._stream.window)
+            return np.append(better.astype(np.float64), gap)
+
+        answer = self._on_one_rank(solve)
+        return answer[:-1].astype(np.int64), float(answer[-1])
+
+
+def solved(milp: Milp, lengths: Ints, start: Ints, packs: int, window: int) -> tuple[Ints, float]:
+    """Minimises the largest sum of squared lengths of a pack of at most `window` tokens.
+
+    Packs may be renamed at will, so the longest document stays where it is: the solver need not look at all
+    mirror images.
+
+    Returns:
+        The best packing found, never worse than `start`, which fits; and the relative gap that remains
+        between it and what the solver could prove, 0 for a proven optimum.
+    """
+    share = lengths / window
+    work = share**2
+    longest = int(lengths.argmax())
+    alike = np.ones(packs)
+    found, bound = milp(
+        work, share, (0 * alike, alike, alike), start=start, kept=(longest, int(start[longest]))
+    )
+
+    def largest(assigned: Ints) -> float:
+        return float(np.bincount(assigned, work, packs).max())
+
+    assigned = start
+    if found is not None:
+        fits = int(np.bincount(found, lengths, packs).max()) <= window
+        if fits and largest(found) < largest(start):
+            assigned = found
+    least = max(bound, float(work.max()), float(work.sum()) / packs)
+    return assigned, max(0.0, 1 - least / largest(assigned))
+
+
+MOST_VARIABLES = 1 << 18
+"""Pairs of a document and a bin; of more nothing is looked for."""
+
+
+class Milp:
+    """HiGHS, which puts documents into bins so that the highest level is as low as possible.
+
+    The variables are z and x_ij, document i in bin j, document by document:
+
+        minimise z   subject to   sum_j x_ij = 1,   sum_i size_i x_ij <= room_j,
+                                  load_j + sum_i work_i x_ij <= width_j z
+
+    It is bounded in time, the making of the model included, and in size: by the time that it takes to write
+    down `MOST_VARIABLES`, a few tenths of a second, the limit may be overrun.
+    """
+
+    def __init__(self, time_limit: float, gap: float, *, user: str, setting: str) -> None:
+        try:
+            import highspy
+        except ImportError as error:
+            raise PlanError(
+                f"{user} needs HiGHS. Install it with: pip install 'wlb-titan[solver]'", setting=setting
+            ) from error
+        self._highspy: Any = highspy
+        self._time_limit, self._gap = time_limit, gap
+
+    def __call__(
+        self,
+        work: Floats,
+        size: Floats,
+        bins: tuple[Floats, Floats | Ints, Floats],
+        *,
+        start: Ints | None,
+        kept: tuple[int, int] | None = None,
+    ) -> tuple[Ints | None, float]:
+        """Looks for a packing.
+
+        Args:
+            work, size: float64 (documents,).
+            bins: load, width and room, float64 (bins,) each. A bin may have room without bound.
+            start: a packing, int64 (documents,).
+            kept: a document, and the bin that it stays in.
+
+        Returns:
+            int64 (documents,), the best packing found, if any, and a bound that no packing's z is below. What
+            the solver calls a packing may miss a condition by its tolerance.
+        """
+        end = time.perf_counter() + self._time_limit
+        load, width, room = bins
+        documents, count = len(work), len(load)
+        pairs = documents * count
+        if pairs > MOST_VARIABLES:
+            return None, 0.0
+        highs, infinity = self._highspy.Highs(), self._highspy.kHighsInf
+        for option, value in {"output_flag": False, "threads": 1, "random_seed": 0}.items():
+            highs.setOptionValue(option, value)
+        highs.setOptionValue("mip_rel_gap", self._gap)
+        columns = (1 + np.arange(pairs)).reshape(documents, count).astype(np.int32)  # 0 is z
+        upper = np.ones((documents, count))
+        if kept is not None:
+            upper[kept[0]] = np.arange(count) == kept[1]
+        highs.addVars(1, np.array([work.max() / width.max()]), np.array([infinity]))
+        highs.addVars(pairs, np.zeros(pairs), upper.ravel())
+        highs.changeColCost(0, 1.0)
+        whole = np.full(pairs, self._highspy.HighsVarType.kInteger)
+        highs.changeColsIntegrality(pairs, columns.ravel(), whole)
+        starts = np.arange(documents, dtype=np.int32) * count
+        each = np.ones(documents)
+        highs.addRows(documents, each, each, pairs, starts, columns.ravel(), np.ones(pairs))
+        for j in range(count):
+            column = np.ascontiguousarray(columns[:, j])
+            if np.isfinite(room[j]):
+                highs.addRow(-infinity, room[j], documents, column, size)
+            level = np.append(work, -float(width[j]))
+            highs.addRow(-infinity, -load[j], documents + 1, np.append(column, np.int32(0)), level)
+        if start is not None:
+            solution = self._highspy.HighsSolution()
+            values = np.zeros(1 + pairs)
+            values[0] = ((load + np.bincount(start, work, count)) / width).max()
+            values[columns[np.arange(documents), start]] = 1.0
+            solution.col_value = values.tolist()
+            highs.setSolution(solution)
+        if (left := end - time.perf_counter()) <= 0:
+            return None, 0.0
+        highs.setOptionValue("time_limit", left)
+        highs.run()
+        found, packed = np.array(highs.getSolution().col_value), None
+        if len(found) == 1 + pairs and found.any():
+            packed = found[columns].argmax(axis=1).astype(np.int64)
+        return packed, float(highs.getInfo().mip_dual_bound)
