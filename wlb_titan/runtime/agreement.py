@@ -75,7 +75,6 @@ def agreed_beginning(config: TrainerConfig) -> Beginning:
     found = [beginning(config) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     (agreed,) = found
-    assert agreed is not None
     folder = Path(config.dump_folder) / config.checkpoint.folder
     for step, wrong in agreed.broken if dist.get_rank() == 0 else ():
         logger.warning(

@@ -119,8 +119,7 @@ def done_work() -> dist.Work:
 
     Without it: `_create_work_from_future` of a future that has its result.
     """
-    work: dist.Work = torch._C._distributed_c10d.FakeWork()
-    return work
+    return torch._C._distributed_c10d.FakeWork()
 
 
 def owner_of(config: Configurable.Config) -> type:

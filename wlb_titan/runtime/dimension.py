@@ -62,8 +62,7 @@ class OwnAxes:
         def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
             for _, axis in self._axes:
                 axis.prepare(part)
-            result: nn.Module = parallelize(part, **arguments)
-            return result
+            return parallelize(part, **arguments)
 
         return dataclasses.replace(spec, parallelize_fn=prepare_first)
 

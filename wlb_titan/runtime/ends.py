@@ -92,7 +92,6 @@ class Stop:
                 self._begun = step + 1
                 return True
             self._changed.wait_for(lambda: self._last is not None)
-            assert self._last is not None
             return step < self._last
 
     def ask(self, why: str, status: int) -> None:

@@ -34,7 +34,6 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
 def configured_job(config: TrainerConfig, dims: ParallelDims) -> Job:
     """The job of a configuration, also where it is only planned (`wlb.packing.shadow`)."""
     wlb, training = config.wlb, config.training
-    assert config.model_spec is not None
     model = config.model_spec.model
     memory = memory_settings(config)
     schedule, chunks, run, stage_layers = "1F1B", 1, None, ()
@@ -102,13 +101,11 @@ def gpu_at_hand(device: str = "auto") -> tuple[str, int] | None:
 
 def device_bytes() -> int:
     """Memory of this process's device."""
-    total: int = utils.device_module.get_device_properties(0).total_memory
-    return total
+    return utils.device_module.get_device_properties(0).total_memory
 
 
 def memory_settings(config: TrainerConfig) -> MemorySettings:
     """What of a configuration decides about memory."""
-    assert config.model_spec is not None
     checkpointing = config.activation_checkpoint
     kind = "selective" if checkpointing is not None else "none"
     # float32 for each position and element of the head dim: torchtitan's ComplexRoPE has a complex number
@@ -134,7 +131,6 @@ def _memory_unknown(model: Decoder.Config) -> str:
 def model_shape(model: Decoder.Config) -> ModelShape:
     """A model's numbers: of its mean layer, and of experts those that a token visits."""
     attention = model.first_attention
-    assert attention is not None
     if has_latent_attention(model):
         kv_heads = attention.n_heads
         head_dim, v_head_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim

@@ -120,8 +120,7 @@ def advise_checkpointing(job: Job) -> list[str]:
 
 def _slices(job: Job) -> bool:
     """Whether documents are trained in slices."""
-    slices: bool = job.packing.owner.slices  # type: ignore[attr-defined]
-    return slices
+    return job.packing.owner.slices
 
 
 def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:

@@ -113,8 +113,7 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
             source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
         )
         # `record` hands this rank's traceback to the launcher.
-        status: int = record(_build_and_train)(resolved, rank, alarm)
-    return status
+        return record(_build_and_train)(resolved, rank, alarm)
 
 
 def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:

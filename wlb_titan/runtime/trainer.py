@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,7 +122,7 @@ class Trainer(TorchtitanTrainer):
 
     @property
     def planned(self) -> PlannedDataLoader:
-        return cast(PlannedDataLoader, self.dataloader)
+        return self.dataloader
 
     def train(
         self, begin: Callable[[int], None] | None = None, goes_on: Callable[[int], bool] | None = None
@@ -347,11 +347,10 @@ def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
     """A copy that a trainer may change, with our attention, tokenizer, validator, loss and stages; the loader
     follows when the ranks have settled what trains."""
     wlb, spec = config.wlb, config.model_spec
-    assert spec is not None
     for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
         attention.implementation = wlb.attention.implementation
         attention.sm_margin = wlb.attention.sm_margin
-    stages: Any = spec.pipelining_fn
+    stages = spec.pipelining_fn
     if job.packing.regroups:
         stages = partial(regrouped_pipeline, stages)
     return dataclasses.replace(

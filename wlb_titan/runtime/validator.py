@@ -118,5 +118,4 @@ class Validator(titan.BaseValidator):
                 ((inputs, targets, extra),) = moved
                 loss, _ = self._parts["loss_fn"](model_parts[0](inputs, **extra), targets)
                 return loss.detach()
-            loss: torch.Tensor = schedule.eval(moved)
-            return loss
+            return schedule.eval(moved)
