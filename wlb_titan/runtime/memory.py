@@ -49,7 +49,7 @@ def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[Rank
 def check_memory(job: Job, device_bytes: int) -> None:
     """Refuses what cannot fit: a step of micro-batches of one context window or, where documents are sliced,
     a document of the window, all of whose slices are in flight when its backward pass begins."""
-    if _slices(job):
+    if job.packing.owner.slices:
         what = f"a document of {job.window} tokens"
         ranks = _known(job, lambda: job.fitting.document(job.window))
     else:
@@ -79,7 +79,7 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
 
 def _room(job: Job, device_bytes: int) -> tuple[float, str]:
     """Bytes of a device that predictions may fill, and these in words."""
-    share = usable_share(_slices(job))
+    share = usable_share(job.packing.owner.slices)
     words = (
         f"{share:.0%} of a device's {device_bytes / GIB:.2f} GiB (the rest is for CUDA, NCCL and fragments)"
     )
@@ -90,7 +90,7 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
     """A line on each pipeline rank's predicted peak, with the longest possible micro-batches or, where
     documents are sliced, in the largest of the first steps."""
     ranks: tuple[RankMemory, ...] | None
-    if _slices(job):
+    if job.packing.owner.slices:
         solved = job.packing.planning_seconds > 0
         steps = 1 if solved else max(1, min(FIRST_STEPS, MOST_REPLICAS // job.degrees.data))
         ranks = None if job.memory_unknown else flow_memory(job, job.plans(documents, steps))
@@ -106,7 +106,7 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
 
 def advise_checkpointing(job: Job) -> list[str]:
     """A line where a run without activation checkpointing is predicted to fit."""
-    if job.memory.checkpointing == "none" or _slices(job):
+    if job.memory.checkpointing == "none" or job.packing.owner.slices:
         return []
     bare = replace(job, memory=replace(job.memory, checkpointing="none"))
     ranks = predicted_memory(bare, job.longest_micro_batch)
@@ -116,11 +116,6 @@ def advise_checkpointing(job: Job) -> list[str]:
         f'activation_checkpoint = "none" is predicted to fit: {most / GIB:.2f} of '
         f"{job.cluster.memory / GIB:.2f} GiB. It repeats no forward pass, and takes half of the host's time."
     ]
-
-
-def _slices(job: Job) -> bool:
-    """Whether documents are trained in slices."""
-    return job.packing.owner.slices
 
 
 def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
