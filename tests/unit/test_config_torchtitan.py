@@ -73,7 +73,7 @@ WRONG = {
             "[parallelism]\npipeline_parallel_degree = 2"
         },
         [
-            "t.toml:6: parallelism.pipeline_parallel_degree = 2: Trainer rejects this: CUDA graphs",
+            "t.toml:6: parallelism.pipeline_parallel_degree = 2: TrainerConfig rejects this: CUDA graphs",
             "It goes together with t.toml:3: training.disable_cuda_graphs = false.",
         ],
     ),
