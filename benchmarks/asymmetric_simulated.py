@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
 
 from paper import Setting, configuration
 
+from wlb_titan.job import Policy
 from wlb_titan.packing.slim.slim import Slim
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
 
 GIB = 2**30

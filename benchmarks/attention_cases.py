@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from wlb_titan.kernels.options import Shape
+from wlb_titan.kernels.segments import Shape
 
 WINDOW = 65536
 

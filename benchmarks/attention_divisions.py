@@ -18,8 +18,9 @@ import torch
 from attention_cases import Case, cases
 from wlb_titan.kernels import gluon_launch
 from wlb_titan.kernels.gluon_launch import Division
-from wlb_titan.kernels.options import Options, Saved, Shape, make_inputs
 from wlb_titan.kernels.schedule import schedule_of
+from wlb_titan.kernels.segments import Options, Saved, Shape
+from wlb_titan.kernels.self_check import make_inputs
 
 from wlb_titan.commands.measure import time_call
 
@@ -42,7 +43,7 @@ def rows(case: Case, shape: Shape, end: float) -> Iterator[dict]:
     schedule = schedule_of(case.segments, q.shape[0], k.shape[0], q.device)
     options = Options(scale=shape.dim**-0.5)
     saved = Saved(q, k, v, *gluon_launch.forward(q, k, v, schedule, options))
-    units = gluon_launch.multiprocessors(q.device)
+    units = gluon_launch.units(q.device)
     shipped = gluon_launch.division(schedule, shape.q_heads, shape.kv_heads, units)
     want = None
     for divided in [shipped, *others(shape.q_heads // shape.kv_heads, shape.kv_heads)]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from attention_cases import WINDOW, lognormal
 from torch import Tensor
-from wlb_titan.kernels.options import Shape
+from wlb_titan.kernels.segments import Shape
 
 from wlb_titan import context
 from wlb_titan.commands.measure import CPU_GRID, GPU_GRID, GridCase
@@ -45,7 +45,7 @@ def packs(scale: int = 1, seeds: int = SEEDS) -> Iterator[Pack]:
     for seed in range(seeds):
         lengths = np.array(lognormal(total, 2048 // scale + 1, 10 + seed, total // 2))
         for kind, (ranks, rank, divide) in KINDS.items():
-            shards = divide(lengths, total, ranks) if divide else (context.whole(lengths),)
+            shards = divide(lengths, total, ranks) if divide else (context.whole_sequence(lengths),)
             segments = torch.from_numpy(context.segments(shards[rank], lengths))
             yield Pack(f"pack {seed}, {kind}", shards, rank, segments)
 

@@ -24,9 +24,9 @@ from attention_cases import Case, cases, flops, whole
 from attention_grid import grid_cases, packs
 from torch import Tensor
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.options import Options, Shape, make_inputs, units
-from wlb_titan.kernels.segments import Visibility
-from wlb_titan.kernels.self_check import check_kernels, compare, masks, rich_segments
+from wlb_titan.kernels.implementations import units
+from wlb_titan.kernels.segments import Options, Shape, Visibility
+from wlb_titan.kernels.self_check import Noise, check_kernels, compare, make_inputs, masks
 
 from wlb_titan.commands.measure import MILLISECONDS, time_attention, time_call, time_graph
 
@@ -143,8 +143,7 @@ def check(
 ) -> dict:
     """The largest error in a job's own check, beside the reference. KernelError for what is wrong."""
     options, on = Options(shape.dim**-0.5, mask, implementation), torch.device(device)
-    segments = rich_segments(shape.kv_heads, units(on), scale)
-    error = check_kernels(shape, options, dtype, on, segments=segments, judge="reference", seed=seed)
+    error = check_kernels(Noise.rich(shape, dtype, on, scale, seed), options, judge="reference")
     return {"wrong": [], "largest": error}
 
 

@@ -42,8 +42,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.corpus.prepare import prepare_corpus
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.packing import POLICIES
 
 ROOT = Path(__file__).parents[1]

@@ -29,8 +29,7 @@ use_cpu_without_accelerator()
 
 from torch._dynamo.utils import counters  # noqa: E402
 
-from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
-from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus  # noqa: E402
 from wlb_titan.runtime.data.inputs import rank_item  # noqa: E402
 from wlb_titan.runtime.models.registry import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402

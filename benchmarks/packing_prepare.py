@@ -22,9 +22,8 @@ import click
 from common.packing import save
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.corpus.prepare import prepare_corpus
-from wlb_titan.corpus.settings import PrepareSettings
-from wlb_titan.corpus.sources import open_source
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.corpus.sources import SourceSpec, open_source
 
 FILES = 8
 MAP = """
@@ -53,7 +52,7 @@ def write_texts(folder: Path, characters: int) -> None:
     """Eight files of JSON lines, and a tokenizer."""
     texts = folder / "texts"
     texts.mkdir(parents=True)
-    source = open_source(PrepareSettings(), folder / "cache")
+    source = open_source(SourceSpec("python-source"), folder / "cache")
     files = [(texts / f"{number}.jsonl").open("w") for number in range(FILES)]
     for document in range(len(source)):
         try:

@@ -17,11 +17,10 @@ from typing import Any
 import click
 import numpy as np
 
-from wlb_titan.corpus.prepare import prepare_corpus
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
-from wlb_titan.policies import Policy
+from wlb_titan.job import Policy
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.choice import Scenario

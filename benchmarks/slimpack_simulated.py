@@ -36,10 +36,9 @@ from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing.slim.slim import Slim
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import Prediction
 

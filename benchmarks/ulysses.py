@@ -4,7 +4,7 @@
 
 Seconds of a step and GiB of the fullest GPU in simulation, on the paper's cluster (h100_roce: 8 GPUs a node,
 RoCE between), of `wlb_lazy` packing under each sharding; documents of lognormal lengths (median 2,000 tokens,
-sigma 1.6), cut at the context window. `ulysses_gather` exchanges heads within pairs of ranks.
+sigma 1.6), cut at the context window.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
 
-SHARDINGS = ("hybrid", "ulysses", "ulysses_gather")
+SHARDINGS = ("hybrid", "ulysses")
 LLAMA3_8B = replace(PAPER_MODELS["7B"], kv_heads=8, feed_forward=14336, vocabulary=128256)
 CASES = {
     **{

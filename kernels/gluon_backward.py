@@ -96,7 +96,7 @@ def next_program(work, bars, round, WARPS: gl.constexpr):
 
 @gluon.jit
 def item_blocks(items, item, TOKENS: gl.constexpr):
-    """First block of so many tokens and number of blocks of an item."""
+    """First block of TOKENS tokens, and number of blocks, of an item."""
     block = gl.load(items + item * 6) // TOKENS
     return block, (gl.load(items + item * 6 + 3) + TOKENS - 1) // TOKENS - block
 

@@ -79,7 +79,7 @@ def give(number, at):
 
 @gluon.jit
 def given(at, WARPS: gl.constexpr):
-    """The number there, for a partition of so many warps."""
+    """The number there, for a partition of WARPS warps."""
     return gl.max(at.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
@@ -87,8 +87,8 @@ def given(at, WARPS: gl.constexpr):
 def tile_and_head(number, heads, tiles, section):
     """Tile and head (or group of heads) of a piece of work.
 
-    `section` heads at a time run through the whole list, so that the keys of so many heads stay in the L2
-    cache; within a section all heads of the heaviest tile come first.
+    `section` heads at a time run through the whole list, so that the keys of these stay in the L2 cache;
+    within a section all heads of the heaviest tile come first.
     """
     before = number // (tiles * section)
     width = gl.minimum(section, heads - before * section)

@@ -6,7 +6,6 @@ stores of 16 bytes that meet in no bank of shared memory. For 64 rows, of `pack`
 (half of D, 8 columns, warp, row of 8, lane of 4, row // 8 of the warp's 16, 2 columns).
 """
 
-from functools import cache
 from math import log2
 from typing import NamedTuple
 
@@ -19,9 +18,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
-from .options import Options, Saved
+from .implementations import units
 from .schedule import Schedule
-from .segments import Visibility
+from .segments import Options, Saved, Visibility
 from .triton_launch import LOG2_E, aligned, result, row_statistics
 
 ROWS = 64  # of one of the forward's two consumers, and of a step of the backward
@@ -36,17 +35,14 @@ MOST_SIDE_BY_SIDE = 16  # key heads
 
 
 class Division(NamedTuple):
-    """How the backward divides its work.
+    """How the backward divides its work."""
 
-    split: parts of the query heads of a key head, a program each. pack: heads in a step. heads_first: whether
-    a program walks over all of a segment's queries for one head after the other, or for all heads at each
-    block of queries. section: key heads that run side by side.
-    """
-
-    split: int
-    pack: int
+    split: int  # parts of the query heads of a key head, a program each
+    pack: int  # heads in a step
     heads_first: bool
-    section: int
+    """Whether a program walks over all of a segment's queries for one head after the other, or for all heads
+    at each block of queries."""
+    section: int  # key heads that run side by side
 
 
 def forward(
@@ -157,12 +153,12 @@ def backward(
 
 
 def packed(heads: int, least: int = 1) -> int:
-    """How many of the query heads that share a key head to pack; one, if they were fewer than `least`."""
+    """How many of the query heads that share a key head to pack; one if fewer than `least` can be."""
     pack = min(PACK, heads & -heads)
     return pack if pack >= least else 1
 
 
-def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> Division:
+def division(schedule: Schedule, q_heads: int, kv_heads: int, programs: int) -> Division:
     """What was fastest on an H100 (docs/kernels.md).
 
     Programs that walk over the same queries find these, and their sums of dQ, in the L2 cache while they are
@@ -175,7 +171,7 @@ def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> Div
     pack = 1 if heads_first else packed(group, LEAST_PACKED)
     tokens = ROWS // pack
     lists = schedule.key_tiles(tokens, KEYS, turn_rows=tokens)
-    split = parts(lists.heaviest, lists.steps * kv_heads / units, group)
+    split = parts(lists.heaviest, lists.steps * kv_heads / programs, group)
     if split > 1 or heads_first:
         return Division(split, 1, heads_first and split < group, min(kv_heads, SECTION))
     fits = 2 ** max(0, round(log2(SIDE_BY_SIDE / (schedule.key.q_tokens * group))))
@@ -184,7 +180,7 @@ def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> Div
 
 
 def divisions(q_heads: int, kv_heads: int, visibility: Visibility) -> list[Division]:
-    """All that `division` chooses from, whatever the segments, but for their sections."""
+    """What `division` may choose, whatever the segments, but for the section."""
     group, section = q_heads // kv_heads, min(kv_heads, SECTION)
     splits = [2**i for i in range(group.bit_length()) if group % 2**i == 0]
     found = [Division(1, packed(group, LEAST_PACKED), False, section)]
@@ -211,45 +207,41 @@ def parts(heaviest: int, mean: float, group: int) -> int:
 def most_programs(device: torch.device, options: Options) -> int:
     """One for each multiprocessor that is not left to other kernels: it fills the shared memory of one, and
     stays to the end."""
-    return max(multiprocessors(device) - options.sm_margin, 1)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return max(units(device) - options.sm_margin, 1)
 
 
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Of (n, rows or more), 32 bits each, in blocks of one step's."""
-    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, [x.shape[0], rows], [x.stride(0), 1], [1, ROWS], layout)
+    """For x (n, `rows` or more) of 32 bits each, in blocks of one step's rows."""
+    return described(x, [x.shape[0], rows], [x.stride(0), 1], [1, ROWS], swizzle=0)
 
 
 def sums_descriptor(x: Tensor, dim: int) -> TensorDescriptor:
-    """Of the sums of dQ, in blocks of 64 rows of half a head: one run of memory each."""
-    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [dim // 4, x.shape[1]], layout)
+    """For the sums of dQ, in blocks of 64 rows of half a head: one run of memory each."""
+    return described(x, list(x.shape), [x.stride(0), 1], [dim // 4, WIDTH], swizzle=0)
 
 
 def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
-    """Of (tokens, heads * dim), in blocks of `tokens` of one head, swizzled over 128 bytes as wgmma wants its
-    operands.
-    """
+    """For x as (all tokens, heads * dim), in blocks of `tokens` of one head."""
     dim = x.shape[2]
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
-    return TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [tokens, dim], layout)
+    return described(x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [tokens, dim])
 
 
 def packed_descriptor(x: Tensor, pack: int) -> TensorDescriptor:
-    """Of (tokens, heads, dim), in blocks of one consumer's rows: `pack` heads of each token."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=3)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [ROWS // pack, pack, x.shape[2]], layout)
+    """For x (tokens, heads, dim), in blocks of one consumer's rows: `pack` heads of each token."""
+    return described(x, list(x.shape), list(x.stride()), [ROWS // pack, pack, x.shape[2]])
+
+
+def described(x: Tensor, shape: list, strides: list, block: list, swizzle: int = 128) -> TensorDescriptor:
+    """Swizzled over 128 bytes, as wgmma wants its operands."""
+    layout = NVMMASharedLayout(
+        swizzle_byte_width=swizzle, element_bitwidth=8 * x.element_size(), rank=len(block)
+    )
+    return TensorDescriptor(x, shape, strides, block, layout)
 
 
 def no_sums(q: Tensor, pack: int, edges: Tensor) -> Tensor:
-    """For the blocks of 64 rows of q (Tq, Nq, D), in this order: (n, WIDTH) float32, zero in `edges` only.
-
-    edges: (e,) int64, blocks of 64 / pack tokens.
+    """Room for the sums of dQ, block after block of 64 rows of q (Tq, Nq, D): (n, WIDTH) float32, zero in
+    `edges` only, (e,) int64, which are blocks of 64 / pack tokens.
     """
     tokens, heads, dim = q.shape
     blocks = triton.cdiv(tokens, ROWS // pack)
@@ -283,7 +275,7 @@ def gradient(sums: Tensor, q: Tensor, bounds: Tensor, pack: int, scale: float) -
 
 @triton.jit(do_not_specialize=["tokens"])
 def dq_kernel(sums, dq, bounds, tokens, heads, scale, D: tl.constexpr, PACK: tl.constexpr):
-    """One block of 64 rows: so many tokens, and PACK heads."""
+    """One block of 64 rows: 64 / PACK tokens, PACK heads of each."""
     block = tl.program_id(0).to(tl.int64) * (heads // PACK) + tl.program_id(1)
     values = tl.load(sums + block * (64 * D) + tl.arange(0, 64 * D))
     values = tl.reshape(values, (2, D // 16, 4, 8, 4, 2, 2))

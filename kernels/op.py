@@ -1,19 +1,31 @@
-"""The op: `varlen_attention`, with its checks, its fake kernel, its gradient, and the choice of what runs it.
+"""The op: `varlen_attention`, with its checks, its fake kernel, its gradient, and the calls of what runs it.
 
 It is an op of torch's dispatcher, so torch.compile, selective activation checkpointing (by the overload
 `torch.ops.wlb_titan.varlen_attention.default`) and DTensor's local_map see one op, and none of them looks at
 what the segments hold: document lengths that change every step recompile nothing.
 """
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import implementations
-from .options import SCHEMA, Saved, op_arguments, options_of
-from .segments import check_sinks, check_tensors
+from . import reference
+from .implementations import chosen, device_of
+from .schedule import schedule_of
+from .segments import Options, Saved, Visibility, check_segments, check_sinks, check_tensors
+
+if TYPE_CHECKING:
+    from .gluon_launch import Division  # Triton may be absent
+
+TOLERANCE = 0.02  # between two gradients, norm over norm; rounding to bfloat16 leaves 0.004
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of q, k and v."""
 
 
 def varlen_attention(
@@ -44,7 +56,7 @@ def varlen_attention(
     differentiable.
     return_lse: give the log-sum-exp of the scores (natural logarithm, sinks included) too; differentiable.
     implementation: what computes it, one of implementations.IMPLEMENTATIONS; "auto" chooses.
-    sm_margin: multiprocessors left to other kernels, see `options.py`; the result is the same.
+    sm_margin: multiprocessors left to other kernels, see `segments.Options`; the result is the same.
 
     Gradients repeat bit for bit.
 
@@ -59,14 +71,7 @@ def varlen_attention(
     not supported, or if a segment is out of range, overlaps another, or has fewer keys than queries though
     attention is causal.
     """
-    arguments = op_arguments(
-        q,
-        scale=scale,
-        causal=causal,
-        window=window,
-        implementation=implementation,
-        sm_margin=sm_margin,
-    )
+    arguments = scale_of(q, scale), causal, window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.varlen_attention.default(q, k, v, segments, *arguments)
     if sinks is not None:
         check_sinks(sinks, q)
@@ -77,78 +82,184 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    check_tensors(q, k, v, segments, scale)
-    return implementations.forward(q, k, v, segments, options_of(scale, *arguments))
+OPTIONS = "float scale, bool causal, int? window, str implementation, int sm_margin"
+"""`Options` among the arguments of an op."""
 
 
-def _forward_fake(q, k, v, segments, scale, *arguments):
-    check_tensors(q, k, v, segments, scale)
-    options_of(scale, *arguments)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), lse
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The scale, or what it is where none is given."""
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
-def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    segments: Tensor, *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return implementations.backward(dout, dlse, Saved(q, k, v, out, lse), segments, options_of(*arguments))
-
-
-def _backward_fake(dout, dlse, q, k, v, *_):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _save(ctx, inputs, output) -> None:
-    q, k, v, segments, *ctx.options = inputs
-    ctx.set_materialize_grads(False)  # most callers have no gradient of the log-sum-exp
-    ctx.save_for_backward(q, k, v, *output, segments)
-
-
-def _differentiate(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, segments = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    backward = torch.ops.wlb_titan.varlen_attention_backward.default
-    gradients = backward(dout, dlse, q, k, v, out, lse, segments, *ctx.options)
-    return *gradients, None, *[None] * len(ctx.options)
+@cache
+def _options(scale: float, causal: bool, window: int | None, implementation: str, sm_margin: int) -> Options:
+    return Options(scale, Visibility(causal, window), implementation, sm_margin)
 
 
 _library = torch.library.Library("wlb_titan", "FRAGMENT")
 
 
-def define(name: str, arguments: str, returns: str, compute: Callable, fake: Callable) -> None:
-    """Makes a function the op wlb_titan::name, by what it computes and by what shapes that has.
+def define_attention(name: str, tensors: Sequence[str], forward: Callable, backward: Callable) -> None:
+    """Makes functions the op wlb_titan::name and its gradient's, wlb_titan::name_backward.
 
     By the dispatcher itself and not by `torch.library.custom_op`, whose checks of every call cost as much
     host time as all else between a model and its kernels.
+
+    tensors: names of those besides q, k and v; the first are the segments. forward: of q, k, v, these and
+    OPTIONS, gives output and log-sum-exp. backward: of dout, dlse (or None), q, k, v, output, log-sum-exp,
+    these and OPTIONS, gives the gradients of q, k and v.
     """
-    _library.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"wlb_titan::{name}", fake, lib=_library)
+    others = "".join(f"Tensor {tensor}, " for tensor in tensors) + OPTIONS
+    inputs, outputs = "Tensor q, Tensor k, Tensor v", "Tensor out, Tensor lse"
+    schemas = {
+        name: f"({inputs}, {others}) -> (Tensor, Tensor)",
+        f"{name}_backward": f"(Tensor dout, Tensor? dlse, {inputs}, {outputs}, {others}) "
+        "-> (Tensor, Tensor, Tensor)",
+    }
+    functions = (forward, _outputs), (backward, _gradients)
+    for (op, schema), (compute, fake) in zip(schemas.items(), functions, strict=True):
+        _library.define(op + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(op, compute, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"wlb_titan::{op}", fake, lib=_library)
+
+    def save(ctx, inputs, output) -> None:
+        q, k, v, *rest = inputs
+        ctx.set_materialize_grads(False)  # most callers have no gradient of the log-sum-exp
+        ctx.save_for_backward(q, k, v, *output, *rest[: len(tensors)])
+        ctx.options = rest[len(tensors) :]
+
+    def differentiate(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(saved[3])
+        op = getattr(torch.ops.wlb_titan, f"{name}_backward").default
+        return *op(dout, dlse, *saved, *ctx.options), *[None] * (len(tensors) + len(ctx.options))
+
+    torch.library.register_autograd(f"wlb_titan::{name}", differentiate, setup_context=save, lib=_library)
 
 
-def differentiate(name: str, backward: Callable, save: Callable) -> None:
-    """Makes `backward` the gradient of the op wlb_titan::name, from what `save` keeps."""
-    torch.library.register_autograd(f"wlb_titan::{name}", backward, setup_context=save, lib=_library)
+def _outputs(q, k, v, segments, *others):
+    scale, *options = others[-OPTIONS.count(",") - 1 :]
+    check_tensors(q, k, v, segments, scale)
+    _options(scale, *options)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), lse
 
 
-define(
-    "varlen_attention",
-    f"Tensor q, Tensor k, Tensor v, Tensor segments, {SCHEMA}",
-    "(Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-)
-define(
-    "varlen_attention_backward",
-    "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor segments, "
-    + SCHEMA,
-    "(Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-)
-differentiate("varlen_attention", _differentiate, _save)
+def _gradients(dout, dlse, q, k, v, *_):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    check_tensors(q, k, v, segments, scale)
+    return forward(q, k, v, segments, _options(scale, *arguments))
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    segments: Tensor, *arguments: Any,
+) -> Gradients:  # fmt: skip
+    return backward(dout, dlse, Saved(q, k, v, out, lse), segments, _options(*arguments))
+
+
+define_attention("varlen_attention", ("segments",), _forward, _backward)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options, programs: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted.
+
+    programs: for gluon_launch.forward, where that runs.
+    """
+    implementation = _chosen("forward", q, v, options)
+    if implementation == "reference":
+        check_segments(segments.numpy(), q.shape[0], k.shape[0], options.visibility.causal)
+        return reference.forward(q, k, v, segments, options)
+    with current(q.device):
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
+        if implementation == "gluon":
+            from . import gluon_launch
+
+            return gluon_launch.forward(q, k, v, schedule, options, programs=programs)
+        from . import triton_launch
+
+        return triton_launch.forward(q, k, v, schedule, options, tma=device_of(q.device).tma)
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options,
+    divided: "Division | None" = None, programs: int | None = None,
+) -> Gradients:  # fmt: skip
+    """Gradients for those of the output and, unless None, of the log-sum-exp.
+
+    divided, programs: for gluon_launch.backward, where that runs.
+    """
+    q, k, v, _, _ = saved
+    implementation = _chosen("backward", q, v, options)
+    if implementation == "reference":
+        return reference.backward(dout, dlse, saved, segments, options)
+    from . import triton_launch
+
+    with current(q.device):
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
+        tma = device_of(q.device).tma
+        by_triton = partial(triton_launch.backward, dout, dlse, saved, schedule, options, tma=tma)
+        if implementation == "triton":
+            return by_triton()
+        from . import gluon_launch
+
+        given = dout, dlse, saved, schedule, options
+        got = gluon_launch.backward(*given, divided=divided, programs=programs)
+        return comparison.compare(got, by_triton)
+
+
+def _chosen(which: str, q: Tensor, v: Tensor, options: Options) -> str:
+    dims = q.shape[2], v.shape[2]
+    return chosen(which, options.implementation, dims, q.dtype, device_of(q.device))
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Makes a GPU the current one: Triton launches on that, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Comparison:
+    """Gluon's backward beside Triton's within a run, on its own data and sizes, which no check knows before.
+
+    One backward pass, the next of any layer, is computed by both when it is asked for; the run goes on with
+    Gluon's. It finds what is wrong each time, not a rare race. A process has one, as passes run in autograd's
+    threads.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._difference: Tensor | None = None
+
+    def ask(self) -> None:
+        """Compare the next backward pass."""
+        self._asked, self._difference = True, None
+
+    def compare(self, got: Gradients, judge: Callable[[], Gradients]) -> Gradients:
+        """`got`; compared with the judge's, where that was asked for."""
+        if self._asked:
+            self._asked = False
+            with suppress(torch.OutOfMemoryError):  # of what a run may do without
+                each = [_norm(a - b) / _norm(b).clamp(min=1e-30) for a, b in zip(got, judge(), strict=True)]
+                self._difference = torch.stack(each).max()
+        return got
+
+    def answer(self) -> float | None:
+        """The largest difference of a gradient, norm over norm; None where Gluon ran no pass, or there was no
+        room. Waits for the device."""
+        self._asked = False
+        return None if self._difference is None else float(self._difference)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+comparison = Comparison()

@@ -1,4 +1,4 @@
-"""Where Gluon's backward has been tried: what came of it on which GPU, driver, Triton and kernels.
+"""What came of trials of Gluon's backward, by GPU, driver, Triton and kernels.
 
 A trial (stress.py) runs in a process of its own, so that a launch that hangs or breaks the GPU's context
 costs that process alone. What passed is recorded, and so is what did not, so that it is not tried again. A
@@ -25,13 +25,13 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Subject(NamedTuple):
-    """What a record is about. kernels: SHA-256 of their sources. head_dims: D and Dv."""
+    """What a record is about."""
 
     gpu: str
     driver: str
     triton: str
-    kernels: str
-    head_dims: tuple[int, int]
+    kernels: str  # SHA-256 of their sources
+    head_dims: tuple[int, int]  # D and Dv
     dtype: str
 
     @property
@@ -45,10 +45,8 @@ class Subject(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """passed: whether all of a trial was right. reason: what was not."""
-
-    passed: bool
-    reason: str = ""
+    passed: bool  # all of a trial was right
+    reason: str = ""  # what was not
 
 
 def folder() -> Path:
@@ -56,7 +54,7 @@ def folder() -> Path:
 
 
 def subject(device: torch.device, dims: tuple[int, int], dtype: torch.dtype) -> Subject:
-    """Of these head dims and this dtype on a GPU that is there."""
+    """What a trial of these head dims and this dtype on this machine's GPU is about."""
     text = DRIVER.read_text() if DRIVER.exists() else ""
     driver = re.search(r"\d+\.\d+(\.\d+)?", text)
     gpu = torch.cuda.get_device_name(device)
@@ -80,10 +78,11 @@ def sources() -> str:
 
 
 def verdict(of: Subject) -> Verdict | None:
-    """What is recorded; None for nothing, or a file that says nothing of this."""
+    """What is recorded; None if nothing is, or a file that is damaged or about something else."""
     try:
         found = json.loads(of.path.read_text())
-        return Verdict(bool(found["passed"]), str(found["reason"])) if found["of"] == _plain(of) else None
+        about = of._replace(head_dims=list(of.head_dims))._asdict()
+        return Verdict(bool(found["passed"]), str(found["reason"])) if found["of"] == about else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -92,16 +91,12 @@ def write(of: Subject, what: Verdict) -> None:
     """Records it in place of what was there."""
     of.path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=of.path.parent, suffix=".new", delete=False) as file:
-        file.write(json.dumps({"of": _plain(of), **what._asdict()}, indent=1) + "\n")
+        file.write(json.dumps({"of": of._asdict(), **what._asdict()}, indent=1) + "\n")
     os.replace(file.name, of.path)  # whole, though two machines share the folder
 
 
-def _plain(of: Subject) -> dict:
-    return json.loads(json.dumps(of._asdict()))
-
-
 def passed(device: torch.device, dims: tuple[int, int]) -> frozenset[tuple[tuple[int, int], torch.dtype]]:
-    """The head dims with each dtype in which they have passed on a GPU that is there."""
+    """The head dims with each dtype for which their trial on this machine's GPU has passed."""
     every = ((dims, dtype) for dtype in (torch.bfloat16, torch.float16))
     return frozenset(one for one in every if (found := verdict(subject(device, *one))) and found.passed)
 
@@ -120,7 +115,7 @@ class Trial:
         )
 
     def verdict(self, seconds: float) -> Verdict | None:
-        """What came of it, which is recorded; None if it runs after so many more seconds."""
+        """What came of it, which is recorded; None if it still runs `seconds` from now."""
         try:
             status = self._process.wait(max(0.0, min(seconds, self.end - time.monotonic())))
         except subprocess.TimeoutExpired:

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .options import Options, Saved
-from .segments import Visibility
+from .segments import Options, Saved, Visibility
 
 BLOCK = 64  # the scores of a block stay in the second-level cache up to some thousand keys
 

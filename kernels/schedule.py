@@ -14,23 +14,17 @@ from .segments import CAUSAL, Visibility, check_segments
 
 
 class Key(NamedTuple):
-    """What a schedule depends on besides the segments.
-
-    The stream belongs to it because lists that were sent on one stream may not have arrived for another.
-    """
+    """What a schedule depends on besides the segments."""
 
     q_tokens: int
     kv_tokens: int
     visibility: Visibility
     device: torch.device
-    stream: int
+    stream: int  # what was sent on one may not have arrived for another
 
 
 class Schedule:
-    """Tile lists of `segments` ((S, 4) int32) on `key.device`, each made when first asked for.
-
-    Raises ValueError for segments that cannot be attended safely.
-    """
+    """Tile lists of `segments` ((S, 4) int32) on `key.device`, each made when first asked for."""
 
     def __init__(self, segments: np.ndarray, key: Key):
         check_segments(segments, key.q_tokens, key.kv_tokens, key.visibility.causal)
@@ -41,7 +35,7 @@ class Schedule:
 
     @cached_property
     def mean_keys(self) -> float:
-        """Keys of a query's segment, or of its window, in the mean over queries."""
+        """Keys of a query's segment or window, on average over queries."""
         q_len, kv_len = self.segments[:, 1].astype(np.int64), self.segments[:, 3].astype(np.int64)
         return float(q_len @ np.minimum(kv_len, self.key.visibility.reach) / max(1, q_len.sum()))
 
@@ -65,17 +59,11 @@ class Schedule:
         return self._query_tiles[tokens]
 
     def key_tiles(self, tokens: int, block_n: int, turn_rows: int = 0) -> tiles.KeyTiles:
-        """See there."""
+        """See tiles.key_tiles."""
         shape = (tokens, block_n, turn_rows)
         if shape not in self._key_tiles:
-            found = tiles.key_tiles(
-                self.segments,
-                self.key.kv_tokens,
-                self.key.visibility,
-                tokens=tokens,
-                block_n=block_n,
-                turn_rows=turn_rows,
-            )
+            lists = {"tokens": tokens, "block_n": block_n, "turn_rows": turn_rows}
+            found = tiles.key_tiles(self.segments, self.key.kv_tokens, self.key.visibility, **lists)
             self._key_tiles[shape] = found.to(self.key.device)
         return self._key_tiles[shape]
 

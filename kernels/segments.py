@@ -1,4 +1,4 @@
-"""Segments, and the checks that make the kernels safe to launch.
+"""What attention is asked for: segments and options; and the checks that make the kernels safe to launch.
 
 A segment is a run of query tokens of one document and the keys it sees: one row (q_start, q_len, kv_start,
 kv_len) of an int32 tensor on the CPU. Query i of a segment (0 <= i < q_len) attends to the keys
@@ -20,6 +20,7 @@ may overlap, but their query ranges may not.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,10 +32,7 @@ COLUMNS = ("q_start", "q_len", "kv_start", "kv_len")
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys of its segment a query sees: those up to its own if `causal`, and the last `window` of them.
-
-    Raises ValueError for a window that is not positive, or without `causal`.
-    """
+    """Which keys of its segment a query sees: up to its own if `causal`, and the last `window` of those."""
 
     causal: bool = True
     window: int | None = None
@@ -47,11 +45,50 @@ class Visibility:
 
     @property
     def reach(self) -> int:
-        """The window, or a number that none reaches."""
+        """The window, or a number that no segment reaches."""
         return min(self.window or NO_WINDOW, NO_WINDOW)
 
 
 CAUSAL = Visibility()
+
+
+class Options(NamedTuple):
+    """The arguments of `varlen_attention` that say what is computed, and by what.
+
+    scale: positive factor on the scores. visibility: which keys of its segment a query sees.
+    implementation: one of implementations.IMPLEMENTATIONS. sm_margin: multiprocessors that Gluon's kernels
+    leave to others, such as NCCL's; Triton's programs end one by one and let others in by themselves.
+    """
+
+    scale: float
+    visibility: Visibility = CAUSAL
+    implementation: str = "auto"
+    sm_margin: int = 0
+
+
+class Saved(NamedTuple):
+    """Inputs and outputs of a forward pass, as its backward pass needs them."""
+
+    q: Tensor  # (Tq, Nq, D)
+    k: Tensor  # (Tk, Nkv, D)
+    v: Tensor  # (Tk, Nkv, Dv)
+    out: Tensor  # (Tq, Nq, Dv)
+    lse: Tensor  # (Nq, Tq)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads and head dims of one attention layer, as a call of the op has them."""
+
+    q_heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+
+    @property
+    def name(self) -> str:
+        dims = f"{self.dim}" if self.dim == self.v_dim else f"{self.dim}/{self.v_dim}"
+        return f"D {dims}, {self.q_heads}:{self.kv_heads} heads"
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> None:

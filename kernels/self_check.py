@@ -1,8 +1,8 @@
 """Compiles all kernels that an attention layer can meet, before it meets them, and checks them: are they
 right on this device, do they repeat, and do they end?
 
-A kernel is compiled for a configuration (configs.py; in Gluon's backward, gluon_launch.Division) and never
-for lengths, so any few tokens will do.
+A kernel is compiled for a configuration (triton_launch.Config; in Gluon's backward, gluon_launch.Division)
+and never for lengths, so any few tokens will do.
 
 Which GPU, driver and compiler a job meets cannot be known before, and a wrong gradient shows in no loss curve
 for a long time. So every way in which the backward may divide its work attends to the same noise, on segments
@@ -16,17 +16,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import implementations
-from .implementations import chosen, device_of
-from .options import Options, Saved, Shape, make_inputs, units
-from .segments import CAUSAL, Visibility
+from . import op
+from .implementations import chosen, device_of, units
+from .segments import CAUSAL, Options, Saved, Shape, Visibility
 
-SEGMENTS = torch.tensor([[0, 128, 0, 128]], dtype=torch.int32)
+if TYPE_CHECKING:
+    from .gluon_launch import Division
+
+FEW = torch.tensor([[0, 128, 0, 128]], dtype=torch.int32)  # segments to compile for
 THREADS = 8  # that compile side by side
 TOLERANCE = 1e-2  # of a whole tensor, norm over norm; rounding to bfloat16 leaves 0.003
 ROW_TOLERANCE = 5e-2  # of any row of a token and head, over its norm or the mean row's, whichever is more
@@ -41,59 +43,58 @@ class KernelError(Exception):
     """What the kernels compute on this device is wrong, differs when repeated, or does not end."""
 
 
-class Given(NamedTuple):
-    """What is attended to. k, v: side by side. dlse: (Nq, Tq) float32, the log-sum-exp's gradient."""
+class Noise(NamedTuple):
+    """What is attended to."""
 
     q: Tensor
-    k: Tensor
+    k: Tensor  # side by side with v
     v: Tensor
     dout: Tensor
-    dlse: Tensor
+    dlse: Tensor  # (Nq, Tq) float32, the log-sum-exp's gradient
     segments: Tensor
 
+    @classmethod
+    def on(
+        cls, segments: Tensor, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0
+    ) -> "Noise":
+        """For these segments."""
+        q, k, v, dout = make_inputs(segments, shape, dtype, str(device), seed)
+        widths = [x.shape[1] * x.shape[2] for x in (k, v)]
+        both = torch.cat([k.flatten(1), v.flatten(1)], dim=1).split(widths, dim=1)
+        k, v = (x.unflatten(1, like.shape[1:]) for x, like in zip(both, (k, v), strict=True))
+        return cls(q, k, v, dout, dout[:, :, 0].float().T.contiguous(), segments)  # as good as any noise
 
-def warm_up(
-    shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[int, int]]:
-    """Launches every configuration of both passes; yields how many have been, of how many.
+    @classmethod
+    def rich(cls, shape: Shape, dtype: torch.dtype, device: torch.device, scale: int = 1, seed: int = 0):
+        """For `rich_segments`."""
+        return cls.on(rich_segments(shape.kv_heads, units(device), scale), shape, dtype, device, seed)
 
-    shape: heads and head dims as a call of the op has them. options: of its calls; the scale does not matter.
-    """
-    given = shape, options, dtype, device
-    with ThreadPoolExecutor(THREADS) as pool:
-        running = [pool.submit(_forward, *given)]
-        running += [pool.submit(_backward, *given, how) for how in ways(*given)]
-        for number, done in enumerate(as_completed(running), start=1):
-            done.result()
-            yield number, len(running)
-
-
-def ways(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device) -> list[dict]:
-    """Keywords of implementations.backward for each way in which it may run, whatever the segments."""
-    which = chosen("backward", options.implementation, (shape.dim, shape.v_dim), dtype, device_of(device))
-    if which != "gluon":
-        return [{}]
-    from .gluon_launch import divisions
-
-    every = divisions(shape.q_heads, shape.kv_heads, options.visibility)
-    return [{"divided": divided} for divided in every]
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.q.shape[1], self.k.shape[1], self.q.shape[2], self.v.shape[2])
 
 
-def _forward(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device) -> None:
-    q, k, v, _ = make_inputs(SEGMENTS, shape, dtype, str(device))
-    implementations.forward(q, k, v, SEGMENTS, options)
+def make_inputs(
+    segments: Tensor, shape: Shape, dtype: torch.dtype, device: str, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Standard normal q, k, v and output gradient, as many tokens as the segments reach."""
+    q_start, q_len, kv_start, kv_len = segments.T
+    q_tokens, kv_tokens = int((q_start + q_len).max()), int((kv_start + kv_len).max())
+    rng = torch.Generator(device).manual_seed(seed)
 
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng, device=device, dtype=dtype)
 
-def _backward(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device, how: dict) -> None:
-    """With a gradient of the log-sum-exp, as models with sinks have one, and without."""
-    q, k, v, out = make_inputs(SEGMENTS, shape, dtype, str(device))
-    lse = q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
-    for dlse in (None, lse):
-        implementations.backward(out, dlse, Saved(q, k, v, out, lse), SEGMENTS, options, **how)
+    return (
+        normal(q_tokens, shape.q_heads, shape.dim),
+        normal(kv_tokens, shape.kv_heads, shape.dim),
+        normal(kv_tokens, shape.kv_heads, shape.v_dim),
+        normal(q_tokens, shape.q_heads, shape.v_dim),
+    )
 
 
 def rich_segments(kv_heads: int, units: int, scale: int = 1) -> Tensor:
-    """Segments for so many key heads and multiprocessors; lengths are divided by `scale`."""
+    """Segments for this number of key heads and multiprocessors; lengths are divided by `scale`."""
     rows, q, k = [], 0, 0
 
     def add(q_len: int, kv_len: int) -> None:
@@ -120,80 +121,87 @@ def masks(scale: int = 1) -> list[Visibility]:
     return [CAUSAL, *windows, Visibility(causal=False)]
 
 
-def given(segments: Tensor, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Given:
-    """Noise for these segments."""
-    q, k, v, dout = make_inputs(segments, shape, dtype, str(device), seed)
-    widths = [x.shape[1] * x.shape[2] for x in (k, v)]
-    both = torch.cat([k.flatten(1), v.flatten(1)], dim=1).split(widths, dim=1)
-    k, v = (x.unflatten(1, like.shape[1:]) for x, like in zip(both, (k, v), strict=True))
-    return Given(q, k, v, dout, dout[:, :, 0].float().T.contiguous(), segments)  # as good as any noise
+def ways(noise: Noise, options: Options) -> "list[Division | None]":
+    """The divisions of its work with which the backward may run, whatever the segments; None is no choice."""
+    shape, device = noise.shape, device_of(noise.q.device)
+    dims = shape.dim, shape.v_dim
+    if chosen("backward", options.implementation, dims, noise.q.dtype, device) != "gluon":
+        return [None]
+    from .gluon_launch import divisions
+
+    return divisions(shape.q_heads, shape.kv_heads, options.visibility)
 
 
-def attend(given: Given, options: Options, programs: int | None = None, **how) -> dict[str, Tensor]:
-    """Output, log-sum-exp (0 for padding) and gradients, on memory full of NaN.
+def warm_up(
+    shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[int, int]]:
+    """Launches every configuration of both passes; yields how many have been, of how many.
 
-    programs, how: keywords of gluon_launch.forward and backward, where these run.
-
-    Raises KernelError if a launch has not ended after PATIENCE.
+    options: of the layer's calls; the scale does not matter.
     """
-    q, k, v, dout, dlse, segments = given
-    if programs is not None:
-        how["programs"] = programs
+    noise = Noise.on(FEW, shape, dtype, device)
+    q, k, v, dout, lse, _ = noise
+    k, v = k.contiguous(), v.contiguous()
+
+    def backward(divided: "Division | None") -> None:
+        """With a gradient of the log-sum-exp, as models with sinks have one, and without."""
+        for dlse in (None, lse):
+            op.backward(dout, dlse, Saved(q, k, v, dout, lse), FEW, options, divided)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        running = [pool.submit(op.forward, q, k, v, FEW, options)]
+        running += [pool.submit(backward, divided) for divided in ways(noise, options)]
+        for number, done in enumerate(as_completed(running), start=1):
+            done.result()
+            yield number, len(running)
+
+
+def check_kernels(noise: Noise, options: Options, judge: str | None = None) -> float:
+    """Runs both passes in every way that the backward has, twice, and returns the largest error of an output
+    or gradient, norm over norm. Raises KernelError.
+
+    judge: the implementation to compare with; unless told, Triton's for Gluon's backward, as its programs
+    share nothing, and the reference for Triton's.
+    """
+    every = ways(noise, options)
+    want = wanted(noise, options, judge or ("reference" if every == [None] else "triton"))
+    largest = 0.0
+    for divided in every:
+        got = attend(noise, options, divided)
+        largest = max(largest, compare(got, want, f"{noise.shape.name}, {divided or 'undivided'}"))
+        same(got, attend(noise, options, divided), "is repeated")
+    return largest
+
+
+def attend(
+    noise: Noise, options: Options, divided: "Division | None" = None, programs: int | None = None
+) -> dict[str, Tensor]:
+    """Output, log-sum-exp (0 for padding) and gradients, on memory full of NaN. Raises KernelError if a
+    launch has not ended after PATIENCE.
+
+    divided, programs: for gluon_launch, where that runs.
+    """
+    q, k, v, dout, dlse, segments = noise
     with poisoned():
-        out, lse = implementations.forward(
-            q, k, v, segments, options, **({} if programs is None else {"programs": programs})
-        )
+        out, lse = op.forward(q, k, v, segments, options, programs)
         saved = Saved(q, k, v, out, lse)
-        dq, dk, dv = implementations.backward(dout, dlse, saved, segments, options, **how)
+        dq, dk, dv = op.backward(dout, dlse, saved, segments, options, divided, programs)
     _wait(q.device)
     lse = torch.where(torch.isposinf(lse), 0.0, lse).T  # of tokens, as all else
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-def check_kernels(
-    shape: Shape,
-    options: Options,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    segments: Tensor | None = None,
-    judge: str | None = None,
-    seed: int = 0,
-) -> float:
-    """Runs both passes in every way that the backward has, twice.
-
-    shape: heads and head dims as a call of the op has them. options: of its calls. segments: rich ones unless
-    told. judge: the implementation to compare with; unless told, Triton's for Gluon's backward, as its
-    programs share nothing, and the reference for Triton's.
-
-    Returns the largest error of an output or gradient, norm over norm.
-
-    Raises KernelError if one is more than TOLERANCE, or ROW_TOLERANCE in any row, or differs when repeated,
-    or if a launch has not ended after PATIENCE.
-    """
-    dims = shape.dim, shape.v_dim
-    gluon = chosen("backward", options.implementation, dims, dtype, device_of(device)) == "gluon"
-    segments = rich_segments(shape.kv_heads, units(device)) if segments is None else segments
-    noise = given(segments, shape, dtype, device, seed)
-    want = wanted(noise, options, judge or ("triton" if gluon else "reference"))
-    largest = 0.0
-    for how in ways(shape, options, dtype, device):
-        got = attend(noise, options, **how)
-        largest = max(largest, compare(got, want, f"{shape.name}, {how.get('divided', 'undivided')}"))
-        same(got, attend(noise, options, **how), "is repeated")
-    return largest
-
-
-def wanted(given: Given, options: Options, judge: str) -> dict[str, Tensor]:
+def wanted(noise: Noise, options: Options, judge: str) -> dict[str, Tensor]:
     """What another implementation says; the reference in float32."""
     if judge == "reference":
-        q, k, v, dout, dlse, segments = given
-        given = Given(q.float(), k.float(), v.float(), dout.float(), dlse, segments)
-    return attend(given, options._replace(implementation=judge))
+        wide = {name: getattr(noise, name).float() for name in ("q", "k", "v", "dout")}
+        noise = noise._replace(**wide)
+    return attend(noise, options._replace(implementation=judge))
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], where: str) -> float:
-    """The largest error of a whole tensor, norm over norm. Raises KernelError: see `check_kernels`."""
+    """The largest error of a whole tensor, norm over norm. Raises KernelError if that is more than TOLERANCE,
+    or in any row more than ROW_TOLERANCE."""
     largest = 0.0
     for name, expected in want.items():
         whole, row = errors(got[name].float(), expected.float())
@@ -236,7 +244,7 @@ def _wait(device: torch.device) -> None:
     """Until the device has done what was launched on it."""
     if device.type != "cuda":
         return
-    with implementations.current(device):
+    with op.current(device):
         done = torch.cuda.Event()
         done.record()
         end = time.monotonic() + PATIENCE

@@ -22,16 +22,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from . import implementations
-from .options import Options, Saved, Shape, units
+from . import op
+from .gluon_launch import Division
 from .record import NOT_TRIED
-from .segments import CAUSAL
+from .segments import CAUSAL, Options, Saved, Shape
 from .self_check import (
-    Given,
     KernelError,
+    Noise,
     attend,
     compare,
-    given,
     masks,
     rich_segments,
     same,
@@ -56,44 +55,45 @@ def trial(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> No
         for done, every in warm_up(shape, options, dtype, device):
             print(f"{shape.name}: {done} of {every} compiled", flush=True)
     for seed, shape in enumerate(layouts):
-        segments = rich_segments(shape.kv_heads, units(device))
-        noise = given(segments, shape, dtype, device, seed)
+        noise = Noise.rich(shape, dtype, device, seed=seed)
         for mask in masks():
             masked = options._replace(visibility=mask)
             want = wanted(noise, masked, "reference")
-            for how in ways(shape, masked, dtype, device):
-                print(f"{shape.name}: {mask}, {how['divided']}", flush=True)
-                try_way(noise, masked, want, how, REPEATS if mask == CAUSAL else 1)
-    every = [(shape, how) for shape in layouts for how in ways(shape, options, dtype, device)]
-    for shape, how in every:
-        print(f"{shape.name}: {how['divided']}, again and again", flush=True)
-        small = given(rich_segments(shape.kv_heads, 1, scale=16), shape, dtype, device)
-        repeat(small, options, how, SMALL_REPEATS // len(every))
+            for divided in ways(noise, masked):
+                print(f"{shape.name}: {mask}, {divided}", flush=True)
+                try_way(noise, masked, want, divided, REPEATS if mask == CAUSAL else 1)
+    small = [Noise.on(rich_segments(s.kv_heads, 1, scale=16), s, dtype, device) for s in layouts]
+    every = [(noise, divided) for noise in small for divided in ways(noise, options)]
+    for noise, divided in every:
+        print(f"{noise.shape.name}: {divided}, again and again", flush=True)
+        repeat(noise, options, divided, SMALL_REPEATS // len(every))
 
 
-def try_way(given: Given, options: Options, want: dict[str, torch.Tensor], how: dict, repeats: int) -> None:
+def try_way(
+    noise: Noise, options: Options, want: dict[str, torch.Tensor], divided: Division, repeats: int
+) -> None:
     """One division of the backward's work: right, the same by any number of programs, beside another kernel
     and again and again. Raises KernelError.
     """
-    got = attend(given, options, **how)
-    compare(got, want, f"{options.visibility}, {how['divided']}")
+    got = attend(noise, options, divided)
+    compare(got, want, f"{options.visibility}, {divided}")
     for programs in PROGRAMS:
-        same(got, attend(given, options, programs, **how), f"is computed by {programs} programs")
-    same(got, beside(given.q.device, partial(attend, given, options, **how)), "shares the GPU")
-    repeat(given, options, how, repeats)
+        same(got, attend(noise, options, divided, programs), f"is computed by {programs} programs")
+    same(got, beside(noise.q.device, partial(attend, noise, options, divided)), "shares the GPU")
+    repeat(noise, options, divided, repeats)
 
 
-def repeat(given: Given, options: Options, how: dict, times: int) -> None:
+def repeat(noise: Noise, options: Options, divided: Division, times: int) -> None:
     """Raises KernelError unless the backward's bits are always the same; compared on the device."""
-    q, k, v, dout, dlse, segments = given
-    saved = Saved(q, k, v, *implementations.forward(q, k, v, segments, options))
-    first = implementations.backward(dout, dlse, saved, segments, options, **how)
+    q, k, v, dout, dlse, segments = noise
+    saved = Saved(q, k, v, *op.forward(q, k, v, segments, options))
+    first = op.backward(dout, dlse, saved, segments, options, divided)
     differs = torch.zeros((), dtype=torch.int64, device=q.device)
     for _ in range(times):
-        again = implementations.backward(dout, dlse, saved, segments, options, **how)
+        again = op.backward(dout, dlse, saved, segments, options, divided)
         differs += torch.stack([(a != b).any() for a, b in zip(first, again, strict=True)]).any()
     if wrong := int(differs):
-        raise KernelError(f"gradients differ in {wrong} of {times} launches ({how['divided']})")
+        raise KernelError(f"gradients differ in {wrong} of {times} launches ({divided})")
 
 
 def beside(device: torch.device, work: Callable[[], dict]) -> dict:

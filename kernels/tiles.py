@@ -47,7 +47,7 @@ from .segments import CAUSAL, Visibility
 MERGE_KEYS = 1024
 # Keys that a merged pair may span beyond the sum of its parts: about what a tile's start costs.
 MERGE_SLACK = 128
-# Of the rows a key tile reads from: TMA reads their float32 statistics in units of 16 bytes.
+# The rows that a key tile reads begin at multiples of it: TMA reads their float32 statistics by 16 bytes.
 ROW_ALIGNMENT = 4
 MASK_COST = 1.2  # work of a masked position over that of an unmasked one
 

@@ -1,8 +1,8 @@
 """Common parts of the Triton kernels: loads and stores of tiles, with or without TMA.
 
 A head dim is one or two powers of two, BLOCK and REST: 128 is 128 and nothing, 192 is 128 and 64, 96 is 64
-and 32. Tiles of such rows are tuples of one or two tensors, so that products have no column of padding; only
-head dims that two powers do not make are filled up with zeros.
+and 32. A tile is a tuple of one or two tensors, so that products have no column of padding; only head dims
+that two powers do not make are filled up with zeros.
 
 TMA descriptors (Hopper) are two-dimensional where they can be: (tokens, heads * dim) with blocks of one head,
 which go from shared memory to wgmma as they are. Where zeros are filled up they are (tokens, heads, dim), and
@@ -109,8 +109,8 @@ def scaled(x, factor):
 def tile_and_head(heads, tiles, section):
     """This program's row of the tile list and its head.
 
-    `section` heads at a time run through the whole list, so that the keys of so many heads stay in the L2
-    cache; within a section all heads of the heaviest tile come first.
+    `section` heads at a time run through the whole list, so that the keys of these stay in the L2 cache;
+    within a section all heads of the heaviest tile come first.
     """
     program = tl.program_id(0)
     number = program // (tiles * section)

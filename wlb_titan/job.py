@@ -8,31 +8,59 @@ it names the cluster or they see the same GPUs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
-from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
-from wlb_titan.context.exchange import ExchangeCost
-from wlb_titan.cost.analytic import TokenSeconds
+from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, ExchangeCost, KeyShares
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_cluster
-from wlb_titan.cost.workload import CostModel, cost_model
+from wlb_titan.cost.workload import CostModel, TokenSeconds, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import Fitting, usable_share
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import AskRank0, ask_locally
-from wlb_titan.packing.slim.phases import Merging, group_sizes
+from wlb_titan.packing.slim.dp_merge import Merging, group_sizes
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.planner import Planner
-from wlb_titan.policies import Policy
+
+
+class Policy(NamedTuple):
+    """The names of a job's policies: how micro-batches are packed, sharded over context-parallel ranks and
+    ordered in the pipeline."""
+
+    packing: str
+    sharding: str = "per_sequence"
+    order: str = "as_packed"
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """`packing[:sharding[:order]]`, such as `wlb:adaptive` or `wlb_lazy:hybrid:best`."""
+        return cls(*policy_parts(text))
+
+    def __str__(self) -> str:
+        return ":".join(self if self.order != "as_packed" else self[:2])
+
+
+def policy_parts(text: str) -> list[str]:
+    """One to three names: `wlb:adaptive`, or classes in full, `own.packing:Reversed:own.sharding:Two`."""
+    # A class begins with a capital letter, and so the colon before it separates no parts.
+    parts = [part.strip() for part in re.split(r":(?!\s*[A-Z])", text)]
+    families = (POLICIES, STRATEGIES, ORDERS)
+    if len(parts) > len(families):
+        raise PlanError(f"{text!r} has too many parts; a policy is packing[:sharding[:order]].")
+    for part, family in zip(parts, families, strict=False):
+        family.find(part)
+    return parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,9 +306,7 @@ class Job:
     @cached_property
     def token(self) -> TokenSeconds:
         """What one token of a micro-batch costs a rank."""
-        tensor, context = self.degrees.tensor, self.degrees.context
-        cluster = measured_cluster(self.cluster, self.sharding.profile)
-        return TokenSeconds.of(self.model, cluster, tensor, context, self.exchanging.always.moving)
+        return TokenSeconds.of(self, measured_cluster(self.cluster, self.sharding.profile))
 
     @cached_property
     def cost_model(self) -> CostModel:

@@ -26,9 +26,7 @@ from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
-STATE_VERSION = (
-    3  # 1: epochs in an order that was stored; 2: policies kept what waits, and settings were facts
-)
+STATE_VERSION = 4
 
 
 class Planner:
@@ -168,15 +166,13 @@ class Planner:
         Call it before the first step. Under another policy or number of micro-batches what waited comes first
         once more; all other settings and all degrees may be others too.
         """
-        if (version := state.get("version")) not in (2, STATE_VERSION):
+        if (version := state.get("version")) != STATE_VERSION:
             raise PlanError(
-                f"The saved planner state has version {version}, and this wlb_titan reads versions 2 and "
-                f"{STATE_VERSION}. Continue with the version that wrote it, or start anew."
+                f"The saved planner state has version {version}, and this wlb_titan reads version "
+                f"{STATE_VERSION}. Continue with the version that wrote it, or start in another dump folder."
             )
-        if version == 2:
-            state = _of_version_2(state)
         for fact, value in self._facts().items():
-            if state.get(fact, value) != value:  # an older version knew fewer
+            if state[fact] != value:
                 raise PlanError(
                     f"The saved planner state cannot be continued: its {fact.replace('_', ' ')} is "
                     f"{state[fact]!r}, and this job's is {value!r}, which makes another stream of tokens. "
@@ -210,12 +206,3 @@ class Planner:
         """A micro-batch at its place in the plan."""
         placed = replace(self._job.sized(draft, dp_rank), dp_rank=dp_rank, index=index, workload=workload)
         return self._job.sharded(placed) if shard else placed
-
-
-def _of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of this version from one in which policies kept what waits themselves."""
-    packing = state["packing"]
-    parts = [packing.get("remained", []), packing.get("queued", []), packing.get("waiting", [])]
-    parts += [pack for step in packing.get("ready", []) for pack in step]
-    kept = {} if "remained" in packing else {"packing_policy": state["packing_policy"]}
-    return {**state, "packing_policy": "", **kept, "waiting": [row for part in parts for row in part]}

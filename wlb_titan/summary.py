@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import ContextStrategy, after
+from wlb_titan.context import ContextStrategy, with_prefix
 from wlb_titan.job import Job
 from wlb_titan.plan import DELAY, LENGTH, Plan, imbalance_by_pass, imbalance_degree
 
@@ -170,7 +170,7 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
         "imbalance_pp": float(np.mean(in_pipelines)),
     }
     divided = [
-        (m.sharding, after(m.ranks, m.prefix))
+        (m.sharding, with_prefix(m.ranks, m.prefix))
         for m in plan.micro_batches
         if m.ranks is not None and not m.merged
     ]

@@ -14,10 +14,10 @@ from table1 import PAPER_DEGREES
 from wlb_titan.context import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.job import Policy
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.predicted import attention_seconds
 from wlb_titan.plan import DELAY, LENGTH
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
 
 PLAIN = Policy("plain", "per_sequence")

@@ -32,12 +32,11 @@ from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.memory.rank import Passes
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import LENGTH
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
 
 CLUSTER = "h100_roce"

@@ -13,13 +13,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_map
 from wlb_titan.kernels import varlen_attention
 
-from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole
+from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole_sequence
+from wlb_titan.context.hybrid import levels_of
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.all_gather import AllGatherAttention
-from wlb_titan.runtime.attention.meshes import divided
+from wlb_titan.runtime.data.inputs import as_tensor
+from wlb_titan.runtime.meshes import divided
 
 
 @cache
@@ -27,14 +30,14 @@ def meshes(ranks, levels):
     return [divided(np.arange(ranks), {"cp": size}) for size in levels]
 
 
-def difference(policy, lengths, token_seconds, gather_groups, sliced, mesh):
+def difference(policy, lengths, token_seconds, sliced, mesh):
     """Of this rank's outputs and gradients from those of one process; and whether each level was used. Every
     other document may be the first slice of a longer one."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     tokens = int(lengths.sum())
     total = -(-tokens // (2 * ranks)) * 2 * ranks
-    config = STRATEGIES.configure(policy, gather_groups=gather_groups)
-    moves = [MoveSeconds(token_seconds, 0.0)] * len(config.owner.group_sizes(ranks))
+    config = STRATEGIES.configure(policy)
+    moves = [MoveSeconds(token_seconds, 0.0)] * len(levels_of(ranks))
     strategy = config.make(ranks, hopper(16, 4), moves)
     cached = np.arange(len(lengths)) % 2 == 0
     slices = Slices(np.zeros_like(lengths), cached) if sliced else None
@@ -47,21 +50,21 @@ def difference(policy, lengths, token_seconds, gather_groups, sliced, mesh):
     gradient[tokens:] = 0
     alone = [x.requires_grad_() for x in everything]
     expected, _ = varlen_attention(
-        *alone, torch.from_numpy(segments(whole(lengths), lengths)), return_lse=True
+        *alone, torch.from_numpy(segments(whole_sequence(lengths), lengths)), return_lse=True
     )
     expected_gradients = torch.autograd.grad(expected, alone, gradient)
     own = torch.from_numpy(sequence_positions(sharding, lengths, total)[rank])
     mask = strategy.mask(sharding, lengths, total, rank, slices)
     mine = [x.detach()[own].requires_grad_() for x in everything]
     attend = partial(varlen_attention, segments=torch.from_numpy(mask.segments), return_lse=True)
-    exchange = tuple(torch.from_numpy(array) for array in mask.exchange)
+    exchange = tree_map(as_tensor, mask.exchange)
     attention = AllGatherAttention(config, *meshes(ranks, strategy.levels))
     out, _ = attention(*mine, exchange, attend, wants_lse=False)
     gradients = torch.autograd.grad(out, mine, gradient[own])
     pairs = zip((out, *gradients), (expected, *expected_gradients), strict=True)
     # A rank may have nothing but padding.
     worst = max(float(((a - b[own]) * (own < tokens)[:, None, None]).detach().abs().max()) for a, b in pairs)
-    return worst, [len(order) > 0 for order in mask.exchange[:-1:2]]
+    return worst, [len(level.order) > 0 for level in mask.exchange.levels]
 
 
 def main():
@@ -75,10 +78,10 @@ def main():
     for number in (2, 5, 9, 13):
         cases.append(random.choice([1, 2, 3, 7, 30, 64, 200, 333], number) + 1)
     results = []
-    for number, lengths in enumerate(cases):
+    for lengths in cases:
         for policy in ("hybrid", "per_sequence"):
             for slow, sliced in ((1e-9, False), (1e-5, False), (1e-5, True)):
-                worst, used = difference(policy, lengths, slow, 1 + number % 2, sliced, mesh)
+                worst, used = difference(policy, lengths, slow, sliced, mesh)
                 case = {"policy": policy, "lengths": lengths.tolist(), "sliced": sliced}
                 results.append({**case, "worst": worst, "used": used})
     everyone = [None] * mesh.size()

@@ -66,7 +66,9 @@ class Reference:
         self.model.zero_grad()
         total, count = 0.0, valid_tokens(data)
         for s in (sequence for rank in data for sequence in rank):
-            mask = DocumentMask(torch.from_numpy(context.segments(context.whole(s.lengths), s.lengths)))
+            mask = DocumentMask(
+                torch.from_numpy(context.segments(context.whole_sequence(s.lengths), s.lengths))
+            )
             tokens, labels, positions = (torch.from_numpy(x) for x in (s.tokens, s.labels, s.positions))
             with torch.set_grad_enabled(backward):
                 logits = self.model(

@@ -8,9 +8,7 @@ micro-batches are made here.
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
-import gc
 import itertools
 import os
 import sys
@@ -20,7 +18,6 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cases import run_cases  # noqa: E402
@@ -43,6 +40,7 @@ from wlb_titan.runtime.pipeline.build import pipeline  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 
 SEQUENCE = 256  # longest micro-batch
+CHECKPOINTING = {None: lambda: None, "full": FullAC.Config, "selective": SelectiveAC.Config}
 
 
 def make_config(
@@ -67,9 +65,7 @@ def make_config(
     config.model_spec = dataclasses.replace(config.model_spec, model=model, pipelining_fn=pipeline)
     config.loss.loss_fn.global_vocab_size = vocabulary
     config.loss.num_chunks = 2
-    config.activation_checkpoint = {None: None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[
-        checkpointing
-    ]
+    config.activation_checkpoint = CHECKPOINTING[checkpointing]()
     config.training = dataclasses.replace(
         config.training,
         seq_len=SEQUENCE,
@@ -180,44 +176,6 @@ def run_drill(corpus, *, name, victim, signal_number, **options):
     train_step(trainer, step_data(1, [32, 256, 64, 128], 1), 0)
 
 
-def run_soak(corpus, *, name, steps, multiple, cp=1, **options):
-    """Steps of random lengths and counts; records of what the process holds, one every tenth step.
-
-    Lengths are multiples of `multiple`; "lengths" counts the different ones so far. "resident" and
-    "allocated" are MiB: of the process as the system sees it, and what malloc has given out.
-    """
-    _, trainer = build(corpus, name, cp=cp, micro_batches=8, **options)
-    random = np.random.default_rng(0)
-    seen, records = set(), []
-    for step in range(steps):
-        lengths = random.integers(16 // multiple, SEQUENCE // multiple + 1, size=random.integers(4, 13))
-        lengths = (multiple * lengths).tolist()
-        seen.update(lengths)
-        trainer.optimizers.zero_grad()
-        train_step(trainer, step_data(step, lengths, 1), 0)
-        trainer.optimizers.step()
-        if step % 10 == 9:
-            gc.collect()
-            records.append({"step": step + 1, "lengths": len(seen)} | memory_in_use())
-            if dist.get_rank() == 0:
-                print(records[-1], flush=True)
-    trainer.close()
-    return records
-
-
-def memory_in_use():
-    """MiB that are resident, and that malloc has given out."""
-    with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    library = ctypes.CDLL("libc.so.6")
-    library.mallinfo2.restype = type(
-        "mallinfo2", (ctypes.Structure,), {"_fields_": [(f"field{i}", ctypes.c_size_t) for i in range(10)]}
-    )
-    information = library.mallinfo2()
-    allocated = information.field7 + information.field4  # uordblks and hblkhd
-    return {"resident": resident / 2**20, "allocated": allocated / 2**20}
-
-
 def train_step(trainer, data, rank):
     """Forward and backward of rank `rank`'s micro-batches; the sum of the losses on the last stage."""
     RECORDER.latest = lambda: trainer.timer.latest
@@ -236,8 +194,13 @@ def added_up(trainer, loss):
 
 
 def main():
-    kinds = {"case": run_case, "drill": run_drill, "soak": run_soak}
+    kinds = {"case": run_case, "drill": run_drill}
     run_cases(lambda kind, **case: kinds[kind](**case))
+    end()
+
+
+def end():
+    """Ends this process at once."""
     # Meshes keep the process groups of all cases alive, and their threads would go on while the interpreter
     # and the C++ library are taken down under them, which may abort.
     sys.stdout.flush()

@@ -5,7 +5,6 @@ ahead or save checkpoints have groups of their own. `recording:NAME` is the base
 writes what `met` returns into its dump folder.
 """
 
-import dataclasses
 import json
 import threading
 from dataclasses import dataclass
@@ -15,30 +14,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from bases import trained_by
 from torch.distributed.distributed_c10d import _world
 
-from wlb_titan.runtime.compat import place_in_batch, ranks_of_group
-from wlb_titan.runtime.lone.calls import of_rank, site
 from wlb_titan.runtime.models.registry import base_config
+from wlb_titan.runtime.one_rank.dry_trace import CallLog, kind_of
 from wlb_titan.runtime.trainer import Trainer
-from wlb_titan.simulator.calls import RECEIVE, SEND, Call, RankCalls, unmet
+from wlb_titan.simulator.calls import RankCalls, unmet
 
 HOOK = 4711  # any number that torch's own hooks do not have
-KINDS = {
-    "SEND": SEND,
-    "RECV": RECEIVE,
-    "ALLREDUCE": "all-reduce",
-    "ALLREDUCE_COALESCED": "all-reduce",
-    "ALLGATHER": "all-gather",
-    "ALLGATHER_BASE": "all-gather",
-    "ALLGATHER_COALESCED": "all-gather",
-    "ALLGATHER_INTO_TENSOR_COALESCED": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "REDUCE_SCATTER_BASE": "reduce-scatter",
-    "REDUCE_SCATTER_TENSOR_COALESCED": "reduce-scatter",
-    "ALLTOALL": "all-to-all",
-    "ALLTOALL_BASE": "all-to-all",
-}
 FILE = "calls.json"
 
 
@@ -47,7 +31,8 @@ class Recorder:
 
     def __init__(self):
         self.latest = lambda: ""
-        self._hooked, self._on, self._batches, self._calls = set(), False, 0, []
+        self._log = CallLog(lambda: self.latest())
+        self._hooked, self._on = set(), False
 
     def __enter__(self):
         self._look()
@@ -78,20 +63,13 @@ class Recorder:
     def _keep(self, name, call):
         if not self._on or threading.current_thread() is not threading.main_thread():
             return
-        kind = KINDS.get(call.name.name, call.name.name.lower())
-        place = place_in_batch() if kind in (SEND, RECEIVE) else None
-        self._batches += place == 0
-        tensors = [*call.input_tensors, *call.output_tensors]
-        sizes = [sum(t.nbytes for t in one) for one in (call.input_tensors, call.output_tensors)]
-        dtype = str(tensors[0].dtype) if tensors else ""
-        batch = 0 if place is None else self._batches
-        where = f"{self.latest()}, {site()}"
-        peer = -1 if call.root < 0 else ranks_of_group(name)[call.root]
-        self._calls.append((name, Call(kind, 0, *sizes, dtype, peer, batch, where)))
+        kind = kind_of(call.name.name) or call.name.name.lower()
+        self._log.add(kind, name, call.input_tensors, call.output_tensors, call.root)
 
     def met(self):
         """The number of calls of all ranks since the last time, and what does not meet; on rank 0."""
-        mine, self._calls = of_rank(self._calls).to_json(), []
+        mine = self._log.of_rank().to_json()
+        self._log.calls.clear()
         everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everything)
         if everything is None:
@@ -122,10 +100,4 @@ class RecordingTrainer(Trainer):
 
 
 def __getattr__(name):
-    def base():
-        config = base_config(f"bases:{name}")
-        return RecordingTrainer.Config(
-            **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        )
-
-    return base
+    return lambda: trained_by(RecordingTrainer, base_config(f"bases:{name}"))

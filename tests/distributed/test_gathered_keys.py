@@ -12,7 +12,8 @@ def test_attention_equals_one_process(fork_server, tmp_path, ranks):
     job = fork_server.start([Rank([str(results)], log)] * ranks, program="gather_worker")
     assert job.wait(300) == [0] * ranks, log.read_text()
     found = json.loads(results.read_text())
-    assert max(result["worst"] for result in found) < 1e-12
+    assert len(found) > 50 * ranks
+    assert not [result for result in found if not result["worst"] < 1e-12]
     assert all(result["used"][-1] for result in found if result["sliced"])
     used = {
         tuple(result["used"]) for result in found if result["policy"] == "hybrid" and not result["sliced"]

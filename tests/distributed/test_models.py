@@ -26,7 +26,7 @@ PARALLEL = {
     ),
     "gpt_oss": (
         *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2"),
-        *("--wlb.sharding.policy", "hybrid", "--wlb.sharding.gather_groups", "2"),
+        *("--wlb.sharding.policy", "hybrid"),
     ),
     "muse_glimmer": (*layout(cp=2), "--wlb.sharding.policy", "per_sequence"),
     "deepseek_v3": (*layout(cp=2), "--wlb.sharding.policy", "hybrid"),

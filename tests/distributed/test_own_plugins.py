@@ -30,8 +30,8 @@ def runs(lab):
         ),
         "auto": lab.experiment("auto_cp2", *COMMON, *AUTO, *layout(cp=2), "--checkpoint.interval", "1"),
     }
-    two_level = ("--wlb.sharding.policy", "own_policies.two_level:TwoLevel", "--wlb.sharding.within", "2")
-    four = {"axes": lab.experiment("own_axes_cp4", *COMMON, *OWN, *layout(cp=4), *two_level)}
+    strategy = ("--wlb.sharding.policy", "own_policies.ulysses_gather:UlyssesGather")
+    four = {"axes": lab.experiment("own_axes_cp4", *COMMON, *OWN, *layout(cp=4), *strategy)}
     lab.run(2, list(two.values()))
     lab.run(4, list(four.values()))
     packing, _ = chosen(two["auto"])

@@ -52,10 +52,12 @@ def results(lab, fork_server, drills):  # which mostly wait
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_equal_one_process(results, name):
+def test_losses_and_gradients_equal_one_process(results, name):
     records = results[name]
-    assert len(records) == len(CASES[name]["steps"])
-    assert [r["loss"] for r in records] == pytest.approx([r["reference"] for r in records], rel=1e-5)
+    assert [record["step"] for record in records] == list(range(len(CASES[name]["steps"])))
+    for record in records:
+        assert record["loss"] == pytest.approx(record["reference"], rel=1e-5), record["step"]
+        assert record["error"] < 1e-5, f"{record['worst']} in step {record['step']}"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,17 +65,12 @@ def test_all_calls_meet(results, name):
     assert_met(results[name][-1]["met"])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_one_process(results, name):
-    for record in results[name]:
-        assert record["error"] < 1e-5, f"{record['worst']} in step {record['step']}"
-
-
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["evaluate"]])
 def test_evaluation_equals_one_process(results, name):
-    evaluated = [r for r in results[name] if "eval" in r]
-    assert [r["step"] for r in evaluated] == CASES[name]["evaluate"]
-    assert [r["eval"] for r in evaluated] == pytest.approx([r["eval_reference"] for r in evaluated], rel=1e-5)
+    evaluated = {r["step"]: (r["eval"], r["eval_reference"]) for r in results[name] if "eval" in r}
+    assert list(evaluated) == CASES[name]["evaluate"]
+    for loss, reference in evaluated.values():
+        assert loss == pytest.approx(reference, rel=1e-5)
 
 
 def test_bfloat16_passes_between_stages(results):
@@ -101,22 +98,25 @@ def drills(lab, fork_server):
         job.kill()
 
 
-def test_a_killed_rank_ends_the_others_with_a_message(drills):
-    job, log = drills[signal.SIGKILL]
-    survivor, victim = job.wait(200)
+def survivor_of(drills, number):
+    """What the first rank's log says, which did not end well."""
+    job, log = drills[number]
+    (code,) = job.wait(200, ranks=[0])
     output = log.read_text()
-    assert survivor != 0, output
-    assert victim == -signal.SIGKILL
-    assert not TIMED_OUT.search(output), output[-4000:]
+    assert code != 0, output
     assert "Global rank 0 stopped in a step of 4 micro-batches" in output, output[-4000:]
+    return output
+
+
+def test_a_killed_rank_ends_the_others_with_a_message(drills):
+    output = survivor_of(drills, signal.SIGKILL)
+    assert not TIMED_OUT.search(output), output[-4000:]
     assert re.search(r"began was [FB][0-3] of stage 0", output), output[-4000:]
+    (victim,) = drills[signal.SIGKILL][0].wait(200, ranks=[1])
+    assert victim == -signal.SIGKILL
 
 
 def test_a_stopped_rank_ends_the_others_within_the_timeout(drills):
-    job, log = drills[signal.SIGSTOP]
-    (survivor,) = job.wait(200, ranks=[0])
-    output = log.read_text()
-    assert survivor != 0, output
-    assert 1 not in job.codes
+    output = survivor_of(drills, signal.SIGSTOP)
     assert TIMED_OUT.search(output), output[-4000:]
-    assert "Global rank 0 stopped in a step of 4 micro-batches" in output, output[-4000:]
+    assert 1 not in drills[signal.SIGSTOP][0].codes

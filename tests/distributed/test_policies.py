@@ -27,7 +27,7 @@ def sharding(policy: str) -> tuple[str, str]:
     return ("--wlb.sharding.policy", policy)
 
 
-GROUPS = ("--wlb.sharding.gather_groups", "2")
+ULYSSES_GATHER = "own_policies.ulysses_gather:UlyssesGather"
 COMPILED = ("--compile.enable", "true", "--compile.backend", "aot_eager")
 HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
 # name, which has the degrees -> (packing policy, overrides)
@@ -53,19 +53,14 @@ RUNS = {
             *("--activation_checkpoint.class", "FullAC", "--wlb.trace_every", "1"),
         ),
     ),
-    "cp2_gather_groups": ("wlb", (*layout(cp=2), *sharding("per_document"), *GROUPS)),
+    "cp2_wlb": ("wlb", (*layout(cp=2), *sharding("per_document"))),
     # Four query heads and two key heads: with four ranks two share a key head, with CP 2 x TP 2 too.
     "cp4_ulysses": ("wlb", (*layout(cp=4), *sharding("ulysses"))),
-    # Ulysses within pairs, keys gathered between them.
-    "cp4_ulysses_gather": (
-        "wlb_lazy",
-        (*layout(cp=4), *sharding("ulysses_gather"), "--wlb.sharding.within", "2"),
-    ),
     # Groups within context parallelism, which the stage without attention makes too, and then another one.
     "pp2_cp2_head_apart": (
         "wlb",
         (
-            *(*layout(pp=2, cp=2), *sharding("ulysses_gather"), "--checkpoint.async_mode", "async"),
+            *(*layout(pp=2, cp=2), *sharding(ULYSSES_GATHER), "--checkpoint.async_mode", "async"),
             *("--parallelism.module_fqns_per_model_part", HEAD_APART),
         ),
     ),
@@ -73,7 +68,7 @@ RUNS = {
     "pp2_cp2_ulysses": ("fixed_greedy", (*layout(pp=2, cp=2), *sharding("ulysses"))),
     "cp2_tp2_ulysses": ("wlb", (*layout(cp=2, tp=2), *sharding("ulysses"))),
     "cp2_ulysses_compiled": ("wlb", (*layout(cp=2), *sharding("ulysses"), *COMPILED)),
-    "cp2_compiled": ("wlb", (*layout(cp=2), *sharding("hybrid"), *GROUPS, *COMPILED)),
+    "cp2_compiled": ("wlb", (*layout(cp=2), *sharding("hybrid"), *COMPILED)),
     "pp2_compiled": ("wlb", (*layout(pp=2), "--wlb.pipeline.order", "longest_first", *COMPILED)),
 }
 ONE_LAYER = ("cp2_compiled", "cp2_ulysses_compiled")

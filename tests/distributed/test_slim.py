@@ -11,7 +11,7 @@ from lab import Cases, assert_met, layout, make_corpus
 def case(micropacks, sharding=None, *, layers=2, schedule="1F1B", checkpointing=None, steps=(1,), **how):
     """Of `plan_worker.run_case`. `how` has degrees, `compiled`, and settings of the policy."""
     degrees = {name: how.pop(name) for name in (*AXES, "compiled") if name in how}
-    sharding = {"name": sharding, **how.pop("groups", {})} if sharding else None
+    sharding = {"name": sharding} if sharding else None
     slim = {"micropacks": micropacks, **how}
     options = {"layers": layers, "schedule": schedule, "checkpointing": checkpointing, "steps": steps}
     return {"slim": slim, "sharding": sharding, **options, **degrees}
@@ -20,7 +20,6 @@ def case(micropacks, sharding=None, *, layers=2, schedule="1F1B", checkpointing=
 AXES = ("pp", "dp", "replicate", "cp", "tp")
 INTERLEAVED = {"schedule": "Interleaved1F1B", "pp": 2, "layers": 4}
 FULL, SELECTIVE = {"checkpointing": "full"}, {"checkpointing": "selective"}
-GROUPS = {"groups": {"gather_groups": 2}}
 # The longest document is beyond a data-parallel rank's share of the work.
 MERGE = {"micropacks": 6, "dp_merge": True, "cost_model": "quadratic:1,10"}
 MERGED = {
@@ -29,7 +28,7 @@ MERGED = {
     "dp2_merged_compiled": case(**MERGE, dp=2, layers=1, compiled=True),
     "dp4_merged": case(**MERGE, dp=4),
     "dp4_hsdp_merged": case(**MERGE | {"cost_model": "quadratic:1,100"}, dp=2, replicate=2),
-    "dp2_cp2_merged": case(**MERGE, dp=2, cp=2, sharding="hybrid", **GROUPS, **SELECTIVE),
+    "dp2_cp2_merged": case(**MERGE, dp=2, cp=2, sharding="hybrid", **SELECTIVE),
     "dp2_tp2_merged": case(**MERGE, dp=2, tp=2),
     # The last rank, or the last two, have nobody to share with, but make the others' groups with them.
     "dp3_merged": case(**MERGE, dp=3),
@@ -46,7 +45,7 @@ CASES = {
     "pp2_cp2_interleaved": case(8, "adaptive", **INTERLEAVED, cp=2, **SELECTIVE),
     "pp2_cp2_ulysses": case(8, "ulysses", pp=2, cp=2),
     "cp2_tp2": case(6, "per_document", cp=2, tp=2),
-    "cp4_groups": case(7, "hybrid", **GROUPS, cp=4, **FULL),
+    "cp4": case(7, "hybrid", cp=4, **FULL),
     "pp4_asymmetric": case(9, pp=4, layers=4, asymmetric=True, **FULL),
     "pp2_dp2_interleaved_asymmetric": case(6, **INTERLEAVED, dp=2, asymmetric=True, **FULL, steps=[1, 2]),
     "pp2_tp2_asymmetric": case(8, pp=2, tp=2, asymmetric=True, **FULL),

@@ -9,6 +9,7 @@ from lab import Cases, layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from watching import FILE, Watch
 
+from wlb_titan.context.all_gather import KeyExchange, Level
 from wlb_titan.runtime.data.inputs import to_device
 
 SLIM = ("--wlb.packing.policy", "slim", "--parallelism.pipeline_parallel_schedule", "1F1B")
@@ -77,11 +78,13 @@ class Copies(Watch):
 def test_copies_to_the_device_do_not_wait():
     with FakeTensorMode(), Copies() as copies:
         item = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input", "positions")}
-        item |= {"segments": torch.zeros(2, 4, dtype=torch.int32), "exchange": (torch.zeros(16),)}
+        exchange = KeyExchange((Level(torch.zeros(16), torch.zeros(8, 0)),), torch.zeros(2, 0))
+        item |= {"segments": torch.zeros(2, 4, dtype=torch.int32), "exchange": exchange}
         item |= {"rows": None, "sharers": 1}
         before = copies.operations
         inputs, labels, extra = to_device(item, torch.zeros(1, 8), torch.device("cuda"))
-        moved = (inputs, labels, extra["positions"], *extra["attention_masks"].exchange)
+        ((level,), kept) = extra["attention_masks"].exchange
+        moved = (inputs, labels, extra["positions"], *level, kept)
         assert all(tensor.device.type == "cuda" for tensor in moved)
         assert extra["attention_masks"].segments.device.type == "cpu"
     assert copies.operations > before and copies.waits == []

@@ -155,8 +155,7 @@ def copy_of(job: Run, ground: Ground, name: str, keep: int) -> Path:
 
 
 def make_corpus(texts: Path, output: Path) -> None:
-    from wlb_titan.corpus.prepare import prepare_corpus
-    from wlb_titan.corpus.settings import PrepareSettings
+    from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 
     texts.mkdir()
     for number in range(60):

@@ -164,10 +164,6 @@ def test_every_key_in_every_wrong_way(schema, corpus, tmp_path, record_property)
         ("training.global_batch_size = 4000", "wlb.corpus.path"),
         ("training.global_batch_size = 3\ntraining.local_batch_size = 2", "training.global_batch_size"),
         ("parallelism.tensor_parallel_degree = 3", "parallelism.tensor_parallel_degree"),
-        (
-            "parallelism.context_parallel_degree = 2\nwlb.sharding.gather_groups = 7",
-            "wlb.sharding.gather_groups",
-        ),
         ("parallelism.context_parallel_degree = 64", "training.seq_len"),
         ("parallelism.pipeline_parallel_degree = 7", "parallelism.pipeline_parallel_schedule"),
         (

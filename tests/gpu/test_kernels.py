@@ -8,8 +8,8 @@ import torch
 from oracle import attention_and_lse, compare, packed, random_inputs, with_gradients
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.implementations import chosen, device_of
-from wlb_titan.kernels.options import Options, Shape, units
-from wlb_titan.kernels.self_check import check_kernels, rich_segments
+from wlb_titan.kernels.segments import Options, Shape
+from wlb_titan.kernels.self_check import Noise, check_kernels
 
 IMPLEMENTATIONS = ("triton", "gluon")
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
@@ -106,6 +106,6 @@ def test_the_check_before_a_job_finds_every_configuration_right(target, implemen
     dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float16)
     skip_unless_it_runs(implementation, dims, dtype, device)
     options = Options(dims[0] ** -0.5, implementation=implementation)
-    segments = rich_segments(heads[1], units(device), target.pick(cuda=1, cpu=100))
-    error = check_kernels(Shape(*heads, *dims), options, dtype, device, segments=segments)
+    noise = Noise.rich(Shape(*heads, *dims), dtype, device, target.pick(cuda=1, cpu=100))
+    error = check_kernels(noise, options)
     assert 0 < error < TOLERANCE[dtype]

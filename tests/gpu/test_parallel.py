@@ -22,7 +22,7 @@ ALONE = {
     "slim_three": (*SLIM, *THREE),
 }
 """What one process trains."""
-GATHER = ("--wlb.sharding.policy", "ulysses_gather", "--wlb.sharding.within", "2")
+GATHER = ("--wlb.sharding.policy", "own_policies.ulysses_gather:UlyssesGather", "--wlb.sharding.within", "2")
 HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
 THREE_STAGES = '[["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "lm_head"]]'
 ASYMMETRIC = ("--wlb.packing.asymmetric", "true", "--activation_checkpoint.class", "FullAC")

@@ -20,19 +20,18 @@ from gluon_emulator import KERNELS, mutated
 from oracle import packed
 from test_gluon import BACKWARD_MUTANTS
 from wlb_titan.kernels import gluon_launch, record, self_check, stress
-from wlb_titan.kernels.options import Options, Shape, units
+from wlb_titan.kernels.segments import Options, Shape
 
 DIMS = (128, 128)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RELAXED = ('raised, sem="release"', 'raised, sem="relaxed"')
 TOY = """
 import torch
-from wlb_titan.kernels.options import Shape, units
-from wlb_titan.kernels.options import Options
-from wlb_titan.kernels.self_check import check_kernels
+from wlb_titan.kernels.segments import Options, Shape
+from wlb_titan.kernels.self_check import Noise, check_kernels
 segments = torch.tensor([[0, 200, 0, 200], [200, 200, 200, 200]], dtype=torch.int32)
-options = Options(0.1, implementation="gluon")
-print(check_kernels(Shape(4, 1, 128, 128), options, torch.bfloat16, torch.device("cuda"), segments=segments))
+noise = Noise.on(segments, Shape(4, 1, 128, 128), torch.bfloat16, torch.device("cuda"))
+print(check_kernels(noise, Options(0.1, implementation="gluon")))
 """
 
 
@@ -45,10 +44,9 @@ def way(target):
     shape = target.pick(cuda=Shape(32, 4, *DIMS), cpu=Shape(4, 2, 16, 16))
     dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
     options = Options(shape.dim**-0.5, implementation=target.pick(cuda="gluon", cpu="reference"))
-    segments = self_check.rich_segments(shape.kv_heads, units(device), target.pick(cuda=1, cpu=20))
-    noise = self_check.given(segments, shape, dtype, device)
-    how = self_check.ways(shape, options, dtype, device)[0]
-    return noise, options, self_check.wanted(noise, options, "reference"), {"divided": None} | how
+    noise = self_check.Noise.rich(shape, dtype, device, target.pick(cuda=1, cpu=20))
+    divided = self_check.ways(noise, options)[0]
+    return noise, options, self_check.wanted(noise, options, "reference"), divided
 
 
 @pytest.mark.parametrize(("length", "documents"), [(129, 2032), (257, 1020)])
@@ -59,7 +57,7 @@ def test_tiles_that_wait_for_each_other_end(target, monkeypatch, length, documen
     dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
     options = Options(0.1, implementation=target.pick(cuda="gluon", cpu="reference"))
     list(self_check.warm_up(shape, options, dtype, device))  # compiles, which takes more than PATIENCE
-    noise = self_check.given(segments, shape, dtype, device)
+    noise = self_check.Noise.on(segments, shape, dtype, device)
     got = self_check.attend(noise, options)
     self_check.compare(got, self_check.wanted(noise, options, "reference"), shape.name)
 
@@ -69,15 +67,15 @@ def test_a_way_is_right_repeats_and_is_the_same_by_any_number_of_programs(way):
 
 
 def test_it_repeats_while_memory_is_busy(way):
-    noise, options, _, how = way
-    got = self_check.attend(noise, options, **how)
+    noise, options, _, divided = way
+    got = self_check.attend(noise, options, divided)
     if noise.q.is_cuda:
         big, stream = torch.empty(2, 1 << 30, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(200):
                 big[0].copy_(big[1])
     for _ in range(3):
-        self_check.same(got, self_check.attend(noise, options, **how), "runs beside copies")
+        self_check.same(got, self_check.attend(noise, options, divided), "runs beside copies")
 
 
 def changed(tmp_path, mutant):

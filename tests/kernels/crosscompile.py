@@ -42,14 +42,10 @@ class Launch:
 
 @dataclass
 class Report:
-    """What the compiler made of a launch. Bytes, instruction counts; `ttgir` and `ptx` are the texts.
-
-    hot_spills: instructions that load or store spilled registers in an innermost loop with products, at most.
-    """
+    """What the compiler made of a launch. Bytes, instruction counts; `ttgir` and `ptx` are the texts."""
 
     registers: int = 0
     spills: int = 0
-    hot_spills: int = 0
     shared: int = 0
     wgmma: int = 0
     tma_loads: int = 0
@@ -124,12 +120,11 @@ def compile_one(launch: Launch, target: GPUTarget = HOPPER) -> Report:
     source, options = _source(launch)
     compiled = triton.compile(source, target=target, options=options)
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
-    log, sass = _ptxas(ptx, target)
+    log = _ptxas(ptx, target)
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     return Report(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spills=max(map(int, spills.groups())),
-        hot_spills=max([len(re.findall(r"\b(?:LDL|STL)\b", x)) for x in hot_loops(sass)], default=0),
         shared=compiled.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
         tma_loads=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
@@ -176,8 +171,8 @@ def _source(launch: Launch):
     return source(kernel, signature, constants, attributes), options
 
 
-def _ptxas(ptx: str, target: GPUTarget) -> tuple[str, str]:
-    """Messages and machine code of the assembler that Triton itself would call for this target."""
+def _ptxas(ptx: str, target: GPUTarget) -> str:
+    """Messages of the assembler that Triton itself would call for this target."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     newer = folder / "ptxas-blackwell"
     use_newer = newer.exists() and target.arch >= 90 and triton.__version__ >= "3.9"
@@ -187,64 +182,7 @@ def _ptxas(ptx: str, target: GPUTarget) -> tuple[str, str]:
         command = [newer if use_newer else folder / "ptxas", *options, "-v", f"--gpu-name={arch}"]
         command += ["-o", cubin.name, "/dev/stdin"]
         done = subprocess.run(command, input=ptx, text=True, capture_output=True, check=True)
-        sass = subprocess.run([folder / "nvdisasm", "-c", cubin.name], text=True, capture_output=True)
-    return done.stdout + done.stderr, sass.stdout
-
-
-def hot_loops(sass: str) -> list[str]:
-    """The innermost loops with matrix products: the instructions of each.
-
-    Found by dominators, because the assembler puts a barrier's retries behind the end of the program, from
-    where they branch back into the middle of a loop.
-    """
-    blocks, targets = [[]], {}
-    for line in sass.splitlines():
-        if label := re.match(r"(\.L\w*):", line):
-            blocks.append([])
-            targets[label[1]] = len(blocks) - 1
-        elif re.search(r"/\*[0-9a-f]{4,}\*/", line):
-            blocks[-1].append(line)
-            if re.search(r"\b(BRA|EXIT|RET|BRX)\b", line):
-                blocks.append([])
-    after = [_successors(block, i, targets, len(blocks)) for i, block in enumerate(blocks)]
-    before: list[list[int]] = [[] for _ in blocks]
-    reached, todo = {0}, [0]
-    while todo:
-        i = todo.pop()
-        for j in after[i]:
-            before[j].append(i)
-            if j not in reached:
-                reached.add(j)
-                todo.append(j)
-    dominators = [{0}] + [reached] * (len(blocks) - 1)
-    changed = True
-    while changed:
-        changed = False
-        for i in sorted(reached - {0}):
-            found = set.intersection(*(dominators[j] for j in before[i]))
-            if found | {i} != dominators[i]:
-                dominators[i], changed = found | {i}, True
-    loops: dict[int, set[int]] = {}
-    for i in reached:
-        for head in set(after[i]) & dominators[i]:
-            members, todo = loops.setdefault(head, {head}), [i]
-            while todo:
-                block = todo.pop()
-                if block not in members:
-                    members.add(block)
-                    todo += before[block]
-    texts = {head: "\n".join(line for i in sorted(x) for line in blocks[i]) for head, x in loops.items()}
-    hot = [head for head in loops if "MMA" in texts[head]]
-    return [texts[head] for head in hot if not any(x != head and x in loops[head] for x in hot)]
-
-
-def _successors(block: list[str], number: int, targets: dict[str, int], blocks: int) -> list[int]:
-    """Blocks that may come after one."""
-    last = block[-1] if block else ""
-    ends = re.search(r"\b(BRA|EXIT|RET|BRX)\b", last) and "@" not in last
-    found = [] if ends or number + 1 == blocks else [number + 1]
-    jumps = re.findall(r"\.L\w*", last) if re.search(r"\b(BRA|BRX)\b", last) else []
-    return found + [targets[label] for label in jumps]
+    return done.stdout + done.stderr
 
 
 def transfer_mismatches(ttgir: str) -> list[str]:

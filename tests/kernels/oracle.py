@@ -1,10 +1,14 @@
 """What the kernels must compute, written without any of their ideas: one dense mask, float64, autograd."""
 
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 from torch import Tensor
+from wlb_titan.kernels.segments import Visibility
+
+# Two chunks of one document, padding (rows 9 and 12), a one-token segment, unsorted rows, an empty one.
+SHARD = torch.tensor(
+    [[5, 3, 2, 9], [0, 5, 0, 5], [8, 1, 11, 1], [10, 2, 0, 12], [3, 0, 1, 4]], dtype=torch.int32
+)
 
 
 def visible(
@@ -46,10 +50,10 @@ def attention(*args, **options) -> Tensor:
 def with_gradients(attend, *tensors: Tensor) -> dict[str, Tensor]:
     """The output of attend(q, k, v) and the gradients for dout, the last of the tensors q, k, v, dout.
 
-    With q, k, v, sinks, dout, dlse: those of attend(q, k, v, sinks), which returns the log-sum-exp too; its
-    rows of padding, which are infinite, are left out.
+    With dlse behind dout, and sinks behind v if those are given too: of an `attend` that returns the
+    log-sum-exp as well; its rows of padding, which are infinite, are left out.
     """
-    names = ("q", "k", "v", "sinks")[: 3 if len(tensors) == 4 else 4]
+    names = ("q", "k", "v", "sinks")[: 4 if len(tensors) == 6 else 3]
     leaves = [x.detach().clone().requires_grad_() for x in tensors[: len(names)]]
     given = tensors[len(names) :]
     out = attend(*leaves)
@@ -78,6 +82,22 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -
             size = max(expected.norm().item(), 0.3 * expected.numel() ** 0.5)
             error = (got[name].double() - expected).norm().item() / size
             assert error <= tolerance, f"{name}: relative error {error:.3g} > {tolerance:.3g}"
+
+
+def compare_all(
+    out: Tensor, lse: Tensor, gradients: tuple[Tensor, ...], given: tuple[Tensor, ...], segments: Tensor,
+    scale: float, visibility: Visibility, tolerance: float,
+) -> None:  # fmt: skip
+    """Compare what a kernel computed for given = q, k, v, dout, dlse with the oracle; padding is zero."""
+    padding = torch.isposinf(lse[0])
+    got = {"out": out, "lse": torch.where(padding, 0.0, lse)}
+    got |= {f"d{name}": x for name, x in zip("qkv", gradients, strict=True)}
+    mask = {"causal": visibility.causal, "window": visibility.window}
+    want = with_gradients(
+        lambda q, k, v: attention_and_lse(q, k, v, segments, scale, **mask), *(x.double() for x in given)
+    )
+    compare(got, want, tolerance)
+    assert (out[padding] == 0).all() and (gradients[0][padding] == 0).all()
 
 
 def random_inputs(
@@ -113,13 +133,3 @@ def side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     widths = [x.shape[1] * x.shape[2] for x in (k, v)]
     both = torch.cat([k.flatten(1), v.flatten(1)], dim=1).split(widths, dim=1)
     return tuple(x.unflatten(1, like.shape[1:]) for x, like in zip(both, (k, v), strict=True))
-
-
-@contextmanager
-def poisoned():
-    """New tensors are full of NaN until something writes them."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import packed, visible
-from wlb_titan.kernels.options import Shape
-from wlb_titan.kernels.segments import check_segments
+from wlb_titan.kernels.segments import Shape, check_segments
 
 from wlb_titan.commands.measure import GPU_GRID, time_attention
 from wlb_titan.cost.attention_kernels import Point, predict, tilings

@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 import torch
-from crosscompile import SHARED_MEMORY, Launch, Report, compile_all, recording, version
+from crosscompile import SHARED_MEMORY, Launch, Report, compile_all, recording
 from oracle import packed, random_inputs
 from triton.backends.compiler import GPUTarget
 from wlb_titan.kernels import gluon_launch, triton_launch
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS
-from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
+from wlb_titan.kernels.segments import Options, Saved
 
 PASSES = ("forward", "key_tiles", "query_tiles")
 KERNELS = ("forward_kernel", "statistics_kernel", "key_tile_kernel", "query_tile_kernel")
@@ -69,7 +69,7 @@ def gluon_launches(dim: int, group: int, monkeypatch, units: int = 132) -> list[
 
     With one key head and many units the backward splits the group, and with few it does not.
     """
-    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: units)
+    monkeypatch.setattr(gluon_launch, "units", lambda device: units)
     q, k, v, dout = random_inputs(8192, 8192, group, 1, dim, dim, torch.bfloat16)
     schedule = schedule_of(packed([4096] * 2), 8192, 8192, q.device)
     with (
@@ -184,27 +184,6 @@ def check_handing_over(lines: list[str]) -> None:
             meeting = max(j for j in range(i) if MEETING.match(lines[j]))
             handed += before(lines, meeting, r"fence\.proxy\.async\.shared", r"stmatrix|st\.shared")
     assert handed >= 4  # dS and dQ, of two consumers
-
-
-def test_no_version_follows_token_counts(monkeypatch):
-    """What is compiled for one number of tokens, tiles and heads to a section serves any other."""
-    keys = []
-    for length in (512, 3000, 70_000):
-        q, k, v, dout = random_inputs(length, length, 8, 4, 64, 64, torch.bfloat16)
-        schedule = schedule_of(packed([length]), length, length, q.device)
-        monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 8)
-        monkeypatch.setattr(type(schedule), "mean_keys", 4096.0)
-        with (
-            recording(triton_launch, *KERNELS) as recorded,
-            recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel") as gluon,
-            recording(gluon_launch, "dq_kernel") as ending,
-        ):
-            for launch in (triton_launch, gluon_launch):
-                options = {"tma": True} if launch is triton_launch else {}
-                out, lse = launch.forward(q, k, v, schedule, Options(0.1), **options)
-                launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, Options(0.1), **options)
-        keys.append([version(x) for x in recorded + gluon + ending])
-    assert len(keys[0]) == 8 and keys[0] == keys[1] == keys[2]
 
 
 def test_a_mismatch_is_noticed():

@@ -7,17 +7,13 @@ import pytest
 import torch
 from gluon_emulator import KERNELS, Emulated, load_kernel, mutated
 from gluon_machine import ORDERS
-from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, side_by_side, with_gradients
-from wlb_titan.kernels import gluon_launch, implementations, self_check, stress
+from oracle import SHARD, compare_all, packed, random_inputs, side_by_side
+from wlb_titan.kernels import gluon_launch, op, self_check, stress
 from wlb_titan.kernels import schedule as schedules
 from wlb_titan.kernels.implementations import Device
-from wlb_titan.kernels.options import Options, Saved, Shape
 from wlb_titan.kernels.schedule import Key, Schedule
-from wlb_titan.kernels.segments import CAUSAL, Visibility
+from wlb_titan.kernels.segments import CAUSAL, Options, Saved, Shape, Visibility
 
-SHARD = torch.tensor(
-    [[5, 3, 2, 9], [0, 5, 0, 5], [8, 1, 11, 1], [10, 2, 0, 12], [3, 0, 1, 4]], dtype=torch.int32
-)
 CHUNKS = torch.tensor([[0, 100, 0, 100], [100, 100, 0, 400]], dtype=torch.int32)
 SCALE = 0.1
 
@@ -41,6 +37,18 @@ def gradient(sums, q, bounds, pack, scale):
     rows = blocks.reshape(-1, 64 // pack, pack, heads // pack, dim).transpose(2, 3)
     rows = rows.reshape(-1, heads, dim)[:tokens] * scale
     return torch.where((bounds[0] < bounds[1])[:, None, None], rows, 0.0).to(q.dtype)
+
+
+def emulate(monkeypatch, forward, backward, units):
+    """Runs stand-ins for the kernels."""
+    for name, value in {
+        "gluon_forward_kernel": forward,
+        "gluon_backward_kernel": backward,
+        "row_statistics": statistics,
+        "gradient": gradient,
+        "units": lambda device: units,
+    }.items():
+        monkeypatch.setattr(gluon_launch, name, value)
 
 
 def run(
@@ -70,11 +78,7 @@ def run(
     backward_kernel = Emulated(
         load_kernel("gluon_backward", "gluon_backward_kernel", backward), ordered=True, **options
     )
-    monkeypatch.setattr(gluon_launch, "gluon_forward_kernel", forward_kernel)
-    monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", backward_kernel)
-    monkeypatch.setattr(gluon_launch, "row_statistics", statistics)
-    monkeypatch.setattr(gluon_launch, "gradient", gradient)
-    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: units)
+    emulate(monkeypatch, forward_kernel, backward_kernel, units)
     monkeypatch.setattr(gluon_launch, "HEADS_FIRST", 0 if heads_first else 1 << 30)
     if lists:
         monkeypatch.setattr(schedules, "tiles", changed_tiles(lists))
@@ -82,22 +86,11 @@ def run(
     k, v = side_by_side(k, v)
     dlse = torch.randn(heads[0], tokens[0], generator=torch.Generator().manual_seed(seed))
     schedule = Schedule(segments.numpy(), Key(*tokens, visibility, q.device, 0))
-    with poisoned():
+    with self_check.poisoned():
         wanted = Options(SCALE, visibility)
         out, lse = gluon_launch.forward(q, k, v, schedule, wanted)
         gradients = gluon_launch.backward(dout, dlse, Saved(q, k, v, out, lse), schedule, wanted)
-    padding = torch.isposinf(lse[0])
-    got = {"out": out, "lse": torch.where(padding, 0.0, lse)}
-    got |= {f"d{name}": x for name, x in zip("qkv", gradients, strict=True)}
-
-    def oracle(q, k, v, _):
-        mask = {"causal": visibility.causal, "window": visibility.window}
-        return attention_and_lse(q, k, v, segments, SCALE, **mask)
-
-    want = with_gradients(oracle, *(x.double() for x in (q, k, v, torch.zeros(1), dout, dlse)))
-    del want["dsinks"]
-    compare(got, want, 1e-2)
-    assert (out[padding] == 0).all() and (gradients[0][padding] == 0).all()
+    compare_all(out, lse, gradients, (q, k, v, dout, dlse), segments, SCALE, visibility, 1e-2)
     races = forward_kernel.races | backward_kernel.races
     return gradients, races, backward_kernel.waited, forward_kernel, backward_kernel
 
@@ -111,11 +104,7 @@ def test_multiprocessors_are_left_to_other_kernels(monkeypatch):
             grids.append(grid)
             return lambda **arguments: None
 
-    monkeypatch.setattr(gluon_launch, "gluon_forward_kernel", Launched())
-    monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", Launched())
-    monkeypatch.setattr(gluon_launch, "row_statistics", statistics)
-    monkeypatch.setattr(gluon_launch, "gradient", gradient)
-    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 5)
+    emulate(monkeypatch, Launched(), Launched(), units=5)
     q, k, v, dout = random_inputs(1024, 1024, 4, 4, 64, 64, torch.bfloat16, seed=0)
     schedule = Schedule(packed([1024]).numpy(), Key(1024, 1024, CAUSAL, q.device, 0))
     for margin in (0, 2, 9):
@@ -204,24 +193,19 @@ def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
 def try_way(monkeypatch, backward=()):
     """One division's trial on a GPU (stress.py), on the emulated kernels and few tokens."""
     options = {"programs": None, "order": "last program first"}
-    kernels = {
-        "gluon_forward_kernel": Emulated(load_kernel("gluon_forward", "gluon_forward_kernel"), **options),
-        "gluon_backward_kernel": Emulated(
-            load_kernel("gluon_backward", "gluon_backward_kernel", backward), **options
-        ),
-        "row_statistics": statistics,
-        "gradient": gradient,
-        "multiprocessors": lambda device: 3,
-    }
-    for name, value in kernels.items():
-        monkeypatch.setattr(gluon_launch, name, value)
+    kernels = (
+        Emulated(load_kernel("gluon_forward", "gluon_forward_kernel"), **options),
+        Emulated(load_kernel("gluon_backward", "gluon_backward_kernel", backward), **options),
+    )
+    emulate(monkeypatch, *kernels, units=3)
     monkeypatch.setattr(stress, "PROGRAMS", (1, 2, 7))
-    for module in (implementations, self_check):
+    for module in (op, self_check):
         monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
     shape, cpu = Shape(8, 2, 64, 64), torch.device("cpu")
     wish = Options(SCALE, implementation="gluon")
-    noise = self_check.given(self_check.rich_segments(2, units=0, scale=40), shape, torch.bfloat16, cpu)
-    way = self_check.ways(shape, wish, torch.bfloat16, cpu)[0]
+    segments = self_check.rich_segments(2, units=0, scale=40)
+    noise = self_check.Noise.on(segments, shape, torch.bfloat16, cpu)
+    way = self_check.ways(noise, wish)[0]
     stress.try_way(noise, wish, self_check.wanted(noise, wish, "reference"), way, repeats=1)
 
 
@@ -235,21 +219,31 @@ def test_a_trial_refuses(monkeypatch, name):
         try_way(monkeypatch, (BACKWARD_MUTANTS[name],))
 
 
+# What is replaced in a kernel's source by what; whole lines end in a new line, at any indentation.
+
+
+def swapped(first, second):
+    return f"{first}\n{second}\n", f"{second}\n{first}\n"
+
+
+def without(line, before=""):
+    """Where several are alike: the one `before` another."""
+    after = f"{before}\n" if before else ""
+    return f"{line}\n{after}", after
+
+
 FORWARD_MUTANTS = {
-    "K released before it is read": (
-        "s = warpgroup_mma_wait(0, deps=[s])\nmbarrier.arrive(bars[K].index(FREE + stage), count=1)\n",
-        "mbarrier.arrive(bars[K].index(FREE + stage), count=1)\ns = warpgroup_mma_wait(0, deps=[s])\n",
+    "K released before it is read": swapped(
+        "s = warpgroup_mma_wait(0, deps=[s])", "mbarrier.arrive(bars[K].index(FREE + stage), count=1)"
     ),
-    "V released before it is read": (
-        "o, p = warpgroup_mma_wait(0, deps=[o, p])\nmbarrier.arrive(bars[V].index(FREE + before), count=1)\n",
-        "mbarrier.arrive(bars[V].index(FREE + before), count=1)\no, p = warpgroup_mma_wait(0, deps=[o, p])\n",
+    "V released before it is read": swapped(
+        "o, p = warpgroup_mma_wait(0, deps=[o, p])", "mbarrier.arrive(bars[V].index(FREE + before), count=1)"
     ),
-    "Q not released": ("mbarrier.arrive(bars[Q].index(FREE + q_stage), count=1)\n", ""),
-    "Q loaded over the last but one": (
-        "mbarrier.wait(bars[Q].index(FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)\n",
-        "",
+    "Q not released": without("mbarrier.arrive(bars[Q].index(FREE + q_stage), count=1)"),
+    "Q loaded over the last but one": without(
+        "mbarrier.wait(bars[Q].index(FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)"
     ),
-    "V not waited for": ("mbarrier.wait(bars[V].index(READY + before), before_phase)\n", ""),
+    "V not waited for": without("mbarrier.wait(bars[V].index(READY + before), before_phase)"),
     "V of the wrong phase": (
         "bars[V].index(READY + before), before_phase)",
         "bars[V].index(READY + before), before_phase ^ 1)",
@@ -258,52 +252,41 @@ FORWARD_MUTANTS = {
         "bars[V].index(FREE + stage), count=CONSUMERS)",
         "bars[V].index(FREE + stage), count=1)",
     ),
-    "V never released": (
-        "mbarrier.arrive(bars[V].index(FREE + stage), count=1)\nstep += 1\n",
-        "step += 1\n",
-    ),
+    "V never released": without("mbarrier.arrive(bars[V].index(FREE + stage), count=1)", before="step += 1"),
     "no mask": ("if (start < shared_begin) | (start + BLOCK_N > shared_end):", "if False:"),
     "mask only at the end": ("if (start < shared_begin) | (start + BLOCK_N", "if (start + BLOCK_N"),
-    "output used before its wait": ("o, p = warpgroup_mma_wait(0, deps=[o, p])\n", ""),
+    "output used before its wait": without("o, p = warpgroup_mma_wait(0, deps=[o, p])"),
     "a tile that nobody takes": (
         'number = gl.atomic_add(taken, 1, sem="relaxed")\nround += 1\n',
         'number = 1 + gl.atomic_add(taken, 1, sem="relaxed")\nround += 1\n',
     ),
-    "Q and number not waited for": (
-        "mbarrier.wait(bars[Q].index(READY + q_stage), (round // Q_STAGES) & 1)\n",
-        "",
+    "Q and number not waited for": without(
+        "mbarrier.wait(bars[Q].index(READY + q_stage), (round // Q_STAGES) & 1)"
     ),
 }
-LAST_S = "s = warpgroup_mma_wait(0, deps=[s])\n"
 BACKWARD_MUTANTS = {
-    "no fence after dS": (
-        "fence_async_shared()\nmbarrier.arrive(bars[DS].index(0), count=1)\n",
-        "mbarrier.arrive(bars[DS].index(0), count=1)\n",
+    "no fence after dS": without(
+        "fence_async_shared()", before="mbarrier.arrive(bars[DS].index(0), count=1)"
     ),
-    "no fence after dQ": (
-        "fence_async_shared()\nmbarrier.arrive(bars[DQ].index(DQ_READY + stage), count=1)\n",
-        "mbarrier.arrive(bars[DQ].index(DQ_READY + stage), count=1)\n",
+    "no fence after dQ": without(
+        "fence_async_shared()", before="mbarrier.arrive(bars[DQ].index(DQ_READY + stage), count=1)"
     ),
     "dS written while it is read": ("ds_tile.index(2 * stage +", "ds_tile.index("),
-    "dS read before the other's is there": ("mbarrier.wait(bars[DS].index(0), step & 1)\n", ""),
-    "dQ written while it is added": ("mbarrier.wait(bars[DQ].index(DQ_FREE + stage), phase ^ 1)\n", ""),
-    "dQ given back before it is read": (
-        "wait_until_read()\nmbarrier.arrive(bars[DQ].index(DQ_FREE + STAGE), count=1)\n",
-        "mbarrier.arrive(bars[DQ].index(DQ_FREE + STAGE), count=1)\nwait_until_read()\n",
+    "dS read before the other's is there": without("mbarrier.wait(bars[DS].index(0), step & 1)"),
+    "dQ written while it is added": without("mbarrier.wait(bars[DQ].index(DQ_FREE + stage), phase ^ 1)"),
+    "dQ given back before it is read": swapped(
+        "wait_until_read()", "mbarrier.arrive(bars[DQ].index(DQ_FREE + STAGE), count=1)"
     ),
-    "dQ added before it is there": (
-        "mbarrier.wait(bars[DQ].index(DQ_READY + STAGE), ((step + place) // STAGES) & 1)\n",
-        "",
+    "dQ added before it is there": without(
+        "mbarrier.wait(bars[DQ].index(DQ_READY + STAGE), ((step + place) // STAGES) & 1)"
     ),
-    "K and V loaded over": (
-        "mbarrier.wait(bars[KV].index(KV_FREE), (round & 1) ^ 1)\ngive(program, work.index(PROGRAM))\n",
-        "give(program, work.index(PROGRAM))\n",
+    "K and V loaded over": without(
+        "mbarrier.wait(bars[KV].index(KV_FREE), (round & 1) ^ 1)", before="give(program, work.index(PROGRAM))"
     ),
-    "K, V and their numbers not waited for": ("mbarrier.wait(bars[KV].index(KV_READY), round & 1)\n", ""),
+    "K, V and their numbers not waited for": without("mbarrier.wait(bars[KV].index(KV_READY), round & 1)"),
     "K and V released by one consumer": ("count=CONSUMERS + STAGES", "count=1 + STAGES"),
-    "numbers released before they are read": (
-        "end = given(work.index(KV_END), 4)\nmbarrier.arrive(bars[KV].index(KV_FREE), count=1)\n",
-        "mbarrier.arrive(bars[KV].index(KV_FREE), count=1)\nend = given(work.index(KV_END), 4)\n",
+    "numbers released before they are read": swapped(
+        "end = given(work.index(KV_END), 4)", "mbarrier.arrive(bars[KV].index(KV_FREE), count=1)"
     ),
     "a tile that nobody takes": (
         'gl.atomic_add(taken, 1, sem="relaxed")  # not sooner',
@@ -315,21 +298,19 @@ BACKWARD_MUTANTS = {
     ),
     "one warp is told of every sum": ("DQ_READY + stage), count=1", "DQ_READY), count=1"),
     "the steps of the other warp": ("(step + STAGE) % STAGES, blocks", "STAGE, blocks"),
-    "Q released before the last S of an item": (
-        f"{LAST_S}mbarrier.arrive(bars[QUERIES].index(FREE + (final & 1)), count=1)\n",
-        f"mbarrier.arrive(bars[QUERIES].index(FREE + (final & 1)), count=1)\n{LAST_S}",
+    "Q released before the last S of an item": swapped(
+        "s = warpgroup_mma_wait(0, deps=[s])",
+        "mbarrier.arrive(bars[QUERIES].index(FREE + (final & 1)), count=1)",
     ),
     "Q released while it is still used": ("FREE + (stage ^ 1)", "FREE + stage"),
     "Q not released": ("if place > 0:", "if place > 1:"),
-    "Q of the first step not waited for": (
-        "mbarrier.wait(bars[QUERIES].index(Q_READY + stage), phase)\n",
-        "",
+    "Q of the first step not waited for": without(
+        "mbarrier.wait(bars[QUERIES].index(Q_READY + stage), phase)"
     ),
-    "Q of the next step not waited for": (
-        "mbarrier.wait(bars[QUERIES].index(Q_READY + following), its_phase)\n",
-        "",
+    "Q of the next step not waited for": without(
+        "mbarrier.wait(bars[QUERIES].index(Q_READY + following), its_phase)"
     ),
-    "dK used before its wait": ("dk_acc, ds_left = warpgroup_mma_wait(1, deps=[dk_acc, ds_left])\n", ""),
+    "dK used before its wait": without("dk_acc, ds_left = warpgroup_mma_wait(1, deps=[dk_acc, ds_left])"),
     "statistics' bytes not expected": (
         "+ 3 * lse_log2.block_type.nbytes",
         "+ 2 * lse_log2.block_type.nbytes",
@@ -338,7 +319,7 @@ BACKWARD_MUTANTS = {
     "turn not waited for": ("while count >> 1 != turn:", "while count == -1:"),
     "turn passed on before the addition": ("= wait_until_added() + 2", "= 3"),
     "turn not passed on": (", raised, sem", ", 0 * raised, sem"),
-    "additions not kept behind the turn": ("count = after_others(count)\n", ""),
+    "additions not kept behind the turn": without("count = after_others(count)"),
     "never the first": ("raised = wait_until_added() + 2 - (count & 1)", "raised = wait_until_added() + 1"),
     "added to nothing": ("if (count & 1) == 1:", "if True:"),
     "stored over the other document's": ("((first < begin) |", "((first < 0) |"),

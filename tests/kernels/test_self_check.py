@@ -11,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wlb_titan.kernels import implementations, reference, self_check
-from wlb_titan.kernels.options import Options, Shape
-from wlb_titan.kernels.segments import CAUSAL, check_segments
+from wlb_titan.kernels import op, reference, self_check
+from wlb_titan.kernels.segments import CAUSAL, Options, Shape, check_segments
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 16, 24)
@@ -31,8 +30,8 @@ class Broken:
     def __init__(self, monkeypatch, name="", change=None, calls=lambda call: call > 0):
         self.forwards, self.backwards = count(), count()
         self.name, self.change, self.calls = name, change, calls
-        monkeypatch.setattr(implementations.reference, "forward", self.forward)
-        monkeypatch.setattr(implementations.reference, "backward", self.backward)
+        monkeypatch.setattr(reference, "forward", self.forward)
+        monkeypatch.setattr(reference, "backward", self.backward)
 
     def _changed(self, names, tensors, call):
         return tuple(
@@ -51,7 +50,7 @@ FORWARD, BACKWARD = reference.forward, reference.backward
 
 
 def check(segments=SEGMENTS["rich"], options=OPTIONS):
-    return self_check.check_kernels(SHAPE, options, torch.float32, CPU, segments=segments)
+    return self_check.check_kernels(self_check.Noise.on(segments, SHAPE, torch.float32, CPU), options)
 
 
 @pytest.mark.parametrize("mask", self_check.masks(scale=20), ids=str)
@@ -111,7 +110,7 @@ def test_a_launch_that_does_not_end(monkeypatch):
             return False
 
     monkeypatch.setattr(torch.cuda, "Event", Never)
-    monkeypatch.setattr(implementations, "current", lambda device: torch.no_grad())
+    monkeypatch.setattr(op, "current", lambda device: torch.no_grad())
     monkeypatch.setattr(self_check, "PATIENCE", 0.05)
     with pytest.raises(self_check.KernelError, match="has not ended"):
         self_check._wait(torch.device("cuda"))

@@ -8,10 +8,9 @@ import torch
 from crosscompile import recording, version
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wlb_titan.kernels import gluon_launch, implementations, self_check, triton_launch
+from wlb_titan.kernels import gluon_launch, op, self_check, triton_launch
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS, Device
-from wlb_titan.kernels.options import Options, Saved, Shape
-from wlb_titan.kernels.segments import Visibility
+from wlb_titan.kernels.segments import Options, Saved, Shape, Visibility
 
 CPU = torch.device("cpu")
 CASES = {
@@ -27,9 +26,9 @@ CASES = {
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     passed = frozenset({((128, 128), torch.bfloat16)})
-    for module in (implementations, self_check):
+    for module in (op, self_check):
         monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0), passed=passed))
-    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gluon_launch, "units", lambda device: 132)
 
 
 def versions(run):
@@ -94,9 +93,9 @@ def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
         lse = torch.empty(shape.q_heads, q_tokens)
 
         def attend():
-            implementations.forward(q, k, v, segments, options)
+            op.forward(q, k, v, segments, options)
             saved = Saved(q, k, v, dout, lse)
-            implementations.backward(dout, lse if wants_lse else None, saved, segments, options)
+            op.backward(dout, lse if wants_lse else None, saved, segments, options)
 
         assert versions(attend) <= warm
 
@@ -105,10 +104,9 @@ def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
 
 def test_what_is_warmed_up():
     """For Qwen3 0.6B: groups in two parts or one, and of very long documents one head after the other."""
-    given = torch.bfloat16, CPU
-    shape = Shape(16, 8, 128, 128)
-    found = [way["divided"][:3] for way in self_check.ways(shape, Options(0.1), *given)]
+    noise = self_check.Noise.on(self_check.FEW, Shape(16, 8, 128, 128), torch.bfloat16, CPU)
+    found = [divided[:3] for divided in self_check.ways(noise, Options(0.1))]
     assert found == [(1, 1, False), (2, 1, False), (1, 1, True)]
     windowed = Options(0.1, Visibility(window=4096))
-    assert len(self_check.ways(shape, windowed, *given)) == 2
-    assert self_check.ways(shape, Options(0.1, implementation="triton"), *given) == [{}]
+    assert len(self_check.ways(noise, windowed)) == 2
+    assert self_check.ways(noise, Options(0.1, implementation="triton")) == [None]

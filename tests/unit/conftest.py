@@ -2,6 +2,7 @@
 prepares corpora. `test_slow.py` looks whether it is marked."""
 
 import contextlib
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -37,10 +38,10 @@ def forked_ranks(fork_server, tmp_path, monkeypatch):
     class Forked(contextlib.nullcontext):
         def __init__(self, command, **_):
             super().__init__()
-            python, option, program, *words = command
+            python, option, program, asked = command
             assert (python, option) == (sys.executable, "-m")
-            self._log = tmp_path / f"rank{words[words.index('--rank') + 1]}.log"
-            self._job = fork_server.start([Rank(words, self._log)], program)
+            self._log = tmp_path / f"rank{json.loads(asked)['rank']}.log"
+            self._job = fork_server.start([Rank([asked], self._log)], program)
 
         def communicate(self, timeout):
             (self.returncode,) = self._job.wait(300)

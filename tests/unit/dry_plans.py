@@ -10,8 +10,8 @@ def main() -> None:
     file, output = sys.argv[1], Path(sys.argv[5])
     world_size, rank, steps = map(int, sys.argv[2:5])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-    from wlb_titan.runtime.lone.dry_trainer import DryTrainer
     from wlb_titan.runtime.models.load import load_config
+    from wlb_titan.runtime.one_rank.dry_run import DryTrainer
 
     trainer = DryTrainer(load_config(file, (), world_size).config, rank=rank, world_size=world_size)
     loader = iter(trainer.planned)

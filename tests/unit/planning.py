@@ -10,6 +10,8 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.summary import Summary
 
 _OWN_TILES = KernelCost(
     Tiling(128, 128), launch=2.5e-5, key=0.0, segment=0.0, tile=2e-7, block=1.6e-6, masked=3e-7
@@ -48,6 +50,34 @@ def make_planner(
     )
 
 
+def figures(lengths, steps, **arguments):
+    """The summary of steps of a planner as of `make_planner`, after some in which queues fill."""
+    planner = make_planner(lengths, **arguments)
+    for _ in range(8):
+        planner.next()
+    return Summary.of((planner.next() for _ in range(steps)), arguments["window"]).figures()
+
+
 def shard(policy, lengths, total, ranks, latency, **settings):
     """How a policy divides a micro-batch: its name in the end, and the sharding."""
     return STRATEGIES.configure(policy, **settings).make(ranks, latency).shard(lengths, total)
+
+
+PIPELINES = [
+    PipelineShape("GPipe", 2),
+    PipelineShape("GPipe", 4),
+    PipelineShape("1F1B", 2),
+    PipelineShape("1F1B", 4),
+    PipelineShape("Interleaved1F1B", 2, 2),
+    PipelineShape("Interleaved1F1B", 4, 2),
+    PipelineShape("Interleaved1F1B", 2, 3),
+    PipelineShape("InterleavedZeroBubble", 2, 2),
+    PipelineShape("InterleavedZeroBubble", 4, 1),
+    PipelineShape("InterleavedZeroBubble", 4, 2),
+    PipelineShape("ZBVZeroBubble", 2, 2),
+    PipelineShape("ZBVZeroBubble", 4, 2),
+]
+
+
+def pipeline_name(shape):
+    return f"{shape.schedule}-{shape.ranks}x{shape.chunks}"

@@ -29,8 +29,8 @@ def run(checkpointing):
 
     from wlb_titan import context
     from wlb_titan.runtime.attention.module import DocumentMask
-    from wlb_titan.runtime.lone.memory_trace import MemoryTrace
     from wlb_titan.runtime.models.variants import llama_spec
+    from wlb_titan.runtime.one_rank.dry_trace import Trace
 
     torch.manual_seed(0)
     model = llama_spec("debug").model.build()
@@ -38,9 +38,9 @@ def run(checkpointing):
     if checkpointing is not None:
         checkpointing.build().apply(model)
     lengths = torch.tensor([32, 16]).numpy()
-    mask = DocumentMask(torch.from_numpy(context.segments(context.whole(lengths), lengths)))
+    mask = DocumentMask(torch.from_numpy(context.segments(context.whole_sequence(lengths), lengths)))
     positions = torch.cat([torch.arange(32), torch.arange(16)]).unsqueeze(0)
-    trace, products = MemoryTrace(FakeTensorMode()), Products()
+    trace, products = Trace(FakeTensorMode()), Products()
     with trace:
         output = model(torch.arange(TOKENS).unsqueeze(0), positions=positions, attention_masks=mask)
     kept = {}

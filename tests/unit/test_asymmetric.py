@@ -17,8 +17,8 @@ from wlb_titan.cost.workload import cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
-from wlb_titan.packing.slim.asymmetric import Line, asymmetric, last_needed, regrouped_times
-from wlb_titan.packing.slim.slices import kind, piece_numbers
+from wlb_titan.packing.slim.asymmetric import asymmetric, cut_line, regrouped_times
+from wlb_titan.packing.slim.slices import PrefixWork, kind, last_needed, piece_numbers
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL
@@ -71,13 +71,13 @@ def naive_cuts(works, grain, lengths, count):
 @settings(max_examples=200)
 def test_a_line_is_cut_where_the_shares_are_as_near_as_the_grain_allows(lengths, count, grain):
     lengths = np.array(lengths)
-    line = Line(COST.forward, WINDOW, grain)
+    line = PrefixWork(COST.forward, WINDOW, grain)
     units = int((-(-lengths // grain)).sum())
     if units < count:
         with pytest.raises(PlanError, match=f"cannot be cut into {count} MicroPacks"):
-            line.cut(lengths, count)
+            cut_line(line, lengths, count)
         return
-    pieces = line.cut(lengths, count)
+    pieces = cut_line(line, lengths, count)
     assert len(pieces) == count and all(pieces)
     run = [(document, start, stop) for piece in pieces for document, start, stop in piece]
     for document, length in enumerate(lengths):
@@ -95,7 +95,7 @@ def test_a_line_is_cut_where_the_shares_are_as_near_as_the_grain_allows(lengths,
 
 
 def test_the_docstrings_example():
-    line = Line(lambda lengths: np.asarray(lengths, dtype=float) ** 2, 6, 1)
+    line = PrefixWork(lambda lengths: np.asarray(lengths, dtype=float) ** 2, 6, 1)
     forward, backward = asymmetric(np.array([4, 6]), np.array([16.0, 36.0]), (line, line), 2)
     assert [[tuple(s) for s in pack] for pack in forward] == [[(1, 0, 5)], [(1, 5, 6), (0, 0, 4)]]
     assert [[tuple(s) for s in pack] for pack in backward] == [[(1, 3, 6)], [(1, 0, 3), (0, 0, 4)]]

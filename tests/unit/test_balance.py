@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import wlb_titan
 from wlb_titan import balancing
-from wlb_titan.cost.quadratic import Quadratic
+from wlb_titan.cost.workload import Quadratic
 from wlb_titan.errors import PlanError
 
 

@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import verify
-from wlb_titan.corpus.prepare import prepare_corpus
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.corpus.tokenizer import train_tokenizer
 
 PLAIN = (
@@ -119,15 +118,6 @@ def test_the_masks_are_those_of_transformers(tmp_path, tokenizer):
         assert corpus.learned(row, 0, int(corpus.lengths[row])).tolist() == encoded["assistant_masks"]
 
 
-def test_parquet(tmp_path, tokenizer):
-    rows = datasets.Dataset.from_dict({"messages": CHATS})
-    rows.to_parquet(tmp_path / "chat.parquet")
-    assert (
-        learned_texts(prepare(tmp_path, tokenizer, PLAIN, source=f"parquet:{tmp_path}/chat.parquet"))
-        == ANSWERS
-    )
-
-
 WITH_TOOLS = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
@@ -141,7 +131,7 @@ def call(**arguments):
 
 
 def test_arguments_that_a_tool_call_does_not_have_are_not_learned(tmp_path, tokenizer):
-    """Arrow gives every call the arguments of all, with no value."""
+    """Arrow gives every call of a Parquet file the arguments of all, with no value."""
     chats = [
         [said("user", "Hot?"), call(city="Rome")],
         [said("user", "Far?"), call(unit="km", at=[{"a": 1}])],
@@ -150,8 +140,7 @@ def test_arguments_that_a_tool_call_does_not_have_are_not_learned(tmp_path, toke
     datasets.Dataset.from_dict({"messages": chats, "tools": tools}).to_parquet(tmp_path / "chat.parquet")
     corpus = prepare(tmp_path, tokenizer, WITH_TOOLS, source=f"parquet:{tmp_path}/chat.parquet")
     own = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
-    texts = [own.decode(corpus.tokens(row).tolist(), skip_special_tokens=False) for row in range(2)]
-    assert not any("null" in text for text in texts)
+    assert not any("null" in own.decode(corpus.tokens(row).tolist()) for row in range(2))
     assert learned_texts(corpus) == [
         ['I ask.{"city": "Rome"}<|end|>'],
         ['I ask.{"unit": "km", "at": [{"a": 1}]}<|end|>'],
@@ -168,18 +157,16 @@ SPELLING = {
     "reasoning": [said("user", "a"), said("assistant", "b") | {"reasoning_content": "Hm <|end|>"}],
     "arguments": [said("user", "a"), call(city="<|end|>")],
     "names": [said("user", "a"), call(**{"<|end|>": 1})],
+    "tools": CHATS[0],
 }
 
 
-@pytest.mark.parametrize("chat", SPELLING.values(), ids=SPELLING)
-def test_special_tokens_are_found_wherever_they_are_spelt(tmp_path, tokenizer, chat):
-    with pytest.raises(CorpusError, match=r"1: message 2 \(assistant\) spells the special token '<\|end\|>'"):
-        prepare(tmp_path, tokenizer, WITH_TOOLS, [chat])
-
-
-def test_tools_may_not_spell_special_tokens_either(tmp_path, tokenizer):
-    source = write_lines(tmp_path / "chat.jsonl", CHATS[:1], tools=[{"name": "<|turn|>"}])
-    with pytest.raises(CorpusError, match=r"1: a tool spells the special token '<\|turn\|>'"):
+@pytest.mark.parametrize("where", SPELLING)
+def test_special_tokens_are_found_wherever_they_are_spelt(tmp_path, tokenizer, where):
+    tools = [{"name": "<|end|>"}] if where == "tools" else []
+    source = write_lines(tmp_path / "chat.jsonl", [SPELLING[where]], tools=tools)
+    what = "a tool" if where == "tools" else r"message 2 \(assistant\)"
+    with pytest.raises(CorpusError, match=rf"1: {what} spells the special token '<\|end\|>'"):
         prepare(tmp_path, tokenizer, WITH_TOOLS, source=source)
 
 
@@ -190,9 +177,8 @@ def test_thoughts_of_the_last_turn_are_not_dropped_in_silence(tmp_path, tokenize
         prepare(tmp_path, tokenizer, PLAIN, [[said("user", "a"), last]])
     corpus = prepare(tmp_path, tokenizer, THINKING, [[said("user", "a"), last]])
     assert learned_texts(corpus) == [["Hm BB<|end|>"]]
-    prepare(
-        tmp_path, tokenizer, MARKED, [[said("user", "a"), first, said("user", "b"), said("assistant", "B")]]
-    )
+    later = [said("user", "b"), said("assistant", "B")]
+    prepare(tmp_path, tokenizer, MARKED, [[said("user", "a"), first, *later]])
 
 
 def test_long_conversations_are_cut_skipped_or_an_error(tmp_path, tokenizer):
@@ -215,10 +201,10 @@ BAD = {
     "no role": ([{"content": "One?"}, said("assistant", "a")], PLAIN, f"{NO_ROLE}; it has content"),
     "role of a number": ([said(1, "One?"), said("assistant", "a")], PLAIN, NO_ROLE),
     "another schema": ([{"from": "human", "value": "Hi"}], PLAIN, f"{NO_ROLE}; it has from, value"),
-    "no content": ([{"role": "user"}, said("assistant", "a")], PLAIN, r"message 1 \(user\) is empty"),
-    "null content": ([said("user", None), said("assistant", "a")], PLAIN, r"message 1 \(user\) is empty"),
-    "number": ([said("user", 5), said("assistant", "a")], PLAIN, r"message 1 \(user\) is int, not text"),
-    "empty turn": ([said("user", "Hi"), said("assistant", " \n")], PLAIN, r"2 \(assistant\) is empty"),
+    "no content": ([{"role": "user"}, said("assistant", "a")], PLAIN, r"message 1 \(user\) has no text"),
+    "null content": ([said("user", None), said("assistant", "a")], PLAIN, r"message 1 \(user\) has no text"),
+    "number": ([said("user", 5), said("assistant", "a")], PLAIN, r"message 1 \(user\) has no text"),
+    "empty turn": ([said("user", "Hi"), said("assistant", " \n")], PLAIN, r"2 \(assistant\) has no text"),
     "no assistant": ([said("user", "Hi")], PLAIN, "nothing would be learned"),
     "special token": ([said("user", "<|end|>"), said("assistant", "a")], PLAIN, r"special token '<\|end\|>'"),
     "surrogate": ([said("user", "\ud800"), said("assistant", "a")], PLAIN, "surrogates not allowed"),
@@ -228,7 +214,7 @@ BAD = {
     "refusing": (CHATS[0], "{{ raise_exception('only one turn') }}", "refuses it: only one turn"),
     "no syntax": (CHATS[0], "{% for m in messages %}", "the chat template refuses it: "),
     "unknown function": (CHATS[0], "{{ f(messages) }}", "the chat template refuses it: 'f' is undefined"),
-    "no template": (CHATS[0], "", r"tokenizer\d*/tokenizer has no chat template"),
+    "no template": (CHATS[0], "", "The tokenizer has no chat template"),
 }
 
 

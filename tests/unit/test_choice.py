@@ -1,21 +1,18 @@
 """`auto`: what is predicted fastest among what fits memory, of all policies that there are."""
 
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
 
-from wlb_titan import plugins
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.packing import POLICIES
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario, choose, predicted
 
 LENGTHS = np.random.default_rng(0).lognormal(6.5, 1.6, 4000).clip(16, 16384).astype(np.int64)
@@ -109,24 +106,12 @@ def test_what_cannot_run_is_named(job):
     assert all("cannot share 2 query heads" in problem for problem in refused.values())
 
 
-def test_a_policy_from_an_entry_point_is_a_candidate(job, monkeypatch):
-    point = EntryPoint("backwards", "toys:Reversed", "wlb_titan.packing")
-    monkeypatch.setattr(plugins, "_installed", lambda group: (point,) if group == point.group else ())
-    found = choose(job.under(Policy("auto", "hybrid")), DOCUMENTS)
-    assert "backwards:hybrid" in {str(one.policy) for one in found.candidates}
-
-
-def test_all_ranks_choose_by_the_figures_of_one(job, choice, monkeypatch):
+def test_all_ranks_choose_by_the_figures_of_one(job, choice):
+    """Whatever their own predictions would be, here of other documents."""
     said = []
-
-    def first_rank(ask):
-        said.append(ask())
-        return said[-1]
-
-    mine = choose(job, DOCUMENTS, on_one_rank=first_rank)
+    mine = choose(job, DOCUMENTS, on_one_rank=lambda ask: said.append(ask()) or said[0])
     other = choose(job, Documents(lengths=LENGTHS[:10]), on_one_rank=lambda ask: said[0])
-    assert [one.policy for one in other.candidates] == [one.policy for one in mine.candidates]
-    assert mine.candidates == choice.candidates
+    assert other.candidates == mine.candidates == choice.candidates
 
 
 def test_settings_that_candidates_have_are_passed_on(job):

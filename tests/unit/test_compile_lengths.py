@@ -34,7 +34,7 @@ def test_few_graphs_serve_every_length_and_number_of_documents():
     for _ in range(30):
         length = int(random.integers(16, 200))
         documents = random_documents(random, length)
-        segments = torch.from_numpy(context.segments(context.whole(documents), documents))
+        segments = torch.from_numpy(context.segments(context.whole_sequence(documents), documents))
         q, k, v = torch.randn(3, 1, length, 2, 8).requires_grad_().unbind()
         out = compiled(q, k, v, attention_masks=DocumentMask(documents_vary(segments)))
         expected = module(q, k, v, attention_masks=DocumentMask(segments))

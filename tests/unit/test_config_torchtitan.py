@@ -56,13 +56,6 @@ WRONG = {
         {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "plain"\nmax_delay = 3'},
         ["t.toml:4: wlb.packing.max_delay = 3", 'policy = "plain" does not have it, but wlb_lazy'],
     ),
-    "groups of heads that do not divide": (
-        {
-            "t": 'base = "llama3_debug"\n[wlb.sharding]\ngather_groups = 3\n'
-            "[parallelism]\ncontext_parallel_degree = 2"
-        },
-        ["t.toml:3: wlb.sharding.gather_groups = 3:", "the 2 key heads", "a divisor of 2"],
-    ),
     "value that torchtitan rejects": (
         {"t": 'base = "llama3_debug"\n[compile]\nenable_async_tensor_parallel = true'},
         ["t.toml:3: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP"],

@@ -13,8 +13,7 @@ from wlb_titan.context import STRATEGIES  # noqa: E402
 from wlb_titan.cost.degrees import Degrees  # noqa: E402
 from wlb_titan.job import Job  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402
-from wlb_titan.runtime.attention.meshes import context_meshes  # noqa: E402
-from wlb_titan.runtime.meshes import Dims  # noqa: E402
+from wlb_titan.runtime.meshes import Dims, context_meshes  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +25,7 @@ CASES = {
     "two axes": (
         Degrees(pipeline=2, context=4),
         POLICIES.configure("plain"),
-        STRATEGIES.configure("ulysses_gather", within=2),
+        STRATEGIES.configure("own_policies.ulysses_gather:UlyssesGather", within=2),
     ),
 }
 

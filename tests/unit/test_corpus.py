@@ -1,6 +1,5 @@
 """Reading a corpus: slices, bounds, threads, and what is said about a folder that is no corpus."""
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -20,18 +20,13 @@ from hypothesis import strategies as st
 
 from wlb_titan.corpus import Corpus, CorpusError, Manifest
 from wlb_titan.corpus.corpus import verify
-from wlb_titan.corpus.manifest import _hash, digest
+from wlb_titan.corpus.folder import _hash
 from wlb_titan.corpus.shards import SPANS, TOKENS
-from wlb_titan.corpus.writer import DocumentWriter
+from wlb_titan.corpus.writer import DocumentWriter, write_manifest
 from wlb_titan.errors import UserError
 
-
-def files_of(folder: Path) -> dict:
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return {
-        "files": {name: path.stat().st_size for name, path in files.items()},
-        "digests": {name: digest(path) for name, path in files.items()},
-    }
+DIGEST = hashlib.sha256(b"{}").digest()
+END = SimpleNamespace(digest=DIGEST, vocab_size=1000, end_of_text="<|fin…|>", end_of_text_id=0)
 
 
 def make_corpus(
@@ -40,26 +35,12 @@ def make_corpus(
     """A corpus of given token ids. Its tokenizer is never loaded, so any bytes do."""
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    file, masked = folder / "documents.arrow", spans is not None
-    with DocumentWriter(file, masked=masked, batch_tokens=batch_tokens) as writer:
+    masked = spans is not None
+    with DocumentWriter(folder / "documents.arrow", masked=masked, batch_tokens=batch_tokens) as writer:
         for number, tokens in enumerate(documents):
             learned = np.array(spans[number], dtype=np.int32) if masked else None
             writer.add(f"document {number}", np.array(tokens, dtype=np.int32), learned)
-    Manifest(
-        masked=masked,
-        learned_tokens=writer.learned,
-        fingerprint=writer.digest().hex()[:16],
-        documents=writer.documents,
-        tokens=writer.tokens,
-        empty_documents=0,
-        unreadable=0,
-        vocab_size=1000,
-        end_of_text="<|endoftext|>",
-        end_of_text_id=0,
-        tokenizer_sha256=hashlib.sha256(b"{}").hexdigest(),
-        settings={"source": "made by a test"},
-        **files_of(folder),
-    ).save(folder)
+    write_manifest(folder, writer, END, {"source": "made by a test"}, empty_documents=0, unreadable=0)
     return folder
 
 
@@ -135,11 +116,11 @@ def test_slices_are_those_of_the_documents_written(tmp_path_factory, documents, 
 
 def test_slices_are_views_that_outlive_the_corpus_and_cannot_be_written(whole):
     corpus = Corpus.open(whole)
-    whole, part = corpus.tokens(3), corpus.tokens(3, 10, 5)
-    assert np.shares_memory(whole, part)
+    document, part = corpus.tokens(3), corpus.tokens(3, 10, 5)
+    assert np.shares_memory(document, part)
     with pytest.raises(ValueError, match="read-only"):
         part[0] = 1
-    del corpus, whole
+    del corpus, document
     assert part.tolist() == [9] * 5
 
 
@@ -164,16 +145,13 @@ def test_threads_read_at_the_same_time(tmp_path):
 def test_what_a_corpus_tells_about_itself(whole):
     corpus = Corpus.open(whole)
     assert len(corpus) == 5
-    assert corpus.manifest == Manifest.load(whole)
-    assert corpus.fingerprint == corpus.manifest.fingerprint
+    assert corpus.fingerprint == Manifest.load(whole).fingerprint == corpus.manifest.fingerprint
+    assert corpus.manifest.end_of_text == "<|fin…|>"
     assert corpus.tokenizer_path == whole / "tokenizer"
     assert [corpus.source(row) for row in (0, 4)] == ["document 0", "document 4"]
-
-
-def test_the_datasets_library_reads_the_same_file(whole):
     rows = datasets.Dataset.from_file(str(whole / "documents.arrow"))
     assert rows[1] == {"input_ids": [8, 0], "length": 2, "source": "document 1"}
-    assert rows["length"][:] == np.asarray(Corpus.open(whole).lengths).tolist()
+    assert rows["length"][:] == np.asarray(corpus.lengths).tolist()
 
 
 @pytest.mark.slow
@@ -192,13 +170,6 @@ def test_what_takes_long_is_not_imported(modules, strangers):
     assert not strangers & set(found.stdout.split())
 
 
-def change_manifest(folder: Path, **changes: object) -> None:
-    """Writes another manifest, with a right hash of itself."""
-    manifest = json.loads((folder / "manifest.json").read_text()) | changes
-    del manifest["manifest_sha256"]
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"manifest_sha256": _hash(manifest)}))
-
-
 def error_of_opening(folder: Path) -> str:
     with pytest.raises(CorpusError) as caught:
         Corpus.open(folder)
@@ -210,86 +181,68 @@ def error_of_opening(folder: Path) -> str:
     return message
 
 
-def test_no_corpus(tmp_path):
-    assert "There is no corpus at" in error_of_opening(tmp_path / "nothing")
-
-
-def test_interrupted_preparation(tmp_path):
+def test_folders_without_a_corpus(tmp_path):
+    assert "There is no corpus at" in error_of_opening(tmp_path / "corpus")
     (tmp_path / ".corpus.partial").mkdir()
     assert "was interrupted, or is still running" in error_of_opening(tmp_path / "corpus")
 
 
-def written(text: str):
-    return lambda file: file.write_text(text)
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def emptied(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def grown(file: Path) -> None:
-    file.write_bytes(file.read_bytes() + b"\0")
-
-
-def overwritten(file: Path) -> None:
-    file.write_bytes(b"x" * file.stat().st_size)
-
-
-def made_a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
 DOCUMENTS_FILE, TOKENIZER, MANIFEST = "documents.arrow", "tokenizer/tokenizer.json", "manifest.json"
+REWRITTEN = {
+    "cut": lambda content: content[:-100],
+    "emptied": lambda content: b"",
+    "grown": lambda content: content + b"\0",
+    "overwritten": lambda content: b"x" * len(content),
+}
+
+
+def damage(file: Path, change: str | dict) -> None:
+    """Does one of REWRITTEN to a file, removes it, puts a folder in its place, writes another text, or a
+    manifest with other values and a right hash of itself."""
+    if change in ("removed", "a folder"):
+        file.unlink()
+        if change == "a folder":
+            file.mkdir()
+    elif isinstance(change, dict):
+        values = json.loads(file.read_text()) | change
+        del values["manifest_sha256"]
+        file.write_text(json.dumps(values | {"manifest_sha256": _hash(values)}))
+    else:
+        rewrite = REWRITTEN.get(change, lambda content: change.encode())
+        file.write_bytes(rewrite(file.read_bytes()))
 
 
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        *((name, Path.unlink, f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
-        *((name, made_a_folder, f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
-        *((name, emptied, f"the file {name} has 0 bytes instead of") for name in (DOCUMENTS_FILE, TOKENIZER)),
-        (DOCUMENTS_FILE, cut, "bytes instead of"),
-        (DOCUMENTS_FILE, grown, "bytes instead of"),
-        (DOCUMENTS_FILE, overwritten, "documents.arrow cannot be read"),
-        (TOKENIZER, overwritten, "tokenizer/tokenizer.json was changed"),
-        (MANIFEST, Path.unlink, "not a complete corpus: it has no manifest.json"),
-        (MANIFEST, made_a_folder, "not a complete corpus: it has no manifest.json"),
-        (MANIFEST, cut, "manifest.json is damaged"),
+        *((name, "removed", f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
+        *((name, "a folder", f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
+        (DOCUMENTS_FILE, "emptied", "documents.arrow has 0 bytes instead of"),
+        (TOKENIZER, "emptied", "tokenizer.json has 0 bytes instead of"),
+        (DOCUMENTS_FILE, "cut", "bytes instead of"),
+        (DOCUMENTS_FILE, "grown", "bytes instead of"),
+        (DOCUMENTS_FILE, "overwritten", "documents.arrow cannot be read"),
+        (TOKENIZER, "overwritten", "tokenizer/tokenizer.json was changed"),
+        (MANIFEST, "removed", "not a complete corpus: it has no manifest.json"),
+        (MANIFEST, "a folder", "not a complete corpus: it has no manifest.json"),
+        (MANIFEST, "cut", "manifest.json is damaged"),
         *(
-            (MANIFEST, written(text), "manifest.json is damaged")
+            (MANIFEST, text, "manifest.json is damaged")
             for text in ("", "[]", "{}", "{", '{"format_version": 5, "documents": 3}', "[" * 100_000)
         ),
+        (
+            MANIFEST,
+            {"format_version": 6, "of_the_future": 1},
+            "version 6, but this wlb_titan reads version 5",
+        ),
+        (MANIFEST, {"documents": 3}, "holds 5 documents and 51 tokens, the manifest says 3 and 51"),
+        (MANIFEST, {"tokens": 3}, "holds 5 documents and 51 tokens, the manifest says 5 and 3"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_damaged_files(corpus_folder, name, change, words):
-    change(corpus_folder / name)
+    damage(corpus_folder / name, change)
     assert words in error_of_opening(corpus_folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"format_version": 6, "of_the_future": 1}, "format version 6, but this wlb_titan reads version 5"),
-        ({"documents": 3}, "holds 5 documents and 51 tokens, the manifest says 3 and 51"),
-        ({"tokens": 3}, "holds 5 documents and 51 tokens, the manifest says 5 and 3"),
-        ({"files": {"../x": 1}}, "it lists '../x', outside the folder"),
-        ({"files": {"/x": 1}}, "it lists '/x', outside the folder"),
-    ],
-)
-def test_manifests_of_other_content(corpus_folder, changes, words):
-    change_manifest(corpus_folder, **changes)
-    assert words in error_of_opening(corpus_folder)
-
-
-def test_manifest_round_trip(whole, tmp_path):
-    manifest = dataclasses.replace(Manifest.load(whole), end_of_text="<|fin…|>")
-    manifest.save(tmp_path)
-    assert Manifest.load(tmp_path) == manifest
 
 
 @settings(max_examples=60)
@@ -343,19 +296,12 @@ def flipped(file: Path, bit: int) -> Iterator[None]:
         file.write_bytes(content)
 
 
-def test_verify_names_every_damaged_file(corpus_folder):
-    (corpus_folder / "tokenizer" / "tokenizer.json").write_text("[]")
-    content = bytearray((corpus_folder / "documents.arrow").read_bytes())
-    content[-300] ^= 1
-    (corpus_folder / "documents.arrow").write_bytes(content)
-    with pytest.raises(
-        CorpusError, match=r"documents.arrow was changed; tokenizer/tokenizer.json was changed"
-    ):
-        verify(corpus_folder, lambda *report: None)
-
-
-def test_verify_reports_its_progress(whole):
+def test_verify_names_every_damaged_file_and_reports_its_progress(corpus_folder):
     reports = []
-    assert len(verify(whole, lambda *report: reports.append(report))) == 5
-    total = sum(Manifest.load(whole).files.values())
+    assert len(verify(corpus_folder, lambda *report: reports.append(report))) == 5
+    total = sum(Manifest.load(corpus_folder).files.values())
     assert reports[-1] == ("Reading bytes", total, total)
+    for name in (TOKENIZER, DOCUMENTS_FILE):
+        damage(corpus_folder / name, "overwritten")
+    with pytest.raises(CorpusError, match=f"{DOCUMENTS_FILE} was changed; {TOKENIZER} was changed"):
+        verify(corpus_folder, lambda *report: None)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
-from wlb_titan.corpus.sources import JsonLines, open_source
+from wlb_titan.corpus.prepare import PrepareSettings
+from wlb_titan.corpus.sources import JsonLines, SourceSpec, open_source
 from wlb_titan.errors import CorpusError
 
 
@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def read_all(here: Path, source: str) -> dict[str, str | list[str]]:
     """Each document's text, or in a list why it cannot be read."""
-    opened, found = open_source(PrepareSettings(source=source), here.parent / "cache"), {}
+    opened, found = open_source(SourceSpec.parse(source), here.parent / "cache"), {}
     for number in range(len(opened)):
         try:
             found[opened.name(number)] = opened.read(number)
@@ -42,7 +42,6 @@ def read_all(here: Path, source: str) -> dict[str, str | list[str]]:
         ("python-source", SourceSpec("python-source")),
         ("text:a dir/b#c", SourceSpec("text", "a dir/b#c")),
         ("jsonl:a.jsonl", SourceSpec("jsonl", "a.jsonl")),
-        ("jsonl:a.jsonl#body", SourceSpec("jsonl", "a.jsonl", "body")),
         ("jsonl:a#b.jsonl#body", SourceSpec("jsonl", "a#b.jsonl", "body")),
         ("parquet:a.parquet#body", SourceSpec("parquet", "a.parquet", "body")),
         ("hf:org/name", SourceSpec("hf", "org/name")),
@@ -65,7 +64,7 @@ def test_other_descriptions_are_refused(text):
 
 
 def test_python_source_has_the_standard_library_and_the_installed_packages(here):
-    opened = open_source(PrepareSettings(), here / "cache")
+    opened = open_source(SourceSpec("python-source"), here / "cache")
     names = [opened.name(number) for number in range(len(opened))]
     assert len(set(names)) == len(names) > 1000
     number = names.index("stdlib/json/decoder.py")
@@ -76,12 +75,13 @@ def test_python_source_has_the_standard_library_and_the_installed_packages(here)
 
 
 def test_text_takes_every_readable_file_and_names_the_others(here):
-    (here / "sub").mkdir()
-    (here / ".git").mkdir()
+    for folder in ("sub", ".git"):
+        (here / folder).mkdir()
     (here / "a.txt").write_bytes("Grüße\r\n".encode())
     (here / "sub" / "no ending").write_text("b")
     (here / "sub" / "latin.md").write_bytes(b"gr\xfc\xdfe")
     (here / "zero.bin").write_bytes(b"a\0b")
+    (here / os.fsdecode(b"gr\xfc\xdfe")).write_text("a name that is no UTF-8 is escaped")
     (here / ".git" / "config").write_text("hidden")
     (here / ".hidden").write_text("hidden")
     (here / "broken").symlink_to("nowhere")
@@ -92,6 +92,7 @@ def test_text_takes_every_readable_file_and_names_the_others(here):
     assert read_all(here, f"text:{here}") == {
         "a.txt": "Grüße\r\n",
         "broken": ["No such file or directory"],
+        "gr\\udcfc\\udcdfe": "a name that is no UTF-8 is escaped",
         "inside": "Grüße\r\n",
         "outside": ["a link that leads out of the folder"],
         "pipe": ["a pipe, which would wait for its writer"],
@@ -105,16 +106,11 @@ def test_text_takes_every_readable_file_and_names_the_others(here):
 def test_text_names_what_permissions_forbid(here):
     (here / "file").write_text("a")
     (here / "folder").mkdir()
-    (here / "file").chmod(0)
-    (here / "folder").chmod(0)
+    for name in ("file", "folder"):
+        (here / name).chmod(0)
     found = read_all(here, "text:.")
     (here / "folder").chmod(0o700)
     assert found == {"file": ["Permission denied"], "folder": ["Permission denied"]}
-
-
-def test_names_that_are_no_utf8_are_escaped(here):
-    (here / os.fsdecode(b"gr\xfc\xdfe.txt")).write_text("a")
-    assert read_all(here, "text:.") == {"gr\\udcfc\\udcdfe.txt": "a"}
 
 
 OTHER_FIELD = "; another field is named after a #, as in --source jsonl:FILE#FIELD"
@@ -166,9 +162,8 @@ def test_hugging_face_dataset_with_split_and_field(here, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(here / "cache"))
     (here / "books").mkdir()
     for split in ("train", "test"):
-        pq.write_table(
-            pa.table({"body": [f"{split} one", f"{split} two"]}), here / "books" / f"{split}.parquet"
-        )
+        texts = pa.table({"body": [f"{split} one", f"{split} two"]})
+        pq.write_table(texts, here / "books" / f"{split}.parquet")
     assert list(read_all(here, "hf:./books#body").values()) == ["train one", "train two"]
     assert read_all(here, "hf:./books@test[:1]#body") == {"./books[0]": "test one"}
 
@@ -179,8 +174,8 @@ def test_hugging_face_dataset_with_split_and_field(here, monkeypatch):
         ("text:nowhere", "needs a folder, and .*nowhere is none"),
         ("text:empty", "has no files"),
         ("text:a.jsonl", "needs a folder"),
-        ("jsonl:nowhere.jsonl", "needs a file, and there is none"),
-        ("parquet:empty", "needs a file, and there is none"),
+        ("jsonl:nowhere.jsonl", "needs a file, or a folder with files "),
+        ("parquet:empty", "needs a file, or a folder with files "),
         ("parquet:a.parquet", "a.parquet has no field 'text'; it has body, number"),
         ("parquet:a.parquet#number", "The field 'number' of a.parquet holds int64, not text"),
         ("parquet:a.jsonl", "Cannot read parquet:a.jsonl: .*[Pp]arquet"),
@@ -202,8 +197,8 @@ def test_sources_that_cannot_be_used(here, source, message):
         ({"tokenizer": "t", "vocab_size": 300}, "Leave one of the two out"),
         ({"source": "csv:a"}, "is not a source"),
         ({"max_length": 9}, "are for --chat only"),
-        ({"chat": True, "tokenizer": "t"}, "Conversations are records of a file or dataset"),
-        ({"chat": True, "source": "jsonl:a"}, "name its folder with --tokenizer DIR"),
+        ({"chat": True, "tokenizer": "t"}, "Conversations are records of jsonl:, parquet: or hf:"),
+        ({"chat": True, "source": "jsonl:a"}, "template of the model's tokenizer: --tokenizer DIR"),
         ({"chat": True, "source": "jsonl:a", "tokenizer": "t", "too_long": "cut"}, "beyond --max-length"),
     ],
 )

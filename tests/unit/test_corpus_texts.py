@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from wlb_titan.commands.prepare import length_histogram
-from wlb_titan.corpus.texts import TRAINING_CHARACTERS, LeftOut, split_at_lines, tokenized, training_texts
-from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer
+from wlb_titan.corpus.tokenizer import (
+    TRAINING_CHARACTERS,
+    CorpusTokenizer,
+    LeftOut,
+    copy_tokenizer,
+    split_at_lines,
+    tokenized,
+    train_tokenizer,
+    training_texts,
+)
 from wlb_titan.errors import CorpusError
 
 TEXTS = [
@@ -102,21 +110,19 @@ def test_text_that_spells_the_end_of_text_token_does_not_end_the_document(tokeni
     assert decode(tokenizer_folder, tokens[:-1]) == text
 
 
-def test_training_depends_on_nothing_but_the_texts(tokenizer_folder, tmp_path):
+def test_training_depends_on_nothing_but_texts_and_size(tokenizer_folder, tmp_path):
     train_tokenizer(TEXTS, 300, tmp_path / "again")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tokenizer_folder / name).read_bytes()
-
-
-@pytest.mark.parametrize("vocab_size", [257, 300])
-def test_vocabulary_has_the_size_asked_for(tmp_path, vocab_size):
-    train_tokenizer(TEXTS, vocab_size, tmp_path / "t")
-    assert CorpusTokenizer(tmp_path / "t").vocab_size == vocab_size
+    train_tokenizer(TEXTS, 257, tmp_path / "least")
+    sizes = [CorpusTokenizer(folder).vocab_size for folder in (tokenizer_folder, tmp_path / "least")]
+    assert sizes == [300, 257]
 
 
 def test_torchtitan_loads_the_trained_tokenizer(tokenizer_folder, tokenizer):
-    titan = pytest.importorskip("torchtitan.components.tokenizer")
-    loaded = titan.HuggingFaceTokenizer(tokenizer_path=str(tokenizer_folder))
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    loaded = HuggingFaceTokenizer(tokenizer_path=str(tokenizer_folder))
     assert loaded.eos_id == tokenizer.end_of_text_id
     assert loaded.get_vocab_size() == tokenizer.vocab_size
     text = TEXTS[0]
@@ -136,16 +142,12 @@ def test_the_training_sample_is_spread_over_documents(count, from_each):
 
 
 def test_a_users_tokenizer_is_copied(tokenizer_folder, tmp_path):
-    copy_tokenizer(tokenizer_folder, tmp_path / "copy")
-    names = {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
-    assert names == {path.name: path.read_bytes() for path in tokenizer_folder.iterdir()}
-
-
-def test_the_end_of_text_token_may_be_described_by_a_table(tokenizer_folder, tmp_path):
     copy_tokenizer(tokenizer_folder, tmp_path / "t")
+    names = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    assert names == {path.name: path.read_bytes() for path in tokenizer_folder.iterdir()}
     config = {"eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}}
     (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config))
-    assert CorpusTokenizer(tmp_path / "t").end_of_text == "<|endoftext|>"
+    assert CorpusTokenizer(tmp_path / "t").end_of_text == "<|endoftext|>", "a table may describe it"
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,13 @@ def test_plan_finds_them(command, lengths):
     result = command(
         *("plan", CPU, "--lengths", lengths, "--training.seq_len", 4096, "--steps", 5),
         *("--parallelism.context_parallel_degree", 4, "--wlb.packing.policy", "reversed"),
-        *("--wlb.packing.every", 2, "--wlb.sharding.policy", "two_level"),
+        *("--wlb.packing.every", 2, "--wlb.sharding.policy", "ulysses_gather"),
         *("--wlb.packing.cost_model", "tokens"),
     )
     assert result.returncode == 0, result.stderr
     assert "Work by tokens." in result.stdout
     first = {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
-    assert {"reversed", "contiguous", "two_level"} <= first
+    assert {"reversed", "contiguous", "round_robin", "ulysses_gather"} <= first
 
 
 def test_auto_and_simulate_have_them_among_the_candidates(command_here, lengths):
@@ -91,13 +91,13 @@ def test_auto_and_simulate_have_them_among_the_candidates(command_here, lengths)
         *("--policies", "auto:auto"),
     )
     assert result.exit_code == 0, result.stderr
-    assert "reversed:two_level" in result.stdout and "reversed:contiguous" in result.stdout
+    assert "reversed:ulysses_gather" in result.stdout and "reversed:contiguous" in result.stdout
 
 
 def test_their_keys_are_toml_keys(command_here, tmp_path):
     text = (
         'base = "llama3_debug"\n[parallelism]\ncontext_parallel_degree = 4\n'
-        '[wlb.sharding]\npolicy = "two_level"\n'
+        '[wlb.sharding]\npolicy = "ulysses_gather"\n'
     )
     (tmp_path / "good.toml").write_text(text + 'within = 4\n[wlb.packing]\npolicy = "reversed"\nevery = 3\n')
     shown = command_here("config", "show", "good.toml", "--changed")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.documents import Documents, Source
-from wlb_titan.documents.documents import Divided, is_held_out
+from wlb_titan.documents.mixture import Divided, is_held_out
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES

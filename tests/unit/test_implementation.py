@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from wlb_titan.kernels import gluon_launch, implementations, reference, triton_launch
+from wlb_titan.kernels import gluon_launch, op, reference, triton_launch
 from wlb_titan.kernels.implementations import IMPLEMENTATIONS, Device, chosen
-from wlb_titan.kernels.options import Shape
+from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import KernelError
 
 from wlb_titan.config.settings import AttentionSettings
-from wlb_titan.context import segments, segments_after, whole
+from wlb_titan.context import segments, segments_after, whole_sequence
 from wlb_titan.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,12 @@ def test_what_is_refused(wish, dim, dtype, device, reason):
 MARGIN = 16
 
 
+def configured(attention):
+    """What is read of a configuration."""
+    training = SimpleNamespace(mixed_precision_param="bfloat16")
+    return SimpleNamespace(training=training, wlb=SimpleNamespace(attention=attention, device="auto"))
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
     """The CPU taken for a Hopper GPU, whose launches compute by the reference; and which of them ran."""
@@ -90,7 +96,7 @@ def on_hopper(monkeypatch):
     for module, name in ((gluon_launch, "gluon"), (triton_launch, "triton")):
         monkeypatch.setattr(module, "forward", launch(name, reference.forward))
         monkeypatch.setattr(module, "backward", launch(name, reference.backward))
-    monkeypatch.setattr(implementations, "device_of", lambda device: HOPPER)
+    monkeypatch.setattr(op, "device_of", lambda device: HOPPER)
     return ran
 
 
@@ -106,7 +112,9 @@ def passes(ran, implementation, length, sliced, compiled):
     for tokens in [length // 2] * 2 if sliced else [length]:
         before = length - tokens if ran else 0
         own = segments_after(
-            segments(whole(np.array([tokens])), np.array([tokens])), np.array([tokens]), np.array([before])
+            segments(whole_sequence(np.array([tokens])), np.array([tokens])),
+            np.array([tokens]),
+            np.array([before]),
         )
         extra = {}
         if sliced:
@@ -131,9 +139,8 @@ def test_it_reaches_every_call(on_hopper, sliced, compiled):
     ("policy", "settings", "expected"),
     [
         ("per_document", {}, [(12, 4)] * 4),
-        ("per_document", {"gather_groups": 2}, [(6, 2)] * 4),
         ("ulysses", {}, [(3, 1)] * 4),
-        ("ulysses_gather", {"within": 2}, [(6, 2)] * 4),
+        ("own_policies.ulysses_gather:UlyssesGather", {"within": 2}, [(6, 2)] * 4),
     ],
 )
 def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, expected):
@@ -160,37 +167,26 @@ def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, ex
 
 
 def test_kernels_that_do_not_work_on_a_gpu_end_the_job(monkeypatch):
+    """With the window and the implementation that were checked, and what to set instead."""
     from wlb_titan.runtime.attention import implementation
 
-    checked = []
+    shape, cuda = Shape(8, 2, 128, 128), torch.device("cuda")
 
-    def check(shape, options, dtype, device):
-        checked.append((shape, options.visibility.window, options.implementation, dtype))
+    def check(noise, options):
+        assert noise == (shape, BF16, cuda) and options.implementation == "auto"
         if options.visibility.window == 512:
             raise KernelError("dq is 0.3 of its norm away")
         return 0.003
 
-    settings = AttentionSettings(implementation="auto")
-    config = SimpleNamespace(
-        training=SimpleNamespace(mixed_precision_param="bfloat16"), wlb=SimpleNamespace(attention=settings)
-    )
-    shape = Shape(8, 2, 128, 128)
-    for name, value in {
-        "check_implementation": lambda *_: ("gluon", "gluon"),
-        "device_of": lambda _: HOPPER,
-        "attention_shape": lambda *_: shape,
-        "windows": lambda _: [None, 512],
-        "warm_up": lambda *_: iter([(1, 1)]),
-        "check_kernels": check,
-    }.items():
-        monkeypatch.setattr(implementation, name, value)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(implementation, "warm_up", lambda *_: iter([(1, 1)]))
+    monkeypatch.setattr(implementation, "check_kernels", check)
+    monkeypatch.setattr(implementation.Noise, "rich", lambda *given: given)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    config = configured(AttentionSettings(implementation="auto"))
+    implementation._prepare(config, shape, None, "gluon", cuda)
     reason = r"kernels with a window of 512 \(gluon\) do not work on this NVIDIA H100: dq is .* \"triton\""
     with pytest.raises(UserError, match=reason):
-        implementation.compile_attention(config, None, torch.device("cuda"), 0)
-    assert checked == [(shape, None, "auto", BF16), (shape, 512, "auto", BF16)]
+        implementation._prepare(config, shape, 512, "gluon", cuda)
 
 
 def test_a_step_compares_gluons_backward_with_tritons(on_hopper, monkeypatch):
@@ -253,10 +249,7 @@ def test_a_machines_first_rank_tries_gluons_backward(monkeypatch, tmp_path, stat
     monkeypatch.setattr(implementation, "_dims", lambda config: (128, 128))
     monkeypatch.setattr(implementation, "_subject", lambda *_: of)
     monkeypatch.setattr(implementation.logger, "info", logged.append)
-    config = SimpleNamespace(
-        training=SimpleNamespace(mixed_precision_param="bfloat16"),
-        wlb=SimpleNamespace(attention=AttentionSettings(verify=True), device="auto"),
-    )
+    config = configured(AttentionSettings(verify=True))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         assert implementation.check_implementation(config, HOPPER) == ("gluon", "triton")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from wlb_titan.kernels import varlen_attention
 
-from wlb_titan.context import segments, segments_after, whole
+from wlb_titan.context import segments, segments_after, whole_sequence
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache, sliced_attention
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -36,7 +36,7 @@ def with_sinks(out, lse):
 def expected(lengths, q, k, v, weight, window=None, sinks=False):
     """Output and gradients of whole documents, each on its own."""
     lengths = np.array(lengths)
-    own = torch.from_numpy(segments(whole(lengths), lengths))
+    own = torch.from_numpy(segments(whole_sequence(lengths), lengths))
     out, lse = varlen_attention(q, k, v, own, window=window, return_lse=True)
     out = with_sinks(out, lse) if sinks else out
     return out.detach(), torch.autograd.grad((out * weight).sum(), (q, k, v))
@@ -49,16 +49,28 @@ def packs_of(cuts, rides):
     return packs
 
 
-def forward(pack, lengths, begins, tensors, cache, padding, layer=LAYER, cut=(), window=None, sinks=False):
+def forward(
+    pack,
+    lengths,
+    begins,
+    tensors,
+    cache,
+    padding,
+    layer=LAYER,
+    cut=(),
+    window=None,
+    sinks=False,
+    attend=sliced_attention,
+):
     """One pack's output, and the places of its tokens; `cut` are documents that another pass has in parts."""
     q, k, v, _ = tensors
     here = np.concatenate([np.arange(begins[d] + a, begins[d] + b) for d, a, b in pack])
     counts = np.array([b - a for _, a, b in pack])
     prefix = np.array([a for _, a, _ in pack])
     rows = [[d if d in cut or b - a < lengths[d] else -1, a, b - a, lengths[d]] for d, a, b in pack]
-    seg = torch.from_numpy(segments_after(segments(whole(counts), counts), counts, prefix))
+    seg = torch.from_numpy(segments_after(segments(whole_sequence(counts), counts), counts, prefix))
     own = [torch.nn.functional.pad(x[here], (0, 0, 0, 0, 0, padding)) for x in (q, k, v)]
-    out, lse = sliced_attention(*own, seg, torch.tensor(rows), cache.number, layer, window=window)
+    out, lse = attend(*own, seg, torch.tensor(rows), cache.number, layer, window=window)
     out, lse = out[: len(here)], lse[:, : len(here)]
     return with_sinks(out, lse) if sinks else out, here
 
@@ -221,13 +233,7 @@ def test_one_graph_serves_all_prefixes(backend):
     given_tensors = tensors(40, dtype=torch.float32)
     out, gradients = expected(lengths, *given_tensors)
     packs = packs_of([0, 8, 16, 24, 32, 40], [])
-    import test_kv_cache as here
-
-    original, here.sliced_attention = here.sliced_attention, compiled
-    try:
-        mine, mine_gradients = here.run(packs, lengths, given_tensors)
-    finally:
-        here.sliced_attention = original
+    mine, mine_gradients = run(packs, lengths, given_tensors, attend=compiled)
     torch.testing.assert_close(mine, out)
     for one, other in zip(mine_gradients, gradients, strict=True):
         torch.testing.assert_close(one, other)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from wlb_titan.kernels.tiles import Visibility, key_tiles, query_tiles, steps
 
 from wlb_titan import context
-from wlb_titan.cost.attention_kernels import Point, fit, hopper, predict
+from wlb_titan.cost.attention_kernels import COEFFICIENTS, Point, fit, hopper, predict
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling, slowest
 
 TILINGS = [(128, 128), (128, 64), (64, 128), (16, 128), (256, 1), (4, 4), (1, 1)]
@@ -91,7 +91,7 @@ def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, w
     blocks."""
     rng = np.random.default_rng(longest)
     lengths = rng.integers(1, longest, 60000 // longest)
-    segments = context.segments(context.whole(lengths), lengths)
+    segments = context.segments(context.whole_sequence(lengths), lengths)
     listed = tile_list(segments, int(lengths.sum()), window)
     counted = Tiling(128, 128, merge_keys=1024).count(lengths, lengths, window).sum(axis=1)
     assert counted[0] == pytest.approx(len(listed), rel=0.03)
@@ -170,20 +170,20 @@ def test_the_longest_tile_bounds_a_launch_that_has_few():
     last = np.array([[0, 65408, 128]])
     seconds = latency.seconds([last, np.zeros((0, 3), np.int64)])
     assert (replace(latency, units=1000).seconds([last]) == seconds[:1]).all()
-    assert seconds[1].tolist() == [latency.forward.launch, latency.backward.launch]
-    slower = replace(latency, forward=latency.forward.slower(2))
-    extra = slower.seconds([last])[0] - seconds[0]
-    assert extra == pytest.approx([seconds[0, 0] - latency.forward.launch, 0])
+    launch = [latency.forward.launch, latency.backward.launch]
+    assert seconds[1].tolist() == launch
     nearer = latency.seconds([np.array([[0, 32640, 128]])])[0]
-    assert ((seconds[0] - seconds[1]) / (nearer - seconds[1])) == pytest.approx([2, 2], rel=0.01)
+    assert (seconds[0] - launch) / (nearer - launch) == pytest.approx([2, 2], rel=0.01)
 
 
-def test_time_grows_with_heads_and_falls_with_units():
+def test_time_grows_with_heads_and_slowness_and_falls_with_units():
     many = np.array([[n, 0, 3000] for n in range(50)])
     for latency in (planning.UNMERGED, hopper(128, 32, group=8)):
-        base = latency.work(many[:, 2], many[:, 2])
-        assert replace(latency, heads=64).work(many[:, 2], many[:, 2]) == pytest.approx(2 * base)
-        assert replace(latency, units=66).work(many[:, 2], many[:, 2]) == pytest.approx(2 * base)
+        slower = replace(latency, forward=latency.forward.slower(2), backward=latency.backward.slower(2))
+        for twice in (replace(latency, heads=64), replace(latency, units=66), slower):
+            assert twice.work(many[:, 2], many[:, 2]) == pytest.approx(
+                2 * latency.work(many[:, 2], many[:, 2])
+            )
     latency = planning.UNMERGED
     most, least = replace(latency, units=66).seconds([many]), latency.seconds([many])
     launch = latency.fixed(np.array([0]))
@@ -194,19 +194,15 @@ def test_a_model_with_windows_has_the_time_of_its_mean_layer():
     latency = hopper(128, 4)
     mixed = replace(latency, windows=((1024, 0.75),))
     windowed = replace(latency, windows=((1024, 1.0),))
-    assert windowed._kinds() == [(1024, 1.0)]
     shards = planning.shard("per_sequence", np.array([40000, 700, 3000]), 43712, 4, latency)[1]
     parts = [0.25 * latency.seconds(shards), 0.75 * windowed.seconds(shards)]
     np.testing.assert_allclose(mixed.seconds(shards), sum(parts))
+    assert slowest(np.array([[1.0, 5.0], [2.0, 3.0]])) == 7.0  # each pass waits for its own slowest rank
     lengths = np.array([6400, 64000])
     assert np.divide(*windowed.work(lengths, lengths)[0][::-1]) == pytest.approx(10.5, rel=0.05)
     assert np.divide(*latency.work(lengths, lengths)[0][::-1]) == pytest.approx(100, rel=0.1)
     last = [np.array([[0, 65408, 128]])]
     assert windowed.seconds(last)[0, 0] < latency.seconds(last)[0, 0] / 10
-
-
-def test_forward_and_backward_wait_for_their_own_slowest_rank():
-    assert slowest(np.array([[1.0, 5.0], [2.0, 3.0]])) == 7.0
 
 
 def test_one_token_costs_what_a_full_tile_does():
@@ -244,7 +240,7 @@ def test_fit_never_gives_a_negative_coefficient():
     rng = np.random.default_rng(1)
     points = [Point(int(q), 2 * int(q), 3, 4, float(rng.random())) for q in rng.integers(1, 999, 40)]
     cost = fit(points, 4, Tiling(128, 128))
-    assert min(cost.launch, cost.key, cost.segment, cost.tile, cost.block, cost.masked) >= 0
+    assert min(getattr(cost, name) for name in COEFFICIENTS) >= 0
 
 
 # Of FlashAttention-2 and -3 on one sequence of 64 heads and on packs of it: see published_attention.

@@ -25,8 +25,7 @@ from wlb_titan.launch.elastic import Agent
 from wlb_titan.launch.job import AGENT, hosts_of
 
 from wlb_titan.commands.main import main
-from wlb_titan.corpus.prepare import prepare_corpus
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.runtime.train import train
 

@@ -15,7 +15,7 @@ ROOMS = (
     *("errors", "arrays", "plugins", "plan"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
-    *("balancing", "planner", "policies", "job", "validation", "summary"),
+    *("balancing", "planner", "job", "validation", "summary"),
     *("simulator", "corpus", "config"),
     *("runtime", "commands"),
 )

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.cost.quadratic import Quadratic
-from wlb_titan.cost.workload import workload
+from wlb_titan.cost.workload import Quadratic, workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job

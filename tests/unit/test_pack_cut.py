@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import make_planner
+from planning import figures
 
-from wlb_titan.cost.quadratic import Quadratic
-from wlb_titan.cost.workload import workload
+from wlb_titan.cost.workload import Quadratic, workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
 from wlb_titan.packing.plain import Plain, imbalance_of_plain
 from wlb_titan.packing.wlb_lazy import _transfers, level_by_cutting
 from wlb_titan.plan import LENGTH, START
-from wlb_titan.summary import Summary
 
 EQUAL = Quadratic(0.0, 1.0)
 
@@ -106,19 +104,15 @@ def lengths_of(kind):
     }[kind]
 
 
-def summary(policy, lengths, window, micro_batches):
-    planner = make_planner(
-        lengths, window=window, micro_batches=micro_batches, packing=policy, cost="quadratic:917504,3.96e10"
-    )
-    for _ in range(8):
-        planner.next()
-    return Summary.of((planner.next() for _ in range(60)), window).figures()
+def summary(policy, lengths, window):
+    cost = "quadratic:917504,3.96e10"
+    return figures(lengths, 60, packing=policy, window=window, micro_batches=8, cost=cost)
 
 
 @pytest.mark.parametrize("window", [512, 4096, 65536])
 @pytest.mark.parametrize("kind", ["log-normal", "heavy", "uniform", "equal", "longer than the window"])
 def test_wlb_lazy_balances_at_least_as_well_as_plain(kind, window):
-    plain, lazy = (summary(policy, lengths_of(kind), window, 8) for policy in ("plain", "wlb_lazy"))
+    plain, lazy = (summary(policy, lengths_of(kind), window) for policy in ("plain", "wlb_lazy"))
     for figure in ("imbalance_mean", "imbalance_p95"):
         assert lazy[figure] <= plain[figure] + 1e-3
 
@@ -135,7 +129,7 @@ def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
 
 def test_wlb_says_when_queues_lose_and_not_when_they_win():
     with pytest.warns(UserWarning, match=r"Queues lose on these documents.*`plain` has 1\.0"):
-        summary("wlb", lengths_of("log-normal"), 4096 // 4, 8)
+        summary("wlb", lengths_of("log-normal"), 1024)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        summary("wlb", lengths_of("heavy"), 65536, 8)
+        summary("wlb", lengths_of("heavy"), 65536)

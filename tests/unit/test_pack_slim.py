@@ -4,6 +4,7 @@ import itertools
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,16 +13,15 @@ from hypothesis import strategies as st
 from planning import make_planner
 from test_simulator import CLUSTER, MODEL, PAIRS
 
-from wlb_titan.cost.quadratic import Quadratic
-from wlb_titan.cost.workload import cost_model, workload
+from wlb_titan.cost.workload import Quadratic, cost_model, workload
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE_IN_SLICES
+from wlb_titan.packing.slim.dp_merge import assignment
 from wlb_titan.packing.slim.micropacks import Slots, SolvedPlacing, micropacks, place_greedily
-from wlb_titan.packing.slim.phases import shares
 from wlb_titan.packing.slim.slices import PrefixWork, kind
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
@@ -47,12 +47,6 @@ def planner(lengths, micro_batches=4, *, pipeline=2, seed=7, fingerprint="corpus
     )
 
 
-def solver(time_limit, gap):
-    """Only its placing."""
-    solve = SolvedPlacing(time_limit, gap)
-    return lambda slots, works: solve(slots, works)[0]
-
-
 def work(length):
     return workload(COST, np.array([length]))[0] if length else 0.0
 
@@ -63,7 +57,7 @@ def levels(packs):
 
 @given(length=st.integers(1, 300), grain=st.integers(1, 20), data=st.data())
 def test_cuts_come_nearest_to_the_shares_that_the_grain_allows(length, grain, data):
-    table = PrefixWork(COST, 300, grain)
+    table = PrefixWork(partial(workload, COST), 300, grain)
     most = -(-length // grain)
     assert table.most_slices(np.array([length])) == [most]
     k = data.draw(st.integers(1, min(most, 6)))
@@ -82,8 +76,8 @@ def test_cuts_come_nearest_to_the_shares_that_the_grain_allows(length, grain, da
 @settings(max_examples=60)
 def test_micropacks_hold_every_token_once_and_slices_lead(lengths, count, grain, milp):
     lengths = np.array(lengths)
-    table = PrefixWork(COST, WINDOW, grain)
-    place = solver(0.2, 0.01) if milp else None
+    table = PrefixWork(partial(workload, COST), WINDOW, grain)
+    place = SolvedPlacing(0.2, 0.01) if milp else place_greedily
     works = workload(COST, lengths)
     if table.most_slices(lengths).sum() < count:
         with pytest.raises(PlanError, match="cannot be cut into"):
@@ -129,7 +123,7 @@ def test_placing_against_every_placing(cut, alone, works):
     slots = Slots(np.array([w for w, _ in cut] + [0.0] * alone), np.array([k for _, k in cut] + [1] * alone))
     works = np.array(sorted(works, reverse=True), dtype=float)
     best = lowest_level(slots, works)
-    (solved, gap), greedy = SolvedPlacing(5.0, 0.0)(slots, works), place_greedily(slots, works)
+    (solved, gap), greedy = SolvedPlacing(5.0, 0.0).solved(slots, works), place_greedily(slots, works)
 
     def level(placed):
         return ((slots.work + np.bincount(placed, works, len(slots.size))) / slots.size).max()
@@ -147,7 +141,7 @@ def test_the_docstrings_example():
     packs = micropacks(
         np.array([45, 10, 10, 5]),
         np.array([9.0, 2.0, 2.0, 1.0]),
-        PrefixWork(Quadratic(0.0, 0.2), 45, 1),
+        PrefixWork(partial(workload, Quadratic(0.0, 0.2)), 45, 1),
         4,
     )
     assert [[tuple(s) for s in pack] for pack in packs] == [
@@ -162,9 +156,9 @@ def test_a_solved_packing_of_real_lengths_is_never_worse_than_the_greedy_one():
     random = np.random.default_rng(3)
     for _ in range(5):
         lengths = np.minimum(np.exp(random.normal(2.0, 1.2, size=12)).astype(int) + 1, WINDOW)
-        works, table = workload(COST, lengths), PrefixWork(COST, WINDOW, 1)
+        works, table = workload(COST, lengths), PrefixWork(partial(workload, COST), WINDOW, 1)
         greedy = micropacks(lengths, works, table, 6)
-        solved = micropacks(lengths, works, table, 6, solver(1.0, 1e-3))
+        solved = micropacks(lengths, works, table, 6, SolvedPlacing(1.0, 1e-3))
         assert max(levels(solved)) <= max(levels(greedy)) * 1.05  # cuts are rounded to tokens
 
 
@@ -191,7 +185,7 @@ def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
 
 @given(works=st.lists(st.integers(1, 50), min_size=4, max_size=30), ranks=st.integers(1, 4))
 def test_ranks_get_nearly_the_same_work(works, ranks):
-    found = shares(np.array(works, dtype=float), ranks).own
+    found = assignment(np.array(works, dtype=float), ranks).own
     assert sorted(np.concatenate(found).tolist()) == list(range(len(works)))
     loads = [sum(works[i] for i in share) for share in found]
     assert max(loads) - min(loads) <= max(works)
@@ -333,7 +327,7 @@ def test_fewer_packs_where_there_are_too_few_tokens():
     plan = planner([64, 10, 10, 10], micro_batches=2, slim=Slim.Config(micropacks=300)).next()
     assert len(plan.micro_batches) == 150 < plan.tokens < 300
     with pytest.raises(PlanError, match="3 documents of 30 tokens cannot be cut into 31 MicroPacks"):
-        micropacks(np.full(3, 10), np.full(3, 10.0), PrefixWork(COST, 64, 1), 31)
+        micropacks(np.full(3, 10), np.full(3, 10.0), PrefixWork(partial(workload, COST), 64, 1), 31)
 
 
 def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
@@ -374,9 +368,9 @@ def test_a_solver_is_asked_about_no_more_than_it_can_write_down_in_time(monkeypa
     slots = Slots(np.zeros(8), np.ones(8, dtype=np.int64))
     solve = SolvedPlacing(100.0, 0.5, placings=1)
     monkeypatch.setattr(milp, "MOST_VARIABLES", 40 * 8 - 1)
-    placed, gap = solve(slots, works)
+    placed, gap = solve.solved(slots, works)
     assert (placed == place_greedily(slots, works)).all() and 0 <= gap < 0.2
     monkeypatch.setattr("wlb_titan.packing.slim.micropacks.time.perf_counter", lambda: 0.0)
-    solve.begin()
+    solve.start_step()
     monkeypatch.setattr("wlb_titan.packing.slim.micropacks.time.perf_counter", lambda: 101.0)
-    assert (solve(slots, works)[0] == placed).all() and len(asked) == 1
+    assert (solve(slots, works) == placed).all() and len(asked) == 1

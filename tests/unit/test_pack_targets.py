@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from planning import make_planner
+from planning import figures
 
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.packing.wlb import drains, tune
-from wlb_titan.summary import Summary
 
 WINDOW = 131072
 WORK = "quadratic:917504,3.96e10"  # LLaMA2-7B in FLOPs
@@ -26,17 +25,8 @@ def lengths():
 
 def run(lengths, micro_batches, steps, policy, **settings):
     packing = POLICIES.configure(policy, **settings)
-    planner = make_planner(
-        lengths,
-        window=WINDOW,
-        micro_batches=micro_batches,
-        packing=packing,
-        cost=WORK,
-        memory_unknown="a GPU without bounds",
-    )
-    for _ in range(8):
-        planner.next()
-    return Summary.of((planner.next() for _ in range(steps)), WINDOW).figures()
+    job = {"window": WINDOW, "cost": WORK, "memory_unknown": "a GPU without bounds"}
+    return figures(lengths, steps, packing=packing, micro_batches=micro_batches, **job)
 
 
 def test_plain_is_as_unbalanced_as_in_the_paper(lengths):
@@ -75,8 +65,8 @@ def test_automatic_thresholds_are_found_again_drain_and_are_among_the_best(lengt
     assert drains(lengths, found, WINDOW)
 
     def cost(thresholds):
-        figures = run(lengths, 4, 300, policy="wlb", thresholds=thresholds)
-        return figures["delay_mean"] + ((figures["imbalance_mean"] - 1) / 0.065) ** 2
+        found = run(lengths, 4, 300, policy="wlb", thresholds=thresholds)
+        return found["delay_mean"] + ((found["imbalance_mean"] - 1) / 0.065) ** 2
 
     lowest = [WINDOW * (1 + number) // 8 for number in range(queues)]
     highest = [WINDOW * (8 - number) // 8 for number in reversed(range(queues))]

@@ -4,31 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
+from planning import PIPELINES, pipeline_name
 from torch.distributed.pipelining import schedules
 
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import Action, PipelineShape, check_micro_batches, rank_actions
 
-SHAPES = [
-    PipelineShape("GPipe", 2),
-    PipelineShape("GPipe", 4),
-    PipelineShape("1F1B", 2),
-    PipelineShape("1F1B", 4),
-    PipelineShape("Interleaved1F1B", 2, 2),
-    PipelineShape("Interleaved1F1B", 4, 2),
-    PipelineShape("Interleaved1F1B", 2, 3),
-    PipelineShape("InterleavedZeroBubble", 2, 2),
-    PipelineShape("InterleavedZeroBubble", 4, 1),
-    PipelineShape("InterleavedZeroBubble", 4, 2),
-    PipelineShape("ZBVZeroBubble", 2, 2),
-    PipelineShape("ZBVZeroBubble", 4, 2),
-]
 UNEQUAL = np.array([1.0, 1.0, 4.0])
-
-
-def name(shape):
-    return f"{shape.schedule}-{shape.ranks}x{shape.chunks}"
 
 
 def times(forward, inputs, weights, stages):
@@ -69,7 +52,7 @@ class RecordingStage:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 6, 8])
-@pytest.mark.parametrize("shape", SHAPES, ids=name)
+@pytest.mark.parametrize("shape", PIPELINES, ids=pipeline_name)
 def test_actions_are_those_that_torch_runs(shape, micro_batches):
     kind = schedules.get_schedule_class(shape.schedule)
     letters = {
@@ -99,7 +82,7 @@ def test_actions_are_those_that_torch_runs(shape, micro_batches):
         assert list(rank_actions(shape, micro_batches, rank)) == expected
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=name)
+@pytest.mark.parametrize("shape", PIPELINES, ids=pipeline_name)
 def test_ends_by_repeated_relaxation(shape):
     """Longest paths found another way: by moving every action later until nothing moves any more."""
     n, random = 4, np.random.default_rng(0)
@@ -145,16 +128,30 @@ def test_1f1b_by_hand():
     assert by_rank[1] == [("F0", 2), ("B0", 4), ("F1", 5), ("B1", 7), ("F2", 14), ("B2", 22)]
 
 
-def test_communication_delays_data_but_not_the_rank():
-    """One micro-batch on three ranks: forward 1, backward 2, and 4 hops of half a unit."""
-    graph = PipelineGraph(PipelineShape("GPipe", 3), 1)
-    assert graph.ends(times([1.0], [1.0], [1.0], 3), 0.5).max() == 3 * 3 + 4 * 0.5
+SLOW_LAST = times(np.ones(5), np.ones(5), np.zeros(5), 3)
+SLOW_LAST.forward[2] = 3.0
 
 
-def test_gpipe_waits_for_the_longest_micro_batch():
-    """Four ranks: all forwards in a row, the longest through all ranks, and back the same way."""
-    graph = PipelineGraph(PipelineShape("GPipe", 4), 3)
-    assert graph.ends(times(UNEQUAL, UNEQUAL, UNEQUAL, 4)).max() == (6 + 3 * 4) * 3
+@pytest.mark.parametrize(
+    ("shape", "durations", "delay", "seconds"),
+    [
+        # One micro-batch on three ranks: forward 1, backward 2, and 4 hops of half a unit.
+        (PipelineShape("GPipe", 3), times([1.0], [1.0], [1.0], 3), 0.5, 3 * 3 + 4 * 0.5),
+        # All forwards in a row, the longest through all ranks, and back the same way.
+        (PipelineShape("GPipe", 4), times(UNEQUAL, UNEQUAL, UNEQUAL, 4), 0.0, (6 + 3 * 4) * 3),
+        # The slow last stage (head and loss) sets the pace: 2 units to reach it, its work, 2 back.
+        (
+            PipelineShape("1F1B", 3),
+            SLOW_LAST,
+            0.0,
+            2 + 5 * (3 + 1) + 2,
+        ),
+    ],
+    ids=["hops", "longest", "slow last stage"],
+)
+def test_steps_by_hand(shape, durations, delay, seconds):
+    graph = PipelineGraph(shape, durations.forward.shape[1])
+    assert graph.ends(durations, delay).max() == seconds
 
 
 def test_weights_gradients_fill_the_gaps():
@@ -179,14 +176,6 @@ def test_v_shape_has_no_bubble_when_passes_are_equal():
     durations = times(ones, ones, ones, 4)
     assert graph.busy(durations)[:, 0].tolist() == [36, 36]
     assert graph.ends(durations).max() == 37
-
-
-def test_unequal_stages():
-    """The slow last stage (head and loss) sets the pace: 2 units to reach it, its work, 2 back."""
-    graph = PipelineGraph(PipelineShape("1F1B", 3), 5)
-    durations = times(np.ones(5), np.ones(5), np.zeros(5), 3)
-    durations.forward[2] = 3.0
-    assert graph.ends(durations).max() == 2 + 5 * (3 + 1) + 2
 
 
 def test_many_steps_at_once():

@@ -1,33 +1,20 @@
-"""The order of micro-batches: `best` is the best, and the same on every rank."""
+"""The order of micro-batches: `best` is the best, and the same on every rank; runs keep their packs."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from planning import PIPELINES, pipeline_name
 
+from wlb_titan.commands.main import main
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.pipeline.order import (
-    ORDERS,
-    PipelineGraph,
-    PipelineShape,
-    hill,
-)
+from wlb_titan.pipeline.graph import PipelineGraph
+from wlb_titan.pipeline.order import ORDERS, arranged, hill
+from wlb_titan.pipeline.schedule import PipelineShape
 
-SHAPES = [
-    PipelineShape("GPipe", 2),
-    PipelineShape("GPipe", 4),
-    PipelineShape("1F1B", 2),
-    PipelineShape("1F1B", 4),
-    PipelineShape("Interleaved1F1B", 2, 2),
-    PipelineShape("Interleaved1F1B", 4, 2),
-    PipelineShape("Interleaved1F1B", 2, 3),
-    PipelineShape("InterleavedZeroBubble", 2, 2),
-    PipelineShape("ZBVZeroBubble", 2, 2),
-]
-
-
-def name(shape):
-    return f"{shape.schedule}-{shape.ranks}x{shape.chunks}"
+SHAPE = PipelineShape("1F1B", 4)
 
 
 def drawn(n, seed=0):
@@ -36,7 +23,7 @@ def drawn(n, seed=0):
     return forward, 2.0 * forward
 
 
-def order_micro_batches(order, forward, backward, shape, **settings):
+def ordered(order, forward, backward, shape=SHAPE, **settings):
     return ORDERS.configure(order, **settings).make(shape).places(forward, backward)
 
 
@@ -45,71 +32,114 @@ def test_simple_orders():
     shape = PipelineShape("DualPipeV", 2, 2)  # only `best` needs the graph
     expected = {"as_packed": [0, 1, 2, 3], "longest_first": [1, 3, 0, 2], "shortest_first": [2, 0, 1, 3]}
     for order, permutation in expected.items():
-        assert order_micro_batches(order, forward, backward, shape).tolist() == permutation
+        assert ordered(order, forward, backward, shape).tolist() == permutation
     assert hill(np.array([3, 2, 1, 0])).tolist() == [1, 3, 2, 0]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=name)
-@pytest.mark.parametrize("n", [4, 6, 8, 16])
+@pytest.mark.parametrize("shape", PIPELINES, ids=pipeline_name)
+@pytest.mark.parametrize("n", [4, 8, 16])
 def test_best_is_a_permutation_and_no_worse_than_the_others(shape, n):
     forward, backward = drawn(n, seed=n)
-    orders = np.stack([order_micro_batches(order, forward, backward, shape) for order in ORDERS.names])
+    orders = np.stack([ordered(order, forward, backward, shape) for order in ORDERS.names])
     assert all(sorted(order) == list(range(n)) for order in orders.tolist())
     times = PipelineGraph(shape, n).step_times(forward, backward, orders)
     assert times[ORDERS.names.index("best")] == times.min()
+    again = ordered("best", forward.copy(), backward.copy(), shape)  # as another rank finds it
+    assert again.tolist() == orders[ORDERS.names.index("best")].tolist()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_best_finds_the_shortest_step_or_nearly(seed):
-    shape = PipelineShape("1F1B", 4)
     for n, tolerance in ((5, 0.0), (7, 0.01)):
         forward, backward = drawn(n, seed)
-        graph = PipelineGraph(shape, n)
+        graph = PipelineGraph(SHAPE, n)
         shortest = graph.step_times(forward, backward, np.array(list(itertools.permutations(range(n))))).min()
-        found = order_micro_batches("best", forward, backward, shape, budget_ms=20.0)
+        found = ordered("best", forward, backward, budget_ms=20.0)
         (time,) = graph.step_times(forward, backward, found[None])
         assert shortest <= time <= shortest * (1 + tolerance)
 
 
-def test_order_matters_with_1f1b():
-    shape = PipelineShape("1F1B", 4)
-    forward, backward = drawn(16)
-    orders = np.stack([order_micro_batches(o, forward, backward, shape) for o in ("as_packed", "best")])
-    as_packed, best = PipelineGraph(shape, 16).step_times(forward, backward, orders)
-    assert best < 0.95 * as_packed
-
-
-def test_every_rank_finds_the_same_order():
-    forward, backward = drawn(24)
-    shape = PipelineShape("1F1B", 4)
-    first = order_micro_batches("best", forward, backward, shape)
-    assert all(
-        np.array_equal(first, order_micro_batches("best", forward.copy(), backward.copy(), shape))
-        for _ in range(3)
-    )
-
-
-def test_a_larger_budget_is_used_and_never_worse():
+def test_order_matters_and_a_larger_budget_finds_a_better_one():
     shape = PipelineShape("1F1B", 8)
-    graph = PipelineGraph(shape, 32)
     forward, backward = drawn(32)
-    orders = [order_micro_batches("best", forward, backward, shape, budget_ms=ms) for ms in (0.0, 3.0, 100.0)]
-    times = graph.step_times(forward, backward, np.stack(orders))
-    assert times[0] >= times[1] > times[2]
+    orders = [ordered("as_packed", forward, backward, shape)]
+    orders += [ordered("best", forward, backward, shape, budget_ms=ms) for ms in (0.0, 3.0, 100.0)]
+    as_packed, none, little, much = PipelineGraph(shape, 32).step_times(forward, backward, np.stack(orders))
+    assert none >= little > much
+    assert little < 0.95 * as_packed
 
 
 @pytest.mark.parametrize("order", ORDERS.names)
-@pytest.mark.parametrize("n", [1, 3])
-def test_nothing_to_order(order, n):
-    work = np.ones(n)
-    assert order_micro_batches(order, work, work, PipelineShape("1F1B", 1)).tolist() == list(range(n))
-    if n == 1:
-        assert order_micro_batches(order, work, work, PipelineShape("GPipe", 4)).tolist() == [0]
+@pytest.mark.parametrize(("ranks", "n"), [(1, 1), (1, 3), (4, 1)])
+def test_nothing_to_order(order, ranks, n):
+    assert ordered(order, np.ones(n), np.ones(n), PipelineShape("1F1B", ranks)).tolist() == list(range(n))
+
+
+FORWARD, BACKWARD = drawn(16)
+PACKED = [list(range(8)), list(range(8, 16))]  # of two data-parallel ranks
+
+
+def in_runs(run, order):
+    return arranged(ORDERS.configure(order).make(PipelineShape("1F1B", 2)), run, PACKED, FORWARD, BACKWARD)
+
+
+@pytest.mark.parametrize("order", ORDERS.names)
+def test_every_rank_keeps_the_packs_of_each_run(order):
+    found = in_runs(4, order)
+    for packed, mine in zip(PACKED, found, strict=True):
+        assert sorted(mine[:4]) == packed[:4]
+        assert sorted(mine[4:]) == packed[4:]
+    assert (found == PACKED) == (order == "as_packed")
+
+
+@pytest.mark.parametrize("order", ["longest_first", "shortest_first", "best"])
+def test_the_kth_longest_of_every_rank_runs_at_the_same_place(order):
+    first, second = (np.argsort(FORWARD[packs]) for packs in in_runs(8, order))
+    assert first.tolist() == second.tolist()
 
 
 def test_refusals():
     work = np.ones(4)
     with pytest.raises(UserError, match=r"'fastest'.*as_packed"):
-        order_micro_batches("fastest", work, work, PipelineShape("1F1B", 2))
+        ordered("fastest", work, work)
     with pytest.raises(PlanError, match="DualPipeV"):
-        order_micro_batches("best", work, work, PipelineShape("DualPipeV", 2, 2))
+        ordered("best", work, work, PipelineShape("DualPipeV", 2, 2))
+    with pytest.raises(PlanError, match=r"8 micro-batches .* runs of 3"):
+        in_runs(3, "as_packed")
+
+
+def planned(tmp_path, *options):
+    """The micro-batches of 5 steps by (iteration, rank): (first document, work) of each, in order."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(map(str, np.random.default_rng(1).integers(5, 256, 4000))) + "\n")
+    file, output = tmp_path / "job.toml", tmp_path / "plan.jsonl"
+    file.write_text('base = "llama3_debug"\n')
+    words = ["--training.seq_len", "256", "--training.local_batch_size", "8", "--steps", "5"]
+    words += ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.pipeline_parallel_degree", "2"]
+    words += ["--parallelism.context_parallel_degree", "1", "--wlb.packing.cost_model", "quadratic:1,10"]
+    words += ["--output", str(output)]
+    result = CliRunner().invoke(main, ["plan", str(file), "--lengths", str(lengths), *words, *options])
+    assert result.exit_code == 0, result.output
+    plans = [json.loads(line) for line in output.read_text().splitlines()]
+    return {
+        (plan["iteration"], rank): [
+            (m["documents"][0]["id"], m["workload"]) for m in plan["micro_batches"] if m["dp_rank"] == rank
+        ]
+        for plan in plans
+        for rank in range(2)
+    }
+
+
+@pytest.mark.parametrize("policy", ["plain", "wlb_lazy"])
+def test_the_order_of_a_plan(tmp_path, policy):
+    as_packed = planned(tmp_path, "--wlb.packing.policy", policy)
+    for order in ORDERS.names[1:]:
+        ordered = planned(tmp_path, "--wlb.packing.policy", policy, "--wlb.pipeline.order", order)
+        assert {key: sorted(run) for key, run in ordered.items()} == {
+            key: sorted(run) for key, run in as_packed.items()
+        }
+        works = [[work for _, work in run] for run in ordered.values()]
+        if order == "longest_first":
+            assert all(work == sorted(work, reverse=True) for work in works)
+        if order == "shortest_first":
+            assert all(work == sorted(work) for work in works)

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.folder import partial_folder, written_whole
-from wlb_titan.corpus.prepare import prepare_corpus, shuffled
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +41,7 @@ def settings(texts) -> PrepareSettings:
 @pytest.fixture(scope="module")
 def made(settings, tmp_path_factory) -> Corpus:
     """A corpus that nobody writes to."""
-    return prepare_corpus(settings, tmp_path_factory.mktemp("made") / "corpus")
+    return prepare_corpus(settings, tmp_path_factory.mktemp("made") / "new" / "corpus")
 
 
 @pytest.fixture
@@ -78,27 +77,16 @@ def test_the_same_settings_give_the_same_bytes(settings, made, tmp_path):
     assert (again.path / "documents.arrow").read_bytes() == (made.path / "documents.arrow").read_bytes()
 
 
-def test_the_order_takes_eight_bytes_a_document():
-    order = shuffled(1000, 3)
-    assert memoryview(order).nbytes == 8 * 1000
-    assert sorted(order) == list(range(1000)) != list(order)
-    assert {type(number) for number in order} == {int}
-
-
-def test_another_seed_gives_another_order_and_fingerprint(made, texts, tmp_path):
-    own = PrepareSettings(source=f"text:{texts}", tokenizer=str(made.tokenizer_path), seed=1)
-    other = prepare_corpus(own, tmp_path / "other")
+def test_seed_and_texts_make_another_corpus(made, texts, tmp_path):
+    with_tokenizer = PrepareSettings(source=f"text:{texts}", tokenizer=str(made.tokenizer_path), seed=1)
+    other = prepare_corpus(with_tokenizer, tmp_path / "other")
     assert content(other) != content(made)
     assert sorted(content(other)) == sorted(content(made))
-    assert other.fingerprint != made.fingerprint
-    assert other.manifest.tokenizer_sha256 == made.manifest.tokenizer_sha256
-
-
-def test_the_fingerprint_follows_the_texts(made, texts, tmp_path):
     altered = shutil.copytree(texts, tmp_path / "texts")
     (altered / "00.txt").write_text("other text")
-    same = PrepareSettings(source=f"text:{altered}", tokenizer=str(made.tokenizer_path))
-    assert prepare_corpus(same, tmp_path / "corpus").fingerprint != made.fingerprint
+    changed = prepare_corpus(replace(with_tokenizer, source=f"text:{altered}", seed=0), tmp_path / "corpus")
+    assert len({made.fingerprint, other.fingerprint, changed.fingerprint}) == 3
+    assert other.manifest.tokenizer_sha256 == made.manifest.tokenizer_sha256
 
 
 def test_max_tokens_takes_the_first_documents_of_the_same_order(settings, made, tmp_path):
@@ -111,10 +99,8 @@ def test_max_tokens_takes_the_first_documents_of_the_same_order(settings, made, 
 def test_progress_is_reported_up_to_the_end(settings, tmp_path):
     reports = []
     prepare_corpus(settings, tmp_path / "corpus", report=lambda *report: reports.append(report))
-    assert [what for what, _, total in reports if total == 0] == [
-        "Finding documents",
-        "Preparing the tokenizer",
-    ]
+    before = [what for what, _, total in reports if not total]
+    assert before == ["Finding documents", "Preparing the tokenizer"]
     done = [done for _, done, total in reports if total == len(FILES) + 2]
     assert len(set(done)) == len(FILES)
     assert done == sorted(done)
@@ -124,10 +110,8 @@ def test_a_source_without_text(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a").write_text("\n\n")
     (tmp_path / "texts" / "b").write_bytes(b"\xff")
-    with pytest.raises(
-        CorpusError,
-        match=r"1 documents are empty, 0 too long and 1 cannot be read \(the first: b: not UTF-8",
-    ):
+    message = r"1 documents are empty, 0 too long and 1 cannot be read \(the first: b: not UTF-8"
+    with pytest.raises(CorpusError, match=message):
         prepare_corpus(PrepareSettings(source=f"text:{tmp_path}/texts"), tmp_path / "corpus")
     assert os.listdir(tmp_path) == ["texts"], "something was left behind"
 
@@ -150,9 +134,7 @@ def test_a_complete_corpus_is_left_alone(settings, copy):
 
 def test_other_settings_need_overwrite(settings, copy, tmp_path):
     other = replace(settings, vocab_size=280, seed=5)
-    message = (
-        "vocab_size is 300 there, and 280 was asked for; seed is 0 there, and 5 was asked for. Add --over"
-    )
+    message = "vocab_size is 300 there, and 280 was asked for; seed is 0 there, and 5 was asked for. Add"
     with pytest.raises(CorpusError, match=message):
         prepare_corpus(other, copy.path)
     assert Corpus.open(copy.path).manifest == copy.manifest
@@ -172,9 +154,7 @@ def test_a_tokenizer_that_was_edited_is_another_setting(made, texts, tmp_path):
     (tokenizer / "chat_template.jinja").write_text("{{ messages }}")
     config = tokenizer / "tokenizer_config.json"
     config.write_text(config.read_text() + "\n")
-    changed = (
-        "tokenizer/chat_template.jinja was .* tokenizer/tokenizer_config.json was another file then. Add"
-    )
+    changed = r"chat_template.jinja was .*_config.json was another file then. Add"
     with pytest.raises(CorpusError, match=changed):
         prepare_corpus(own, tmp_path / "corpus")
 
@@ -192,7 +172,14 @@ def test_a_damaged_corpus_needs_overwrite(settings, copy):
     assert len(prepare_corpus(settings, copy.path, overwrite=True)) == len(FILES)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_manifest_that_lists_a_file_outside_deletes_nothing_there(settings, copy, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    listed = {**copy.manifest.files, "../mine": 4, str(tmp_path / "mine"): 4}
+    replace(copy.manifest, files=listed).save(copy.path)
+    prepare_corpus(settings, copy.path, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["corpus", "mine"]
+
+
 @pytest.mark.parametrize(
     ("there", "stranger"),
     [
@@ -209,7 +196,7 @@ def test_a_damaged_corpus_needs_overwrite(settings, copy):
 )
 @pytest.mark.parametrize("complete", [False, True], ids=["alone", "beside a corpus"])
 def test_places_with_anything_else_are_refused_and_never_touched(
-    settings, made, tmp_path, there, stranger, overwrite, complete
+    settings, made, tmp_path, there, stranger, complete
 ):
     """A name with / behind it is a folder, with @ a link."""
     if complete and there != "corpus":
@@ -223,11 +210,9 @@ def test_places_with_anything_else_are_refused_and_never_touched(
     else:
         place.write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CorpusError, match=stranger):
-        prepare_corpus(replace(settings, seed=9), tmp_path / "corpus", overwrite=True)
-    if there.startswith("corpus"):
+    for overwrite in (True, False) if there.startswith("corpus") else (True,):
         with pytest.raises(CorpusError, match=stranger):
-            prepare_corpus(settings, tmp_path / "corpus", overwrite=overwrite)
+            prepare_corpus(replace(settings, seed=9), tmp_path / "corpus", overwrite=overwrite)
     assert sorted(tmp_path.rglob("*")) == before
     assert len(Corpus.open(made.path)) == len(FILES)
 
@@ -245,22 +230,6 @@ def test_a_link_that_stands_for_the_corpus_stays_one(settings, tmp_path):
 # Written whole or not at all.
 
 
-def test_a_folder_appears_when_the_block_ends(tmp_path):
-    with written_whole(tmp_path / "a" / "b", replace=False) as folder:
-        (folder / "file").write_text("x")
-        assert not (tmp_path / "a" / "b").exists()
-    assert os.listdir(tmp_path / "a") == ["b"]
-    assert os.listdir(tmp_path / "a" / "b") == ["file"]
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_nothing_is_left_when_the_block_fails(tmp_path, error):
-    with pytest.raises(error), written_whole(tmp_path / "a", replace=False) as folder:
-        (folder / "file").write_text("x")
-        raise error
-    assert os.listdir(tmp_path) == []
-
-
 def test_what_a_killed_writer_left_is_cleared(tmp_path):
     leftover = partial_folder(tmp_path / "a")
     (leftover / "tokenizer").mkdir(parents=True)
@@ -270,22 +239,9 @@ def test_what_a_killed_writer_left_is_cleared(tmp_path):
         assert os.listdir(folder) == [".lock"]
 
 
-def test_two_writers_do_not_mix(tmp_path):
-    with written_whole(tmp_path / "a", replace=False) as folder:
-        (folder / "file").write_text("first")
-        with (
-            pytest.raises(CorpusError, match="Another process is preparing"),
-            written_whole(tmp_path / "a", replace=False),
-        ):
-            pytest.fail("entered")
-    assert (tmp_path / "a" / "file").read_text() == "first"
-
-
 def test_a_folder_that_appeared_meanwhile_is_kept(tmp_path):
-    with (
-        pytest.raises(CorpusError, match="appeared while it was being prepared"),
-        written_whole(tmp_path / "a", replace=False) as folder,
-    ):
+    appeared = pytest.raises(CorpusError, match="appeared while it was being prepared")
+    with appeared, written_whole(tmp_path / "a", replace=False) as folder:
         (folder / "file").write_text("mine")
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "file").write_text("theirs")
@@ -312,16 +268,20 @@ def test_ctrl_c_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path,
 
 
 def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_path):
+    texts = shutil.copytree(texts, tmp_path / "texts")
+    for number in range(8):
+        (texts / f"{number}.gif").write_bytes(b"\xff")
     arguments = (tmp_path / "corpus", "--source", f"text:{texts}", "--vocab-size", 300)
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     corpus = Corpus.open(tmp_path / "corpus")
-    squeezed = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert f"fingerprint {corpus.fingerprint}" in squeezed
-    assert f"tokens {corpus.manifest.tokens:,}" in squeezed
-    assert "left out 1 empty documents, 1 unreadable ones" in squeezed
-    assert "picture.png: not UTF-8: invalid start byte at byte 0" in squeezed
-    assert any("█" in line for line in squeezed)
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert f"fingerprint {corpus.fingerprint}" in lines
+    assert f"tokens {corpus.manifest.tokens:,}" in lines
+    assert "left out 1 empty documents, 9 unreadable ones" in lines
+    assert result.stdout.count(".gif: not UTF-8: invalid start byte at byte 0") == 5, "the first ones"
+    assert f"... all in {corpus.path}/unreadable.txt" in lines
+    assert any("█" in line for line in lines)
 
     result = run(*arguments)
     assert result.exit_code == 0
@@ -329,37 +289,20 @@ def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_pa
     assert result.stderr == ""
 
 
-def test_the_summary_names_the_first_unreadable_files_only(tmp_path):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a").write_text("some text")
-    for number in range(8):
-        (tmp_path / "texts" / f"{number}.png").write_bytes(b"\xff")
-    output = run(tmp_path / "corpus", "--source", f"text:{tmp_path}/texts", "--vocab-size", 300).stdout
-    assert output.count(".png: not UTF-8") == 5
-    assert f"all in {tmp_path}/corpus/unreadable.txt" in output
-    assert (tmp_path / "corpus" / "unreadable.txt").read_text().count("\n") == 8
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--source", "csv:a.csv"], "'csv:a.csv' is not a source"),
         (["--source", "data/chat.jsonl#body"], "For this file write jsonl:data/chat.jsonl#body."),
-        (["--source", "text:/nowhere"], "needs a folder"),
         (["--tokenizer", "/nowhere"], "The tokenizer folder /nowhere has no tokenizer.json"),
-        (["--max-tokens", "0"], "Invalid value for '--max-tokens': 0 is not in the range"),
         (["--vocab-size", "256"], "Invalid value for '--vocab-size': 256 is not in the range"),
-        (["--seed", "-1"], "Invalid value for '--seed': -1 is not in the range"),
         (["--max-length", "1"], "Invalid value for '--max-length': 1 is not in the range"),
         (["--too-long", "drop"], "Invalid value for '--too-long': 'drop' is not one of"),
     ],
 )
-def test_mistakes_are_told_in_one_paragraph(tmp_path, options, message):
+def test_mistakes_are_told(tmp_path, options, message):
     result = run(tmp_path / "corpus", *options)
-    assert result.exit_code == 2
+    assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
-    assert "Traceback" not in result.output
-    assert result.stdout == ""
     assert not (tmp_path / "corpus").exists()
 
 

@@ -1,8 +1,9 @@
-"""`wlb-titan rehearse`: what a lone rank's collectives bring and count, what is measured of its steps, and
-its limits. Times are never asserted."""
+"""`wlb-titan rehearse`: what a rank's collectives bring and count, what is measured of its steps, and its
+limits. Times are never asserted."""
 
 import json
 import math
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -19,10 +20,9 @@ import torch.distributed as dist  # noqa: E402
 from wlb_titan.commands.lone_ranks import policy_words  # noqa: E402
 from wlb_titan.corpus.writer import write_synthetic_corpus  # noqa: E402
 from wlb_titan.cost.cluster import load_cluster  # noqa: E402
-from wlb_titan.policies import Policy  # noqa: E402
-from wlb_titan.runtime.lone.group import ANSWER, LoneGroup, Traffic  # noqa: E402
-from wlb_titan.runtime.lone.rehearsal import STEP, without_answers  # noqa: E402
-from wlb_titan.runtime.lone.trainer import LoneTrainer  # noqa: E402
+from wlb_titan.job import Policy  # noqa: E402
+from wlb_titan.runtime.one_rank.rehearsal import ANSWER, STEP, Traffic, without_answers  # noqa: E402
+from wlb_titan.runtime.one_rank.trainer import OneRankTrainer  # noqa: E402
 from wlb_titan.simulator.measured import Pass  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -53,6 +53,18 @@ def command(*words):
     return CliRunner().invoke(main, list(map(str, words)))
 
 
+@pytest.fixture
+def written(forked_ranks, tmp_path):
+    """Runs a command, and gives what it writes and what it says."""
+
+    def run(*words):
+        result = command(*words, "--output", tmp_path / "out.json")
+        assert result.exit_code == 0, result.output
+        return json.loads((tmp_path / "out.json").read_text()), result.stdout
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     path = tmp_path_factory.mktemp("rehearsal") / "job.toml"
@@ -63,18 +75,13 @@ def job(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", JOBS)
-def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(forked_ranks, job, case, tmp_path):
-    """Collectives of a step by kind and axis, number and bytes, beside those that a dry run traces."""
+def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(written, job, case):
+    """Bytes of a step's collectives by kind and axis, beside those that a dry run traces."""
     words = (job, "--rank", "last", "--step", 3, *JOBS[case])
     # Both of a first step: from the second on FSDP gathers the model's ends once more.
-    result = command(
-        "rehearse", *words, "--steps", 1, "--warm-up", 0, "--output", tmp_path / "rehearsed.json"
-    )
-    assert result.exit_code == 0, result.output
-    result = command("dryrun", *words, "--output", tmp_path / "traced.json")
-    assert result.exit_code == 0, result.output
-    ((rank,),) = [one["ranks"] for one in json.loads((tmp_path / "rehearsed.json").read_text())["policies"]]
-    (dry,) = json.loads((tmp_path / "traced.json").read_text())
+    rehearsed, _ = written("rehearse", *words, "--steps", 1, "--warm-up", 0)
+    ((rank,),) = [one["ranks"] for one in rehearsed["policies"]]
+    ((dry,), _) = written("dryrun", *words)
     moved, traced = (
         # A pipeline's first run sends a few words besides.
         {(c["kind"], c["over"]): pytest.approx(c["gib"], abs=2**-20) for c in one["collectives"]}
@@ -104,15 +111,13 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(forked_ranks, 
     assert asked / 2 < waited < asked <= (waited + step["optimizer"]) * (1 + 1e-9)
 
 
-def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
-    output = tmp_path / "out.json"
-    result = command(
+def test_the_report_the_table_and_the_policies(written, job, tmp_path):
+    rehearsed, said = written(
         *("rehearse", job, "--rank", "all-stages", "--steps", 2, "--step", 3, PP, 2, "--report", tmp_path),
-        *("--policies", "plain:per_sequence:as_packed,wlb_lazy:per_sequence:best", "--output", output),
+        *("--policies", "plain:per_sequence:as_packed,wlb_lazy:per_sequence:best"),
         *("--wlb.pipeline.order", "best"),  # of the file, which is not that of the first
     )
-    assert result.exit_code == 0, result.output
-    plain, lazy = json.loads(output.read_text())["policies"]
+    plain, lazy = rehearsed["policies"]
     assert (plain["policy"], lazy["policy"]) == ("plain:per_sequence", "wlb_lazy:per_sequence:best")
     for one in (plain, lazy):
         assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
@@ -122,16 +127,9 @@ def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
         for number, seconds in enumerate(one["rehearsed"]["pipeline_seconds"]):
             own = [sum(p[4] for p in rank["steps"][number]["passes"]) for rank in one["ranks"]]
             assert seconds >= max(own) * (1 - 1e-9)
-    assert "all 8 passes" in result.stdout and "±" in result.stdout
+    assert "all 8 passes" in said and "±" in said
     page = (tmp_path / "report.html").read_text()
     assert "plain:per_sequence, rehearsed: " in page and 'class="answer">' in page
-
-
-def test_a_solver_is_asked_by_the_rank_that_is_alone(forked_ranks, job):
-    solver = ("--wlb.packing.policy", "fixed_solver", "--wlb.packing.time_limit", 1)
-    steps = ("--steps", 1, "--warm-up", 0, "--step", 1, PP, 2)
-    result = command("rehearse", job, "--rank", "first", *steps, *solver)
-    assert result.exit_code == 0, result.output
 
 
 def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
@@ -168,7 +166,7 @@ def test_mistakes_are_refused(forked_ranks, job, words, message):
 def test_the_backward_pass_stays_in_the_thread_that_has_the_meshes():
     """An accelerator's would run in another, where what it repeats of the forward pass is not gathered."""
 
-    class Alone(LoneTrainer):
+    class Alone(OneRankTrainer):
         def __init__(self):
             pass
 
@@ -186,8 +184,13 @@ def nothing(*shape, dtype=torch.float32):
 
 
 @pytest.fixture
-def group():
-    made = LoneGroup(1, 4, Traffic())
+def traffic():
+    return Traffic()
+
+
+@pytest.fixture
+def group(traffic):
+    made = traffic.make_group(dist.HashStore(), 1, 4, None)
     made._set_group_name("test")
     return made
 
@@ -195,14 +198,14 @@ def group():
 COLLECTIVES = {
     "all-gather": lambda g, out, own: g.all_gather_single(out, own),
     "all-gather in place": lambda g, out, own: g.all_gather_single(out, out[3:6].copy_(own)),
-    "all-gather of a list": lambda g, out, own: g.allgather([list(out.split(3))], [own[:2]]),
+    "all-gather of a list": lambda g, out, own: g.allgather([list(out.split(3))], [own]),
     "reduce-scatter": lambda g, out, own: g.reduce_scatter_single(out[:2], torch.arange(8.0)),
-    "all-to-all, more": lambda g, out, own: g.all_to_all_single(out, own, [6, 6], [1, 2]),
-    "all-to-all, fewer": lambda g, out, own: g.all_to_all_single(out[:2], own, [1, 1], [1, 2]),
-    "all-to-all of nothing": lambda g, out, own: g.all_to_all_single(out, own[:0], [6, 6], [0, 0]),
+    "all-to-all, more": lambda g, out, own: g.all_to_all_single(out, own, [3, 3, 3, 3], [1, 2, 0, 0]),
+    "all-to-all, fewer": lambda g, out, own: g.all_to_all_single(out[:2], own, [1, 1, 0, 0], [1, 2, 0, 0]),
+    "all-to-all of nothing": lambda g, out, own: g.all_to_all_single(out, own[:0], [3, 3, 3, 3], [0] * 4),
     "receive": lambda g, out, own: g.recv([out], 0, 0),
     "broadcast": lambda g, out, own: g.broadcast([out], dist.BroadcastOptions()),
-    "scatter": lambda g, out, own: g.scatter([out], [], None),
+    "scatter": lambda g, out, own: g.scatter([out], [], dist.ScatterOptions()),
 }
 
 
@@ -212,18 +215,29 @@ def test_nothing_uninitialised_comes_back(group, name):
     COLLECTIVES[name](group, out, own).wait()
     written = 2 if name in ("reduce-scatter", "all-to-all, fewer") else 12
     assert out[:written].isfinite().all()
-    if name in ("all-gather", "all-gather in place"):
+    if name.startswith("all-gather") or name == "all-to-all, more":
         assert out.tolist() == [1, 2, 3] * 4
     if name == "reduce-scatter":
         assert out[:2].tolist() == [2, 3]
+    if name in ("receive", "broadcast", "scatter"):
+        assert len(set(out.tolist())) == 12
 
 
-def test_bytes_are_those_of_the_larger_side(group):
+def test_no_tensor_is_kept(group):
+    """Or a rank would take more memory than it does in the job."""
+    out = nothing(12)
+    kept = weakref.ref(out)
+    group.all_gather_single(out, torch.zeros(3)).wait()
+    del out
+    assert kept() is None
+
+
+def test_bytes_are_those_of_the_larger_side(group, traffic):
     group.all_gather_single(nothing(12), torch.zeros(3))
     group.reduce_scatter_single(nothing(2), torch.zeros(8))
     group.send([torch.zeros(5, dtype=torch.bfloat16)], 0, 0)
     group.recv([nothing(5, dtype=torch.int64)], 0, 0)
-    assert group._traffic.collectives == {
+    assert traffic.asked == {
         ("all-gather", "test"): (1, 48),
         ("reduce-scatter", "test"): (1, 32),
         ("send", "test"): (1, 10),
@@ -233,15 +247,15 @@ def test_bytes_are_those_of_the_larger_side(group):
 
 def test_answers_are_taken_out_of_what_they_lie_in():
     measured = [
-        Pass(ANSWER, 0, 0, 0.5, 0.25),  # before the first pass: a receive
+        Pass(ANSWER, 0, 0, 0.5, 0.25, waited=0),  # before the first pass: a receive
         Pass("F", 0, 0, 1.0, 2.0),
-        Pass(ANSWER, 0, 0, 1.5, 0.5),
-        Pass(ANSWER, 0, 0, 2.5, 0.25),
+        Pass(ANSWER, 0, 0, 1.5, 0.5, waited=0.25),
+        Pass(ANSWER, 0, 0, 2.5, 0.25, waited=0.5),
         Pass("B", 0, 0, 3.0, 1.0),
-        Pass(ANSWER, 0, 0, 4.5, 0.5),  # of clipping
+        Pass(ANSWER, 0, 0, 4.5, 0.5, waited=16.0),  # of clipping
         Pass(STEP, 0, 0, 0.0, 6.0),
     ]
-    passes, seconds, optimizer = without_answers(measured, [0, 0.25, 0.5, 16.0])
+    passes, seconds, optimizer = without_answers(measured)
     assert [(one.kind, one.seconds) for one in passes] == [("F", 1.25), ("B", 1.0)]
     assert [one.pieces for one in passes] == [[0.5, 0.5, 0.25], [1.0]]
     assert [one.waited for one in passes] == [0.75, 0]

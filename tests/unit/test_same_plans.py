@@ -65,11 +65,10 @@ pipeline_parallel_degree = 2
 context_parallel_degree = 2
 data_parallel_shard_degree = 2
 """
-GATHER = 'remainder = "round_robin"\ngather_groups = 2\n'
 VARIABLE = "max_length = 1200\n"
 CASES = {
-    "plain": ('policy = "plain"\ntail = "drop"', f'policy = "per_document"\n{GATHER}', "longest_first"),
-    "fixed_greedy": ('policy = "fixed_greedy"\nglobal_batches = 3', f'policy = "adaptive"\n{GATHER}', "best"),
+    "plain": ('policy = "plain"\ntail = "drop"', 'policy = "per_document"', "longest_first"),
+    "fixed_greedy": ('policy = "fixed_greedy"\nglobal_batches = 3', 'policy = "adaptive"', "best"),
     # A gap that is reached at once: a solver that is stopped by the clock finds something else each time.
     "fixed_solver": (
         'policy = "fixed_solver"\nglobal_batches = 2\ntime_limit = 20.0\ngap = 0.5',
@@ -78,14 +77,14 @@ CASES = {
     ),
     "wlb": (
         f'policy = "wlb"\nthresholds = [400, 700]\nqueues = 3\ntolerance = 0.1\n{VARIABLE}',
-        f'policy = "hybrid"\n{GATHER}',
+        'policy = "hybrid"',
         "best",
     ),
     # What each command chooses, too.
-    "auto": (f'policy = "auto"\ntail = "drop"\n{VARIABLE}', f'policy = "auto"\n{GATHER}', "longest_first"),
+    "auto": (f'policy = "auto"\ntail = "drop"\n{VARIABLE}', 'policy = "auto"', "longest_first"),
     "wlb_lazy": (
         f'policy = "wlb_lazy"\ntolerance = 0.03\nmax_delay = 5\n{VARIABLE}',
-        f'policy = "hybrid"\n{GATHER}',
+        'policy = "hybrid"',
         "best",
     ),
 }
@@ -236,8 +235,8 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     def run(self, ranks, folder, at_once):
         config = configuration(self.file, self.words)
-        job = job_of(config, parallel_dims(config, self.options["--world-size"]))
-        assert self.options["--device-bytes"] == job.cluster.memory
+        job = job_of(config, parallel_dims(config, self.options["world_size"]))
+        assert self.options["device_bytes"] == job.cluster.memory
         assert not job.undecided
         planner = job.planner(documents(config))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))

@@ -10,11 +10,10 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.memory.rank import Passes
-from wlb_titan.policies import Policy
 from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.choice import Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, pipeline_words, search

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from wlb_titan import context
 from wlb_titan.context import STRATEGIES, MoveSeconds, per_document, sequence_positions
-from wlb_titan.context.hybrid import levels_of, tries
-from wlb_titan.context.layout import per_document_round_robin, spans, widest_first
+from wlb_titan.context.hybrid import _shard, levels_of
+from wlb_titan.context.layout import spans, widest_first
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.attention_latency import slowest
@@ -22,7 +22,15 @@ from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import COUNT, DOCUMENT, LENGTH, OFFSET, Slices
 
-SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
+SHARDINGS = {
+    "per_sequence": {"per_sequence"},
+    "per_document": {"per_document"},
+    "adaptive": {"per_sequence", "per_document"},
+    "hybrid": {"per_sequence", "per_document", "hybrid"},
+}
+"""Of each policy the names of what it may choose."""
+
+ROUND_ROBIN = "own_policies.sharding:RoundRobin"
 LATENCY = hopper(128, 32)
 
 ragged = st.lists(
@@ -34,19 +42,13 @@ degrees = st.integers(1, 16)
 slack = st.integers(0, 3)
 
 
-def hybrid(lengths, total, ranks, latency):
-    """The one of its tries with the fastest attention."""
-    tried = tries(lengths, total, ranks, latency, levels_of(ranks))
-    return min(tried, key=lambda sharding: slowest(latency.seconds(sharding)))
-
-
 def padded(lengths: list[int], ranks: int, extra: int = 0) -> tuple[np.ndarray, int]:
     unit = 2 * ranks
     return np.array(lengths, dtype=np.int64), (-(-sum(lengths) // unit) + extra) * unit
 
 
-def shard(policy, lengths, total, ranks, latency=LATENCY, remainder="spread"):
-    return planning.shard(policy, lengths, total, ranks, latency, remainder=remainder)[1]
+def shard(policy, lengths, total, ranks, latency=LATENCY):
+    return planning.shard(policy, lengths, total, ranks, latency)[1]
 
 
 def pairs(rank: np.ndarray) -> int:
@@ -59,10 +61,10 @@ def pairs(rank: np.ndarray) -> int:
 def check_keys(mask, shards, positions, lengths, rank, levels):
     """That a rank's segments see just their documents' keys up to their queries: by moving the tokens'
     positions in the sequence as `runtime.all_gather` moves keys."""
-    *exchange, own = mask.exchange
+    exchange = mask.exchange
     share, begin, keys = positions.shape[1], 0, []
     begins = [0] * len(shards)
-    for order, sent, size in reversed(list(zip(exchange[::2], exchange[1::2], levels, strict=True))):
+    for (order, sent), size in reversed(list(zip(exchange.levels, levels, strict=True))):
         rows, first = len(order) // size, rank // size * size
         span = spans(shards, levels)
         place = levels.index(size)
@@ -72,13 +74,13 @@ def check_keys(mask, shards, positions, lengths, rank, levels):
             for member in range(first, first + size)
             for at in [min(begins[member], share - rows)]
         ]
-        assert rows == max(counts[first : first + size]) and len(sent) == counts[rank]
+        assert rows == max(counts[first : first + size]) and sent == counts[rank]
         assert sorted(order) == list(range(rows * size))
         keys.append(np.concatenate(gathered)[order])
         begins = [b + c for b, c in zip(begins, counts, strict=True)]
     begin = begins[rank]
-    if len(own):
-        assert len(own) == share - begin
+    if exchange.kept:
+        assert exchange.kept == share - begin
         keys.append(positions[rank, begin:])
     keys = np.concatenate(keys)
     starts = np.cumsum(lengths) - lengths
@@ -100,7 +102,8 @@ def check_keys(mask, shards, positions, lengths, rank, levels):
 @given(ragged, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 2), (8, 8)]), st.integers(0, 40))
 def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(lengths, degrees, extra):
     ranks, within = degrees
-    strategy = STRATEGIES.configure("ulysses_gather", within=within).make(ranks, LATENCY)
+    config = STRATEGIES.configure("own_policies.ulysses_gather:UlyssesGather", within=within)
+    strategy = config.make(ranks, LATENCY)
     lengths = np.array(lengths)
     total = -(-int(lengths.sum()) // strategy.divisor) * strategy.divisor + extra * strategy.divisor
     if lengths.sum() < ranks:
@@ -116,48 +119,29 @@ def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(len
         mask = strategy.mask(shards, lengths, total, rank)
         levels = (len(groups),)
         check_keys(mask, groups, expected, lengths, rank // within, levels)
-    assert strategy.travelling(shards, total) == (total, len(mask.exchange[0]))
+    assert strategy.travelling(shards, total) == (total, len(mask.exchange.levels[0].order))
     seconds = strategy.seconds(shards)
     assert seconds.shape == (ranks, 2)
 
 
-@pytest.mark.parametrize("remainder", ["spread", "round_robin"])
-@pytest.mark.parametrize("policy", SHARDINGS)
+@pytest.mark.parametrize("policy", [*SHARDINGS, ROUND_ROBIN])
 @given(lengths=ragged, ranks=degrees, extra=slack)
 @settings(max_examples=60)
-def test_ranks_tile_every_document_and_hold_equal_tokens(policy, remainder, lengths, ranks, extra):
+def test_ranks_tile_every_document_in_equal_shares_and_see_its_earlier_keys(policy, lengths, ranks, extra):
     if sum(lengths) < ranks:
         return
     lengths, total = padded(lengths, ranks, extra)
-    result = shard(policy, lengths, total, ranks, remainder=remainder)
+    result = shard(policy, lengths, total, ranks)
 
-    assert len(result) == ranks
     held = [np.zeros(length, dtype=int) for length in lengths]
-    for rank in result:
-        assert rank.dtype == np.int64
-        assert rank[:, COUNT].sum() <= total // ranks
-        assert (rank[:, COUNT] > 0).all()
-        for document, offset, count in rank.tolist():
-            assert offset + count <= lengths[document]
-            held[document][offset : offset + count] += 1
+    for document, offset, count in np.concatenate(result).tolist():
+        assert count > 0 and offset + count <= lengths[document]
+        held[document][offset : offset + count] += 1
     assert all((tokens == 1).all() for tokens in held)
 
     positions = context.sequence_positions(result, lengths, total)
     assert positions.shape == (ranks, total // ranks)
-    inverse = np.argsort(positions.ravel())
-    np.testing.assert_array_equal(positions.ravel()[inverse], np.arange(total))
-    np.testing.assert_array_equal(inverse[positions.ravel()], np.arange(total))
-
-
-@pytest.mark.parametrize("policy", SHARDINGS)
-@given(lengths=ragged, ranks=st.integers(1, 8))
-@settings(max_examples=30)
-def test_segments_see_exactly_the_earlier_keys_of_their_document(policy, lengths, ranks):
-    if sum(lengths) < ranks:
-        return
-    lengths, total = padded(lengths, ranks)
-    result = shard(policy, lengths, total, ranks)
-    positions = context.sequence_positions(result, lengths, total)
+    np.testing.assert_array_equal(np.sort(positions, axis=None), np.arange(total))
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     begins = np.cumsum(lengths) - lengths
     for rank, row in zip(result, positions, strict=True):
@@ -166,7 +150,6 @@ def test_segments_see_exactly_the_earlier_keys_of_their_document(policy, lengths
             assert q_start == end
             end += q_len
             tokens = row[q_start:end]
-            assert len(set(document_of[tokens])) == 1
             assert kv_start == begins[document_of[tokens[0]]]
             np.testing.assert_array_equal(tokens, kv_start + kv_len - q_len + np.arange(q_len))
         assert (row[end:] >= lengths.sum()).all()  # what is left is padding
@@ -186,7 +169,7 @@ def test_ranks_get_the_keys_that_their_queries_see(policy, lengths, ranks, extra
     for rank in range(ranks):
         mask = strategy.mask(shards, lengths, total, rank)
         check_keys(mask, shards, positions, lengths, rank, strategy.levels)
-    assert strategy.travelling(shards, total)[-1] == len(mask.exchange[-3])  # among all ranks
+    assert strategy.travelling(shards, total)[-1] == len(mask.exchange.levels[-1].order)  # among all ranks
 
 
 @given(lengths=ragged, ranks=degrees)
@@ -242,7 +225,7 @@ def test_per_document_attention_is_within_one_percent_from_200_tokens_a_rank():
 
 def test_round_robin_deals_single_tokens_and_spread_does_not():
     lengths, total = padded([1003], 2)
-    dealt = per_document_round_robin(lengths, total, 2)
+    dealt = shard(ROUND_ROBIN, lengths, total, 2)
     assert [rank.tolist() for rank in dealt] == [
         [[0, 0, 250], [0, 750, 251], [0, 1002, 1]],  # token 1000 touches the last chunk, token 1002 does not
         [[0, 250, 500], [0, 1001, 1]],
@@ -260,31 +243,34 @@ def test_the_examples_of_the_docstrings():
         [[0, 3, 4], [1, 1, 4]],
     ]
     lengths = np.array([8192, 100, 100])
-    assert [r.tolist() for r in hybrid(lengths, 8400, 2, planning.UNMERGED)] == [
+    name, sharding = planning.shard("hybrid", lengths, 8400, 2, planning.UNMERGED)
+    assert name == "hybrid" and [r.tolist() for r in sharding] == [
         [[0, 0, 2048], [0, 6144, 2048], [1, 0, 100]],
         [[0, 2048, 4096], [2, 0, 100]],
     ]
 
 
-def check_fastest(strategies, shards):
-    """No strategy predicts its own sharding to be slower than those among which it chose."""
-    for better, worse in (("adaptive", ("per_sequence", "per_document")), ("hybrid", ("adaptive",))):
-        times = {policy: slowest(strategies[better].seconds(shards[policy])) for policy in (better, *worse)}
-        assert times[better] == min(times.values())
-
-
 @pytest.mark.parametrize("latency", [LATENCY, planning.UNMERGED], ids=["merged", "unmerged"])
-@given(lengths=ragged, ranks=degrees, extra=slack)
-@settings(max_examples=60)
-def test_hybrid_is_never_predicted_slower_than_adaptive_nor_adaptive_than_either(
-    latency, lengths, ranks, extra
+@given(lengths=ragged, ranks=degrees, extra=slack, prefix=st.one_of(st.none(), st.integers(1, 100_000)))
+@settings(max_examples=80)
+def test_a_policy_that_chooses_is_never_predicted_slower_than_what_it_chooses_from(
+    latency, lengths, ranks, extra, prefix
 ):
+    """Also where the first document is a slice, whose queries see a prefix."""
     if sum(lengths) < ranks:
         return
     lengths, total = padded(lengths, ranks, extra)
+    before = np.zeros_like(lengths)
+    before[0] = prefix or 0
+    slices = None if prefix is None else Slices(before, before > 0)
     strategies = {policy: STRATEGIES.configure(policy).make(ranks, latency) for policy in SHARDINGS}
-    shards = {policy: strategy.shard(lengths, total)[1] for policy, strategy in strategies.items()}
-    check_fastest(strategies, shards)
+    shards = {
+        policy: context.with_prefix(strategy.shard(lengths, total, slices=slices)[1], before)
+        for policy, strategy in strategies.items()
+    }
+    for better, worse in (("adaptive", ("per_sequence", "per_document")), ("hybrid", ("adaptive",))):
+        times = {policy: slowest(strategies[better].seconds(shards[policy])) for policy in (better, *worse)}
+        assert times[better] == min(times.values())
 
 
 @pytest.mark.parametrize("latency", [LATENCY, planning.UNMERGED], ids=["merged", "unmerged"])
@@ -300,7 +286,7 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
         assert time["hybrid"] < time["adaptive"]
         if share == 0.3 and ranks == 8:  # short documents matter most where ranks are many
             assert time["hybrid"] < 0.9 * time["adaptive"]
-        kept = hybrid(lengths, total, ranks, latency)
+        kept = shard("hybrid", lengths, total, ranks, latency)
         seconds = latency.seconds(kept)
         assert slowest(seconds) <= 1.02 * seconds.mean(axis=0).sum()
         runs = np.bincount(np.concatenate(kept)[:, DOCUMENT], minlength=len(lengths))
@@ -311,8 +297,6 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
 @settings(max_examples=100)
 def test_hybrid_fills_every_rank_whichever_documents_are_cut(lengths, ranks, extra, data):
     """Whatever is tried: the search's own choice would rarely reach the corners."""
-    from wlb_titan.context.hybrid import _shard
-
     lengths, total = padded(lengths, ranks, extra)
     sizes = levels_of(ranks)
     assert all(large % small == 0 for small, large in pairwise(sizes)) and sizes[-1] == ranks
@@ -323,20 +307,10 @@ def test_hybrid_fills_every_rank_whichever_documents_are_cut(lengths, ranks, ext
     assert max(int(rank[:, COUNT].sum()) for rank in result) <= total // ranks
 
 
-def test_the_result_is_the_same_every_time():
-    lengths, total = padded(np.random.default_rng(0).integers(1, 3000, 100).tolist(), 8)
-    first, second = (shard("hybrid", lengths, total, 8) for _ in range(2))
-    assert all((a == b).all() for a, b in zip(first, second, strict=True))
-
-
-def test_errors_name_the_micro_batch_and_the_numbers():
+def test_a_micro_batch_with_fewer_tokens_than_ranks_is_named():
     strategy = STRATEGIES.configure("hybrid").make(4, LATENCY)
     with pytest.raises(PlanError, match=r"Micro-batch 3 of rank 1 has 3 tokens, fewer than the 4 "):
         strategy.shard(np.array([1, 2]), 8, micro_batch="Micro-batch 3 of rank 1")
-    with pytest.raises(PlanError, match=r"12 tokens with its padding, .* Pad it to a multiple of 8"):
-        strategy.shard(np.array([10, 2]), 12)
-    with pytest.raises(PlanError, match="documents of 12 tokens but room for only 8"):
-        strategy.shard(np.array([10, 2]), 8)
 
 
 def sharding_planner(policy):
@@ -373,16 +347,10 @@ def test_the_planner_shards_by_the_settings(policy):
     for micro_batch in plan.micro_batches:
         _, expected = strategy.shard(micro_batch.documents[:, 2], micro_batch.length)
         assert all((a == b).all() for a, b in zip(micro_batch.ranks, expected, strict=True))
-    names = {micro_batch.sharding for micro_batch in plan.micro_batches}
-    assert names <= {"per_sequence", "per_document", "hybrid"}
-    if policy in names:
-        assert names == {policy} or policy == "hybrid"
+    assert {micro_batch.sharding for micro_batch in plan.micro_batches} <= SHARDINGS[policy]
 
 
-def test_a_micro_batch_that_is_too_small_is_named_and_not_planned():
-    strategy = STRATEGIES.configure("per_sequence").make(16, LATENCY)
-    with pytest.raises(PlanError, match="Micro-batch 0 has 8 tokens, fewer than the 16"):
-        strategy.shard(np.full(4, 2), 32, micro_batch="Micro-batch 0")
+def test_no_micro_batch_is_planned_with_fewer_tokens_than_ranks():
     planner = planning.make_planner(
         np.full(400, 2),
         window=8,
@@ -424,27 +392,11 @@ def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
         whole = [np.stack([np.arange(len(lengths)), prefix, lengths], axis=1)]
         heads = [share.queries.stop - share.queries.start for share in head_shares(32, 32, ranks)]
         expected = [replace(LATENCY, heads=n).seconds(whole)[0] for n in heads]
-        assert strategy.seconds(context.after(shards, prefix)) == pytest.approx(np.array(expected))
+        assert strategy.seconds(context.with_prefix(shards, prefix)) == pytest.approx(np.array(expected))
         return
     queries = np.concatenate(seen)[:, [1, 3]].astype(np.int64).T
     expected = (lengths * prefix + lengths * (lengths + 1) // 2).sum()
     assert (queries[0] * queries[1] - queries[0] * (queries[0] - 1) // 2).sum() == expected
-
-
-@given(lengths=ragged, ranks=st.integers(2, 8), prefix=st.integers(1, 100_000))
-@settings(max_examples=30)
-def test_the_fastest_sharding_of_a_slice_is_that_with_its_prefix(lengths, ranks, prefix):
-    lengths, total = padded(lengths, ranks, 1)
-    if lengths.sum() < ranks:
-        return
-    prefixes = np.zeros_like(lengths)
-    prefixes[0] = prefix
-    slices = Slices(prefixes, prefixes > 0)
-    strategies = {policy: STRATEGIES.configure(policy).make(ranks, LATENCY) for policy in SHARDINGS}
-    shards = {
-        p: context.after(s.shard(lengths, total, slices=slices)[1], prefixes) for p, s in strategies.items()
-    }
-    check_fastest(strategies, shards)
 
 
 @pytest.mark.parametrize(("heads", "group", "ranks", "most"), [(32, 8, 3, 16), (24, 3, 5, 6), (32, 4, 4, 8)])

@@ -15,12 +15,11 @@ from click.testing import CliRunner
 from wlb_titan.commands.job import load_job
 from wlb_titan.commands.main import main
 from wlb_titan.commands.search import winner_words
-from wlb_titan.corpus.prepare import prepare_corpus
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
+from wlb_titan.job import policy_parts
 from wlb_titan.pipeline.schedule import layers_of_stages
-from wlb_titan.policies import policy_parts
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.search import candidates

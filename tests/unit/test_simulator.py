@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.context import STRATEGIES, per_sequence
+from wlb_titan.context import per_sequence
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
@@ -200,25 +200,6 @@ def test_offloaded_activations_travel_while_layers_compute():
     # Of four layers half of what they keep has gone; of the one at hand and the next it is there too.
     assert stays[0].activations - stays[1].activations == pytest.approx(4 * 4000 * kept / 2)
     assert stays[1].backward - stays[0].backward == pytest.approx(2 * 4000 * kept / 2)
-
-
-@pytest.mark.parametrize("attention", [0.01, 0.15, 1.0])
-def test_a_gather_in_groups_hides_behind_the_attention_of_the_group_before(attention):
-    """Two groups step by step: the second gather and the first group's attention begin together."""
-    cluster = replace(CLUSTER, gpus_per_node=1, network=Link(1e6, 0.0))
-    batch = np.full((1, 1), 1000.0), np.full((1, 1), attention), np.full((1, 1), attention)
-    whole = job(degrees=Degrees(context=2), cluster=cluster)
-    times = [
-        imagined_times(one, batch)
-        for one in (whole, replace(whole, sharding=STRATEGIES.configure("per_sequence", gather_groups=2)))
-    ]
-    gather = 1000 * 2 * 2 * 4 * 2 / 2 / 1e6  # keys and values of 2 heads of 4 in bfloat16, half of them sent
-    first_comes = gather / 2
-    second_begins = max(first_comes + attention / 2, gather)
-    saved = 4 * (gather + attention - (second_begins + attention / 2))
-    assert (times[0].forward - times[1].forward)[0, 0, 0] == pytest.approx(saved)
-    assert (times[0].inputs - times[1].inputs)[0, 0, 0] == pytest.approx(saved)
-    assert saved > 0
 
 
 def test_transfer_between_pipeline_ranks():

@@ -14,19 +14,14 @@ from wlb_titan.simulator.measured import Pass
 pytestmark = pytest.mark.slow
 
 # Two ranks of a pipeline, micro-batches of 3 and 6 seconds a rank; rank 1 waits one second and rank 0 for it.
-FIRST = RankPasses(
-    0, 0, 0, 0, [Pass("F", 0, 0, 0, 1), Pass("F", 0, 1, 1, 2), Pass("B", 0, 0, 4, 2), Pass("B", 0, 1, 9, 4)]
-)
-SECOND = RankPasses(
-    0,
-    1,
-    0,
-    0,
+PASSES = (
+    [Pass("F", 0, 0, 0, 1), Pass("F", 0, 1, 1, 2), Pass("B", 0, 0, 4, 2), Pass("B", 0, 1, 9, 4)],
     [
         *(Pass("F", 1, 0, 1, 0.5), Pass("L", 1, 0, 1.5, 0.5), Pass("B", 1, 0, 2, 2)),
         *(Pass("F", 1, 1, 4, 2), Pass("B", 1, 1, 6, 4)),
     ],
 )
+FIRST, SECOND = (RankPasses(0, stage, 0, 0, passes) for stage, passes in enumerate(PASSES))
 
 
 DOCUMENTS = np.array([[0, 0, 7, 0], [1, 0, 1, 0]])

@@ -62,16 +62,6 @@ def rows(stream, start, stop):
     return stream.rows_of(np.arange(start, stop)).tolist()
 
 
-@given(corpora, st.integers(0, 2**40))
-def test_every_epoch_is_a_permutation_that_the_seed_fixes(lengths, seed):
-    stream = DocumentStream(Mixture(np.array(lengths), seed=seed), 8)
-    n = len(lengths)
-    epochs = [rows(stream, epoch * n, (epoch + 1) * n) for epoch in range(5)]
-    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
-    again = DocumentStream(Mixture(np.array(lengths), seed=seed), 8)
-    assert rows(again, 2 * n, 3 * n) == epochs[2]
-
-
 def test_epochs_are_shuffled_differently_and_seeds_matter():
     def order(seed, epoch):
         stream = DocumentStream(Mixture(np.arange(1, 101), seed=seed), 8)
@@ -137,8 +127,7 @@ def test_lengths_are_looked_up_a_block_at_a_time():
     lengths.most = 0
     for _ in range(5):
         stream.fill(600_000)
-    assert lengths.most <= 1 << 16
-    assert len(stream._blocks) <= 4
+    assert lengths.most <= 1 << 16 and stream._block.cache_info().currsize <= 4
 
 
 @pytest.mark.parametrize(

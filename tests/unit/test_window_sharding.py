@@ -19,7 +19,7 @@ RANKS = 4
 def test_every_rank_has_its_rows(policy, window):
     rng = torch.Generator().manual_seed(window)
     q, k, v = torch.randn(3, TOTAL, 2, 8, generator=rng, dtype=torch.float64)
-    sequence = torch.from_numpy(context.segments(context.whole(LENGTHS), LENGTHS))
+    sequence = torch.from_numpy(context.segments(context.whole_sequence(LENGTHS), LENGTHS))
     whole, whole_lse = varlen_attention(q, k, v, sequence, window=window, return_lse=True)
     _, shards = planning.shard(policy, LENGTHS, TOTAL, RANKS, hopper(64, 2))
     held = context.sequence_positions(shards, LENGTHS, TOTAL)

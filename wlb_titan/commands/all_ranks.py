@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,16 @@ def _shapes(job: Job, pack: MicroBatch, replica: int, context_rank: int) -> tupl
     rank = before * job.degrees.context + context_rank
     lengths = pack.documents[:, LENGTH]
     mask = strategy.mask(pack.ranks, lengths, pack.shared_length, rank, pack.elsewhere)
-    return pack.length, *(array.shape for array in mask.exchange)
+    return pack.length, *_sizes(mask.exchange)
+
+
+def _sizes(exchange: tuple[Any, ...]) -> Iterator[int]:
+    """The numbers in `ContextMask.exchange`, and the lengths of its arrays."""
+    for part in exchange:
+        if isinstance(part, tuple):
+            yield from _sizes(part)
+        else:
+            yield len(part) if isinstance(part, np.ndarray) else int(part)
 
 
 def _moved(calls: RankCalls, from_: int, to: int, layout: Mapping[str, int]) -> RankCalls:

@@ -18,12 +18,11 @@ from wlb_titan.commands.report.dryrun import print_rank, print_ranks
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
-from wlb_titan.policies import policy_parts
 from wlb_titan.simulator.calls import RankCalls, unmet
 
 if TYPE_CHECKING:
     from wlb_titan.documents import Documents
-    from wlb_titan.job import Job
+    from wlb_titan.job import Job, policy_parts
     from wlb_titan.plan import MicroBatch
 
 PLANNED = 24
@@ -114,8 +113,8 @@ def dryrun(
             numbers = sorted(set(same.values()))
         # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
         command = lone.RankCommand(
-            "wlb_titan.runtime.lone.dryrun",
-            {"--world-size": world_size, "--step": step, "--device-bytes": job.cluster.memory},
+            "dryrun",
+            {"world_size": world_size, "step": step, "device_bytes": job.cluster.memory},
             file,
             words,
             {"CUDA_VISIBLE_DEVICES": ""},

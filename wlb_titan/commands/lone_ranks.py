@@ -28,6 +28,8 @@ DEFAULT_RANKS = "first,last"
 DEFAULT_STEP = 9
 """By then the queues of balancing policies have filled."""
 
+PROCESS = "wlb_titan.runtime.one_rank.process"
+
 SYNTHETIC_TOKENS = 1 << 26
 """At most so many, of a corpus that stands for one that is not here: 256 MiB on the disk, for a moment."""
 
@@ -53,8 +55,8 @@ class RankCommand:
     """What a process runs that is one rank.
 
     Attributes:
-        module: module of wlb_titan.runtime; it takes --rank and --result besides.
-        options: options of that module.
+        trainer: "dryrun" or "rehearse", as `wlb_titan.runtime.one_rank.process` knows them.
+        options: that trainer's keywords.
         file: TOML file.
         words: overrides of the configuration.
         environment: variables over those of this process.
@@ -62,7 +64,7 @@ class RankCommand:
         running: the processes that were started.
     """
 
-    module: str
+    trainer: str
     options: Mapping[str, Any]
     file: Path
     words: list[str]
@@ -90,10 +92,16 @@ class RankCommand:
     def _run(self, rank: int, folder: Path) -> dict[str, Any]:
         result = folder / f"rank{rank}.json"
         result.unlink(missing_ok=True)
-        command = [sys.executable, "-m", self.module, "--rank", str(rank), "--result", str(result)]
-        command += [str(word) for option in self.options.items() for word in option]
+        asked = {
+            "run": self.trainer,
+            "rank": rank,
+            "file": str(self.file),
+            "overrides": self.words,
+            "result": str(result),
+            **self.options,
+        }
         process = subprocess.Popen(
-            [*command, str(self.file), *self.words],
+            [sys.executable, "-m", PROCESS, json.dumps(asked)],
             env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(self.environment),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -21,7 +21,8 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan.cost.profile import LinearProfile
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.options import Shape, make_inputs
+from wlb_titan.kernels.segments import Shape
+from wlb_titan.kernels.self_check import make_inputs
 
 ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a while does not reach the median
 SECONDS = 100.0  # after which no further round is begun

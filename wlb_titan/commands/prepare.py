@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 from wlb_titan.commands.console import make_console, say, show_table
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import verify as read_through
-from wlb_titan.corpus.folder import output_folder
-from wlb_titan.corpus.manifest import UNREADABLE_FILE
-from wlb_titan.corpus.prepare import Report, complete_corpus, prepare_corpus
-from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, SOURCES, TOO_LONG, PrepareSettings
+from wlb_titan.corpus.folder import UNREADABLE_FILE, output_folder
+from wlb_titan.corpus.prepare import TOO_LONG, PrepareSettings, Report, complete_corpus, prepare_corpus
+from wlb_titan.corpus.sources import SOURCES
+from wlb_titan.corpus.tokenizer import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
 
 BAR_WIDTH = 24
 UNREADABLE_SHOWN = 5

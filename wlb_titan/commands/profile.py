@@ -30,8 +30,8 @@ from wlb_titan.cost.profile import AttentionShape, Entry, LinearProfile, Profile
 from wlb_titan.errors import UserError
 from wlb_titan.kernels import record
 from wlb_titan.kernels.implementations import chosen, device_of
-from wlb_titan.kernels.options import Shape
-from wlb_titan.kernels.options import units as device_units
+from wlb_titan.kernels.implementations import units as device_units
+from wlb_titan.kernels.segments import Shape
 from wlb_titan.runtime.models.facts import facts_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

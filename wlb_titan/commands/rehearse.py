@@ -16,7 +16,7 @@ from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.options import OVERRIDABLE, check_outputs, json_option, of_file, report_option
 from wlb_titan.commands.report.rehearse import Ran, Rehearsal, figures, print_rank, table_rows, write_report
 from wlb_titan.errors import UserError
-from wlb_titan.policies import policy_parts
+from wlb_titan.job import policy_parts
 
 GRACE = 60.0
 """Seconds over --seconds after which a rank that is within a step is stopped."""
@@ -97,9 +97,8 @@ def rehearse(
         raise UserError(
             f"--warm-up: {warm_up} steps do not fit before step {first}; --step names a later one."
         )
-    options = {"--first": first, "--warm-up": warm_up, "--steps": steps, "--seconds": seconds}
-    if memory_gib is not None:
-        options["--memory-gib"] = memory_gib
+    limits = {"seconds": seconds, "memory_gib": memory_gib}
+    options = {"first": first, "warm_up": warm_up, "steps": steps, **limits}
     resolved = load_config(file, overrides, world_size)
     results: list[Rehearsal] = []
     with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name, warnings_once():
@@ -114,8 +113,8 @@ def rehearse(
                 say(describe_job(one.job, one.documents))
             click.echo(f"{one.policy}: rank {', '.join(map(str, numbers))} ...", err=True)
             command = lone.RankCommand(
-                "wlb_titan.runtime.lone.rehearse",
-                {"--world-size": one.job.degrees.ranks, **options},
+                "rehearse",
+                {"world_size": one.job.degrees.ranks, **options},
                 file,
                 [*words, *lone.policy_words(one.job.policy)],
                 {"CUDA_VISIBLE_DEVICES": ""} if resolved.config.wlb.device == "cpu" else {},

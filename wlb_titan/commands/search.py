@@ -14,9 +14,8 @@ from wlb_titan.commands.job import describe_job
 from wlb_titan.config import Resolved
 from wlb_titan.config.build import dotted
 from wlb_titan.config.values import to_text
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction

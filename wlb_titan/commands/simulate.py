@@ -37,10 +37,9 @@ from wlb_titan.commands.page import (
 from wlb_titan.commands.search import SEARCH_SECONDS, figures, print_search, what_to_know
 from wlb_titan.cost.profile import Profile
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB, TERMS
 from wlb_titan.plan import Plan
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario, network_sensitivity
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import Step, step_timeline

@@ -9,8 +9,7 @@ from pathlib import Path
 from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
-from wlb_titan.documents.documents import Divided
-from wlb_titan.documents.mixture import Lengths, Source
+from wlb_titan.documents.mixture import Divided, Lengths, Source
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.plan import ID, LENGTH

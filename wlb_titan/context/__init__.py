@@ -1,19 +1,19 @@
 """Context parallelism: who holds which tokens of a packed micro-batch, and what that costs (paper section 5).
 
-A sharding says, for each rank, which runs of which documents it holds. Every rank holds exactly total / ranks
+A sharding lists the runs of documents that each rank holds. Every rank holds exactly total / ranks
 tokens, its share of the padding last. From it follow the attention segments of a rank (what its queries see)
 and where the tokens lie in the sequence. A strategy makes shardings, and knows what the ranks exchange.
 """
 
 from wlb_titan.context.layout import (
     Sharding,
-    after,
     per_document,
     per_sequence,
     segments,
     segments_after,
     sequence_positions,
-    whole,
+    whole_sequence,
+    with_prefix,
 )
 from wlb_titan.context.strategy import (
     ALL_KEYS,
@@ -21,10 +21,11 @@ from wlb_titan.context.strategy import (
     ContextMask,
     ContextStrategy,
     Exchange,
+    ExchangeCost,
     KeyShares,
     Move,
     MoveSeconds,
-    gathered,
+    all_gather_exchange,
 )
 
 __all__ = [
@@ -33,16 +34,17 @@ __all__ = [
     "ContextMask",
     "ContextStrategy",
     "Exchange",
+    "ExchangeCost",
     "KeyShares",
     "Move",
     "MoveSeconds",
     "Sharding",
-    "after",
-    "gathered",
+    "all_gather_exchange",
     "per_document",
     "per_sequence",
     "segments",
     "segments_after",
     "sequence_positions",
-    "whole",
+    "whole_sequence",
+    "with_prefix",
 ]

@@ -4,8 +4,8 @@ Keys and values of documents that lie on several ranks are gathered in every lay
 of them; a document that lies whole on one rank stays there. What a rank's queries cost depends on which
 tokens it holds, and that is what the four shardings differ in.
 
-Each rank holds the tokens whose keys travel first, and sends so many rows as the rank with most of them has:
-one regular collective, in which the rows of other ranks that nobody needs are padding. The keys that it then
+Each rank holds the tokens whose keys travel first, and sends as many rows as the rank with most of them has:
+one regular collective, in which rows that nobody needs are padding. The keys that it then
 has are those gathered, document by document, the padding, and those of its own documents:
 
     rank 0 holds  a0 a1 | b b b      gathered  a0 a1 a2 -     keys of rank 0  a0 a1 a2 - b b b
@@ -15,83 +15,45 @@ has are those gathered, document by document, the padding, and those of its own 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-from annotated_types import Ge
 
 from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
 from wlb_titan.context.layout import (
     Sharding,
-    after,
     per_document,
-    per_document_round_robin,
     per_sequence,
     segments_among,
     sent_tokens,
     sequence_positions,
     spans,
     widest_first,
+    with_prefix,
 )
 from wlb_titan.context.strategy import (
     ContextMask,
     ContextStrategy,
     Exchange,
     KeyShares,
-    MoveSeconds,
-    gathered,
+    all_gather_exchange,
 )
-from wlb_titan.cost.attention_latency import AttentionLatency, slowest
+from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError
 from wlb_titan.plan import DOCUMENT, Slices
 
 
 class AllGather(ContextStrategy):
     """What the shardings have in common; a sharding is a subclass with a `divide` of its own."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(ContextStrategy.Config):
-        remainder: Literal["spread", "round_robin"] = "spread"
-        """What `per_document` does with the tokens that 2 x CP equal chunks leave over: `spread` makes some
-        chunks one token longer, `round_robin` deals the tokens out one by one, as in the paper."""
-
-        gather_groups: Annotated[int, Ge(1)] = 1
-        """Groups of heads in which keys and values are gathered. With more than one, a group attends while
-        the next one's keys still travel, which pays where context parallelism crosses nodes. It must divide
-        the key heads of a tensor-parallel rank."""
-
     attention = "wlb_titan.runtime.attention.all_gather:AllGatherAttention"
     merges = True
-    spares: ClassVar[bool] = False
-    """Whether it keeps most documents from travelling."""
-
-    @staticmethod
-    def group_sizes(ranks: int) -> tuple[int, ...]:
-        """`levels` of so many ranks."""
-        return (ranks,)
-
-    def __init__(
-        self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
-    ) -> None:
-        super().__init__(config, ranks, latency, moves)
-        self._groups: int = config.gather_groups
-        self._per_document = per_document if config.remainder == "spread" else per_document_round_robin
+    spares: ClassVar[bool] = False  # keeps most documents from travelling
 
     @property
     def divisor(self) -> int:
         return 2 * self.ranks
-
-    def check(self, model: ModelShape, tensor: int) -> None:
-        heads = model.kv_heads // tensor
-        if self._groups < 1 or heads % self._groups:
-            raise PlanError(
-                f"{self._groups} groups do not divide the {heads} key heads of a rank at a tensor-parallel "
-                f"degree of {tensor}; set gather_groups to a divisor of {heads}.",
-                setting="sharding.gather_groups",
-            )
 
     def seconds(self, sharding: Sharding) -> Floats:
         return self.latency.seconds(sharding, held_keys(self._sent(sharding), self.levels))
@@ -114,7 +76,7 @@ class AllGather(ContextStrategy):
     @property
     def levels(self) -> tuple[int, ...]:
         """Sizes of the groups of neighbours within which documents may be exchanged; see `layout.spans`."""
-        return self.group_sizes(self.ranks)
+        return (self.ranks,)
 
     @property
     def meshes(self) -> Sequence[Mapping[str, int]]:
@@ -127,24 +89,14 @@ class AllGather(ContextStrategy):
     def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
         return key_shares(sharding, total, self.levels, slices)
 
-    def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
-        return heads // self._groups, kv_heads // self._groups
-
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
     ) -> ContextMask:
-        """Segments of the rank's own queries; `exchange` as of `gathered_mask`."""
+        """Segments of the rank's own queries; `exchange` is a `KeyExchange`."""
         return gathered_mask(sharding, lengths, total, rank, self.levels, slices)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        always = not self.spares
-        return gathered(model, tensor, self.ranks, self._groups, self.levels, always=always)
-
-    def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """Only the first group's gather is waited for as a whole; each later one overlaps with attention."""
-        rest = (self._groups - 1) / self._groups * np.maximum(communication - attention, 0)
-        waited: Floats = communication / self._groups + rest
-        return waited
+        return all_gather_exchange(model, tensor, self.ranks, self.levels, always=not self.spares)
 
 
 class PerSequence(AllGather):
@@ -164,56 +116,68 @@ class PerDocument(AllGather):
     """Two chunks of every document for each rank, so that all ranks do the same work."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return "per_document", self._per_document(lengths, total, self.ranks)
+        return "per_document", per_document(lengths, total, self.ranks)
 
 
 class Adaptive(AllGather):
     """For each micro-batch the one of these two whose slowest rank is predicted faster (section 5.3)."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return self._fastest(self.candidates(lengths, total), total)
+        return min(self.candidates(lengths, total), key=lambda named: self._predicted(named[1]))
 
     def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
-        return self._fastest(self.candidates(lengths, total, slices.cached), total, slices)
-
-    def _fastest(
-        self, shardings: Sequence[tuple[str, Sharding]], total: int, slices: Slices | None = None
-    ) -> tuple[str, Sharding]:
-        prefix = None if slices is None else slices.prefix
-
-        def seconds(sharding: Sharding) -> float:
-            sent = self._sent(sharding)
-            held = held_keys(sent, self.levels)
-            attention = slowest(self.latency.seconds(after(sharding, prefix), held))
-            if not self.moves:
-                return attention
-            sent = sent if slices is None else self._sent(sharding, slices)
-            moving = exchange_seconds(sent, self.levels, self.moves)
-            return attention + float(self.waited(np.array(moving), np.array(attention)))
-
-        return min(shardings, key=lambda named: seconds(named[1]))
+        tried = self.candidates(lengths, total, slices.cached)
+        return min(tried, key=lambda named: self._predicted(named[1], slices))
 
     def candidates(
         self, lengths: Ints, total: int, cached: Bools | None = None
     ) -> list[tuple[str, Sharding]]:
-        """Shardings with their names, of which the fastest is taken, the first of equally fast ones."""
+        """Shardings with their names; the fastest is taken, the first of equally fast ones."""
         return [
             ("per_sequence", per_sequence(lengths, total, self.ranks)),
-            ("per_document", self._per_document(lengths, total, self.ranks)),
+            ("per_document", per_document(lengths, total, self.ranks)),
         ]
+
+    def _predicted(self, sharding: Sharding, slices: Slices | None = None) -> float:
+        """Seconds of a layer's attention on the slowest rank, and those in which it waits for keys."""
+        sent, seen = self._sent(sharding), sharding
+        held = held_keys(sent, self.levels)
+        if slices is not None:
+            sent, seen = self._sent(sharding, slices), with_prefix(sharding, slices.prefix)
+        attention = slowest(self.latency.seconds(seen, held))
+        return attention + exchange_seconds(sent, self.levels, self.moves)
 
 
 class Hybrid(Adaptive):
     """Long documents over some ranks or all, short ones whole on one, where that is predicted fastest."""
 
-    group_sizes = staticmethod(levels_of)
     spares = True
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return levels_of(self.ranks)
 
     def candidates(
         self, lengths: Ints, total: int, cached: Bools | None = None
     ) -> list[tuple[str, Sharding]]:
         tried = tries(lengths, total, self.ranks, self.latency, self.levels, self.moves, cached)
         return [*super().candidates(lengths, total), *(("hybrid", sharding) for sharding in tried)]
+
+
+class Level(NamedTuple):
+    """What is gathered within the rank's group of one size."""
+
+    order: Ints
+    """int64 (gathered,), where each key lies among those gathered rank by rank, in document order and padding
+    last; empty where nothing is gathered."""
+    sent: int  # how many of this rank's tokens are among them
+
+
+class KeyExchange(NamedTuple):
+    """The keys of a rank: those that it gathers, and the tokens whose keys stay with it."""
+
+    levels: tuple[Level, ...]
+    kept: int
 
 
 def gathered_mask(
@@ -224,49 +188,57 @@ def gathered_mask(
     levels: Sequence[int],
     slices: Slices | None = None,
 ) -> ContextMask:
-    """The mask of one rank of a sharding in which runs of the widest `spans` come first.
-
-    `exchange` is, for each of the `levels`, int64 (rows x size,), where each key that the rank's group
-    gathers lies among those gathered rank by rank, in document order and padding last; and (sent, 0), of
-    which the length says how many of this rank's tokens are among them. For a level without any both are
-    empty. At the end (own, 0), tokens of keys that stay with the rank. Numbers in the place of empty arrays
-    would have code compiled anew for every value.
-    """
+    """The mask of one rank of a sharding in which runs of the widest `spans` come first."""
     share = total // len(sharding)
     span = spans(sharding, levels, slices)
     assert (np.diff(span[sharding[rank][:, DOCUMENT]]) <= 0).all(), "widest first, as of `shard`"
     sent = sent_tokens(sharding, span, len(levels))
     offset = np.zeros(len(sharding), dtype=np.int64)  # of what a rank sends on the level, among its tokens
-    exchange: list[Ints] = []
-    numbers: list[Ints] = []
+    exchange: list[Level] = []
+    numbers: list[Ints] = []  # of the documents whose keys the rank has, -1 for padding
     tokens: list[Ints] = []
     for place, size in reversed(list(enumerate(levels))):
         first = rank // size * size
-        members = range(first, first + size)
-        rows = int(sent[place, first : first + size].max())
-        parts = [sharding[member][span[sharding[member][:, DOCUMENT]] == place] for member in members]
-        documents, renumbered = np.unique(np.concatenate(parts)[:, DOCUMENT], return_inverse=True)
-        cuts = np.cumsum([len(part) for part in parts])[:-1]
-        for part, own in zip(parts, np.split(renumbered, cuts), strict=True):
-            part[:, DOCUMENT] = own
-        positions = sequence_positions(tuple(parts), lengths[documents], rows * size)
-        for row, late in zip(positions, offset[first : first + size] - (share - rows), strict=True):
-            row[:] = np.roll(row, max(int(late), 0))  # so far before those tokens the rank's rows begin
-        order = key_order(positions)
-        exchange = [order, np.empty((int(sent[place, rank]), 0), dtype=np.int64), *exchange]
+        group = slice(first, first + size)
+        rows = int(sent[place, group].max())
+        runs = [shard[span[shard[:, DOCUMENT]] == place] for shard in sharding[group]]
+        documents, order = _gathered_order(runs, lengths, rows, offset[group] - (share - rows))
+        exchange.insert(0, Level(order, int(sent[place, rank])))
         numbers += [documents, np.array([-1])]
         tokens += [lengths[documents], np.array([rows * size - int(lengths[documents].sum())])]
         offset += sent[place]
     mine = sharding[rank]
-    own = mine[span[mine[:, DOCUMENT]] < 0, DOCUMENT]
-    alone = not any(map(len, exchange))
-    exchange.append(np.empty((share - int(offset[rank]) if len(own) or alone else 0, 0), dtype=np.int64))
-    number = np.concatenate([*numbers, own])
-    size_of = np.concatenate([*tokens, lengths[own]])
+    whole = mine[span[mine[:, DOCUMENT]] < 0, DOCUMENT]
+    alone = not any(len(level.order) for level in exchange)
+    kept = share - int(offset[rank]) if len(whole) or alone else 0
+    number = np.concatenate([*numbers, whole])
+    size_of = np.concatenate([*tokens, lengths[whole]])
     begins = np.zeros(len(lengths) + 1, dtype=np.int64)
     begins[number] = np.cumsum(size_of) - size_of
     keys = np.stack([number, size_of], axis=1)[size_of > 0]
-    return ContextMask(segments_among(mine, begins[:-1]), tuple(exchange), keys)
+    return ContextMask(segments_among(mine, begins[:-1]), KeyExchange(tuple(exchange), kept), keys)
+
+
+def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) -> tuple[Ints, Ints]:
+    """The documents of a group's runs, and where each of their tokens lies among those gathered rank by rank,
+    in document order.
+
+    Args:
+        runs: per rank an int64 (m, 3), as of a sharding.
+        rows: tokens that each rank sends.
+        late: int64 (ranks,), rows by which what a rank sends would reach beyond its last token; its rows
+            then begin that much earlier.
+    """
+    documents, renumbered = np.unique(np.concatenate(runs)[:, DOCUMENT], return_inverse=True)
+    cuts = np.cumsum([len(of_rank) for of_rank in runs])[:-1]
+    for of_rank, number in zip(runs, np.split(renumbered, cuts), strict=True):
+        of_rank[:, DOCUMENT] = number
+    positions = sequence_positions(tuple(runs), lengths[documents], rows * len(runs))
+    for row, rolled in zip(positions, late, strict=True):
+        row[:] = np.roll(row, max(int(rolled), 0))
+    order = np.empty(positions.size, dtype=np.int64)
+    order[positions.ravel()] = np.arange(positions.size)  # the inverse of a permutation
+    return documents, order
 
 
 def key_shares(
@@ -288,14 +260,3 @@ def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
     for tokens, size in zip(sent, levels, strict=False):
         held += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)
     return held
-
-
-def key_order(positions: Ints) -> Ints:
-    """int64 (n,): where each token lies among those gathered rank by rank, in document order.
-
-    Args:
-        positions: int64 (ranks, n / ranks), of `sequence_positions`.
-    """
-    order = np.empty(positions.size, dtype=np.int64)
-    order[positions.ravel()] = np.arange(positions.size)  # the inverse of a permutation
-    return order

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats, Ints
-from wlb_titan.context.layout import Sharding, document_runs, from_runs
+from wlb_titan.context.layout import Sharding, document_chunks, from_runs
 from wlb_titan.context.strategy import MoveSeconds
 from wlb_titan.cost.attention_latency import AttentionLatency
 
@@ -75,7 +76,8 @@ def tries(
     moves: Sequence[MoveSeconds] = (),
     cached: Bools | None = None,
 ) -> list[Sharding]:
-    """Shardings of long documents over groups of ranks and short ones whole, the most promising first.
+    """At most `TRIES` shardings of long documents over groups of ranks and short ones whole, the most
+    promising first.
 
     Args:
         lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
@@ -83,74 +85,68 @@ def tries(
         levels: over how many ranks a document may go besides one.
         moves: what collectives take on each of the levels; empty where that does not count.
         cached: bool (n,), documents that have to go over all ranks; None for none.
-
-    Returns:
-        At most `TRIES`, each per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT.
     """
     assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
     work = latency.work(lengths, lengths).sum(axis=0)
-    widths, expected = _widths(lengths, work, total // ranks, levels, latency, moves, cached)
-    best = np.argsort(expected, kind="stable")[:TRIES].tolist()
-    return [_shard(lengths, widths[place], work, total, ranks, levels) for place in best]
+    widths = _widths(lengths, work, total // ranks, levels, latency, moves, cached)
+    return [_shard(lengths, one, work, total, ranks, levels) for one in widths]
 
 
 def _widths(
     lengths: Ints,
     work: Floats,
     share: int,
-    sizes: Sequence[int],
+    levels: Sequence[int],
     latency: AttentionLatency,
     moves: Sequence[MoveSeconds],
     cached: Bools | None,
-) -> tuple[Ints, Floats]:
-    """Over how many ranks documents go under each bound, int64 (bounds, n), and the time that is expected of
-    it, float64 (bounds,). Equal ones are there once."""
-    ranks = sizes[-1]
-    mean = work.sum() / ranks
+) -> list[Ints]:
+    """int64 (n,), over how many ranks each document goes, for the bounds with the least expected time."""
+    ranks, mean = levels[-1], work.sum() / levels[-1]
     long = (work > NEGLIGIBLE * mean) | (lengths > share // ITEMS_PER_RANK)
     if cached is not None:
         long |= cached
     (rows,) = np.nonzero(long)
-    choices = np.array([1, *sizes])
-    # Of each long document its share of work and tokens under each choice.
-    shares = work[rows] / choices[:, None]
-    tokens = lengths[rows] / choices[:, None]
-    _, low, high = document_runs(np.zeros(len(rows), dtype=np.int64), lengths[rows], ranks)
-    pieces = latency.work(np.maximum(high - low, 1), np.maximum(high, 1)).sum(axis=0)
-    cut_work = pieces.reshape(ranks, len(rows), 2).sum(axis=(0, 2))  # among few ranks: as if they were whole
-    per_token = np.zeros(len(choices))
-    per_token[1 : 1 + len(moves)] = [move.token for move in moves]
-    each = np.zeros(len(choices))
-    each[1 : 1 + len(moves)] = [move.each for move in moves]
+    sizes = np.array([1, *levels])
+    shares, tokens = work[rows] / sizes[:, None], lengths[rows] / sizes[:, None]  # on a rank, by size
     rest = work.sum() - work[rows].sum()
-    bounds = np.array(BOUNDS)[:, None, None]
-    room = ROOM * np.clip(bounds, 0.3, 1.0) * share
-    fits = (shares <= bounds * mean) & (tokens <= room)
-    chosen = np.where(fits.any(axis=1), fits.argmax(axis=1), len(sizes))  # by bound and document
-    if cached is not None:
-        chosen[:, cached[rows]] = len(sizes)
-    different = sorted({one.tobytes(): place for place, one in reversed([*enumerate(chosen)])}.values())
-    chosen = chosen[different]
-    widths = np.ones((len(chosen), len(lengths)), dtype=np.int64)
-    widths[:, rows] = choices[chosen]
-    largest = shares[chosen, np.arange(len(rows))].max(axis=1, initial=0.0)
-    computed = (rest + np.where(chosen == len(sizes), cut_work, work[rows]).sum(axis=1)) / ranks
-    travelling = (chosen[:, None] == np.arange(len(choices))[:, None]) @ lengths[rows] * choices / ranks
-    moved = (travelling * per_token + (travelling > 0) * each).sum(axis=1)
-    return widths, np.maximum(computed, largest) + GAP * largest + moved
+    _, begin, end = document_chunks(np.zeros(len(rows), dtype=np.int64), lengths[rows], ranks)
+    pieces = latency.work(np.maximum(end - begin, 1), np.maximum(end, 1)).sum(axis=0)
+    cut_work = pieces.reshape(ranks, len(rows), 2).sum(axis=(0, 2))  # among few ranks: as if they were whole
+    token_seconds, each = np.zeros((2, len(sizes)))
+    for place, move in enumerate(moves, start=1):
+        token_seconds[place], each[place] = move
+
+    tried: dict[bytes, tuple[float, Ints]] = {}
+    for bound in BOUNDS:
+        room = ROOM * min(max(bound, 0.3), 1.0) * share
+        narrow = (shares <= bound * mean) & (tokens <= room)
+        choice = np.where(narrow.any(axis=0), narrow.argmax(axis=0), len(levels))  # places in `sizes`
+        if cached is not None:
+            choice[cached[rows]] = len(levels)
+        if choice.tobytes() in tried:
+            continue
+        largest = shares[choice, np.arange(len(rows))].max(initial=0.0)
+        computed = (rest + np.where(choice == len(levels), cut_work, work[rows]).sum()) / ranks
+        travelling = np.bincount(choice, lengths[rows], len(sizes)) * sizes / ranks
+        moved = (travelling * token_seconds + (travelling > 0) * each).sum()
+        widths = np.ones(len(lengths), dtype=np.int64)
+        widths[rows] = sizes[choice]
+        tried[choice.tobytes()] = max(computed, largest) + GAP * largest + moved, widths
+    return [widths for _, widths in sorted(tried.values(), key=itemgetter(0))[:TRIES]]
 
 
 def _shard(
     lengths: Ints, widths: Ints, work: Floats, total: int, ranks: int, sizes: Sequence[int]
 ) -> Sharding:
-    """The sharding in which documents go over so many ranks each, or more where there is no room."""
+    """The sharding in which each document goes over `widths` ranks, or more where there is no room."""
     begins = np.cumsum(lengths) - lengths
     share = total // ranks
     groups, loads, left = _place(lengths, widths, work, share, sizes)
     runs = [
         (owner + place * size, begin, end)
         for (size, place), members in groups.items()
-        for owner, begin, end in [document_runs(begins[members], lengths[members], size)]
+        for owner, begin, end in [document_chunks(begins[members], lengths[members], size)]
     ]
     empty = np.zeros(0, dtype=np.int64)
     owner, begin, end = map(np.concatenate, zip((empty, empty, empty), *runs, strict=True))
@@ -202,7 +198,7 @@ def _place(
 
 
 def _items(lengths: Ints, begins: Ints, is_long: Bools, work: Floats, most: int) -> tuple[Ints, Ints, Floats]:
-    """Begin, end and work of the short documents, neighbours of together some `most` tokens as one."""
+    """First token, end and work of the short documents; neighbours with some `most` tokens are one."""
     short = np.flatnonzero(~is_long)
     if not short.size:
         return short, short, np.zeros(0)
@@ -244,11 +240,7 @@ def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tup
 
 
 def _fill(begins: Ints, ends: Ints, room: Ints, padding: int) -> tuple[Ints, Ints, Ints]:
-    """Cuts runs over the ranks' rooms, the smallest of which take the padding.
-
-    Returns:
-        Owner, begin and end of the pieces.
-    """
+    """Cuts runs over the ranks' rooms, the smallest of which take the padding: runs as of `from_runs`."""
     order = np.argsort(room, kind="stable").tolist()
     rooms = room.tolist()
     for rank in order:

@@ -1,6 +1,7 @@
 """Shardings, and what follows from one: attention segments, and the order of the gathered keys.
 
-Per-document sharding: every document is cut into 2 x ranks chunks (paper section 5.1).
+Per-document sharding (paper section 5.1): every document is cut into 2 x ranks chunks, and rank i takes
+chunks i and 2 ranks - 1 - i of each. Per-sequence sharding cuts the packed sequence as one long document.
 
 A document's length is rarely a multiple of 2 x ranks. The paper cuts the multiple and deals the remaining
 tokens out one by one, and each of these is a query tile of its own that reads the whole document. Here all
@@ -25,6 +26,59 @@ from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 Sharding = tuple[Ints, ...]
 """Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT: its runs of tokens, in order."""
+
+
+def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:
+    """The pairs of chunks of the whole sequence.
+
+    Example: documents of 6 and 2 tokens on 2 ranks: the chunks are 0-1, 2-3, 4-5 and 6-7, so rank 0 holds
+    [(0, 0, 2), (1, 0, 2)] and rank 1 [(0, 2, 4)].
+
+    Args:
+        lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
+        total: tokens of the sequence with its padding; a multiple of 2 x ranks.
+    """
+    _check(total, ranks)
+    return from_runs(*document_chunks(np.array([0]), np.array([total]), ranks), lengths, ranks)
+
+
+def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
+    """The pairs of chunks of each document; arguments as of `per_sequence`.
+
+    Example: documents of 9 and 7 tokens on 2 ranks have chunks of 3, 2, 2, 2 and 1, 2, 2, 2 tokens: rank 0
+    holds [(0, 0, 3), (0, 7, 2), (1, 0, 1), (1, 5, 2)] and rank 1 [(0, 3, 4), (1, 1, 4)], 8 tokens each.
+    """
+    _check(total, ranks)
+    return from_runs(*document_chunks(np.cumsum(lengths) - lengths, lengths, ranks), lengths, ranks)
+
+
+def _check(total: int, ranks: int) -> None:
+    assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
+
+
+def document_chunks(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
+    """The 2 x ranks chunks of each document, as runs for `from_runs`: owner, begin and end, each int64
+    (ranks x documents x 2,), ordered by rank, document and place, so that sorting them takes no time.
+
+    Args:
+        begins: int64 (documents,), where they lie in the sequence.
+    """
+    sizes = chunk_sizes(lengths, ranks)
+    ends = begins + np.cumsum(sizes, axis=0)
+    early = np.arange(ranks)
+    pairs = np.stack([early, 2 * ranks - 1 - early], axis=1)
+    begin, end = (of_chunk[pairs].transpose(0, 2, 1).ravel() for of_chunk in (ends - sizes, ends))
+    return np.repeat(early, 2 * len(lengths)), begin, end
+
+
+def chunk_sizes(lengths: Ints, ranks: int) -> Ints:
+    """int64 (2 x ranks, documents), tokens of the chunks of each; ranks get the longer ones in turn."""
+    floor, longer = np.divmod(lengths, 2 * ranks)
+    dealt = np.cumsum(longer) - longer  # longer chunks of earlier documents
+    early = np.arange(ranks)
+    turn = np.concatenate([early, 2 * ranks - 1 - early])[:, None]  # of each chunk to be a longer one
+    sizes: Ints = floor + ((turn - dealt) % (2 * ranks) < longer)
+    return sizes
 
 
 def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) -> Sharding:
@@ -128,7 +182,7 @@ def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
     return tokens.astype(np.int64).reshape(-1, ranks)
 
 
-def after(sharding: Sharding, prefix: Ints | None) -> Sharding:
+def with_prefix(sharding: Sharding, prefix: Ints | None) -> Sharding:
     """The runs of a sharding where each document has a prefix that lies elsewhere, and its queries see it.
 
     Args:
@@ -188,97 +242,7 @@ def sequence_positions(sharding: Sharding, lengths: Ints, total: int) -> Ints:
     return positions
 
 
-def whole(lengths: Ints) -> Ints:
+def whole_sequence(lengths: Ints) -> Ints:
     """The shard of a rank that holds the whole sequence: every document in one run."""
     documents = np.arange(len(lengths))
     return np.stack([documents, np.zeros_like(documents), lengths], axis=1)
-
-
-def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:
-    """Cuts the whole sequence into 2 x ranks chunks; rank i takes chunks i and 2 ranks - 1 - i.
-
-    Example: documents of 6 and 2 tokens on 2 ranks: the chunks are 0-1, 2-3, 4-5 and 6-7, so rank 0 holds
-    [(0, 0, 2), (1, 0, 2)] and rank 1 [(0, 2, 4)].
-
-    Args:
-        lengths: int64 (n,), tokens of the documents in sequence order.
-        total: tokens of the sequence with its padding; a multiple of 2 x ranks.
-
-    Returns:
-        Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT.
-    """
-    chunk = total // (2 * ranks)
-    assert chunk * 2 * ranks == total, f"{total} tokens do not divide into {2 * ranks} chunks"
-    index = np.arange(2 * ranks)
-    owner = np.minimum(index, 2 * ranks - 1 - index)
-    return from_runs(owner, index * chunk, (index + 1) * chunk, lengths, ranks)
-
-
-def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
-    """Cuts each document into 2 x ranks chunks; rank i takes chunks i and 2 ranks - 1 - i of each.
-
-    Example: documents of 9 and 7 tokens on 2 ranks have chunks of 3, 2, 2, 2 and 1, 2, 2, 2 tokens: rank 0
-    holds [(0, 0, 3), (0, 7, 2), (1, 0, 1), (1, 5, 2)] and rank 1 [(0, 3, 4), (1, 1, 4)], 8 tokens each.
-
-    Args:
-        lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
-        total: tokens of the sequence with its padding; a multiple of 2 x ranks.
-
-    Returns:
-        Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT.
-    """
-    assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
-    _, begin, end = document_runs(np.zeros_like(lengths), lengths, ranks)
-    begins, counts = begin.reshape(-1, 2), (end - begin).reshape(-1, 2)
-    touch = begins[:, 0] + counts[:, 0] == begins[:, 1]  # the middle two chunks do
-    counts[touch, 0] += counts[touch, 1]
-    counts[touch, 1] = 0
-    rows = np.empty((ranks, 2 * len(lengths), 3), dtype=np.int64)
-    rows[:, :, DOCUMENT] = np.repeat(np.arange(len(lengths)), 2)
-    rows[:, :, OFFSET] = begin.reshape(ranks, -1)
-    rows[:, :, COUNT] = counts.reshape(ranks, -1)
-    return tuple(of_rank[of_rank[:, COUNT] > 0] for of_rank in rows)
-
-
-def document_runs(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
-    """The chunks of documents that lie at `begins` in the sequence, as runs for `from_runs`.
-
-    Returns:
-        Owner, begin and end, each int64 (ranks x documents x 2,), ordered by rank, document and place.
-    """
-    early = np.arange(ranks)
-    chunks = np.stack([early, 2 * ranks - 1 - early], axis=1)
-    turn = np.concatenate([early, 2 * ranks - 1 - early])  # of each chunk to be the longer one
-    floor, longer = np.divmod(lengths, 2 * ranks)
-    first_turn = (np.cumsum(longer) - longer) % (2 * ranks)
-    wait = turn - first_turn[:, None]
-    wait += (wait < 0) * (2 * ranks)
-    ends = np.cumsum(floor[:, None] + (wait < longer[:, None]), axis=1)
-    ends = np.concatenate([begins[:, None], begins[:, None] + ends], axis=1)
-    by_rank = ends.T
-    return (
-        np.repeat(early, 2 * len(lengths)),
-        by_rank[chunks].transpose(0, 2, 1).ravel(),
-        by_rank[chunks + 1].transpose(0, 2, 1).ravel(),
-    )
-
-
-def per_document_round_robin(lengths: Ints, total: int, ranks: int) -> Sharding:
-    """The paper's per-document sharding: equal chunks of a document, its last tokens dealt out singly.
-
-    Arguments and result are those of `per_document`. The tokens go to ranks 0, 1, 2 ... in turn, over the
-    documents, so that here too no rank is more than one ahead.
-    """
-    assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
-    begins = np.cumsum(lengths) - lengths
-    rest = lengths % (2 * ranks)
-    owner, begin, end = document_runs(begins, lengths - rest, ranks)
-    dealt = np.arange(rest.sum())
-    token = np.repeat(begins + lengths - np.cumsum(rest), rest) + dealt
-    return from_runs(
-        np.concatenate([owner, dealt % ranks]),
-        np.concatenate([begin, token]),
-        np.concatenate([end, token + 1]),
-        lengths,
-        ranks,
-    )

@@ -5,7 +5,7 @@ Reading (`Corpus`) needs numpy and pyarrow only. Writing (`wlb_titan.corpus.prep
 """
 
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.manifest import Manifest
+from wlb_titan.corpus.folder import Manifest
 from wlb_titan.errors import CorpusError
 
 __all__ = ["Corpus", "CorpusError", "Manifest"]

@@ -11,9 +11,8 @@ line, and those above `max_length` are cut, skipped and counted, or an error, as
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,50 +20,62 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.arrays import Ints
 from wlb_titan.corpus.sources import Source
-from wlb_titan.corpus.texts import Document, LeftOut
-from wlb_titan.corpus.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from wlb_titan.corpus.tokenizer import TOKENIZER_FILE, Document, LeftOut
 from wlb_titan.errors import CorpusError
 
-AT_ONCE = 256
-"""Conversations tokenized together."""
+AT_ONCE = 256  # conversations tokenized together
 
 ASSISTANT = "assistant"
 THOUGHT = "reasoning_content"
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
-"""Begin and end of what is learned, in characters."""
+"""First character of what is learned, and the one behind its last."""
 
 
 class ChatTemplate:
-    """A tokenizer's chat template.
+    """The chat template of a tokenizer, given by its folder; `options` are values that the template reads
+    besides, such as `enable_thinking`."""
 
-    Args:
-        tokenizer: its folder.
-        options: values that the template reads besides, such as `enable_thinking`.
-        file: has another template.
-    """
-
-    def __init__(self, tokenizer: Path, options: dict[str, Any], file: Path | None = None) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         try:
+            from transformers import PreTrainedTokenizerFast
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
+            install = 'install it with `pip install "wlb-titan[chat]"`'
+            raise CorpusError(f"Chat templates are rendered by transformers; {install}.") from error
+        named = PreTrainedTokenizerFast.from_pretrained(folder)
+        if not named.chat_template:
             raise CorpusError(
-                "Chat templates are rendered by the package transformers; install it with `pip install "
-                '"wlb-titan[chat]"`.'
-            ) from error
+                "The tokenizer has no chat template, so nothing says how a conversation is written. Take "
+                "that of the model's chat version, or name a template in Jinja with --chat-template FILE."
+            )
+        self._template = named.get_chat_template()
         self._render = render_jinja_template
-        self._template, special = _read_template(tokenizer, file)
-        self._options = special | options
+        self._options = named.special_tokens_map | options
         self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
+        self.tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        self._special = [token.content for token in added if token.special]
+
+    def document(self, source: Source, number: int) -> tuple[str, Spans]:
+        """The text of a conversation, and the parts that are learned."""
+        try:
+            record = source.read(number)
+            messages, tools = checked(record["messages"], self._special), record["tools"] or None
+            check_spelling(tools, self._special, "a tool")
+            text, spans = self.render(messages, tools)
+            text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
+        except ValueError as error:
+            raise CorpusError(f"{source.name(number)}: {error}.") from error
+        return text, spans
 
     def render(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans]:
-        """The text of a conversation, and what of it is learned.
-
-        Raises:
-            ValueError: the template refuses it, drops a turn, or rewrites earlier turns.
-        """
+        """The text of messages, and the parts that are learned; a ValueError where the template refuses them,
+        drops a turn, or rewrites earlier turns."""
         text, spans = self._rendered(messages, tools, mask=self.marked)
         place = 0
         for number, message in enumerate(messages, start=1):
@@ -72,15 +83,15 @@ class ChatTemplate:
                 found = text.find(part.strip(), place)
                 if found < 0:
                     raise ValueError(
-                        f"the chat template drops message {number} ({message['role']}), or a part of "
-                        "it; use a template that writes every turn (--chat-template FILE)"
+                        f"the chat template drops message {number} ({message['role']}) or a part of it; use "
+                        "one that writes every turn (--chat-template FILE)"
                     )
                 place = found + len(part.strip())
         thought = messages[-1].get(THOUGHT)  # of earlier turns, templates drop it on purpose
         if isinstance(thought, str) and thought.strip() not in text:
             raise ValueError(
-                f"the chat template drops the {THOUGHT} of message {len(messages)}; take it out, or use a "
-                "template that writes it (--chat-template FILE)"
+                f"the chat template drops the {THOUGHT} of message {len(messages)}; take it out, or use one "
+                "that writes it (--chat-template FILE)"
             )
         if self.marked:
             return text, spans
@@ -97,8 +108,8 @@ class ChatTemplate:
         if not (after.startswith(before) and text.startswith(after)):
             raise ValueError(
                 f"the chat template writes message {number + 1} ({ASSISTANT}) otherwise once more turns "
-                "follow, so where it lies cannot be told. Put {% generation %} and {% endgeneration %} "
-                "around what the assistant says in the template, and name it with --chat-template FILE"
+                "follow. Put {% generation %} and {% endgeneration %} around what the assistant says in it, "
+                "and name it with --chat-template FILE"
             )
         return len(before), len(after)
 
@@ -120,38 +131,38 @@ class ChatTemplate:
 
 
 def conversations(
-    source: Source, order: Sequence[int], tokenizer: Path, settings: PrepareSettings, left_out: LeftOut
+    source: Source,
+    order: Ints,
+    template: ChatTemplate,
+    left_out: LeftOut,
+    longest: int | None,
+    too_long: str,
 ) -> Iterator[Document]:
     """The conversations of a source as `tokenized` gives texts, with the spans of learned tokens.
 
     Args:
         order: the conversations' numbers.
-        tokenizer: the corpus' own folder with the tokenizer.
-        settings: with the template, and what to do with long ones.
         left_out: counts on while conversations are taken.
+        longest: in tokens; None takes any.
+        too_long: what is done with longer ones: "cut", "skip" or "error".
     """
-    assert settings.tokenizer is not None  # of chat data it is given
-    template = ChatTemplate(Path(settings.tokenizer), dict(settings.template_options), settings.template_file)
-    tool = Tokenizer.from_file(str(tokenizer / TOKENIZER_FILE))
-    tool.no_truncation()
-    tool.no_padding()
-    special = [token.content for token in tool.get_added_tokens_decoder().values() if token.special]
-    longest, places = settings.max_length, iter(enumerate(order))
+    places = iter(enumerate(order))
     while batch := list(islice(places, AT_ONCE)):
-        names = [source.name(document) for _, document in batch]
-        rendered = [_rendered(source, document, template, special) for _, document in batch]
-        encodings = tool.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        for (position, _), name, (_, spans), encoding in zip(batch, names, rendered, encodings, strict=True):
+        rendered = [template.document(source, document) for _, document in batch]
+        texts = [text for text, _ in rendered]
+        encodings = template.tokenizer.encode_batch(texts, add_special_tokens=False)
+        for (position, document), (_, spans), encoding in zip(batch, rendered, encodings, strict=True):
+            name = source.name(document)
             if longest is not None and len(encoding) > longest:
-                if settings.too_long == "error":
+                if too_long == "error":
                     raise CorpusError(
                         f"{name}: the conversation has {len(encoding):,} tokens, above --max-length "
                         f"{longest:,}. Cut long ones with --too-long cut, leave them out with --too-long "
                         "skip, or raise --max-length."
                     )
-                left_out.cut += settings.too_long == "cut"
-                left_out.skipped += settings.too_long == "skip"
-                if settings.too_long == "skip":
+                left_out.cut += too_long == "cut"
+                left_out.skipped += too_long == "skip"
+                if too_long == "skip":
                     continue
             tokens = np.array(encoding.ids, dtype=np.int32)[:longest]
             learned = _learned(encoding.offsets, spans)[:longest]
@@ -159,44 +170,21 @@ def conversations(
             yield Document(position, name, tokens, edges.astype(np.int32))
 
 
-def _rendered(source: Source, document: int, template: ChatTemplate, special: list[str]) -> tuple[str, Spans]:
-    try:
-        record = source.read(document)
-        messages, tools = checked(record["messages"], special), record["tools"] or None
-        check_spelling(tools, special, "a tool")
-        text, spans = template.render(messages, tools)
-        text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
-        return text, spans
-    except ValueError as error:
-        raise CorpusError(f"{source.name(document)}: {error}.") from error
-
-
 def checked(messages: Any, special: list[str]) -> list[Message]:
-    """The messages of a conversation, without keys that have no value.
-
-    Raises:
-        ValueError: it is no conversation from which something can be learned; the message says where.
-    """
+    """The messages of a conversation, without keys that have no value; a ValueError says where it is none
+    from which something can be learned."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            'the conversation is no list of messages, {"role": ..., "content": ...}, or an empty one'
-        )
+        raise ValueError('the conversation is no list of messages, {"role": ..., "content": ...}')
     result = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            there = f"; it has {', '.join(message)}" if isinstance(message, dict) else ""
-            raise ValueError(
-                f'message {number} has no "role"{there}. Messages are written '
-                f'{{"role": "user", "content": "..."}}'
-            )
+            there = f"it has {', '.join(message)}; " if isinstance(message, dict) else ""
+            raise ValueError(f'message {number} has no "role"; {there}write {{"role": ..., "content": ...}}')
         message = {key: value for key, value in message.items() if value is not None}
-        if not isinstance(message.get("content", ""), str | list):
-            kind = type(message["content"]).__name__
-            raise ValueError(f"the content of message {number} ({message['role']}) is {kind}, not text")
-        texts = _texts(message)
-        if not any(text.strip() for text in texts) and not message.get("tool_calls"):
-            raise ValueError(f"message {number} ({message['role']}) is empty")
-        check_spelling(message, special, f"message {number} ({message['role']})")
+        name = f"message {number} ({message['role']})"
+        if not any(text.strip() for text in _texts(message)) and not message.get("tool_calls"):
+            raise ValueError(f"{name} has no text")
+        check_spelling(message, special, name)
         result.append(message)
     if all(message["role"] != ASSISTANT for message in result):
         raise ValueError(f'no message is of the role "{ASSISTANT}", so nothing would be learned')
@@ -207,10 +195,7 @@ def check_spelling(value: Any, special: list[str], what: str) -> None:
     """Raises ValueError if a text anywhere in a JSON value spells a special token."""
     texts = "\n".join(_strings(value))
     if spelt := [token for token in special if token in texts]:
-        raise ValueError(
-            f"{what} spells the special token {spelt[0]!r}, which the template alone may write; take it out "
-            "of the text"
-        )
+        raise ValueError(f"{what} spells the special token {spelt[0]!r}; only the template may write it")
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -227,10 +212,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _texts(message: Message) -> list[str]:
-    content = message.get("content", "")
+    content = message.get("content")
     if isinstance(content, str):
         return [content]
-    return [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
 
 
 def _learned(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:
@@ -240,25 +226,3 @@ def _learned(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:
     for begin, end in spans:
         learned |= (begins < end) & (np.maximum(ends, begins + 1) > begin)
     return learned
-
-
-def _read_template(tokenizer: Path, file: Path | None) -> tuple[str, dict[str, str]]:
-    """The template, and the special tokens that it may name."""
-    config = json.loads((tokenizer / CONFIG_FILE).read_text(encoding="utf-8"))
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    if file is not None or (tokenizer / TEMPLATE_FILE).is_file():
-        template = (file or tokenizer / TEMPLATE_FILE).read_text(encoding="utf-8")
-    if not template:
-        raise CorpusError(
-            f"The tokenizer {tokenizer} has no chat template, so nothing says how a conversation is "
-            "written. Take the tokenizer of the model's chat version, or name a template in Jinja with "
-            "--chat-template FILE."
-        )
-    special = {
-        name: value.get("content") if isinstance(value, dict) else value for name, value in config.items()
-    }
-    return template, {
-        name: value for name, value in special.items() if name.endswith("_token") and isinstance(value, str)
-    }

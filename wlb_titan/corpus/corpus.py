@@ -9,8 +9,8 @@ A corpus that `wlb-titan prepare` made is a folder:
     unreadable.txt     files and records that could not be read, if there were any
     manifest.json      counts, settings, sizes and SHA-256 of the files above; written last
 
-On opening, all sizes are compared, and the SHA-256 of all but the documents; theirs by `verify`. Others are
-opened as `foreign` says.
+On opening, all sizes are compared, and the SHA-256 of all but the documents; theirs by `verify`. How
+corpora of other tools are opened, `foreign` says.
 """
 
 import hashlib
@@ -21,9 +21,14 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Bools, Ints
-from wlb_titan.corpus.folder import partial_folder
+from wlb_titan.corpus.folder import (
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    TOKENIZER_FOLDER,
+    Manifest,
+    partial_folder,
+)
 from wlb_titan.corpus.foreign import fingerprint_of_files, open_foreign
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
 from wlb_titan.corpus.masks import SpanMask
 from wlb_titan.corpus.shards import SPANS, ArrowShard, Lengths, Shard, Tokens
 from wlb_titan.errors import CorpusError
@@ -34,17 +39,29 @@ SPOTS = 256
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The tokenizer that made a corpus' token ids.
+    """The tokenizer that made a corpus' token ids."""
 
-    Attributes:
-        path: folder in Hugging Face's layout.
-        sha256: SHA-256 of its tokenizer.json.
-        vocab_size: the largest id, plus one.
-    """
+    path: Path  # folder in Hugging Face's layout
+    sha256: str  # of its tokenizer.json
+    vocab_size: int  # the largest id, plus one
 
-    path: Path
-    sha256: str
-    vocab_size: int
+    @classmethod
+    def of(cls, folder: Path) -> "TokenizerFacts":
+        """Those of a folder, which must have a tokenizer.json."""
+        file = folder.absolute() / "tokenizer.json"
+        if not file.is_file():
+            raise CorpusError(
+                f"There is no {file}; `tokenizer` names the folder of a tokenizer in Hugging Face's layout.",
+                setting="corpus.tokenizer",
+            )
+        from tokenizers import Tokenizer  # not needed for corpora that were prepared
+
+        content = file.read_bytes()
+        try:
+            vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
+        except Exception as error:  # the library raises bare Exceptions
+            raise CorpusError(f"{file} is not a tokenizer: {error}", setting="corpus.tokenizer") from error
+        return cls(file.parent, hashlib.sha256(content).hexdigest(), max(vocabulary.values()) + 1)
 
 
 class Corpus:
@@ -71,12 +88,12 @@ class Corpus:
         parts: "Sequence[Corpus]" = (),
     ) -> None:
         self.path = path
-        self.parts = tuple(parts)
+        self.shards = tuple(shards)
         self.lengths = Lengths(shards)
         self.fingerprint = fingerprint
         self.tokenizer = tokenizer
         self.manifest = manifest
-        self.shards = list(shards)
+        self.parts = tuple(parts)
 
     def __str__(self) -> str:
         if self.parts:
@@ -101,9 +118,8 @@ class Corpus:
             raise CorpusError(_no_corpus(path))
         if not sum(shard.tokens for shard in found.shards):
             raise CorpusError(f"{path} holds no tokens; write it again.")
-        fingerprint = fingerprint_of_files(found.files, found.read_as)
-        facts = tokenizer_facts(Path(tokenizer)) if tokenizer else None
-        return cls(path, found.shards, fingerprint, facts)
+        facts = TokenizerFacts.of(Path(tokenizer)) if tokenizer else None
+        return cls(path, found.shards, fingerprint_of_files(found), facts)
 
     @classmethod
     def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":
@@ -112,8 +128,8 @@ class Corpus:
         for part, tokenizer in known[1:]:
             if tokenizer.sha256 != known[0][1].sha256:
                 raise CorpusError(
-                    f"{part} and {known[0][0]} were made with different tokenizers, so their token ids do "
-                    "not mean the same. Prepare one of them anew with the tokenizer of the other."
+                    f"{part} and {known[0][0]} were made with different tokenizers. Prepare one of them "
+                    "again with the tokenizer of the other."
                 )
         fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
         shards = [shard for part in parts for shard in part.shards]
@@ -125,11 +141,9 @@ class Corpus:
     def tokens(self, row: int, start: int = 0, length: int | None = None) -> Tokens:
         """Tokens `start` .. `start + length - 1` of document `row`; without `length`, all from `start` on.
 
-        Returns:
-            A read-only view of the memory-mapped file: nothing is copied.
+        They are a read-only view of the memory-mapped file: nothing is copied.
         """
-        number, place = self._place(row)
-        shard = self.shards[number]
+        shard, place = self._place(row)
         begin, end = (int(bound[0]) for bound in shard.bounds(np.array([place])))
         if length is None:
             length = end - begin - start
@@ -141,33 +155,29 @@ class Corpus:
 
     @property
     def masked(self) -> bool:
-        """Whether something says of some documents which tokens are learned."""
+        """Whether some documents have a label mask."""
         return any(shard.mask for shard in self.shards)
 
     def learned(self, row: int, start: int, length: int) -> Bools:
         """bool (length,), whether each of these tokens of document `row` is to be learned."""
-        number, place = self._place(row)
-        mask = self.shards[number].mask
-        return mask.read(place, start, length) if mask else np.ones(length, dtype=np.bool_)
+        shard, place = self._place(row)
+        return shard.mask.read(place, start, length) if shard.mask else np.ones(length, dtype=np.bool_)
 
     def count_learned(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
         """int64 (n,), learned tokens among the tokens start .. stop - 1 of each of these documents."""
         counts = stops - starts
-        shards = np.searchsorted(self.lengths.firsts, rows, side="right") - 1
-        for number in np.unique(shards).tolist():
-            mask, mine = self.shards[number].mask, shards == number
-            if mask:
-                places = rows[mine] - self.lengths.firsts[number]
-                counts[mine] = mask.count(places, starts[mine], stops[mine])
+        for shard, mine, places in self.lengths.by_shard(rows):
+            if shard.mask:
+                counts[mine] = shard.mask.count(places, starts[mine], stops[mine])
         return counts
 
     def source(self, row: int) -> str:
         """Where document `row` came from, such as `stdlib/json/decoder.py`."""
-        number, place = self._place(row)
-        return self.shards[number].source(place)
+        shard, place = self._place(row)
+        return shard.source(place)
 
     def check_ids(self, row: int, tokens: Tokens, vocabulary: int) -> None:
-        """Make sure that tokens of document `row` are ids below `vocabulary`: a model that meets another
+        """Refuses tokens of document `row` that are no ids below `vocabulary`: a model that meets one
         fails far from the cause, on a GPU without a message."""
         found = [int(tokens.min()), int(tokens.max())] if len(tokens) else []
         for wrong in (id_ for id_ in found if not 0 <= id_ < vocabulary):
@@ -177,8 +187,8 @@ class Corpus:
             )
 
     def check_sample(self, vocabulary: int) -> None:
-        """`check_ids` and a look at the mask, of all documents of a corpus up to 16 M tokens, and of so many
-        tokens of a larger one, in 256 runs of documents spread over it."""
+        """`check_ids` and a look at the mask: of the whole corpus up to 16 M tokens, of 16 M tokens of a
+        larger one, in 256 runs of documents spread over it."""
         spots = np.linspace(0, len(self), SPOTS, endpoint=False).astype(np.int64)
         for start, stop in zip(spots, [*spots[1:], len(self)], strict=True):
             left = SAMPLE_TOKENS // SPOTS if self.lengths.sum() > SAMPLE_TOKENS else SAMPLE_TOKENS
@@ -195,8 +205,8 @@ class Corpus:
         """`tokenizer`, or a CorpusError where none is known."""
         if self.tokenizer is None:
             raise CorpusError(
-                f"The corpus {self.path} comes without its tokenizer. Name the folder of the tokenizer that "
-                "made it, with tokenizer.json and tokenizer_config.json: wlb.corpus.tokenizer.",
+                f"The corpus {self.path} comes without its tokenizer. Name the folder of the one that made "
+                "it with wlb.corpus.tokenizer.",
                 setting="corpus.tokenizer",
             )
         return self.tokenizer
@@ -206,30 +216,12 @@ class Corpus:
         """Folder of `known_tokenizer`, in Hugging Face's layout."""
         return self.known_tokenizer.path
 
-    def _place(self, row: int) -> tuple[int, int]:
-        """The number of the shard that has document `row`, and its place there."""
+    def _place(self, row: int) -> tuple[Shard, int]:
+        """The shard that has document `row`, and its place there."""
         if not 0 <= row < len(self):
             raise IndexError(f"document {row} of a corpus of {len(self)} documents")
         number = int(np.searchsorted(self.lengths.firsts, row, side="right")) - 1
-        return number, row - int(self.lengths.firsts[number])
-
-
-def tokenizer_facts(folder: Path) -> TokenizerFacts:
-    """Raises CorpusError if the folder has no tokenizer.json, or a damaged one."""
-    file = folder.absolute() / "tokenizer.json"
-    if not file.is_file():
-        raise CorpusError(
-            f"There is no {file}; `tokenizer` names the folder of a tokenizer in Hugging Face's layout.",
-            setting="corpus.tokenizer",
-        )
-    from tokenizers import Tokenizer  # not needed for corpora that were prepared
-
-    content = file.read_bytes()
-    try:
-        vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises bare Exceptions
-        raise CorpusError(f"{file} is not a tokenizer: {error}", setting="corpus.tokenizer") from error
-    return TokenizerFacts(file.parent, hashlib.sha256(content).hexdigest(), max(vocabulary.values()) + 1)
+        return self.shards[number], row - int(self.lengths.firsts[number])
 
 
 def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
@@ -241,11 +233,11 @@ def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
         raise _damaged(path, damage)
     if mask not in ("auto", "none"):
         raise CorpusError(
-            f"The corpus {path} was prepared and knows itself what is learned; `mask` is {mask!r}, and can "
-            'be "auto", or "none" to learn every token.',
+            f"The prepared corpus {path} knows itself what is learned; `mask` is {mask!r}, and can be "
+            '"auto", or "none" to learn every token.',
             setting="corpus.mask",
         )
-    if tokenizer and tokenizer_facts(Path(tokenizer)).sha256 != manifest.tokenizer_sha256:
+    if tokenizer and TokenizerFacts.of(Path(tokenizer)).sha256 != manifest.tokenizer_sha256:
         raise CorpusError(
             f"The corpus {path} was not made with the tokenizer in {tokenizer}; it brings its own, so leave "
             "wlb.corpus.tokenizer out.",
@@ -258,21 +250,16 @@ def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
     except CorpusError as error:
         raise _damaged(path, str(error).rstrip(".")) from error
     if (shard.documents, shard.tokens) != (manifest.documents, manifest.tokens):
-        raise _damaged(
-            path,
-            f"it holds {shard.documents:,} documents and {shard.tokens:,} tokens, the manifest says "
-            f"{manifest.documents:,} and {manifest.tokens:,}",
-        )
+        counts = f"{shard.documents:,} documents and {shard.tokens:,} tokens"
+        said = f"{manifest.documents:,} and {manifest.tokens:,}"
+        raise _damaged(path, f"it holds {counts}, the manifest says {said}")
     facts = TokenizerFacts(path / TOKENIZER_FOLDER, manifest.tokenizer_sha256, manifest.vocab_size)
     return Corpus(path, [shard], fingerprint, facts, manifest)
 
 
 def verify(path: Path, report: Callable[[str, int, int], None]) -> Corpus:
-    """Reads a prepared corpus through, to find all damage before a run does.
-
-    Args:
-        report: told of progress, as of `prepare_corpus`.
-    """
+    """Reads a prepared corpus through, to find all damage before a run does; `report` is told of progress, as
+    that of `prepare_corpus`."""
     path = path.absolute()
     if not (path / MANIFEST_FILE).is_file():
         Corpus.open(path)  # says what is wrong where there is no corpus at all
@@ -292,18 +279,15 @@ def verify(path: Path, report: Callable[[str, int, int], None]) -> Corpus:
 def _no_corpus(path: Path) -> str:
     if path.name and partial_folder(path).exists():
         return (
-            f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. If it "
-            f"is not running, start it again with `wlb-titan prepare {path}` and the same options."
+            f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. Start "
+            f"it again with `wlb-titan prepare {path}` and the same options."
         )
     if path.is_dir() and any(path.iterdir()):
         return (
-            f"{path} is not a complete corpus: it has no {MANIFEST_FILE}, the file that is written last, nor "
-            "files of Megatron (.idx and .bin), datatrove (.ds) or Hugging Face's save_to_disk. "
-            "Name another folder."
+            f"{path} is not a complete corpus: it has no {MANIFEST_FILE}, nor files of Megatron (.idx and "
+            ".bin), datatrove (.ds) or Hugging Face's save_to_disk. Name another folder."
         )
-    return (
-        f"There is no corpus at {path}. Make one with `wlb-titan prepare {path}` (--help lists its options)."
-    )
+    return f"There is no corpus at {path}. Make one with `wlb-titan prepare {path}`."
 
 
 def _damaged(path: Path, what: str) -> CorpusError:

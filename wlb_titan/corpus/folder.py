@@ -1,39 +1,135 @@
-"""Writing a corpus' folder so that it appears at its place whole or not at all, and replacing one without
-losing anything else: only what its manifest lists is ever deleted.
+"""The folder of a prepared corpus: what its manifest says of it, how it appears whole or not at all, and how
+it is replaced without losing anything else.
 
-The work is done in a sibling, `.NAME.partial`, which is renamed at the end. A process that writes holds a
-lock on a file in there; the kernel drops the lock when the process dies, however it dies, so what a killed
-process left behind is told from what a living one is writing, and is thrown away.
+The manifest is written last, so a folder that has one was once complete. All is written into a sibling,
+`.NAME.partial`, which is renamed at the end. A process that writes holds a lock on a file in there; the
+kernel drops the lock when the process dies, however it dies, so what a killed process left behind is told
+from what a living one is writing, and is thrown away. Of a corpus only what its manifest lists is ever
+deleted.
 """
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from wlb_titan.corpus.manifest import MANIFEST_FILE, Manifest
 from wlb_titan.errors import CorpusError
 
+FORMAT_VERSION = 5
+
+DOCUMENTS_FILE = "documents.arrow"
+TOKENIZER_FOLDER = "tokenizer"
+UNREADABLE_FILE = "unreadable.txt"
+MANIFEST_FILE = "manifest.json"
 LOCK_FILE = ".lock"
 
 
-def partial_folder(path: Path) -> Path:
-    """Where the folder `path` is written before it is complete."""
-    return path.with_name(f".{path.name}.partial")
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of `manifest.json`: what is in a corpus, how it was made, which files it must have."""
+
+    format_version: int = FORMAT_VERSION  # a reader takes its own only
+    fingerprint: str  # 16 hexadecimal digits that identify tokenizer, token ids and order of the documents
+    documents: int
+    tokens: int  # end-of-text tokens included
+    masked: bool = False  # the documents have a label mask
+    learned_tokens: int = 0  # under that mask
+    cut_documents: int = 0  # conversations that were too long and cut
+    skipped_documents: int = 0  # conversations that were too long and left out
+    empty_documents: int  # left out because they hold white space only
+    unreadable: int  # files or records that could not be read; UNREADABLE_FILE names each with the reason
+    vocab_size: int  # rows that an embedding table needs: the tokenizer's largest id, plus one
+    end_of_text: str  # the token that ends every document
+    end_of_text_id: int
+    tokenizer_sha256: str  # of tokenizer.json
+    settings: dict[str, Any]  # of the preparation, with absolute paths: `PrepareSettings.resolved`
+    files: dict[str, int]  # every other file of the corpus: path inside the folder -> bytes
+    digests: dict[str, str]  # SHA-256 of each of them
+
+    def damage(
+        self, folder: Path, *, whole: bool, read: Callable[[int], None] = lambda size: None
+    ) -> Iterator[str]:
+        """How the files in `folder` differ from what was written: a few words for each that does.
+
+        Args:
+            whole: also compare the documents' digest, which takes long; else only their size.
+            read: told of the bytes of each file that was compared.
+        """
+        for name, size in self.files.items():
+            file = folder / name
+            if not file.is_file():
+                yield f"the file {name} is missing"
+            elif file.stat().st_size != size:
+                yield f"the file {name} has {file.stat().st_size:,} bytes instead of {size:,}"
+            elif (whole or name != DOCUMENTS_FILE) and digest(file, read) != self.digests.get(name):
+                yield f"{name} was changed"
+
+    def save(self, folder: Path) -> None:
+        """Write the manifest into `folder`, with a hash of itself."""
+        values = dataclasses.asdict(self)
+        values["manifest_sha256"] = _hash(values)
+        text = json.dumps(values, indent=2, ensure_ascii=False)
+        (folder / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """Read the manifest of `folder`, which must exist."""
+        path = folder / MANIFEST_FILE
+        again = f"copy {folder} again, or move it away and make it again with `wlb-titan prepare`"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            version, written = values["format_version"], values.pop("manifest_sha256", None)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CorpusError(f"{path} is damaged ({error!r}); {again}.") from error
+        if version != FORMAT_VERSION:
+            raise CorpusError(
+                f"{folder} has corpus format version {version}, but this wlb_titan reads version "
+                f"{FORMAT_VERSION}; {again}, or use the wlb_titan that made it."
+            )
+        if written != _hash(values):
+            raise CorpusError(f"{path} is damaged: it is not what was written; {again}.")
+        return cls(**values)
+
+
+def digest(file: Path, read: Callable[[int], None] = lambda size: None) -> str:
+    """SHA-256 of a file in hexadecimal; `read` is told of the bytes of each part that was read."""
+    result = hashlib.sha256()
+    with file.open("rb") as stream:
+        while part := stream.read(1 << 22):
+            result.update(part)
+            read(len(part))
+    return result.hexdigest()
+
+
+def _hash(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def output_folder(path: str | Path) -> Path:
     """Where a corpus is made: an absolute path without links, so that a link to a folder stays one."""
     try:
         folder = Path(path).resolve()
+        file = folder.exists() and not folder.is_dir()
     except (OSError, RuntimeError) as error:
         raise CorpusError(f"{path} cannot be a corpus' folder: {error}.") from error
+    if file:
+        raise CorpusError(f"{folder} is a file; name a folder for the corpus.")
     if not folder.name:
         raise CorpusError(f"{folder} cannot be a corpus' folder; name a folder in it.")
     return folder
+
+
+def partial_folder(path: Path) -> Path:
+    """Where the folder `path` is written before it is complete."""
+    return path.with_name(f".{path.name}.partial")
 
 
 @contextlib.contextmanager
@@ -55,7 +151,11 @@ def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
             f"Another process is preparing {path} at this moment; wait for it, or name another folder."
         ) from None
     try:
-        _clear(partial)
+        for entry in partial.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != LOCK_FILE:
+                entry.unlink()
         yield partial
         _move(partial, path, replace)
         # A lock of this file that another process gets now counts for nothing: it has no name any more.
@@ -77,21 +177,13 @@ def _check_way(partial: Path, path: Path) -> None:
         )
     if os.path.lexists(replaced := _replaced(path)):
         raise CorpusError(
-            f"{replaced} is in the way: a replacement of {path} was stopped when it had moved the former "
-            f"corpus there. Move it back to {path.name} if there is none, or delete it."
+            f"{replaced} is in the way: a stopped replacement of {path} had moved the former corpus there. "
+            f"Move it back to {path.name} if there is none, or delete it."
         )
 
 
 def _replaced(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced")
-
-
-def _clear(partial: Path) -> None:
-    for entry in partial.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != LOCK_FILE:
-            entry.unlink()
 
 
 def _move(partial: Path, path: Path, replace: bool) -> None:
@@ -108,30 +200,27 @@ def _move(partial: Path, path: Path, replace: bool) -> None:
             raise CorpusError(f"{path} appeared while it was being prepared; it is left as it is.") from error
         raise
     if replaced.exists():
-        remove_corpus(replaced)
+        _remove_corpus(replaced)
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises CorpusError if `folder` is a file, or has a link or anything that no manifest lists."""
-    try:
-        if not folder.exists():
-            return
-    except OSError as error:
-        raise CorpusError(f"{folder} cannot be a corpus' folder: {error.strerror}.") from error
-    if not folder.is_dir():
-        raise CorpusError(f"{folder} is a file; name a folder for the corpus.")
-    listed = {LOCK_FILE}
-    if (folder / MANIFEST_FILE).is_file():
-        listed |= {MANIFEST_FILE, *Manifest.load(folder).files}
-    if strangers := sorted(_strangers(folder, listed)):
+    """Raises CorpusError if `folder` has a link or anything that no manifest lists."""
+    if strangers := sorted(_strangers(folder)):
         raise CorpusError(
             f"{folder} holds what no manifest of a corpus lists (such as {strangers[0]}), so nothing in it "
             "will be touched. Name another folder, or move this one away."
         )
 
 
-def _strangers(folder: Path, listed: set[str]) -> Iterator[str]:
+def _listed(folder: Path) -> set[str]:
+    """The files that make up a corpus; those of a folder that is none, too."""
+    there = (folder / MANIFEST_FILE).is_file()
+    return {LOCK_FILE, MANIFEST_FILE, *Manifest.load(folder).files} if there else {LOCK_FILE}
+
+
+def _strangers(folder: Path) -> Iterator[str]:
     """Files, links and empty folders anywhere below a folder that are not listed; links are not followed."""
+    listed = _listed(folder)
     for entry in folder.rglob("*"):
         name = entry.relative_to(folder).as_posix()
         if entry.is_symlink():
@@ -143,12 +232,12 @@ def _strangers(folder: Path, listed: set[str]) -> Iterator[str]:
             yield name
 
 
-def remove_corpus(folder: Path) -> None:
+def _remove_corpus(folder: Path) -> None:
     """Deletes the files that the manifest lists, and folders that are empty then; all else stays."""
-    names = [*Manifest.load(folder).files, LOCK_FILE, MANIFEST_FILE]  # the manifest last
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    parents = {parent for name in names for parent in (folder / name).parents if folder in parent.parents}
-    for parent in (*sorted(parents, reverse=True), folder):
-        with contextlib.suppress(OSError):  # not empty
-            parent.rmdir()
+    listed = _listed(folder)
+    for entry in (*sorted(folder.rglob("*"), reverse=True), folder):  # what is in a folder before it
+        if entry.is_dir():
+            with contextlib.suppress(OSError):  # not empty
+                entry.rmdir()
+        elif entry.relative_to(folder).as_posix() in listed:
+            entry.unlink()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,16 +29,11 @@ SAMPLE_BYTES = 4096
 
 
 class Foreign(NamedTuple):
-    """What lies at a path.
-
-    Attributes:
-        files: all that is read.
-        read_as: what of the files is tokens and what mask, for the fingerprint.
-    """
+    """What lies at a path."""
 
     shards: Sequence[Shard]
-    files: Sequence[Path]
-    read_as: str = ""
+    files: Sequence[Path]  # all that are read
+    read_as: str = ""  # what in the files is tokens and what mask, for the fingerprint
 
 
 def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
@@ -47,16 +42,14 @@ def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
     Args:
         path: absolute.
         column: name of the column with the token ids, in Hugging Face's datasets.
-        mask: what says which tokens are learned: of Hugging Face's datasets a column, of Megatron's the
-            prefix of a second pair of files (or a folder of such pairs) with 0 or 1 for each token; "auto",
-            whatever there is; "none", nothing.
+        mask: what says which tokens are learned: a column of Hugging Face's datasets; for Megatron the prefix
+            of a second pair of files (or a folder of such pairs) with 0 or 1 for each token; "auto", whatever
+            there is; "none", nothing.
     """
     splits, state = path / "dataset_dict.json", path / "state.json"
     if splits.is_file():
         named = ", ".join(_read_json(splits, lambda found: [str(path / split) for split in found["splits"]]))
-        raise CorpusError(
-            f"{path} holds a dataset of several splits; name the folder of one of them: {named}."
-        )
+        raise CorpusError(f"{path} holds several splits; name the folder of one of them: {named}.")
     if state.is_file():
         names = _read_json(state, lambda found: [entry["filename"] for entry in found["_data_files"]])
         return _dataset(path, [path / name for name in names], column, mask)
@@ -72,11 +65,12 @@ def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
 def _dataset(folder: Path, files: Sequence[Path], column: str, mask: str) -> Foreign:
     shards = [ArrowShard(file, column) for file in files]
     named = _mask_column(folder, shards[0].columns, mask)
-    if named:
-        for shard in shards:
-            values, name = ArrowShard(shard.path, named), f"{named!r} of {shard.path}"
-            shard.mask = TokenMask(values, shard, labels=named.endswith("labels"), name=name)
-    return Foreign(shards, files, f"{column} {named}" if named else column)
+    if not named:
+        return Foreign(shards, files, column)
+    for shard in shards:
+        values, name = ArrowShard(shard.path, named), f"{named!r} of {shard.path}"
+        shard.mask = TokenMask(values, shard, labels=named.endswith("labels"), name=name)
+    return Foreign(shards, files, f"{column} {named}")
 
 
 def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
@@ -90,9 +84,8 @@ def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
         )
     if len(there) > 1:
         raise CorpusError(
-            f"{path} has the columns {', '.join(there)}, which all say what is to be learned. Name the one "
-            "to go by with wlb.corpus.mask (of a mixture, `mask` of the source), or learn every token with "
-            'mask = "none".',
+            f"{path} has the columns {', '.join(there)}, which all say what is to be learned. Name one with "
+            'wlb.corpus.mask (in a mixture, `mask` of the source); "none" learns every token.',
             setting="corpus.mask",
         )
     return there[0]
@@ -101,14 +94,13 @@ def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
 def _datatrove(files: Sequence[Path], mask: str) -> Foreign:
     if mask not in ("auto", "none"):
         raise CorpusError(
-            f"A mask of datatrove's is the file NAME.ds.loss beside NAME.ds and is used where it lies; leave "
-            f"out `mask`, which is {mask!r}.",
+            f"datatrove's mask is NAME.ds.loss beside NAME.ds; leave out `mask`, which is {mask!r}.",
             setting="corpus.mask",
         )
     shards, read = [DatatroveShard(file) for file in files], []
     for shard in shards:
-        read += [shard.path, shard.path.with_name(shard.path.name + ".index")]
-        loss = shard.path.with_name(shard.path.name + ".loss")
+        index, loss = (shard.path.with_name(shard.path.name + ending) for ending in (".index", ".loss"))
+        read += [shard.path, index]
         if mask == "auto" and loss.is_file():
             values = DatatroveShard(shard.path, loss=True)
             shard.mask = TokenMask(values, shard, labels=False, name=str(loss))
@@ -122,7 +114,7 @@ def _megatron(prefixes: Sequence[Path], mask: str) -> Foreign:
     if masked and len(masks) != len(prefixes):
         raise CorpusError(
             f"The mask {mask} has {len(masks)} pairs of .bin and .idx, and the corpus has {len(prefixes)}; "
-            "name a second prefix (or folder) with 0 or 1 for each token of the same documents.",
+            "name a prefix (or folder) with 0 or 1 for each token of the same documents.",
             setting="corpus.mask",
         )
     for shard, prefix in zip(shards, masks, strict=False):
@@ -146,14 +138,11 @@ def _read_json(file: Path, names: Callable[[Any], list[str]]) -> list[str]:
         raise CorpusError(f"{file} is damaged ({error!r}); save the dataset again.") from error
 
 
-def fingerprint_of_files(files: Iterable[Path], read_as: str = "") -> str:
-    """16 hexadecimal digits of names, sizes, and pages spread over each file, as hashing all takes hours, and
-    of what is read of them.
-
-    They do not change when the files are copied elsewhere.
-    """
-    digest = hashlib.sha256(read_as.encode())
-    for file in files:
+def fingerprint_of_files(found: Foreign) -> str:
+    """16 hexadecimal digits of names, sizes, pages spread over each file, and what is read in them:
+    hashing all takes hours. They do not change when the files are copied elsewhere."""
+    digest = hashlib.sha256(found.read_as.encode())
+    for file in found.files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:

@@ -2,7 +2,7 @@
 
 A mask lies beside the tokens, in one of two forms:
 
-- spans, as `wlb-titan prepare --chat` writes them: of each document the first token of every learned stretch
+- spans, as `wlb-titan prepare --chat` writes them: for each document the first token of every learned stretch
   and the first one after it, [3, 9, 14, 20]. A few numbers a document, so that the labels of any piece are
   counted without its tokens.
 - a value for each token, as other tools have it: a mask of 0 and 1, or labels, which are the token itself
@@ -19,8 +19,7 @@ from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.shards import BLOCK, ArrowShard, Shard, Tokens
 from wlb_titan.errors import CorpusError
 
-IGNORED = -100
-"""Of labels: this token is not learned."""
+IGNORED = -100  # the label of a token that is not learned
 
 
 class SpanMask:
@@ -53,13 +52,8 @@ class SpanMask:
 
 
 class TokenMask:
-    """A value for each token.
-
-    Args:
-        values: values of the documents of `tokens`, one for each token.
-        labels: the values are labels, not 0 and 1.
-        name: name of the column or file, for messages.
-    """
+    """A value for each token of the documents of `tokens`: 0 or 1, or with `labels` a label. `name` is
+    that of the column or file, for messages."""
 
     def __init__(self, values: Shard, tokens: Shard, *, labels: bool, name: str) -> None:
         if values.documents != tokens.documents:
@@ -69,17 +63,14 @@ class TokenMask:
             )
         for start in range(0, tokens.documents, BLOCK):
             rows = np.arange(start, min(start + BLOCK, tokens.documents))
-            own, theirs = values.lengths(rows), tokens.lengths(rows)
-            if (different := np.flatnonzero(own != theirs)).size:
+            there, wanted = values.lengths(rows), tokens.lengths(rows)
+            if (different := np.flatnonzero(there != wanted)).size:
                 place = int(different[0])
                 raise CorpusError(
-                    f"The mask {name} has {own[place]:,} values for {tokens.source(start + place)}, which "
-                    f"has {theirs[place]:,} tokens; it must have one for each token."
+                    f"The mask {name} has {there[place]:,} values for {tokens.source(start + place)}, which "
+                    f"has {wanted[place]:,} tokens; it must have one for each token."
                 )
-        self._values = values
-        self._tokens = tokens
-        self._labels = labels
-        self._name = name
+        self._values, self._tokens, self._labels, self._name = values, tokens, labels, name
 
     def read(self, row: int, start: int, length: int) -> Bools:
         values = self._values.read(row, start, length)

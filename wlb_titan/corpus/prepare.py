@@ -1,31 +1,105 @@
 """Preparing a corpus: documents are shuffled, tokenized and written to disk once, for training to map.
 
-Each document becomes the tokens of its text and one end-of-text token; no token marks its beginning. The same
+Each document becomes the tokens of its text and one end-of-text token; no token marks its start. The same
 texts, settings and library versions give the same corpus, byte for byte.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
-from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from wlb_titan.corpus.chat import conversations
+from wlb_titan.corpus.chat import ChatTemplate, conversations
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.folder import check_replaceable, output_folder, written_whole
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE, Manifest, digest
-from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, PrepareSettings
-from wlb_titan.corpus.sources import open_source
-from wlb_titan.corpus.texts import LeftOut, tokenized, training_texts
-from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, tokenizer_files, train_tokenizer
+from wlb_titan.corpus.folder import (
+    DOCUMENTS_FILE,
+    TOKENIZER_FOLDER,
+    UNREADABLE_FILE,
+    Manifest,
+    check_replaceable,
+    digest,
+    output_folder,
+    written_whole,
+)
+from wlb_titan.corpus.sources import SourceSpec, open_source
+from wlb_titan.corpus.tokenizer import (
+    DEFAULT_VOCAB_SIZE,
+    CorpusTokenizer,
+    LeftOut,
+    copy_tokenizer,
+    tokenized,
+    tokenizer_files,
+    train_tokenizer,
+    training_texts,
+)
 from wlb_titan.corpus.writer import DocumentWriter, write_manifest
 from wlb_titan.errors import CorpusError
 
+CHAT_ONLY = ("chat", "chat_template", "template_options", "max_length", "too_long")
+TOO_LONG = ("cut", "skip", "error")
+
 Report = Callable[[str, int, int], None]
 """Told of progress: what is being done, how much of it is done, how much there is (0: not known)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareSettings:
+    """What `prepare_corpus` makes."""
+
+    source: str = "python-source"  # where the documents come from, in one of the forms of `SOURCES`
+    tokenizer: str | None = None  # folder of a Hugging Face tokenizer; None trains a BPE on the texts
+    vocab_size: int | None = None  # most entries of the trained tokenizer; None is `DEFAULT_VOCAB_SIZE`
+    seed: int = 0  # of the order of the documents
+    max_tokens: int | None = None  # stop with the document that reaches this many; None takes all
+    chat: bool = False  # the records are conversations; the tokenizer's chat template writes them
+    # With `chat` only: a file with another template, names and values that the template reads besides, the
+    # longest conversation in tokens, and what is done with longer ones, one of `TOO_LONG`.
+    chat_template: str | None = None
+    template_options: tuple[tuple[str, Any], ...] = ()
+    max_length: int | None = None
+    too_long: str = "error"
+
+    def __post_init__(self) -> None:
+        kind = self.spec.kind
+        if self.tokenizer is not None and self.vocab_size is not None:
+            raise CorpusError("--tokenizer has a vocabulary size of its own. Leave one of the two out.")
+        if not self.chat and (self.chat_template or self.template_options or self.max_length):
+            raise CorpusError("A chat template, its options and a maximal length are for --chat only.")
+        if self.chat and kind not in ("jsonl", "parquet", "hf"):
+            raise CorpusError(f"Conversations are records of jsonl:, parquet: or hf:, not {self.source!r}.")
+        if self.chat and self.tokenizer is None:
+            raise CorpusError(
+                "Conversations are written by the chat template of the model's tokenizer: --tokenizer DIR."
+            )
+        if self.too_long != "error" and self.max_length is None:
+            raise CorpusError("--too-long is about conversations beyond --max-length; set that, or neither.")
+
+    @property
+    def spec(self) -> SourceSpec:
+        """`source`, taken apart."""
+        return SourceSpec.parse(self.source, "messages" if self.chat else "text")
+
+    @property
+    def template_file(self) -> Path | None:
+        return Path(self.chat_template) if self.chat_template else None
+
+    def resolved(self) -> dict[str, Any]:
+        """All settings as they take effect, with absolute paths; equal if they make the same corpus."""
+        values = dataclasses.asdict(self)
+        values["source"] = self.spec.absolute()
+        values["template_options"] = dict(self.template_options)
+        if self.tokenizer is None:
+            values["vocab_size"] = self.vocab_size or DEFAULT_VOCAB_SIZE
+        for name in ("tokenizer", "chat_template"):
+            if values[name] is not None:
+                values[name] = str(Path(values[name]).absolute())
+        return {name: value for name, value in values.items() if self.chat or name not in CHAT_ONLY}
 
 
 def prepare_corpus(
@@ -95,16 +169,11 @@ def _changed_tokenizer(settings: PrepareSettings, manifest: Manifest) -> list[st
     ]
 
 
-def shuffled(documents: int, seed: int) -> array[int]:
-    """The numbers of documents in a random order: 8 bytes each, as there may be hundreds of millions."""
-    return array("q", np.random.default_rng(seed).permutation(documents).astype(np.int64).tobytes())
-
-
 def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> None:
     report("Finding documents", 0, 0)
     cache = folder / "cache"
-    source = open_source(settings, cache)
-    order = shuffled(len(source), settings.seed)
+    source = open_source(settings.spec, cache, chat=settings.chat)
+    order = np.random.default_rng(settings.seed).permutation(len(source))
 
     report("Preparing the tokenizer", 0, 0)
     if settings.tokenizer is not None:
@@ -116,7 +185,8 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
 
     left_out = LeftOut()
     if settings.chat:
-        documents = conversations(source, order, tokenizer.folder, settings, left_out)
+        template = ChatTemplate(tokenizer.folder, dict(settings.template_options))
+        documents = conversations(source, order, template, left_out, settings.max_length, settings.too_long)
     else:
         documents = tokenized(source, order, tokenizer, left_out)
     with DocumentWriter(folder / DOCUMENTS_FILE, masked=settings.chat) as writer:

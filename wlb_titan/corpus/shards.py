@@ -13,7 +13,7 @@ processes of a machine share one copy in the page cache.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,28 +42,19 @@ DATATROVE_TYPES = {2: "<u2", 4: "<u4"}
 
 
 class Shard:
-    """Documents of one file, numbered from 0. Those who inherit say where each of them lies.
+    """Documents of one file, numbered from 0. Subclasses say where each of them lies."""
 
-    Attributes:
-        path: the file, for messages.
-        documents: how many there are.
-        tokens: how many all of them have.
-        values: (tokens,) of the file's own integer type, all that the file holds; read-only, mapped.
-        mask: which tokens are learned; None learns all.
-    """
-
-    path: Path
+    path: Path  # of the file, for messages
     documents: int
-    tokens: int
-    values: Tokens
-    mask: Mask | None = None
+    tokens: int  # of all documents
+    values: Tokens  # all numbers of the file, of its own integer type; read-only, mapped
+    mask: Mask | None = None  # which tokens are learned; None learns all
 
     def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
         """int64 (n,) each: places in `values` of these documents' first tokens, and behind their last."""
         raise NotImplementedError
 
     def lengths(self, rows: Ints) -> Ints:
-        """int64 (n,), tokens of each of these documents."""
         begins, ends = self.bounds(rows)
         return ends - begins
 
@@ -78,14 +69,8 @@ class Shard:
 
 
 class ArrowShard(Shard):
-    """An Arrow file in stream format, as the `datasets` library writes them.
-
-    Args:
-        column: holds one list of integers a document.
-
-    Attributes:
-        columns: names of all columns.
-    """
+    """An Arrow file in stream format, as the `datasets` library writes them; `column` holds one list of
+    integers a document."""
 
     def __init__(self, path: Path, column: str = TOKENS) -> None:
         self.path, self._column = path, column
@@ -98,13 +83,15 @@ class ArrowShard(Shard):
             raise CorpusError(f"{path} cannot be read ({error}).") from error
         offset_type, dtype = _list_types(table.schema, column, path)
         # The whole file as offsets, and as values; so one lookup serves documents of any record batches.
-        self._offsets = _seen_as(self._pages, offset_type)
-        self.values = _seen_as(self._pages, dtype)
+        self._offsets, self.values = (
+            np.frombuffer(self._pages, kind, self._pages.size // kind.itemsize)
+            for kind in (offset_type, dtype)
+        )
         lists = [chunk for chunk in table.column(column).chunks if len(chunk)]
-        places = [_places(chunk, self._pages.address) for chunk in lists]
-        if not all(0 <= place < self._pages.size for at in places for place in at):
+        at = np.array([_addresses(chunk) for chunk in lists], dtype=np.int64).reshape(-1, 2)
+        at -= self._pages.address
+        if ((at < 0) | (at >= self._pages.size)).any():
             raise CorpusError(f"{path} is compressed, so it cannot be read in place.")
-        at = np.array(places, dtype=np.int64).reshape(-1, 2)
         offsets_at, self._values_at = at[:, 0] // offset_type.itemsize, at[:, 1] // dtype.itemsize
         self._sizes = np.array([len(chunk.values) for chunk in lists], dtype=np.int64)
         counts = np.array([len(chunk) for chunk in lists], dtype=np.int64)
@@ -120,8 +107,7 @@ class ArrowShard(Shard):
         begins, ends = self._offsets[at], self._offsets[at + 1]
         if ((begins < 0) | (ends < begins) | (ends > self._sizes[batches])).any():
             raise CorpusError(
-                f"{self.path} is damaged: offsets of its lists {self._column!r} point outside them. Copy it "
-                "again from where it came, or write it again."
+                f"{self.path} is damaged: offsets of its lists {self._column!r} point outside. Copy it again."
             )
         values_at = self._values_at[batches]
         return values_at + begins, values_at + ends
@@ -135,14 +121,10 @@ class ArrowShard(Shard):
             return stream.read_all()
 
 
-def _places(lists: pa.Array, base: int) -> tuple[int, int]:
-    """Where a record batch's offsets and values lie, in bytes behind `base`."""
+def _addresses(lists: pa.Array) -> tuple[int, int]:
+    """Where a record batch's offsets and values lie in memory."""
     _, offsets, _, values = lists.buffers()
-    return offsets.address - base, (values or offsets).address - base
-
-
-def _seen_as(pages: pa.Buffer, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.frombuffer(pages, dtype, count=pages.size // dtype.itemsize)
+    return offsets.address, (values or offsets).address
 
 
 def _list_types(schema: pa.Schema, column: str, path: Path) -> tuple[np.dtype[Any], np.dtype[Any]]:
@@ -156,10 +138,7 @@ def _list_types(schema: pa.Schema, column: str, path: Path) -> tuple[np.dtype[An
     kind = schema.field(column).type
     large = pa.types.is_large_list(kind)
     if not (large or pa.types.is_list(kind)) or not pa.types.is_integer(kind.value_type):
-        raise CorpusError(
-            f"The column {column!r} of {path} holds {kind}, but must hold a list of integers for each "
-            "document, of its own length."
-        )
+        raise CorpusError(f"The column {column!r} of {path} holds {kind}, but must hold a list of integers.")
     return np.dtype(np.int64 if large else np.int32), np.dtype(str(kind.value_type))
 
 
@@ -184,35 +163,28 @@ class MegatronShard(Shard):
         index, self.path = (prefix.with_name(prefix.name + ending) for ending in (".idx", ".bin"))
         for file in (index, self.path):
             if not file.is_file():
-                raise CorpusError(
-                    f"Megatron's {index.name} and {self.path.name} go together; there is no {file}."
-                )
+                names = f"{index.name} and {self.path.name}"
+                raise CorpusError(f"Megatron's {names} go together; there is no {file}.")
         with index.open("rb") as stream:
             header = stream.read(MEGATRON_HEADER.size)
         if not header.startswith(MEGATRON_MAGIC) or len(header) < MEGATRON_HEADER.size:
-            raise CorpusError(f"{index} is no index of a Megatron dataset: it does not begin like one.")
+            raise CorpusError(f"{index} is no index of a Megatron dataset.")
         _, version, code, sequences, ends = MEGATRON_HEADER.unpack(header)
         if version != 1 or code not in MEGATRON_TYPES:
-            raise CorpusError(
-                f"{index} has version {version} and tokens of type {code}; known are version 1 and the "
-                f"types {', '.join(map(str, MEGATRON_TYPES))}, which are integers."
-            )
+            known = f"known are version 1 and the types {', '.join(map(str, MEGATRON_TYPES))}"
+            raise CorpusError(f"{index} has version {version} and tokens of type {code}; {known}.")
         dtype = np.dtype(MEGATRON_TYPES[code])
         begins_at = MEGATRON_HEADER.size + 4 * sequences
-        lengths = map_file(index, "<i4", offset=MEGATRON_HEADER.size, count=sequences)
-        self._begins = map_file(index, "<i8", offset=begins_at, count=sequences)  # bytes
-        self._firsts = map_file(index, "<i8", offset=begins_at + 8 * sequences, count=ends)
+        lengths = mapped(index, "<i4", sequences, MEGATRON_HEADER.size)
+        self._begins = mapped(index, "<i8", sequences, begins_at)  # bytes
+        self._firsts = mapped(index, "<i8", ends, begins_at + 8 * sequences)
         self._end = int(self._begins[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
-        if self._end > (size := self.path.stat().st_size):
-            raise CorpusError(
-                f"{self.path} has {size:,} bytes, but its index speaks of {self._end:,}; copy it again."
-            )
-        self.values = map_file(self.path, dtype)
+        self.tokens = self._end // dtype.itemsize
+        self.values = mapped(self.path, dtype, self.tokens)
         # Most often each document is one sequence, and then there is nothing to look up.
         single = ends <= 1 or (ends - 1 == sequences and _consecutive(self._firsts))
         self._lengths = lengths if single else None
         self.documents = sequences if single else ends - 1
-        self.tokens = self._end // dtype.itemsize
 
     def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
         if self._lengths is not None:
@@ -240,32 +212,27 @@ class DatatroveShard(Shard):
 
     The tokens are uint16 or uint32, whichever the tokenizer needs; the index is one uint64 a document, the
     number of tokens up to and including it. The size of a token follows from the size of the two files.
-
-    Args:
-        loss: the values are those of NAME.ds.loss, written with `save_loss_metadata`: a byte for each token,
-            1 where learned.
+    With `loss` the values are those of NAME.ds.loss (`save_loss_metadata`): a byte for each token, 1 where
+    learned.
     """
 
     def __init__(self, path: Path, *, loss: bool = False) -> None:
         index = path.with_name(path.name + ".index")
         if not index.is_file():
-            raise CorpusError(
-                f"{path} has no index {index.name}, so nothing tells where its documents end; write it with "
-                "datatrove's save_index=True, which is the default."
-            )
+            raise CorpusError(f"{path} has no index {index.name}; write it with datatrove's save_index=True.")
         self.path = path.with_name(path.name + ".loss") if loss else path
         # Tokens are far fewer than 2^63, and signed numbers can be subtracted.
-        self._ends = map_file(index, "<i8")
+        self._ends = mapped(index, "<i8")
         self.documents = len(self._ends)
         self.tokens = int(self._ends[-1]) if self.documents else 0
         size, types = self.path.stat().st_size, {1: "u1"} if loss else DATATROVE_TYPES
         dtype = next((kind for width, kind in types.items() if size == width * self.tokens), None)
         if dtype is None:
+            tokens = f"{self.tokens:,} tokens of {' or '.join(map(str, types))} bytes"
             raise CorpusError(
-                f"{self.path} has {size:,} bytes, but {index.name} speaks of {self.tokens:,} tokens of "
-                f"{' or '.join(map(str, types))} bytes; copy both again."
+                f"{self.path} has {size:,} bytes, but {index.name} speaks of {tokens}; copy both again."
             )
-        self.values = map_file(self.path, dtype)
+        self.values = mapped(self.path, dtype)
 
     def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
         return np.where(rows > 0, self._ends[rows - 1], 0), self._ends[rows]
@@ -290,34 +257,33 @@ class Lengths:
     def __getitem__(self, rows: Any) -> Any:
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
-            if step != 1:
-                raise IndexError("The lengths of a corpus are read in runs without gaps.")
-            return self._run(start, max(start, stop))
+            assert step == 1, "lengths are read in runs without gaps"
+            return self._run(start, stop)
         if isinstance(rows, int | np.integer):
-            return int(self[np.array([rows], dtype=np.int64)][0])
+            return int(self[np.array([rows])][0])
         rows = np.asarray(rows, dtype=np.int64)
-        if not len(rows):
-            return rows
-        shards = np.searchsorted(self.firsts, rows, side="right") - 1
-        order = np.argsort(shards, kind="stable")
         result = np.empty(len(rows), dtype=np.int64)
-        numbers, begins = np.unique(shards[order], return_index=True)
-        for number, mine in zip(numbers, np.split(order, begins[1:]), strict=True):
-            result[mine] = self._shards[number].lengths(rows[mine] - self.firsts[number])
+        for shard, mine, places in self.by_shard(rows):
+            result[mine] = shard.lengths(places)
         return result
+
+    def by_shard(self, rows: Ints) -> Iterator[tuple[Shard, Ints, Ints]]:
+        """Each shard that has some of these documents: their indices in `rows`, and their places there."""
+        numbers = np.searchsorted(self.firsts, rows, side="right") - 1
+        order = np.argsort(numbers, kind="stable")
+        found, begins = np.unique(numbers[order], return_index=True)
+        for number, mine in zip(found, np.split(order, begins[1:]), strict=False):
+            yield self._shards[number], mine, rows[mine] - self.firsts[number]
 
     def _run(self, start: int, stop: int) -> Ints:
         parts = [np.empty(0, dtype=np.int64)]
-        number = int(np.searchsorted(self.firsts, start, side="right")) - 1
-        while start < stop:
-            first, end = int(self.firsts[number]), min(stop, int(self.firsts[number + 1]))
-            parts.append(self._shards[number].lengths(np.arange(start - first, end - first)))
-            start, number = end, number + 1
-        return np.concatenate(parts) if len(parts) != 2 else parts[1]
+        for shard, first in zip(self._shards, self.firsts.tolist(), strict=False):
+            inside = np.arange(max(start - first, 0), min(stop - first, shard.documents))
+            if len(inside):
+                parts.append(shard.lengths(inside))
+        return np.concatenate(parts)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        if copy is False:
-            raise ValueError("The lengths of a corpus lie in its files; an array of them is a copy.")
         lengths: Ints = self[:]
         return lengths.astype(dtype or np.int64, copy=False)
 
@@ -325,22 +291,12 @@ class Lengths:
         return sum(shard.tokens for shard in self._shards)
 
 
-def map_file(path: Path, dtype: Any, *, offset: int = 0, count: int | None = None) -> NDArray[Any]:
-    """A file's numbers as a read-only array that is its pages; an empty file is an empty array.
-
-    Args:
-        offset: bytes before the first.
-        count: how many; None takes all that the file has.
-    """
-    size = np.dtype(dtype).itemsize
+def mapped(path: Path, dtype: Any, count: int = -1, offset: int = 0) -> NDArray[Any]:
+    """A file's numbers as a read-only array that is its pages: all, or `count` of them behind `offset`
+    bytes."""
     try:
-        there = max(path.stat().st_size - offset, 0) // size
-        count = there if count is None else count
-        if count > there:
-            raise CorpusError(f"{path} is cut off: it should have {offset + count * size:,} bytes at least.")
-        if count == 0:
-            return np.empty(0, dtype)
-        # A plain array, since slicing a np.memmap takes ten times as long.
-        return np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
+        return np.frombuffer(pa.memory_map(str(path)).read_buffer(), dtype, count, offset)
     except OSError as error:
-        raise CorpusError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise CorpusError(f"{path} cannot be read: {error}.") from error
+    except ValueError as error:
+        raise CorpusError(f"{path} is cut off ({error}); copy it again from where it came.") from error

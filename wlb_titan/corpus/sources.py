@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sysconfig
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import filterfalse
 from pathlib import Path
@@ -19,11 +21,55 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
 from wlb_titan.errors import CorpusError
+
+SOURCES = (
+    "python-source, text:DIR, jsonl:FILE_OR_DIR#field, parquet:FILE_OR_DIR#field, "
+    "hf:NAME[,CONFIG][@SPLIT][#field]"
+)
 
 NamedFiles = list[tuple[str, Path]]
 """Documents of one file each: name and path."""
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """A source taken apart: `jsonl:a.jsonl#body` is kind `jsonl`, location `a.jsonl`, field `body`."""
+
+    kind: str
+    location: str = ""  # a file, a folder, or a name on the Hugging Face hub
+    field: str = "text"  # the column that holds the text
+    config: str | None = None  # Hugging Face only: which configuration of the dataset
+    split: str = "train"  # Hugging Face only, such as `train[:1%]`
+
+    @classmethod
+    def parse(cls, text: str, field: str = "text") -> SourceSpec:
+        """Take a source's description apart; nothing is looked up. `field` is that of one that names none."""
+        if text == "python-source":
+            return cls(text)
+        kind, _, rest = text.partition(":")
+        if kind == "text" and rest:
+            return cls(kind, rest)
+        location, field = rest.rsplit("#", 1) if "#" in rest else (rest, field)
+        if kind in ("jsonl", "parquet") and location and field:
+            return cls(kind, location, field)
+        name = re.fullmatch(r"([^,@]+)(?:,([^,@]+))?(?:@([^@]+))?", location)
+        if kind == "hf" and name and field:
+            return cls(kind, name[1], field, name[2], name[3] or "train")
+        ending = Path(text.partition("#")[0]).suffix.removeprefix(".")
+        advice = f" For this file write {ending}:{text}." if ending in ("jsonl", "parquet") else ""
+        raise CorpusError(f"{text!r} is not a source of documents; the sources are {SOURCES}.{advice}")
+
+    def absolute(self) -> str:
+        """The description with an absolute path, so that it means the same from every folder."""
+        if self.kind == "python-source":
+            return self.kind
+        if self.kind == "text":
+            return f"text:{Path(self.location).absolute()}"
+        if self.kind == "hf":
+            config = f",{self.config}" if self.config else ""
+            return f"hf:{self.location}{config}@{self.split}#{self.field}"
+        return f"{self.kind}:{Path(self.location).absolute()}#{self.field}"
 
 
 class Source(Protocol):
@@ -44,28 +90,24 @@ class Source(Protocol):
         ...
 
 
-def open_source(settings: PrepareSettings, cache: Path) -> Source:
+def open_source(spec: SourceSpec, cache: Path, *, chat: bool = False) -> Source:
     """Find the documents of a source, without reading them.
 
     Args:
         cache: folder for what `datasets` converts on the way; to be deleted by the caller.
+        chat: the documents are conversations.
     """
-    spec = settings.spec
     if spec.kind == "python-source":
         return Files(python_documents())
     if spec.kind == "text":
         return Files(text_documents(Path(spec.location)), within=Path(spec.location).resolve())
     if spec.kind == "jsonl":
-        return JsonLines(Path(spec.location), spec.field, chat=settings.chat)
-    return Rows(spec, cache, chat=settings.chat)
+        return JsonLines(Path(spec.location), spec.field, chat=chat)
+    return Rows(spec, cache, chat=chat)
 
 
 class Files:
-    """One document a file.
-
-    Args:
-        within: a link that leads out of this folder is not read, but told; None reads all.
-    """
+    """One document a file; a link that leads out of the folder `within` is not read, but told."""
 
     def __init__(self, documents: NamedFiles, within: Path | None = None) -> None:
         self._documents = documents
@@ -137,35 +179,35 @@ def _name(root: Path, path: Path) -> str:
     return path.relative_to(root).as_posix().encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def _files_at(kind: str, location: Path) -> list[Path]:
+    """A file, or those of a folder that are of this kind, in the order of their names."""
+    files = sorted(location.glob(f"*.{kind}")) if location.is_dir() else [location]
+    if not files or not all(file.is_file() for file in files):
+        raise CorpusError(
+            f"The source {kind}:{location} needs a file, or a folder with files *.{kind}, and there is none."
+        )
+    return files
+
+
 class JsonLines:
-    """One document a line of files of JSON objects, which need to have nothing but the field in common.
+    """One document a line of JSON, in a file or a folder of *.jsonl, which are read in the order of their
+    names.
 
-    The files are read once to find where their lines begin, when that is first asked for. (`datasets` would
-    parse all of it into one table, and refuse a file whose other fields change their type.)
-
-    Args:
-        location: a file, or a folder of *.jsonl, which are read in the order of their names.
-        field: the one that holds the text or the messages.
+    The lines need to have nothing but the field in common: `datasets` would parse all of it into one
+    table, and refuse a file whose other fields change their type. The files are read once to find where
+    their lines begin, when that is first asked for.
     """
 
     def __init__(self, location: Path, field: str, *, chat: bool = False) -> None:
-        self._paths = sorted(location.glob("*.jsonl")) if location.is_dir() else [location]
-        if not self._paths:
-            raise CorpusError(f"The source jsonl:{location} has no files *.jsonl, so there is nothing in it.")
-        for path in self._paths:
-            if not path.is_file():
-                raise CorpusError(f"The source jsonl:{path} needs a file, and there is none.")
+        self._paths = _files_at("jsonl", location)
         self._field = field
         self._value = conversation if chat else text_of
 
     @cached_property
     def _lines(self) -> tuple[array[int], array[int], list[int]]:
         """Number from 1 in its file and first byte of each line that is not blank, and how many of them
-        come before each file.
-
-        Arrays, not lists, as files may have a hundred million lines.
-        """
-        numbers, begins = array("q"), array("q")
+        come before each file."""
+        numbers, begins = array("q"), array("q")  # files may have a hundred million lines
         firsts = []
         for path in self._paths:
             firsts.append(len(numbers))
@@ -198,7 +240,7 @@ class JsonLines:
 
 
 class Rows:
-    """One document a row of a Parquet file, or of a dataset in Hugging Face's form."""
+    """One document a row of Parquet files, or of a dataset in Hugging Face's form."""
 
     def __init__(self, spec: SourceSpec, cache: Path, *, chat: bool = False) -> None:
         self._chat = chat
@@ -237,10 +279,7 @@ def _load(spec: SourceSpec, cache: Path) -> Any:
     """A `datasets.Dataset`."""
     import datasets  # takes seconds, which other sources need not wait
 
-    location = Path(spec.location)
-    files = sorted(map(str, location.glob("*.parquet"))) if location.is_dir() else spec.location
-    if spec.kind != "hf" and not (files if location.is_dir() else location.is_file()):
-        raise CorpusError(f"The source {spec.kind}:{spec.location} needs a file, and there is none.")
+    files = [] if spec.kind == "hf" else [str(file) for file in _files_at(spec.kind, Path(spec.location))]
     try:
         if spec.kind == "hf":
             # Downloads stay in the user's own Hugging Face cache, to be found there again.
@@ -248,13 +287,13 @@ def _load(spec: SourceSpec, cache: Path) -> Any:
         return datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache))
     except Exception as error:  # `datasets` has no common base for what can go wrong
         cause = error.__cause__ or error
-        first_line = str(cause).strip().partition("\n")[0]
+        line = str(cause).strip().partition("\n")[0]
         raise CorpusError(
-            f"Cannot read {spec.kind}:{spec.location}: {type(cause).__name__}: {first_line}"
+            f"Cannot read {spec.kind}:{spec.location}: {type(cause).__name__}: {line}"
         ) from error
 
 
-def text_of(record: object, field: str) -> str:
+def text_of(record: Any, field: str) -> str:
     """The text of a record. Raises ValueError if there is none."""
     value = _field_of(record, field)
     text = "" if value is None else value
@@ -265,14 +304,14 @@ def text_of(record: object, field: str) -> str:
     return text
 
 
-def conversation(record: object, field: str) -> dict[str, Any]:
+def conversation(record: Any, field: str) -> dict[str, Any]:
     """The `messages` of a record, and the `tools` that they may call: a list, or None. Raises ValueError if
-    there is no such field."""
-    value, tools = _field_of(record, field), record.get("tools") if isinstance(record, dict) else None
-    return {"messages": value, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+    there are no messages."""
+    messages, tools = _field_of(record, field), record.get("tools")
+    return {"messages": messages, "tools": json.loads(tools) if isinstance(tools, str) else tools}
 
 
-def _field_of(record: object, field: str) -> Any:
+def _field_of(record: Any, field: str) -> Any:
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if field not in record:

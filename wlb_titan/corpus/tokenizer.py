@@ -1,14 +1,23 @@
-"""The tokenizer of a corpus: one that the user has, or a byte-level BPE trained on the corpus itself."""
+"""From text to token ids: the tokenizer of a corpus, one that the user has or a byte-level BPE trained on the
+corpus itself, and the documents that it makes of texts, a bounded amount of text at a time."""
+
+from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from wlb_titan.arrays import Ints
+from wlb_titan.corpus.sources import Source
 from wlb_titan.errors import CorpusError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -18,13 +27,25 @@ BESIDE = (TEMPLATE_FILE, "special_tokens_map.json", "generation_config.json")
 """Files that a tokenizer may have besides."""
 
 TRAINED_END_OF_TEXT = "<|endoftext|>"
+DEFAULT_VOCAB_SIZE = 4096
+MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
+
+TRAINING_CHARACTERS = 8_000_000
+"""Text that the BPE is trained on: enough for some ten thousand entries, and trained in about a second."""
+
+TRAINING_DOCUMENTS = 64
+"""Documents that share that text at least, however long the first ones are."""
+
+PIECE_CHARACTERS = 1_000_000
+"""Longer texts are tokenized in pieces that end with a line, so that all cores work on one long text."""
+
+BATCH_CHARACTERS = 2_000_000
+"""Text tokenized at a time; the tokenizer takes about 40 bytes a character while it works."""
 
 
 class CorpusTokenizer:
-    """A tokenizer that turns text into ids, and knows the token that ends a document.
-
-    Args:
-        folder: has `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`.
+    """Turns text into ids, and knows the token that ends a document. Its folder has `tokenizer.json`, and
+    `tokenizer_config.json` with an `eos_token`.
 
     Attributes:
         digest: SHA-256 of `tokenizer.json`.
@@ -36,8 +57,8 @@ class CorpusTokenizer:
         for name in (TOKENIZER_FILE, CONFIG_FILE):
             if not (folder / name).is_file():
                 raise CorpusError(
-                    f"The tokenizer folder {folder} has no {name}; it needs {TOKENIZER_FILE} and "
-                    f"{CONFIG_FILE}, as they come with a model on the Hugging Face hub."
+                    f"The tokenizer folder {folder} has no {name}, which comes with a model on the Hugging "
+                    "Face hub."
                 )
         self.folder = folder
         self.digest = hashlib.sha256((folder / TOKENIZER_FILE).read_bytes()).digest()
@@ -48,9 +69,8 @@ class CorpusTokenizer:
         self.end_of_text = _end_of_text(folder / CONFIG_FILE)
         identifier = self._tokenizer.token_to_id(self.end_of_text)
         if identifier is None:
-            raise CorpusError(
-                f"The eos_token {self.end_of_text!r} of {folder / CONFIG_FILE} is not in {TOKENIZER_FILE}."
-            )
+            where = f"of {folder / CONFIG_FILE} is not in {TOKENIZER_FILE}"
+            raise CorpusError(f"The eos_token {self.end_of_text!r} {where}.")
         self.end_of_text_id: int = identifier
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self._tokenizer.no_truncation()
@@ -73,10 +93,7 @@ def _end_of_text(config: Path) -> str:
     if isinstance(token, dict):
         token = token.get("content")
     if not isinstance(token, str):
-        raise CorpusError(
-            f"{config} names no eos_token, the token that ends every document; add one that "
-            f"{TOKENIZER_FILE} has."
-        )
+        raise CorpusError(f"{config} names no eos_token, which ends every document; add one.")
     return token
 
 
@@ -124,3 +141,105 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
         "add_eos_token": False,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class Document(NamedTuple):
+    """A document as token ids."""
+
+    position: int  # in the order that was asked for
+    name: str
+    tokens: np.ndarray  # int32 (n,)
+    spans: np.ndarray | None = None  # int32, as of `SpanMask`; None learns every token
+
+
+@dataclass
+class LeftOut:
+    """What of a source does not become a document as it was."""
+
+    empty: int = 0  # documents that hold white space only
+    cut: int = 0  # conversations without their end
+    skipped: int = 0  # conversations that are too long
+    unreadable: list[str] = field(default_factory=list)  # names and reasons
+
+
+def tokenized(
+    source: Source,
+    order: Ints,
+    tokenizer: CorpusTokenizer,
+    left_out: LeftOut,
+    *,
+    piece_characters: int = PIECE_CHARACTERS,
+    batch_characters: int = BATCH_CHARACTERS,
+) -> Iterator[Document]:
+    """The documents of a source, each with the tokenizer's end-of-text token behind it.
+
+    Text flows through in batches that know nothing of documents, so neither many short documents nor one
+    of a hundred megabytes leave a core idle. `order` has the documents' numbers; `left_out` counts on
+    while they are taken.
+    """
+    end = np.array([tokenizer.end_of_text_id], dtype=np.int32)
+    batches = _batches(_pieces(source, order, left_out, piece_characters), batch_characters)
+    arrays = (
+        (position, tokens)
+        for batch in batches
+        for (position, _), tokens in zip(batch, tokenizer.encode([text for _, text in batch]), strict=True)
+    )
+    for position, pieces in groupby(arrays, key=itemgetter(0)):
+        tokens = np.concatenate([*(tokens for _, tokens in pieces), end])
+        yield Document(position, source.name(order[position]), tokens)
+
+
+def _pieces(source: Source, order: Ints, left_out: LeftOut, size: int) -> Iterator[tuple[int, str]]:
+    """(position of its document, text)."""
+    for position, document in enumerate(order):
+        try:
+            text = source.read(document)
+        except ValueError as error:
+            left_out.unreadable.append(f"{source.name(document)}: {error}")
+            continue
+        if not text or text.isspace():
+            left_out.empty += 1
+        else:
+            yield from ((position, piece) for piece in split_at_lines(text, size))
+
+
+def _batches(pieces: Iterator[tuple[int, str]], size: int) -> Iterator[list[tuple[int, str]]]:
+    batch: list[tuple[int, str]] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[1])
+        if characters >= size:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def split_at_lines(text: str, size: int) -> Iterator[str]:
+    """Cut `text` into pieces of at most `size` characters, behind a line's end wherever a piece has one.
+
+    >>> list(split_at_lines("ab\\ncd\\nefghijkl", 6))
+    ['ab\\ncd\\n', 'efghij', 'kl']
+    """
+    start = 0
+    while len(text) - start > size:
+        end = text.rfind("\n", start, start + size) + 1 or start + size
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def training_texts(source: Source, order: Iterable[int]) -> Iterator[str]:
+    """A sample of the source of at most `TRAINING_CHARACTERS`, from the first documents of `order`."""
+    share = TRAINING_CHARACTERS // max(1, min(len(source), TRAINING_DOCUMENTS))
+    missing = TRAINING_CHARACTERS
+    for document in order:
+        try:
+            text = source.read(document)[: min(share, missing)]
+        except ValueError:
+            continue
+        yield text
+        missing -= len(text)
+        if missing == 0:
+            return

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -13,36 +12,35 @@ import pyarrow as pa
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.folder import LOCK_FILE, written_whole
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, Manifest, digest
-from wlb_titan.corpus.settings import MIN_VOCAB_SIZE
+from wlb_titan.corpus.folder import (
+    DOCUMENTS_FILE,
+    LOCK_FILE,
+    TOKENIZER_FOLDER,
+    Manifest,
+    digest,
+    written_whole,
+)
 from wlb_titan.corpus.shards import SOURCE, SPANS, TOKENS
-from wlb_titan.corpus.tokenizer import CorpusTokenizer, train_tokenizer
+from wlb_titan.corpus.tokenizer import MIN_VOCAB_SIZE, CorpusTokenizer, train_tokenizer
 
 RECORD_BATCH_TOKENS = 1 << 20
 """Tokens written at a time, or one document if it has more; bounds the memory, not the documents."""
 
 LISTS = pa.list_(pa.int32())
 
-SIGMA = 1.5
-"""Of the logarithm of a synthetic length."""
+SIGMA = 1.5  # of the logarithm of a synthetic length
 
 SHAPE = f"log-normal with a median of a 32nd of the context window and sigma {SIGMA:g}, cut at the window"
 """What `long_tailed_lengths` draws from, for reports."""
 
 
 class DocumentWriter:
-    """A context manager that writes one row a document.
-
-    Args:
-        masked: whether every document comes with the spans of its learned tokens, as of `SpanMask`.
-    """
+    """A context manager that writes one row a document; if `masked`, each with its spans, as of
+    `SpanMask`."""
 
     def __init__(self, path: Path, *, masked: bool = False, batch_tokens: int = RECORD_BATCH_TOKENS) -> None:
-        columns = {TOKENS: LISTS, "length": pa.int32(), SOURCE: pa.string()} | (
-            {SPANS: LISTS} if masked else {}
-        )
-        self._schema = pa.schema(list(columns.items()))
+        columns = [(TOKENS, LISTS), ("length", pa.int32()), (SOURCE, pa.string())]
+        self._schema = pa.schema([*columns, (SPANS, LISTS)] if masked else columns)
         self._writer = pa.ipc.new_stream(str(path), self._schema)
         self.masked = masked
         self._batch_tokens = batch_tokens
@@ -85,10 +83,8 @@ class DocumentWriter:
     def __enter__(self) -> DocumentWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None and self._names:
+    def __exit__(self, *error: object) -> None:
+        if self._names:
             self._flush()
         self._writer.close()
 
@@ -106,12 +102,7 @@ def write_manifest(
     settings: dict[str, Any],
     **counts: int,
 ) -> None:
-    """Completes the corpus in a folder by its manifest.
-
-    Args:
-        writer: has written its documents.
-        counts: of documents that are not as they were, by their names in the manifest.
-    """
+    """Completes a corpus by its manifest; `counts` are of documents left out or cut, by their names there."""
     there = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE]
     files = {path.relative_to(folder).as_posix(): path for path in there}
     Manifest(
@@ -132,16 +123,9 @@ def write_manifest(
 
 
 def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
-    """Lengths with a long tail: log-normal, with a median of a 32nd of the longest and sigma 1.5.
+    """int64 (documents,), lengths with a long tail, which add up to `tokens` at least: `SHAPE`.
 
     About one document in a hundred is as long as the longest, and these have about a tenth of the tokens.
-
-    Args:
-        tokens: how many there are to be together, at least.
-        longest: length at which they are cut off.
-
-    Returns:
-        int64 (documents,).
     """
     draw = np.random.default_rng(seed)
     median = max(longest // 32, 1)

@@ -38,16 +38,13 @@ MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments; the planner does not 
 
 
 class Point(NamedTuple):
-    """One measurement: `segments` equal segments of `q_len` queries that each see `kv_len` keys.
-
-    `heads` are query heads, `seconds` the time of one pass over all of it.
-    """
+    """One measurement: `segments` equal segments of `q_len` queries that each see `kv_len` keys."""
 
     q_len: int
     kv_len: int
     segments: int
-    heads: int
-    seconds: float
+    heads: int  # query heads
+    seconds: float  # of one pass over all of it
 
 
 def tilings(implementation: str, group: int) -> tuple[Tiling, Tiling]:

@@ -39,27 +39,18 @@ from wlb_titan.plan import COUNT, OFFSET
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel divides its work.
+    """How a kernel divides its work."""
 
-    Attributes:
-        query_tile: query tokens of a tile.
-        key_block: keys that a tile reads at a time; a multiple or a divisor of `query_tile`.
-        merge_keys: neighbouring segments of at most this number of keys share tiles; 0: each has its own.
-        heads_per_tile: query heads that one tile computes (packed GQA).
-    """
-
-    query_tile: int
-    key_block: int
-    merge_keys: int = 0
-    heads_per_tile: int = 1
+    query_tile: int  # query tokens of a tile
+    key_block: int  # keys that a tile reads at a time; a multiple or a divisor of `query_tile`
+    merge_keys: int = 0  # neighbours of at most this number of keys share tiles; 0: each has its own
+    heads_per_tile: int = 1  # query heads that one tile computes (packed GQA)
 
     def __post_init__(self) -> None:
         small, large = sorted((self.query_tile, self.key_block))
         if small < 1 or large % small:
-            raise ValueError(
-                f"Tiles of {self.query_tile} queries and blocks of {self.key_block} keys do not divide each "
-                "other."
-            )
+            tile, block = self.query_tile, self.key_block
+            raise ValueError(f"Tiles of {tile} queries and blocks of {block} keys do not divide each other.")
 
     def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """Tiles, blocks of keys, and those of them that must be masked, per query head.
@@ -90,12 +81,8 @@ class Tiling:
         return np.array([ones, blocks, ones * masked if window is None else np.minimum(blocks, masked)])
 
     def program(self, tile: Floats, work: Floats) -> Floats:
-        """float64 (n,), seconds of the longest program of each launch.
-
-        Args:
-            tile: float64 (n,), seconds of its longest tile, for all heads of a program.
-            work: float64 (n,), seconds of all its work spread over the units.
-        """
+        """float64 (n,), seconds of the longest program of each launch, from those of its longest tile for all
+        heads of a program, and of all its work spread over the units."""
         return tile
 
     def _own_in_window(self, queries: Floats, keys: Floats, window: int) -> Floats:
@@ -228,28 +215,17 @@ class KeyTiling(Tiling):
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What the pieces of one pass cost, in seconds; all but `launch` per query head, on one unit.
-
-    Attributes:
-        launch: the whole pass.
-        key: each key that the rank has.
-        segment: each segment, where a kernel treats them one by one.
-        tile: each tile.
-        block: each block of a tile.
-        masked: what a block costs more if it must be masked.
-        query: each query of a segment.
-        tail: the share of its longest program by which a launch ends later than evenly spread work does.
-    """
+    """What the pieces of one pass cost, in seconds; all but `launch` per query head, on one unit."""
 
     tiling: Tiling
-    launch: float
-    key: float
-    segment: float
+    launch: float  # the whole pass
+    key: float  # that the rank has
+    segment: float  # where a kernel treats them one by one
     tile: float
-    block: float
-    masked: float
-    query: float = 0.0
-    tail: float = 0.0
+    block: float  # of a tile
+    masked: float  # what a block costs more if it must be masked
+    query: float = 0.0  # of a segment
+    tail: float = 0.0  # share of its longest program by which a launch ends later than evenly spread work
 
     def slower(self, factor: float) -> KernelCost:
         """A kernel whose work takes `factor` times as long, and its launch what it took."""
@@ -282,26 +258,17 @@ class KernelCost:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLatency:
-    """Predicts the attention of one layer on one device; the mean layer, if some have sliding windows.
-
-    Attributes:
-        units: programs that the device runs side by side: its multiprocessors.
-        heads: query heads on this device (those of the model over the tensor-parallel degree).
-        source: where the coefficients come from, for reports.
-        measured_to: keys of the longest segment that was measured; beyond it predictions extrapolate. None
-            where it is not known.
-        windows: (keys, share of the layers) for each sliding window.
-        group: query heads that share a key head.
-    """
+    """Predicts the attention of one layer on one device; the mean layer, if some have sliding windows."""
 
     forward: KernelCost
     backward: KernelCost
-    units: int
-    heads: int
-    source: str
+    units: int  # programs that the device runs side by side: its multiprocessors
+    heads: int  # query heads on this device: those of the model over the tensor-parallel degree
+    source: str  # where the coefficients come from, for reports
     measured_to: int | None = None
-    windows: tuple[tuple[int, float], ...] = ()
-    group: int = 1
+    """Keys of the longest segment that was measured; beyond it predictions extrapolate. None: not known."""
+    windows: tuple[tuple[int, float], ...] = ()  # (keys, share of the layers) for each sliding window
+    group: int = 1  # query heads that share a key head
 
     def work(self, q_len: NDArray[Any], kv_len: NDArray[Any]) -> Floats:
         """float64 (2, n), seconds that each segment adds to the forward and to the backward of its rank."""
@@ -316,7 +283,6 @@ class AttentionLatency:
         return [*([(None, rest)] if rest > 1e-9 else []), *self.windows]
 
     def _work(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None) -> Floats:
-        """`work` in a layer with this window."""
         passes = [kernel.work(q_len, kv_len, window) for kernel in (self.forward, self.backward)]
         return np.stack(passes) * (self.heads / self.units)
 

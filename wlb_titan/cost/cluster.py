@@ -1,4 +1,4 @@
-"""The hardware that a prediction is for, from a TOML file: the one home of such figures.
+"""The hardware that a prediction is for, from a TOML file: the one home of its figures.
 
 The fields of `Cluster` and `Link` say the sections and keys of the file, docs/simulator.md has a whole one:
 bytes, FLOP/s, bytes/s of one GPU, and seconds of one collective. All rates but the peak are what the device
@@ -8,7 +8,6 @@ innermost, then context, data and pipeline parallelism, so that inner groups fil
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -44,12 +43,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """GPUs in nodes in a network.
-
-    `attention_profile` is the path of a profile of the GPU, empty for the attention of H100 and H200;
-    `device` is in the name of its GPUs; `units` are their multiprocessors; `host_bandwidth` is None where the
-    file has none.
-    """
+    """GPUs in nodes in a network."""
 
     name: str
     memory: float = _figure("[gpu] memory", 1e8, 1e14, "bytes")
@@ -61,8 +55,8 @@ class Cluster:
     gpus_per_node: int = _figure("[node] gpus", 1, 65536, "GPUs")
     node: Link
     network: Link
-    attention_profile: str = ""
-    device: str = ""
+    attention_profile: str = ""  # path of a profile of the GPU; empty for the attention of H100 and H200
+    device: str = ""  # what is in the name of its GPUs
     units: int = _figure("[gpu] units", 1, 100000, "multiprocessors", default=132)
     host_bandwidth: float | None = _figure("[node] host_bandwidth", 1e6, 1e15, "bytes/s", default=None)
 
@@ -131,10 +125,9 @@ def load_cluster(name: str) -> Cluster:
     try:
         return _read(Path(name))
     except OSError as error:
-        raise PlanError(
+        raise _wrong(
             f"The cluster file {name} cannot be read: {error.strerror}. Name a TOML file, or one of the "
-            f"shipped clusters {', '.join(shipped())}.",
-            setting="wlb.cluster",
+            f"shipped clusters {', '.join(shipped())}."
         ) from error
 
 
@@ -157,7 +150,7 @@ def _read(path: Path) -> Cluster:
     for key in given:
         if key not in FIGURES and key not in TEXTS:
             raise _wrong(f"{path}: {key} is not known. A cluster file has {', '.join([*TEXTS, *FIGURES])}.")
-    figures = {key: _figure_of(given, key, path) for key in FIGURES}
+    figures = {key: _figure_of(given.get(key), key, path) for key in FIGURES}
     peak = figures["[gpu] peak_flops"]
     for key in ("[gpu] linear_flops", "[gpu] attention_flops", "[gpu] attention_backward_flops"):
         if figures[key] > peak:
@@ -176,24 +169,23 @@ def _read(path: Path) -> Cluster:
     )
 
 
-def _figure_of(given: dict[str, Any], key: str, path: Path) -> Any:
+def _figure_of(value: Any, key: str, path: Path) -> Any:
     """A number of the file, or its field's default where there is none."""
     figure = FIGURES[key]
-    (low, high), unit, value = figure.metadata["range"], figure.metadata["unit"], given.get(key)
+    (low, high), unit = figure.metadata["range"], figure.metadata["unit"]
+    number, text = (int, "a whole number") if figure.type == "int" else (float, "a number")
     if value is None and figure.default is not MISSING:
         return figure.default
     if value is None:
-        raise _wrong(f"{path}: {key} is missing. It is a number of {unit}.")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _wrong(f"{path}: {key} is {value!r}; it must be a number of {unit}.")
-    if not (math.isfinite(value) and low <= value <= high):
+        raise _wrong(f"{path}: {key} is missing. It is {text} of {unit}.")
+    if isinstance(value, bool) or not isinstance(value, int | number):
+        raise _wrong(f"{path}: {key} is {value!r}; it must be {text} of {unit}.")
+    if not low <= value <= high:
         raise _wrong(
             f"{path}: {key} is {value:g} {unit}, which cannot be; it lies between {low:g} and {high:g}. "
             "Check the unit."
         )
-    if figure.type == "int" and value != int(value):
-        raise _wrong(f"{path}: {key} is {value:g}; there is a whole number of {unit}.")
-    return int(value) if figure.type == "int" else float(value)
+    return number(value)
 
 
 def _wrong(message: str) -> PlanError:

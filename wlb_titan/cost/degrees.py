@@ -45,28 +45,14 @@ Divides = Literal["data", "tokens", "heads", "layers", "experts", "nothing"]
 
 
 class Meeting(NamedTuple):
-    """What the ranks of a dimension all-reduce when they meet, outside the passes: bytes of one rank, and the
-    number of collectives that they go in."""
+    """What the ranks of a dimension all-reduce when they meet, outside the passes."""
 
-    bytes_: float
-    collectives: int
+    bytes_: float  # of one rank
+    collectives: int  # that they go in
 
 
 class Dimension(Plugin):
-    """A dimension of parallelism.
-
-    Attributes:
-        axis: name of its mesh axis.
-        divides: what its ranks share. The planner gives ranks that divide `data` micro-batches of their own;
-            ranks of any other dimension of a user's get the same ones.
-        outside: axis that it lies directly outside of in the order of ranks. What divides data lies outside
-            `dp_replicate`; nothing lies outside the pipeline, which torchtitan takes to be outermost.
-        key: key of its degree in [parallelism]; empty for those of [[wlb.dimensions]].
-        borrows: its ranks are those of other dimensions.
-        runtime: "module:Class" of its half that moves tensors, which derives from
-            `wlb_titan.runtime.dimension:Axis`; empty if it has none.
-        every: steps from one meeting of its ranks to the next; in between they do not wait for each other.
-    """
+    """A dimension of parallelism."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PluginConfig):
@@ -77,13 +63,23 @@ class Dimension(Plugin):
         degree: Annotated[int, Interval(ge=1, le=1 << 20)] = 1
         """Ranks along it; the processes of the job are a multiple."""
 
-    axis: ClassVar[str] = ""
+    axis: ClassVar[str] = ""  # name of its mesh axis
     divides: ClassVar[Divides] = "nothing"
+    """What its ranks share. The planner gives ranks that divide `data` micro-batches of their own; ranks of
+    any other dimension of a user's get the same ones."""
+
     outside: ClassVar[str] = "dp_replicate"
-    key: ClassVar[str] = ""
-    borrows: ClassVar[bool] = False
+    """Axis that it lies directly outside of in the order of ranks. What divides data lies outside
+    `dp_replicate`; nothing lies outside the pipeline, which torchtitan takes to be outermost."""
+
+    key: ClassVar[str] = ""  # of its degree in [parallelism]; empty for those of [[wlb.dimensions]]
+    borrows: ClassVar[bool] = False  # its ranks are those of other dimensions
     runtime: ClassVar[str] = ""
+    """Its half that moves tensors, as "module:Class" derived from `wlb_titan.runtime.dimension:Axis`; empty:
+    none."""
+
     every: ClassVar[int] = 1
+    """Steps from one meeting of its ranks to the next; in between they do not wait for each other."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -93,12 +89,8 @@ class Dimension(Plugin):
         """Raises PlanError, with the setting to blame, for a job that it cannot divide."""
 
     def memory(self, job: Job, peak: Any) -> Any:
-        """The peak of a pipeline rank with what the dimension changes in it.
-
-        Args:
-            peak: a `wlb_titan.memory.rank.RankMemory`, in bytes. What the dimension holds beside all passes
-                is the term `dimensions`.
-        """
+        """The peak of a pipeline rank, a `wlb_titan.memory.rank.RankMemory` in bytes, with what the dimension
+        changes in it. What it holds beside all passes is the term `dimensions`."""
         return peak
 
     def passes(self, job: Job, times: PassTimes) -> PassTimes:
@@ -106,8 +98,7 @@ class Dimension(Plugin):
         return times
 
     def meeting(self, job: Job, weights: float) -> Meeting | None:
-        """What its ranks all-reduce every `every` steps; `weights` are the number of weights of each. None
-        for nothing."""
+        """What its ranks, each with this number of weights, all-reduce every `every` steps; None: nothing."""
         return None
 
 
@@ -186,12 +177,8 @@ class Expert(Dimension):
 
 
 TORCHTITAN = {
-    "pipeline": Pipeline,
-    "replicate": Replicate,
-    "shard": Shard,
-    "context": Context,
-    "tensor": Tensor,
-    "expert": Expert,
+    dimension.__name__.lower(): dimension
+    for dimension in (Pipeline, Replicate, Shard, Context, Tensor, Expert)
 }
 """The dimensions of [parallelism], by the field of `Degrees`, in the order of ranks: the outermost first."""
 
@@ -201,19 +188,14 @@ TAKEN = {"batch", "loss", "dp", "efsdp", "fsdp", "world", *(one.axis for one in 
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """How many ranks share the work along each dimension: those of `TORCHTITAN`, and the user's.
-
-    Attributes:
-        expert: divides the ranks of TP, CP and `shard`, from which it takes its own.
-        own: settings of the user's dimensions, which torchtitan does not have.
-    """
+    """How many ranks share the work along each dimension: those of `TORCHTITAN`, and the user's."""
 
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
     shard: int = 1
     replicate: int = 1
-    expert: int = 1
+    expert: int = 1  # divides the ranks of TP, CP and `shard`, from which it takes its own
     own: tuple[Dimension.Config, ...] = ()
 
     def __post_init__(self) -> None:

@@ -14,37 +14,27 @@ from wlb_titan.arrays import Floats
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A LLaMA-style decoder.
-
-    Attributes:
-        feed_forward: inner width of the gated MLP; in a mixture of experts, of all that a token visits.
-        unvisited_weights: weights of one layer's experts that a token does not visit.
-        experts: routed experts of a layer that has them; 0 in a dense model.
-        routed_width: the part of `feed_forward` in routed experts, which expert parallelism spreads.
-        visits: routed experts that a token visits; as `routed_width`, the mean over all layers.
-        v_head_dim: head dim of values; None where it is that of queries and keys.
-        projections: weights of a layer's attention; None where they are those of queries, keys, values and
-            output, which they are not with multi-head latent attention.
-        windows: (keys, layers) for each sliding window: the most keys that a query sees, its own included,
-            and the layers that have it.
-        tied: whether embedding and head are one table.
-    """
+    """A LLaMA-style decoder."""
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    feed_forward: int
+    feed_forward: int  # inner width of the gated MLP; in a mixture of experts, of all that a token visits
     vocabulary: int
-    unvisited_weights: int = 0
-    experts: int = 0
-    routed_width: int = 0
-    visits: float = 0.0
-    v_head_dim: int | None = None
+    unvisited_weights: int = 0  # of one layer's experts that a token does not visit
+    experts: int = 0  # routed experts of a layer that has them; 0 in a dense model
+    routed_width: int = 0  # the part of `feed_forward` in routed experts, which expert parallelism spreads
+    visits: float = 0.0  # routed experts that a token visits; as `routed_width`, the mean over all layers
+    v_head_dim: int | None = None  # of values; None where it is that of queries and keys
     projections: int | None = None
+    """Weights of a layer's attention; None where they are those of queries, keys, values and output, which
+    they are not with multi-head latent attention."""
     windows: tuple[tuple[int, int], ...] = ()
-    tied: bool = False
+    """(keys, layers) for each sliding window: the most keys that a query sees, its own included, and the
+    layers that have it."""
+    tied: bool = False  # embedding and head are one table
 
     @property
     def head_dims(self) -> int:

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.analytic import BYTES
-from wlb_titan.cost.workload import CostModel
+from wlb_titan.cost.workload import BYTES, CostModel
 from wlb_titan.pipeline.graph import PassTimes
 
 if TYPE_CHECKING:
@@ -79,11 +78,8 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     links = _latencies(job) + micro_batches.latency
     matrices = token.matrices + token.experts * (job.routing_imbalance - 1)
     every = tokens * (matrices + token.elements + _tensor(job) + _experts(job)) + links
-    forward, backward = (
-        attention + job.exchanging.waited(micro_batches.moving, attention)
-        for attention in (micro_batches.forward, micro_batches.backward)
-    )
-    forward = every + forward
+    forward = every + (micro_batches.forward + micro_batches.moving)
+    backward = micro_batches.backward + micro_batches.moving
     inputs = every + tokens * token.elements + backward + _repeated(job, micro_batches, forward)
     if job.memory.offload:
         moved = _offloaded(job, tokens)

@@ -47,23 +47,14 @@ Line = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The attention of one layer on one device. The default is the paper's 7B model on one GPU.
+    """The attention of one layer on one device. The default is the paper's 7B model on one GPU."""
 
-    Attributes:
-        head_dim: of queries and keys.
-        heads: query heads on the device: those of the model over the tensor-parallel degree.
-        group: query heads that share a key head.
-        dtype: data type of queries and keys, as torch names it.
-        v_head_dim: head dim of values, where it is another.
-        windows: (keys, share of the layers) for each sliding window.
-    """
-
-    head_dim: int = 128
-    heads: int = 32
-    group: int = 1
-    dtype: str = "bfloat16"
-    v_head_dim: int | None = None
-    windows: tuple[tuple[int, float], ...] = ()
+    head_dim: int = 128  # of queries and keys
+    heads: int = 32  # query heads on the device: those of the model over the tensor-parallel degree
+    group: int = 1  # query heads that share a key head
+    dtype: str = "bfloat16"  # as torch names it
+    v_head_dim: int | None = None  # of values, where it is another
+    windows: tuple[tuple[int, float], ...] = ()  # (keys, share of the layers) for each sliding window
 
     @classmethod
     def of(cls, model: ModelShape, tensor_parallel: int, dtype: str = "bfloat16") -> AttentionShape:
@@ -90,22 +81,15 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One pass of one kind of attention.
-
-    Attributes:
-        head_dim, group, dtype, v_head_dim: as in `AttentionShape`.
-        direction: "forward" or "backward"; "pass" in the file.
-        cost: the coefficients fitted to the points.
-        implementation: which was measured: "gluon", "triton" or "reference".
-    """
+    """One pass of one kind of attention; sizes as in `AttentionShape`."""
 
     head_dim: int
     group: int
     dtype: str
-    direction: str
-    cost: KernelCost
+    direction: str  # "forward" or "backward"; "pass" in the file
+    cost: KernelCost  # fitted to the points
     points: tuple[Point, ...]
-    implementation: str
+    implementation: str  # that was measured: "gluon", "triton" or "reference"
     v_head_dim: int | None = None
 
     @property
@@ -126,8 +110,6 @@ class Entry:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Entry:
-        if record["pass"] not in PASSES:
-            raise ValueError(f"pass {record['pass']!r} is neither forward nor backward")
         sizes = {field.name: int(record[field.name]) for field in fields(Tiling)}
         costs = {name: float(record[name]) for name in COEFFICIENTS}
         return cls(
@@ -144,30 +126,22 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LinearProfile:
-    """Everything but attention, measured on one device or between the devices of one node.
+    """Everything but attention, measured on one device or between the devices of one node."""
 
-    Attributes:
-        dtype: data type of the operands, as torch names it.
-        matrices: FLOPs and seconds.
-        elements: bytes and seconds.
-        gathers: bytes that each rank receives, and seconds; empty with one device.
-        ranks: ranks of the gathers.
-    """
-
-    dtype: str
-    matrices: Line
-    elements: Line
-    gathers: Line = ()
-    ranks: int = 1
+    dtype: str  # of the operands, as torch names it
+    matrices: Line  # FLOPs
+    elements: Line  # bytes
+    gathers: Line = ()  # bytes that each rank receives; empty with one device
+    ranks: int = 1  # of the gathers
 
     @property
     def matrix_flops(self) -> float:
-        """FLOP/s of matrix products."""
+        """FLOP/s."""
         return 1 / line(self.matrices)[1]
 
     @property
     def element_bandwidth(self) -> float:
-        """Bytes/s of element-wise operators."""
+        """Bytes/s."""
         return 1 / line(self.elements)[1]
 
     @property
@@ -188,10 +162,8 @@ class LinearProfile:
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fixed seconds and seconds a unit, by least squares of relative errors; neither below zero.
-
-    Args:
-        points: (size, seconds), of two sizes at least.
+    """Fixed seconds and seconds a unit of points of two sizes at least, by least squares of relative errors;
+    neither below zero.
 
     Example: 1 second and 2 seconds a unit:
 
@@ -208,20 +180,13 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured on one device.
-
-    Attributes:
-        units: programs that it runs side by side.
-        software: versions that were measured.
-        entries: one for each pass and kind of attention.
-        linear: None where only attention was measured.
-    """
+    """What was measured on one device."""
 
     device: str
-    units: int
-    software: str
-    entries: tuple[Entry, ...]
-    linear: LinearProfile | None = None
+    units: int  # programs that it runs side by side
+    software: str  # versions
+    entries: tuple[Entry, ...]  # one for each pass and kind of attention
+    linear: LinearProfile | None = None  # None where only attention was measured
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
         """The latency model of an attention that was measured."""
@@ -294,9 +259,8 @@ def fitted(
 
     Args:
         shape: what was measured; its heads are those of each case.
-        cases: (q_len, kv_len, segments) of each case.
+        cases: (q_len, kv_len, segments) of each.
         seconds: float64 (cases, 2), of the forward and of the backward.
-        units: programs that the device runs side by side.
         implementations: of forward and backward, as `tilings` names them.
     """
     entries = []
@@ -340,16 +304,15 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
             )
     head_dim = (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2
     ours = hopper(head_dim, shape.heads, group=shape.group)
-    derived = replace(ours, windows=shape.windows, units=cluster.units)
     base = load_cluster("h100_roce")
     units = cluster.units / base.units
     forward = units * base.attention_flops / cluster.attention_flops
     backward = units * base.attention_backward_flops / cluster.attention_backward_flops
-    if forward == backward == 1:
-        return derived
     return replace(
-        derived,
-        forward=derived.forward.slower(forward),
-        backward=derived.backward.slower(backward),
-        source=f"{derived.source}, scaled to {cluster.name}",
+        ours,
+        forward=ours.forward.slower(forward),
+        backward=ours.backward.slower(backward),
+        units=cluster.units,
+        windows=shape.windows,
+        source=ours.source if forward == backward == 1 else f"{ours.source}, scaled to {cluster.name}",
     )

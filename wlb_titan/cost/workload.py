@@ -5,22 +5,42 @@ communication), which grows with d. Forward and backward are given apart: the ba
 2.5 times its forward (five matrix products, one of them recomputed, against two), that of a linear layer
 twice (SlimPack, section 2.2.2), so a packing that balances one pass alone does not balance the other. Packing
 balances their sum, since a micro-batch holds the same documents in both.
+
+`analytic` counts operations, in seconds that one micro-batch of that one document takes on all pipeline
+stages together:
+
+    W_a(d) = attention FLOPs / achieved FLOP/s
+    W_l(d) = linear FLOPs / achieved FLOP/s + element-wise bytes / memory bandwidth + TP, CP communication
+
+The gradient reduction of data parallelism and FSDP's gathers do not depend on documents; they are the same
+for every micro-batch and left out, as is the pipeline's point-to-point traffic, which overlaps with
+computation. `profile:FILE` takes W_a from measured times, and `simulated` (`cost/passes.py`) all of it from
+the simulator's passes.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
+from wlb_titan.cost.cluster import Cluster
+from wlb_titan.cost.profile import Profile
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
+
+BYTES = 2  # of an activation in bfloat16
+ATTENTION_BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: 5 / 2
+LINEAR_BACKWARD = 2.0
+LARGEST = 1e100  # coefficient, with which the work of any step is still a finite number
 
 COST_MODELS = Family(
     kind="cost model",
@@ -28,36 +48,16 @@ COST_MODELS = Family(
     group="wlb_titan.cost",
     base="wlb_titan.cost.workload:CostModel",
     shipped={
-        "analytic": "wlb_titan.cost.analytic:Analytic",
-        "quadratic": "wlb_titan.cost.quadratic:Quadratic",
-        "profile": "wlb_titan.cost.measured:Measured",
+        "analytic": "wlb_titan.cost.workload:Analytic",
+        "quadratic": "wlb_titan.cost.workload:Quadratic",
+        "profile": "wlb_titan.cost.workload:ProfileCost",
         "simulated": "wlb_titan.cost.passes:JobCost",
     },
 )
 
 
-class ExchangeSeconds(NamedTuple):
-    """What context parallelism's collectives in a layer take for a micro-batch, in seconds.
-
-    Attributes:
-        moving: seconds of one pass, by bandwidth.
-        repeated: seconds of those that selective activation checkpointing repeats in the backward pass.
-        latency: seconds of latency in one pass.
-    """
-
-    moving: float
-    repeated: float
-    latency: float
-
-
 class CostModel(Plugin):
-    """Predicted work of documents, in one unit for all of them.
-
-    Attributes:
-        recomputes: whether `backward` has what full activation checkpointing computes again, where it is set.
-    """
-
-    recomputes: ClassVar[bool] = False
+    """Predicted work of documents, in one unit for all of them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PluginConfig):
@@ -76,6 +76,9 @@ class CostModel(Plugin):
                     f"name, and there is {text!r}"
                 )
             return cls(**dict(zip(names, parts, strict=False)))
+
+    recomputes: ClassVar[bool] = False
+    """Whether `backward` has what full activation checkpointing computes again, where it is set."""
 
     @classmethod
     @abstractmethod
@@ -97,12 +100,9 @@ class CostModel(Plugin):
 
 
 def cost_model(text: str, job: Job) -> CostModel:
-    """What `[wlb.packing] cost_model` or `--cost-model` names.
-
-    Args:
-        text: a name, with its settings after a colon (`quadratic:0.9e6,4e10`); the path of a profile, which
-            is short for `profile:PATH`; or "package.module:Class".
-    """
+    """What `[wlb.packing] cost_model` or `--cost-model` names: a name, with its settings after a colon
+    (`quadratic:0.9e6,4e10`); the path of a profile, which is short for `profile:PATH`; or
+    "package.module:Class"."""
     name, _, settings = text.partition(":")
     if text.endswith(".json") and name not in COST_MODELS.names:
         name, settings = "profile", text
@@ -119,3 +119,142 @@ def cost_model(text: str, job: Job) -> CostModel:
 def workload(model: CostModel, lengths: NDArray[Any]) -> Floats:
     """float64 (n,), work of both passes: what packing balances."""
     return model.forward(lengths) + model.backward(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSeconds:
+    """Forward seconds that one token of a micro-batch adds to one rank, in one layer but for `head`."""
+
+    matrices: float  # products
+    elements: float  # element-wise operators
+    tensor: float  # collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer
+    context: float  # collectives of context parallelism, of those that move all tokens
+    experts: float  # the part of `matrices` in routed experts, where they get equally many tokens
+    head: float  # the product with the vocabulary, on the last stage
+
+    @classmethod
+    def of(cls, job: Job, cluster: Cluster) -> TokenSeconds:
+        """A token of a job on this cluster."""
+        shape, tensor = job.model, job.degrees.tensor
+        ranks = tensor * job.degrees.context
+        head = shape.hidden * shape.vocabulary
+        layer = (shape.linear_weights - head) // shape.layers
+        # Reads and writes: two norms, two residuals, rotary embedding, gated activation.
+        elements = 12 * shape.hidden + 4 * shape.heads * shape.head_dim + 3 * shape.feed_forward
+        # Sequence-parallel TP gathers and scatters the activations twice a layer.
+        shared = 4 * shape.hidden * (tensor - 1) / tensor / job.degrees.context
+        return cls(
+            matrices=2.0 * layer / ranks / cluster.linear_flops,
+            elements=BYTES * elements / ranks / cluster.memory_bandwidth,
+            tensor=BYTES * shared / cluster.link(tensor).bandwidth,
+            context=job.exchanging.always.moving,
+            experts=6.0 * shape.hidden * shape.routed_width / ranks / cluster.linear_flops,
+            head=2.0 * head / ranks / cluster.linear_flops,
+        )
+
+
+class Analytic(CostModel):
+    """`analytic`: seconds by counting operations.
+
+    Example: the paper's 7B model with a document of 131072 tokens on one H100 without parallelism: attention
+    2 x 131072^2 x 4096 x 32 FLOPs forward, 6.9 s at 650 TFLOP/s; linear layers 2 x 6.6e9 x 131072 FLOPs,
+    2.9 s at 600 TFLOP/s.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster) -> None:
+        token = TokenSeconds.of(job, cluster)
+        # Two matrix products, 2 FLOPs a multiplication, over half of the squares d x d.
+        attention = job.model.heads * job.model.head_dims / (job.degrees.tensor * job.degrees.context)
+        self._forward = attention / cluster.attention_flops
+        self._backward = attention * ATTENTION_BACKWARD / cluster.attention_backward_flops
+        self._squares = job.model.squares
+        computed = (token.matrices + token.elements) * job.model.layers + token.head
+        communicated = (token.tensor + token.context) * job.model.layers
+        self.linear_forward = computed + communicated  # W_l of one token, seconds
+        self.linear_backward = LINEAR_BACKWARD * computed + communicated
+
+    @classmethod
+    def of(cls, config: Any, job: Job) -> Analytic:
+        return cls(job, job.cluster)
+
+    def forward(self, lengths: NDArray[Any]) -> Floats:
+        attention, _ = self._attention(lengths)
+        return attention + self.linear_forward * np.asarray(lengths, dtype=np.float64)
+
+    def backward(self, lengths: NDArray[Any]) -> Floats:
+        _, attention = self._attention(lengths)
+        return attention + self.linear_backward * np.asarray(lengths, dtype=np.float64)
+
+    def _attention(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
+        """W_a of both passes."""
+        squares = self._squares(lengths)
+        return self._forward * squares, self._backward * squares
+
+
+class ProfileCost(Analytic):
+    """`profile:FILE`: W_a as `wlb-titan profile` measured it, W_l by operations at the measured rates, or at
+    the cluster's where only attention was measured."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CostModel.Config):
+        file: str
+        """Path of the profile."""
+
+    def __init__(self, job: Job, profile: Profile) -> None:
+        super().__init__(job, profile.on(job.cluster))
+        self._layer = profile.latency(job.attention_shape)
+        self._share = job.model.layers / job.degrees.context
+
+    @classmethod
+    def of(cls, config: Config, job: Job) -> ProfileCost:
+        return cls(job, Profile.load(Path(config.file)))
+
+    def _attention(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
+        forward, backward = self._layer.work(lengths, lengths) * self._share
+        return forward, backward
+
+
+class Quadratic(CostModel):
+    """`quadratic:A,B`: both passes together cost A d^2 + B d, of which the forward pass is one third."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CostModel.Config):
+        a: float
+        """A, work by the square of a document's tokens."""
+
+        b: float
+        """B, work by its tokens."""
+
+        @classmethod
+        def parse(cls, text: str) -> Self:
+            try:
+                a, b = (float(part) for part in text.split(","))
+            except ValueError:
+                raise PlanError(
+                    f"The cost model {f'quadratic:{text}'!r} is malformed; write quadratic:A,B with two "
+                    "numbers, such as quadratic:0.9e6,4e10 for work of 0.9e6 d^2 + 4e10 d."
+                ) from None
+            return cls(a=a, b=b)
+
+    def __init__(self, a: float, b: float) -> None:
+        if not (0 <= a <= LARGEST and 0 <= b <= LARGEST) or a + b == 0:
+            raise PlanError(
+                f"The cost model quadratic:{a:g},{b:g} does not give every document some work: A and B must "
+                f"be from 0 to {LARGEST:g}, and not both zero."
+            )
+        self.a, self.b = a, b
+
+    @classmethod
+    def of(cls, config: Config, job: Job) -> Quadratic:
+        return cls(config.a, config.b)
+
+    def forward(self, lengths: NDArray[Any]) -> Floats:
+        return self._total(lengths) / 3
+
+    def backward(self, lengths: NDArray[Any]) -> Floats:
+        total = self._total(lengths)
+        return total - total / 3
+
+    def _total(self, lengths: NDArray[Any]) -> Floats:
+        d = np.asarray(lengths, dtype=np.float64)
+        return self.a * d * d + self.b * d

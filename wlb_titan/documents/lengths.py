@@ -37,16 +37,11 @@ DRAWN = 1 << 18  # documents of a named distribution
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Documents whose lengths' logarithms are normal.
-
-    Attributes:
-        sigma: standard deviation of the natural logarithm.
-        source: where the two come from, for reports.
-    """
+    """Documents whose lengths' logarithms are normal."""
 
     median: float
-    sigma: float
-    source: str
+    sigma: float  # standard deviation of the natural logarithm
+    source: str  # where the two come from, for reports
 
     def draw(self, documents: int = DRAWN, seed: int = 1) -> Ints:
         """int64 (documents,), tokens."""
@@ -55,27 +50,21 @@ class LogNormal:
         return np.maximum(lengths.astype(np.int64), MINIMUM)
 
 
+@dataclass(frozen=True, slots=True)
 class Histogram:
-    """Documents counted by length, spread evenly within each bin.
+    """Documents counted by length, spread evenly within each bin."""
 
-    Args:
-        bins: the shortest length of each bin and how many documents it has, ascending.
-        longest: tokens of the longest document, in the last bin.
-        median: tokens, as the documents that were counted have it.
-        source: where they come from, for reports.
-    """
-
-    def __init__(self, bins: dict[int, int], longest: int, median: float, source: str) -> None:
-        self.median = median
-        self.source = source
-        self._edges = [*bins, longest + 1]
-        self._below = np.cumsum([0, *bins.values()]) / sum(bins.values())
+    bins: dict[int, int]  # the shortest length of each bin and how many documents it has, ascending
+    longest: int  # tokens of the longest document, in the last bin
+    median: float  # tokens, as the documents that were counted have it
+    source: str  # where they come from, for reports
 
     def draw(self, documents: int = DRAWN, seed: int = 1) -> Ints:
         """int64 (documents,), tokens: evenly spaced quantiles in a random order, so that a bin of a few long
         documents has its share in every draw."""
         quantiles = (np.random.default_rng(seed).permutation(documents) + 0.5) / documents
-        return np.interp(quantiles, self._below, self._edges).astype(np.int64)
+        below = np.cumsum([0, *self.bins.values()]) / sum(self.bins.values())
+        return np.interp(quantiles, below, [*self.bins, self.longest + 1]).astype(np.int64)
 
 
 _WLBLLM = {
@@ -99,11 +88,8 @@ NAMED: dict[str, LogNormal | Histogram] = {
 
 
 def named_or_read(text: str) -> tuple[Ints, str]:
-    """The lengths of a distribution or of a file, int64 (documents,), and what they are, for reports.
-
-    Args:
-        text: a key of NAMED, or the path of a file as of `read_lengths`.
-    """
+    """The lengths of a distribution or of a file, int64 (documents,), and what they are, for reports;
+    `text` is a key of NAMED or the path of a file."""
     if text in NAMED:
         found = NAMED[text]
         return found.draw(), f"{text} ({found.source}; median {found.median:,.0f} tokens)"
@@ -113,22 +99,17 @@ def named_or_read(text: str) -> tuple[Ints, str]:
             f"There is neither a distribution of lengths called {text!r}, which would be one of "
             f"{', '.join(NAMED)}, nor a file of that name."
         )
-    return read_lengths(path), path.name
+    return _read(path), path.name
 
 
-def read_lengths(path: Path) -> Ints:
+def _read(path: Path) -> Ints:
     """int64 (documents,), the numbers of the file's lines in their order."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise PlanError(f"The file of lengths {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path} is not a text file of lengths: {error}.") from error
-    if lines[-1] == "":
-        lines.pop()  # what follows the last line's end
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"The file of lengths {path} cannot be read: {error}.") from error
     if not lines:
         raise PlanError(f"The file of lengths {path} is empty; it must have one document's length a line.")
-    lengths = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         digits = text.isascii() and text.isdigit() and len(text) <= DIGITS
@@ -137,5 +118,4 @@ def read_lengths(path: Path) -> Ints:
                 f"{path}, line {number}: {text[:40]!r} is no document's length, which is a whole number of "
                 "tokens from 1 to 2^40, written with digits only, one a line."
             )
-        lengths.append(int(text))
-    return np.array(lengths, dtype=np.int64)
+    return np.array([int(line) for line in lines], dtype=np.int64)

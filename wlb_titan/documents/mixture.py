@@ -1,4 +1,5 @@
-"""The order of documents: the endless order in which a corpus, or a mixture of several, is read.
+"""The documents that a job trains on, as planning sees them: their lengths, and the endless order in which a
+corpus, or a mixture of several, is read.
 
 The place of a document in that order is its id, from 0. Everything about it is computed from the id alone, so
 nothing is stored however many documents there are, and the state of a stream is one number:
@@ -17,18 +18,22 @@ Upsampling by length splits a source in two parts: the documents of at least `lo
 Example: two sources of 3 and 2 documents, of which every second document shall come from the first. Not
 shuffled, the ids 0, 1, 2, ... are the rows 3, 0, 4, 1, 3, 2, 4, 0, ...: a source that is used up starts
 again.
+
+Documents that are held out to validate on have length 0, and documents of length 0 are passed over. Which
+ones are held out follows from the row alone (SplitMix64 of it, as a number from 0 to 1, is below the
+share), so every rank and every run knows them without a list, whatever seed, policy or degrees it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.arrays import Ints
+from wlb_titan.arrays import Bools, Ints
 from wlb_titan.documents.permutation import permuted
 from wlb_titan.errors import PlanError
 
@@ -49,24 +54,16 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Consecutive rows of the corpus and their part in the mixture.
+    """Consecutive rows of the corpus and their part in the mixture."""
 
-    Attributes:
-        name: for reports.
-        documents: number of rows; the first source begins at row 0, each other where the one before ends.
-        weight: share of the tokens, over the sum of all weights.
-        long_length: documents of at least so many tokens are upsampled; None upsamples nothing.
-        long_share: share of the source's tokens that they get, between 0 and 1.
-    """
-
-    name: str
-    documents: int
-    weight: float = 1.0
-    long_length: int | None = None
-    long_share: float | None = None
+    name: str  # for reports
+    documents: int  # rows; the first source has those from 0 on, each other those that follow
+    weight: float = 1.0  # share of the tokens, over the sum of all weights
+    long_length: int | None = None  # upsamples documents of this many tokens or more; None: none
+    long_share: float | None = None  # share of the source's tokens that they get
 
     def __post_init__(self) -> None:
-        if not self.weight > 0 or self.weight == float("inf"):
+        if not 0 < self.weight < float("inf"):
             raise PlanError(f"The source {self.name!r} has weight {self.weight}; weights must be positive.")
         if (self.long_length is None) != (self.long_share is None):
             raise PlanError(
@@ -77,6 +74,38 @@ class Source:
             raise PlanError(
                 f"The source {self.name!r} has long_share {self.long_share}; it must be between 0 and 1."
             )
+
+
+def all_learned(rows: Ints, starts: Ints, stops: Ints) -> Ints:
+    """`Documents.learned` where there is no label mask."""
+    return stops - starts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """A corpus, or several mixed."""
+
+    lengths: Lengths  # tokens of every corpus row
+    name: str = ""  # where they come from, for reports
+    sources: tuple[Source, ...] = ()  # what the rows belong to, and their shares; none: one source of all
+    seed: int | None = 0  # of the epochs' orders; None reads the corpus in its own order
+    learned: Callable[[Ints, Ints, Ints], Ints] = all_learned
+    """Learned tokens of pieces, int64 (n,), by their corpus rows, first tokens and the tokens after their
+    last ones, int64 (n,) each."""
+    fingerprint: str = ""  # names the content; a planner's state continues only with its own
+
+    def mixture(self) -> Mixture:
+        """The order in which they are read."""
+        return Mixture(self.lengths, self.sources, seed=self.seed)
+
+    def describe(self, window: int, tokens: int) -> list[str]:
+        """A sentence on the corpus, and for a mixture one on each source; `tokens` are those of a step."""
+        mixture = self.mixture()
+        blocks = _blocks(self.lengths, 0, len(self.lengths))
+        long = sum(int(np.count_nonzero(block > window)) for _, block in blocks)
+        cut = f", {long:,} of them longer than the window and cut" if long else ""
+        head = f"{self.name}: {mixture.filled:,} documents, {mixture.tokens:,} tokens{cut}."
+        return [head, *mixture.describe(tokens)]
 
 
 @dataclass(slots=True)
@@ -94,25 +123,14 @@ class _Part:
 
 
 class Mixture:
-    """The order of a mixture's documents.
-
-    Args:
-        lengths: tokens of every row. A document of 0 tokens is passed over.
-        sources: what the rows belong to; none is one source of all.
-        seed: seed of the epochs' orders; None keeps the order of the rows.
-
-    Attributes:
-        documents: number of rows.
-        filled: of those that have tokens.
-        tokens: of an epoch of all sources.
-    """
+    """The order of the documents of `lengths`. No `sources` are one source of all; no `seed` keeps the
+    rows' own order."""
 
     def __init__(self, lengths: Lengths, sources: Sequence[Source] = (), *, seed: int | None) -> None:
         self._lengths = lengths
         self.seed = seed
         self.documents = len(lengths)
         self.sources = tuple(sources) or (Source(name="", documents=self.documents),)
-        self.tokens = self.filled = 0
         if not self.documents:
             raise PlanError("The corpus has no documents, so there is nothing to plan.")
         self._parts: list[_Part] = []
@@ -120,12 +138,12 @@ class Mixture:
         first = longest = 0
         for number, source in enumerate(self.sources):
             parts, top = _parts(lengths, first, number, source, source.weight / whole)
-            self.tokens, longest = self.tokens + sum(part.tokens for part in parts), max(longest, top)
-            self.filled += sum(part.documents for part in parts)
             self._parts += parts
-            first += source.documents
+            first, longest = first + source.documents, max(longest, top)
         if longest < 2:
             raise PlanError("All documents have one token, so there is no next token to learn to predict.")
+        self.tokens = sum(part.tokens for part in self._parts)  # of an epoch of all sources
+        self.filled = sum(part.documents for part in self._parts)  # documents that have tokens
         frequencies = [part.share * part.count / part.tokens for part in self._parts]
         rest = np.cumsum(frequencies[::-1])[::-1]
         self._turns = [
@@ -160,7 +178,9 @@ class Mixture:
         """How often each source has been read when the stream comes to this id, by its tokens."""
         read = [0.0] * len(self.sources)
         tokens = [0] * len(self.sources)
-        for part, before in zip(self._parts, self._counts(id_), strict=True):
+        for part, share in zip(self._parts, [*self._turns, UNIT], strict=True):
+            before = id_ * share // UNIT
+            id_ -= before
             read[part.source] += before / part.count * part.tokens
             tokens[part.source] += part.tokens
         return [done / whole for done, whole in zip(read, tokens, strict=True)]
@@ -210,19 +230,6 @@ class Mixture:
         if len(ids):
             yield len(self._turns), where, ids
 
-    def _counts(self, id_: int) -> list[int]:
-        """Documents of each part before this id."""
-        counts = []
-        for share in self._turns:
-            counts.append(id_ * share // UNIT)
-            id_ -= counts[-1]
-        return [*counts, id_]
-
-
-def count_longer(lengths: Lengths, length: int) -> int:
-    """Documents of more than so many tokens."""
-    return sum(int(np.count_nonzero(block > length)) for _, block in _blocks(lengths, 0, len(lengths)))
-
 
 def _multiplied(numbers: Ints, share: int) -> Ints:
     """floor(numbers x share / UNIT) without overflow."""
@@ -237,8 +244,8 @@ def _blocks(lengths: Lengths, start: int, stop: int) -> Iterator[tuple[int, NDAr
 def _parts(
     lengths: Lengths, first: int, number: int, source: Source, share: float
 ) -> tuple[list[_Part], int]:
-    """The parts of a source that begins at row `first` and has this share of the mixture's tokens; and the
-    tokens of its longest document."""
+    """The parts of the source with the rows from `first` on, which has this share of the mixture's tokens;
+    and the tokens of its longest document."""
     tokens = documents = longest = long_tokens = 0
     rows: list[NDArray[np.integer[Any]]] = []
     for begin, block in _blocks(lengths, first, first + source.documents):
@@ -271,3 +278,35 @@ def _parts(
         _Part(number, first, len(found), share * of_long, long_tokens, len(found), rows=found),
         _Part(number, first, source.documents, share * (1 - of_long), tokens, documents, below=below),
     ], longest
+
+
+def is_held_out(rows: Ints, share: float) -> Bools:
+    """bool (n,), whether documents are held out, by their rows, int64 (n,), and the share that is."""
+    with np.errstate(over="ignore"):
+        bits = rows.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits ^= bits >> np.uint64(31)
+    chosen: Bools = bits / 2.0**64 < share
+    return chosen
+
+
+class Divided:
+    """The `Lengths` of documents that are held out, or of those that are not, within `rows`; 0 for others."""
+
+    def __init__(self, lengths: Lengths, share: float, *, held_out: bool, rows: range | None = None) -> None:
+        self._lengths = lengths
+        self._share = share
+        self._held_out = held_out
+        self._rows = range(len(lengths)) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, rows: Any, /) -> Any:
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(len(self)))
+        rows = np.asarray(rows, dtype=np.int64)
+        kept = is_held_out(rows, self._share) == self._held_out
+        kept &= (rows >= self._rows.start) & (rows < self._rows.stop)
+        return np.where(kept, np.asarray(self._lengths[rows], dtype=np.int64), 0)

@@ -21,17 +21,8 @@ LEAST_BITS = 4
 
 
 def permuted(places: Ints, count: int, seed: int, epochs: Ints) -> Ints:
-    """The number at each place, in an order of 0 .. count - 1 that seed and epoch fix.
-
-    Args:
-        places: int64 (n,), from 0 to count - 1.
-        count: how many numbers there are.
-        seed: not negative.
-        epochs: int64 (n,), which of the endlessly many orders; not negative.
-
-    Returns:
-        int64 (n,).
-    """
+    """int64 (n,), the number at each place, int64 (n,) from 0 to count - 1, in an order of 0 .. count - 1
+    that the seed and the epoch of the place fix; `epochs` is int64 (n,), and neither may be negative."""
     if not len(places):
         return places
     bits = max(int(count - 1).bit_length(), LEAST_BITS)

@@ -12,8 +12,8 @@ begin within the next 4 tokens.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,12 +39,8 @@ class _Block(NamedTuple):
 
 
 class DocumentStream:
-    """Documents of a corpus, shuffled anew every epoch, without end.
-
-    Args:
-        mixture: the order of the documents; those of 0 tokens are passed over.
-        window: context window in tokens, at least 2; `arrive` cuts longer documents into pieces of it.
-    """
+    """Documents of a mixture, without end; those of 0 tokens are passed over. `arrive` cuts documents that
+    are longer than the window, at least 2 tokens, into pieces of it."""
 
     def __init__(self, mixture: Mixture, window: int) -> None:
         if window < 2:
@@ -54,13 +50,13 @@ class DocumentStream:
         self.mixture = mixture
         self.window = window
         self._block_size = min(max(self.documents, SMALLEST_BLOCK), BLOCK)
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
         self._next = 0  # id of the document that holds the next token
         self._offset = 0  # the next token's place in it
         self._first: Pieces = np.empty((0, 3), dtype=np.int64)  # given back, to come before it
 
     def anew(self) -> DocumentStream:
-        """A stream of these documents at its beginning, for another reader."""
+        """A stream of these documents at its start, for another reader."""
         return DocumentStream(self.mixture, self.window)
 
     @property
@@ -98,14 +94,14 @@ class DocumentStream:
         self._first = pieces[np.lexsort((pieces[:, START], pieces[:, ID]))]
 
     def _returned(self, tokens: int) -> Pieces:
-        """Of the pieces given back those that begin within the next `tokens` tokens."""
+        """Those of the pieces given back that start within the next `tokens` tokens."""
         begins = np.cumsum(self._first[:, LENGTH]) - self._first[:, LENGTH]
         count = int(np.searchsorted(begins, tokens, side="left"))
         pieces, self._first = self._first[:count], self._first[count:]
         return pieces
 
     def fill(self, tokens: int) -> Pieces:
-        """Exactly the next `tokens` tokens; a document cut at the end goes on with the next call."""
+        """Exactly the next `tokens` tokens; the next call continues a document that was cut at the end."""
         pieces = self._returned(tokens).copy()
         tokens -= int(pieces[:, LENGTH].sum())
         if tokens < 0:
@@ -132,8 +128,8 @@ class DocumentStream:
     def skip_rest(self) -> int:
         """Passes over the rest of a piece that `fill` cut; returns how many tokens that were.
 
-        Of a document longer than the window only the rest up to the next multiple of the window goes. What
-        was given back stays.
+        If the document is longer than the window, only what lies before the next multiple of the window is
+        skipped. What was given back stays.
         """
         if not self._offset or len(self._first):
             return 0
@@ -145,13 +141,11 @@ class DocumentStream:
         return skipped
 
     def arrive(self, tokens: int, enough: Callable[[Pieces], bool] = lambda pieces: True) -> Pieces:
-        """The whole documents, in pieces of at most the window, that begin within the next `tokens` tokens.
+        """The whole documents, in pieces of at most the window, that begin within the next `tokens`
+        tokens, and whatever it takes until the pieces are `enough`.
 
-        The last piece may reach past `tokens`; the stream goes on after it.
-
-        Args:
-            tokens: budget; the caller takes what was read too much off the next one.
-            enough: whether pieces are enough; until they are it goes on, whatever the budget.
+        The last piece may reach past `tokens`; the stream continues after it, and the caller takes what
+        was read too much off its next budget.
         """
         pieces = self._arrive(tokens)
         while not enough(pieces):
@@ -186,7 +180,7 @@ class DocumentStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next, self._offset = int(state["document"]), int(state["offset"])
-        self._first = np.array(state.get("first", []), dtype=np.int64).reshape(-1, 3)
+        self._first = np.array(state["first"], dtype=np.int64).reshape(-1, 3)
 
     def _move(self, block: _Block, piece: Ints) -> None:
         """Sets the next token behind a piece of a document of the block."""
@@ -205,13 +199,7 @@ class DocumentStream:
                 return block, place
             self._next, self._offset = (number + 1) * self._block_size, 0  # only empty documents are left
 
-    def _block(self, number: int) -> _Block:
-        if (block := self._blocks.get(number)) is None:
-            first = number * self._block_size
-            ids = np.arange(first, first + self._block_size)
-            begins = np.concatenate([[0], np.cumsum(self.lengths_of(ids))])
-            block = self._blocks[number] = _Block(first, begins)
-            while len(self._blocks) > CACHED_BLOCKS:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(number)
-        return block
+    def _read_block(self, number: int) -> _Block:
+        first = number * self._block_size
+        ids = np.arange(first, first + self._block_size)
+        return _Block(first, np.concatenate([[0], np.cumsum(self.lengths_of(ids))]))

@@ -46,7 +46,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from wlb_titan.context import ALL_KEYS, Exchange, KeyShares, gathered
+from wlb_titan.context import ALL_KEYS, Exchange, KeyShares, all_gather_exchange
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
 from wlb_titan.errors import PlanError
@@ -146,7 +146,7 @@ class TokenBytes:
             keys: what a rank has of a micro-batch's keys; of documents in slices all are cached.
         """
         cp, tp = degrees.context, degrees.tensor
-        exchange = exchange or gathered(model, tp, cp)
+        exchange = exchange or all_gather_exchange(model, tp, cp)
         layer = _Layer(model, degrees, settings, exchange, keys)
         cached = exchange.keys * settings.compute_bytes
         forward, backward, attention = layer.passes(settings.checkpointing)

@@ -52,36 +52,28 @@ class Least:
         return np.argsort(~leading, kind="stable")
 
     def topped_up(self, assigned: Ints, lengths: Ints) -> Ints:
-        """The micro-batch of each document, once short ones have been moved to where there is too little."""
-        return topped_up(assigned, _counted(lengths), self._micro_batches, self.tokens)
+        """The micro-batch of each document, once short ones have been moved to where there is too little.
+
+        Example: of micro-batches of [4, 2, 3] and [1] tokens, least 2, the second gets the document of 2.
+        """
+        tokens = _counted(lengths)
+        filled = np.bincount(assigned, tokens, self._micro_batches)
+        if filled.min() >= self.tokens:
+            return assigned
+        assigned = assigned.copy()
+        while filled[short := int(filled.argmin())] < self.tokens:
+            spare = (tokens > 0) & (tokens <= self.tokens) & (filled[assigned] - tokens >= self.tokens)
+            if not spare.any():
+                break
+            moved = int(np.where(spare, tokens, 0).argmax())
+            filled[assigned[moved]] -= tokens[moved]
+            filled[short] += tokens[moved]
+            assigned[moved] = short
+        return assigned
 
 
 def _counted(lengths: Ints) -> Ints:
     return np.where(lengths > 1, lengths, 0)
-
-
-def topped_up(assigned: Ints, tokens: Ints, bins: int, least: int) -> Ints:
-    """Documents in bins, some short ones of which are moved to where there are fewer than `least` tokens.
-
-    Example: of bins with documents of [4, 2, 1] and [1] tokens, least 2, the second gets that of 2 tokens.
-
-    Args:
-        assigned: int64 (n,), bin of each document; not written to.
-        tokens: int64 (n,), tokens of each document, 0 of those that do not count.
-    """
-    filled = np.bincount(assigned, tokens, bins)
-    if filled.min() >= least:
-        return assigned
-    assigned = assigned.copy()
-    while filled[short := int(filled.argmin())] < least:
-        spare = (tokens > 0) & (tokens <= least) & (filled[assigned] - tokens >= least)
-        if not spare.any():
-            break
-        moved = int(np.where(spare, tokens, 0).argmax())
-        filled[assigned[moved]] -= tokens[moved]
-        filled[short] += tokens[moved]
-        assigned[moved] = short
-    return assigned
 
 
 def next_window(stream: DocumentStream) -> tuple[Pieces, int]:

@@ -63,18 +63,19 @@ class FixedGreedy(PackingPolicy):
         self._least = Least(self._packs, job.degrees.context)
         self._iteration = 0
         self._remained: Waiting = NOTHING
-        self._ready: list[list[Waiting]] = []  # the packs of the window's coming steps
+        self._ready: list[Waiting] = []  # the packs of the window's coming steps
         self._gap: float | None = None
 
     def next(self) -> Packing:
         if not self._ready:
             self._pack_window()
-        packs = [delayed(pack, self._iteration) for pack in self._ready.pop(0)]
+        n = self._micro_batches
+        packs, self._ready = self._ready[:n], self._ready[n:]
+        packs = [delayed(pack, self._iteration) for pack in packs]
         self._iteration += 1
         return Packing(drafts(packs), gap=self._gap)
 
     def _pack_window(self) -> None:
-        """Fills `_ready` with the packs of the coming steps."""
         documents = self._read()
         lengths = documents[:, LENGTH]
         overdue = self._iteration - documents[:, ARRIVAL] >= PATIENCE * self._packs // self._micro_batches
@@ -92,10 +93,7 @@ class FixedGreedy(PackingPolicy):
             assigned, self._gap = better, gap
         packs = split(documents, assigned, self._packs)
         order = np.argsort(-np.bincount(assigned, works, self._packs), kind="stable")
-        self._ready = [
-            [packs[pack] for pack in order[first : first + self._micro_batches]]
-            for first in range(0, self._packs, self._micro_batches)
-        ]
+        self._ready = [packs[pack] for pack in order]
 
     def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:
         """A better packing, and how far it may be from the best; the greedy one as it is."""
@@ -114,18 +112,16 @@ class FixedGreedy(PackingPolicy):
 
     @property
     def waiting(self) -> Waiting:
-        return np.concatenate([pack for step in self._ready for pack in step] + [self._remained])
+        return np.concatenate([*self._ready, self._remained])
 
     def state_dict(self) -> dict[str, Any]:
-        packs = [[len(pack) for pack in step] for step in self._ready]
+        packs = [len(pack) for pack in self._ready]
         return {"iteration": self._iteration, "packs": packs, "gap": self._gap}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._iteration, self._gap = int(state["iteration"]), state["gap"]
-        ends = np.cumsum([length for step in state["packs"] for length in step], dtype=np.int64)
-        *packs, self._remained = np.split(state["waiting"], ends)
-        ready = iter(packs)
-        self._ready = [[next(ready) for _ in step] for step in state["packs"]]
+        ends = np.cumsum(state["packs"], dtype=np.int64)
+        *self._ready, self._remained = np.split(state["waiting"], ends)
 
 
 class FixedSolver(FixedGreedy):

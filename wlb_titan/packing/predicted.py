@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.context import ALL_KEYS, KeyShares, after, whole
+from wlb_titan.context import ALL_KEYS, KeyShares, whole_sequence, with_prefix
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.memory.rank import CachedSlice, Held, Passes, RankMemory
 from wlb_titan.packing.slim.slices import cache_rows
@@ -52,8 +52,8 @@ def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | N
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
     """float64 (ranks, 2), seconds of one layer's attention on each context-parallel rank, both passes."""
     if job.strategy is None or micro_batch.ranks is None:
-        return job.latency.seconds(after((whole(micro_batch.lengths),), micro_batch.prefix))
-    return job.strategy.seconds(after(micro_batch.ranks, micro_batch.prefix))
+        return job.latency.seconds(with_prefix((whole_sequence(micro_batch.lengths),), micro_batch.prefix))
+    return job.strategy.seconds(with_prefix(micro_batch.ranks, micro_batch.prefix))
 
 
 def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | None) -> Floats:

@@ -31,35 +31,28 @@ from wlb_titan.plan import Action
 
 
 class PassTimes(NamedTuple):
-    """How long the passes take, all float64 (stages, micro-batches, k) in one unit, in the order of running.
-
-    Attributes:
-        inputs: I, the part of a backward pass that the stage before waits for.
-        weights: W, the rest of it; B takes both.
-    """
+    """How long passes take, all float64 (stages, micro-batches, k) in one unit, in the order of running."""
 
     forward: Floats
-    inputs: Floats
-    weights: Floats
+    inputs: Floats  # I, the part of a backward pass that the stage before waits for
+    weights: Floats  # W, the rest of it; B takes both
 
     @classmethod
     def equal_stages(cls, forward: Floats, backward: Floats, shape: PipelineShape) -> PassTimes:
-        """Stages that take equal times, and a backward pass half of which is the weights' gradient.
-
-        Args:
-            forward, backward: float64 (n, k), times of each micro-batch through all stages of one rank.
-        """
+        """Stages that take equal times, and a backward pass half of which is the weights' gradient, by the
+        times of each micro-batch through all stages of one rank, float64 (n, k)."""
         each = (shape.stages, *forward.shape)
         half = np.broadcast_to(backward / (2 * shape.chunks), each)
         return cls(np.broadcast_to(forward / shape.chunks, each), half, half)
 
     def of(self, action: Action) -> Floats:
         """float64 (k,), the times of an action."""
-        where = action.stage, action.place
-        if action.kind == "B":
-            total: Floats = self.inputs[where] + self.weights[where]
-            return total
-        times: Floats = {"F": self.forward, "I": self.inputs, "W": self.weights}[action.kind][where]
+        kind, stage, place = action
+        times: Floats
+        if kind == "B":
+            times = self.inputs[stage, place] + self.weights[stage, place]
+        else:
+            times = {"F": self.forward, "I": self.inputs, "W": self.weights}[kind][stage, place]
         return times
 
 
@@ -71,9 +64,6 @@ class PipelineGraph:
         actions: what each rank runs, in order; None takes the schedule's own.
         needed: the last forward pass on the last stage that each backward pass waits for, by their places;
             None: its own micro-batch's.
-
-    Attributes:
-        actions: actions of all ranks, each after all that it waits for.
     """
 
     def __init__(
@@ -85,7 +75,7 @@ class PipelineGraph:
     ) -> None:
         self.shape = shape
         self._of_backward = needed or {}
-        self.actions: list[Action] = []
+        self.actions: list[Action] = []  # of all ranks, each after all that it waits for
         self._waits: list[tuple[int, int, bool]] = []
         """Numbers (from 1; 0 is none) of the rank's action before and of the action whose data is needed, and
         whether these data come from another rank."""
@@ -99,14 +89,11 @@ class PipelineGraph:
         delay: Floats | float = 0.0,
         earliest: Floats | float = 0.0,
     ) -> Floats:
-        """When every action ends.
+        """float64 (actions, k), when every action ends; the step takes the largest of them.
 
         Args:
             delay: time of data from one rank to the next: a number, or float64 (n, k) by micro-batch.
             earliest: when actions may begin: a number, or float64 (actions, k).
-
-        Returns:
-            float64 (actions, k); the step takes the largest of them.
         """
         delays = np.broadcast_to(delay, times.forward.shape[1:])
         ends = np.zeros((len(self.actions) + 1, times.forward.shape[2]))
@@ -121,14 +108,11 @@ class PipelineGraph:
         return ends[1:]
 
     def step_times(self, forward: Floats, backward: Floats, orders: Ints) -> Floats:
-        """How long the step takes in each of several orders, with equal stages and free communication.
+        """float64 (k,), the step's time in several orders, with equal stages and free communication.
 
         Args:
             forward, backward: float64 (n,), times of each micro-batch's passes through all stages of a rank.
             orders: int64 (k, n), permutations of the micro-batches.
-
-        Returns:
-            float64 (k,), in the unit of the times.
         """
         times = PassTimes.equal_stages(forward[orders].T, backward[orders].T, self.shape)
         return np.asarray(self.ends(times).max(axis=0))

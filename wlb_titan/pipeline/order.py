@@ -42,22 +42,13 @@ ORDERS = Family(
     },
 )
 
-EXHAUSTIVE = 6
-"""All orders are tried of at most this many micro-batches (720 orders)."""
-
-BATCH = 64
-"""Orders evaluated together in the search."""
-
-PASS_SECONDS = 5e-6
-"""What evaluating one pass for BATCH orders takes; turns milliseconds into a number of evaluations."""
+EXHAUSTIVE = 6  # micro-batches of which all orders are tried, 720 at most
+BATCH = 64  # orders evaluated together in the search
+PASS_SECONDS = 5e-6  # that evaluating one pass for BATCH orders takes: turns milliseconds into evaluations
 
 
 class MicroBatchOrder(Plugin, ABC):
-    """In which order a rank runs the micro-batches of a step.
-
-    Attributes:
-        for_all: data-parallel ranks share one order, found for their mean; otherwise each has its own.
-    """
+    """In which order a rank runs the micro-batches of a step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PluginConfig):
@@ -66,19 +57,17 @@ class MicroBatchOrder(Plugin, ABC):
         family = ORDERS
 
     for_all: ClassVar[bool] = False
+    """Data-parallel ranks share one order, found for their mean; otherwise each has its own."""
 
     def __init__(self, config: Any, shape: PipelineShape) -> None:
         self._shape = shape
 
     @abstractmethod
     def places(self, forward: Floats, backward: Floats) -> Ints:
-        """The order in which a rank runs its micro-batches.
+        """int64 (n,), the micro-batches in the order in which a rank runs them.
 
         Args:
-            forward, backward: float64 (n,), times of each micro-batch's passes through one rank, in one unit.
-
-        Returns:
-            int64 (n,): a permutation; its i-th entry is the micro-batch that runs as the i-th.
+            forward, backward: float64 (n,), times of each one's passes through the rank, in one unit.
         """
 
 
@@ -143,8 +132,8 @@ def arranged(
 
     Args:
         run: micro-batches that go through the pipeline together; a step may have several runs.
-        assigned: numbers of each rank's packs, as they were packed; as many on every rank.
-        forward, backward: float64 (packs,), predicted times of each pack's passes, in one unit.
+        assigned: numbers of each rank's packs, as many on every rank.
+        forward, backward: float64 (packs,), predicted times of their passes, in one unit.
     """
     count = len(assigned[0])
     if count % run:
@@ -154,13 +143,13 @@ def arranged(
         )
     packs = np.array(assigned)
     for first in range(0, count, run):
-        own = packs[:, first : first + run]
-        if order.for_all and len(own) > 1:
-            own = np.stack([row[longest_first(forward[row], backward[row])] for row in own])
-            own = own[:, order.places(forward[own].mean(axis=0), backward[own].mean(axis=0))]
+        rows = packs[:, first : first + run]
+        if order.for_all and len(rows) > 1:
+            rows = np.stack([row[longest_first(forward[row], backward[row])] for row in rows])
+            rows = rows[:, order.places(forward[rows].mean(axis=0), backward[rows].mean(axis=0))]
         else:
-            own = np.stack([row[order.places(forward[row], backward[row])] for row in own])
-        packs[:, first : first + run] = own
+            rows = np.stack([row[order.places(forward[row], backward[row])] for row in rows])
+        packs[:, first : first + run] = rows
     result: list[list[int]] = packs.tolist()
     return result
 

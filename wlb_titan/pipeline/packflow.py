@@ -9,7 +9,7 @@ the forward pass of its last slice is over. Two ranks, packs 0, 1 and 2 slices o
 With several stages a rank, packs go through a rank's stages in rounds of as many as there are ranks, as in
 Interleaved1F1B. A rank so has two lists, of forward and of backward passes, and the step is run ahead of time
 to find how they go into each other: the pass that can begin first runs, and where both can, the one of the
-other kind than the pass before. The k-th backward pass finds at most so many forward passes done:
+other kind than the pass before. Before the k-th backward pass at most this many forward passes are done:
 
     max(those that it waits for, those that the first waits for + k) + warm-up + slack
 
@@ -127,7 +127,7 @@ class _Run:
         number = {run: k for k, run in enumerate(self._forwards)}
         waits = (number[chunks - 1, self._needed[place]] + 1 for _, place in self._backwards)
         self._waits = list(itertools.accumulate(waits, max))
-        """Of each backward pass the forward passes of its rank that must be over."""
+        """For each backward pass, the forward passes of its rank that must be over."""
         self._ahead = [(2 if chunks > 1 else 1) * (ranks - 1 - r) + slack * chunks for r in range(ranks)]
         self._ends: dict[str, list[list[float]]] = {k: [[] for _ in range(shape.stages)] for k in "FB"}
         self._free = [0.0] * ranks

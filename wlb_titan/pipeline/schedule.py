@@ -31,19 +31,12 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """A pipeline's schedule and size.
+    """A pipeline's schedule and size."""
 
-    Attributes:
-        schedule: one of SCHEDULES, or another of torch's where its order is not asked for.
-        ranks: pipeline-parallel degree.
-        chunks: stages of each rank; 1 for GPipe and 1F1B, 2 for ZBVZeroBubble.
-        splits: whether zero-bubble schedules run backward passes in two halves.
-    """
-
-    schedule: str
-    ranks: int
-    chunks: int = 1
-    splits: bool = True
+    schedule: str  # one of SCHEDULES, or another of torch's where its order is not asked for
+    ranks: int  # pipeline-parallel degree
+    chunks: int = 1  # stages of each rank; 1 for GPipe and 1F1B, 2 for ZBVZeroBubble
+    splits: bool = True  # whether zero-bubble schedules run backward passes in two halves
 
     @property
     def stages(self) -> int:
@@ -79,7 +72,6 @@ def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less
 def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterator[Action]:
     """What a rank runs, in order."""
     _check(shape)
-    micro_batches_in_round(shape.schedule, shape.ranks, micro_batches)
     in_order = _v_shaped if shape.schedule == "ZBVZeroBubble" else _in_turn
     actions = in_order(shape, micro_batches, rank)
     return actions if shape.splits else _with_whole_backward(actions)

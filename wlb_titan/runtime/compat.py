@@ -114,12 +114,19 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def done_work() -> dist.Work:
-    """The handle of a collective that is done when it is issued, of torch's own fake process group.
+def fake_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    """A process group without other processes, which repeats this rank's own data: what a rehearsal runs on.
 
-    Without it: `_create_work_from_future` of a future that has its result.
+    Without it: a `dist.ProcessGroup` of ours with a method for each collective.
     """
-    return torch._C._distributed_c10d.FakeWork()
+    fake = torch._C._distributed_c10d.FakeProcessGroup
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group = dist.ProcessGroup(store, rank, size)
+    backend = fake._create_internal(rank, size, fake.Options())
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_default_backend(kind)
+    return group
 
 
 def owner_of(config: Configurable.Config) -> type:

@@ -1,21 +1,30 @@
-"""The meshes of a job: torchtitan's, with the dimensions that a user adds ([[wlb.dimensions]])."""
+"""The meshes of a job: torchtitan's, with the dimensions that a user adds ([[wlb.dimensions]]), and those of
+ranks that attend to a micro-batch together.
+
+Every rank of a job takes part in making every process group, also one that it is not in: NCCL splits a
+communicator of all ranks, and torch names groups by how many there were. So meshes follow from the job alone,
+and not from whether a pipeline stage has attention, or a data-parallel rank somebody to share with.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import device_type
 
+from wlb_titan.arrays import Ints
 from wlb_titan.cost.degrees import TORCHTITAN, Dimension, in_order
+from wlb_titan.job import Job
 
 
 @dataclass
@@ -116,3 +125,46 @@ def rank_layout(dims: ParallelDims) -> NDArray[Any]:
     """Global ranks by (others, pp, data-parallel rank, cp, tp); `others` are one without own dimensions."""
     layout: NDArray[Any] = dims._global_meshes["dataloading"].mesh.numpy()
     return layout.reshape(-1, *layout.shape[-4:])
+
+
+ContextMeshes = dict[int, list[DeviceMesh]]
+"""The `meshes` of a strategy, by how many data-parallel ranks share a micro-batch."""
+
+
+def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
+    """Those that this rank is in. Every rank of the job has to call it.
+
+    Ranks that share micro-batches are consecutive data-parallel ranks, the first of which is a multiple of
+    their number, with all of their context-parallel ranks. Those that are left over share none.
+    """
+    made: dict[tuple[object, bytes], DeviceMesh | None] = {}
+    found: ContextMeshes = {}
+    layout = rank_layout(dims)
+    others, stages, data, context, tensor = layout.shape
+    for sharers, merged in job.merged.items():
+        if merged.strategy is None:
+            continue
+        shared = layout[:, :, : data // sharers * sharers]
+        places = shared.reshape(others, stages, -1, sharers * context, tensor).swapaxes(3, 4)
+        if sharers == 1:
+            made[(("cp", context),), places.tobytes()] = dims.get_mesh("cp")
+        for sizes in merged.strategy.meshes:
+            key = tuple(sizes.items()), places.tobytes()
+            if key not in made:
+                made[key] = divided(places, sizes)
+            if (mesh := made[key]) is not None:
+                found.setdefault(sharers, []).append(mesh)
+    return found
+
+
+def divided(ranks: Ints, sizes: Mapping[str, int]) -> DeviceMesh | None:
+    """This rank's mesh, where ranks are divided into meshes of one shape; None where it is not among them.
+
+    Args:
+        ranks: global ranks, those of a mesh in a row.
+        sizes: of the mesh's axes, by name.
+    """
+    rows = torch.from_numpy(np.ascontiguousarray(ranks)).view(-1, *sizes.values())
+    backends = (("fake", None), *[(None, None)] * len(sizes))  # between meshes nothing is sent
+    mesh = DeviceMesh(device_type, rows, mesh_dim_names=("meshes", *sizes), backend_override=backends)
+    return mesh[tuple(sizes)] if (rows == dist.get_rank()).any() else None

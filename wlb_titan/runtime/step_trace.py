@@ -38,30 +38,24 @@ class PassTimer:
     CPU by the clock. What a pass waits for *within* itself is part of its time: the collectives of FSDP,
     context and tensor parallelism. What it waits for *before* it starts, the neighbour stage's tensors, is
     not.
-
-    Attributes:
-        first: number of the first micro-batch of the run at hand, which the trainer sets: a step may have
-            several runs.
-        clock: clock of passes on the CPU, in seconds.
-        latest: the latest pass that began, measured or not.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on = False
-        self.clock: Callable[[], float] = time.perf_counter
-        self.first = 0
-        self.latest = "the beginning"
+        self.clock: Callable[[], float] = time.perf_counter  # of passes on the CPU
+        self.first = 0  # micro-batch of the run at hand, which the trainer sets: a step may have several
+        self.latest = "the beginning"  # the latest pass that began, measured or not
         self._device = device
         self._start: Any = None
         self._stream: torch.Stream | None = None
-        self._passes: list[tuple[str, int, int, Any, Any]] = []
+        self._passes: list[tuple[str, int, int, Any, Any, float | None]] = []
 
     def start(self) -> None:
         """Begins to measure, at time 0."""
         self.on = True
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream()
-        self._start = self._mark()
+        self._start = self.mark()
 
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
@@ -70,9 +64,15 @@ class PassTimer:
         if not self.on:
             yield
             return
-        begin = self._mark()
+        begin = self.mark()
         yield
-        self._passes.append((kind, stage, self.first + micro_batch, begin, self._mark()))
+        self.keep(kind, begin, stage, self.first + micro_batch)
+
+    def keep(
+        self, kind: str, begin: Any, stage: int = 0, micro_batch: int = 0, waited: float | None = None
+    ) -> None:
+        """Keeps what ran from a mark until now; `micro_batch` counts from the step's first."""
+        self._passes.append((kind, stage, micro_batch, begin, self.mark(), waited))
 
     def measures_this_stream(self) -> bool:
         """Whether it is on and what starts now would run on the passes' stream."""
@@ -83,17 +83,17 @@ class PassTimer:
         self.on = False
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
-        passes = [
+        kept, self._passes = self._passes, []
+        return [
             Pass(
                 *(kind, stage, micro_batch, self._seconds(self._start, begin), self._seconds(begin, end)),
-                end[1] - begin[1] if self._device.type == "cpu" else None,
+                computed=end[1] - begin[1] if self._device.type == "cpu" else None,
+                waited=waited,
             )
-            for kind, stage, micro_batch, begin, end in self._passes
+            for kind, stage, micro_batch, begin, end, waited in kept
         ]
-        self._passes = []
-        return passes
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
         """A point in time: seconds and this thread's, or an event in the stream."""
         if self._device.type == "cpu":
             return self.clock(), time.thread_time()
@@ -135,12 +135,7 @@ class StepTrace:
             self._timer.start()
 
     def end(self, step: int, plan: Plan) -> dict[str, float]:
-        """Ends measuring. Call it on every rank.
-
-        Returns:
-            On the writer the figures of a measured step: "measured_imbalance", and with pipeline parallelism
-            "bubble". Otherwise nothing.
-        """
+        """Ends measuring; the figures of a measured step, on the writer alone. Call it on every rank."""
         if not self._measuring:
             return {}
         self._measuring = False
@@ -185,7 +180,7 @@ def bubble(ranks: Sequence[RankPasses]) -> float:
     idle = []
     for pipeline in pipelines.values():
         passes = [one for rank in pipeline for one in rank.passes]
-        span = max(one.start + one.seconds for one in passes) - min(one.start for one in passes)
+        span = max(one.end for one in passes) - min(one.start for one in passes)
         idle.append(1 - sum(one.seconds for one in passes) / (span * len(pipeline)))
     return float(np.mean(idle))
 

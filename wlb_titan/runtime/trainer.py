@@ -36,8 +36,7 @@ from wlb_titan.runtime.agreement import (
 )
 from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
-from wlb_titan.runtime.attention.meshes import context_meshes, prepare_attention
-from wlb_titan.runtime.attention.module import DocumentAttention
+from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
 from wlb_titan.runtime.checkpoints import exported, save_stopped
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.cpu_device import add_up_by_sums
@@ -49,7 +48,7 @@ from wlb_titan.runtime.job import configured_job, parallel_dims
 from wlb_titan.runtime.log import tell_beginning, tell_end
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
-from wlb_titan.runtime.meshes import Dims
+from wlb_titan.runtime.meshes import Dims, context_meshes
 from wlb_titan.runtime.models.compile import prepare_compiling
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline

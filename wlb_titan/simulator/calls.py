@@ -27,53 +27,32 @@ OTHER_SIDE = {SEND: RECEIVE, RECEIVE: SEND}
 
 
 class Call(NamedTuple):
-    """One call that a rank makes of a process group.
+    """One call that a rank makes of a process group."""
 
-    Attributes:
-        kind: "all-gather", "send", ...
-        group: which of the rank's groups.
-        sent, received: bytes.
-        dtype: as torch names it.
-        peer: global rank of the other side, or of a collective's root; -1 without one.
-        batch: sends and receives that are issued together have the same number; 0: by itself.
-        place: where it is made, for people.
-    """
-
-    kind: str
-    group: int
-    sent: int = 0
+    kind: str  # "all-gather", "send", ...
+    group: int  # which of the rank's groups
+    sent: int = 0  # bytes
     received: int = 0
     dtype: str = ""
-    peer: int = -1
-    batch: int = 0
-    place: str = ""
+    peer: int = -1  # global rank of the other side, or of a collective's root; -1 without one
+    batch: int = 0  # the same for sends and receives that are issued together; 0: by itself
+    place: str = ""  # where it is made, for people
 
     def __str__(self) -> str:
         if self.kind in (MAKING, "barrier"):
             return self.kind + (f" ({self.place})" if self.place else "")
         where = {SEND: f" to rank {self.peer}", RECEIVE: f" from rank {self.peer}"}.get(self.kind, "")
-        bytes_ = (
-            f"{self.sent:,} bytes"
-            if self.received in (0, self.sent)
-            else (
-                f"{self.received:,} bytes" if not self.sent else f"{self.sent:,} to {self.received:,} bytes"
-            )
-        )
-        return f"{self.kind}{where} of {bytes_} {self.dtype} ({self.place})"
+        sizes = dict.fromkeys(size for size in (self.sent, self.received) if size) or [0]
+        bytes_ = " to ".join(f"{size:,}" for size in sizes)
+        return f"{self.kind}{where} of {bytes_} bytes {self.dtype} ({self.place})"
 
 
 @dataclass(frozen=True)
 class RankCalls:
-    """The calls of one rank.
+    """The calls of one rank, in order."""
 
-    Attributes:
-        made: process groups in the making of which it took part, as a member or not.
-        groups: global ranks of each group that it is in, in the order in which they were made.
-        calls: in the order in which they are made.
-    """
-
-    made: int
-    groups: Sequence[tuple[int, ...]]
+    made: int  # process groups in the making of which it took part, as a member or not
+    groups: Sequence[tuple[int, ...]]  # global ranks of each group that it is in, in the order of making
     calls: Sequence[Call]
 
     def to_json(self) -> dict[str, Any]:
@@ -111,31 +90,23 @@ def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None
 
 
 class Communicator(NamedTuple):
-    """What has a queue on each of its ranks.
+    """What has a queue on each of its ranks."""
 
-    Attributes:
-        ranks: the group's members, or the two ends of an edge with a queue of its own.
-        group: the group's members, and its number among groups of the same members.
-    """
-
-    ranks: tuple[int, ...]
-    group: tuple[tuple[int, ...], int]
+    ranks: tuple[int, ...]  # the group's members, or the two ends of an edge with a queue of its own
+    group: tuple[tuple[int, ...], int]  # its members, and its number among groups of the same members
 
 
 class _Play:
-    """The calls under way.
-
-    Attributes:
-        queues: by communicator and rank what is not done, in order: calls that are issued together.
-        blocked: the communicator of the collective that a rank has come to.
-    """
+    """The calls under way."""
 
     def __init__(self, ranks: Mapping[int, RankCalls], queue_per_edge: bool) -> None:
         self._per_edge = queue_per_edge
         self._groups = {rank: list(_numbered(own.groups)) for rank, own in ranks.items()}
         self._calls = {rank: _with_making(own) for rank, own in ranks.items()}
-        self.queues: dict[Communicator, dict[int, deque[list[Call]]]] = {}
-        self.blocked: dict[int, Communicator] = {}
+        # By communicator and rank what is not done, in order: calls that are issued together.
+        self._queues: dict[Communicator, dict[int, deque[list[Call]]]] = {}
+        # The communicator of the collective that a rank has come to.
+        self._blocked: dict[int, Communicator] = {}
 
     def run(self) -> str | None:
         ready = deque(self._calls)
@@ -144,14 +115,14 @@ class _Play:
             for call in self._calls[rank]:
                 communicator = self._queue(rank, call)
                 if call.kind not in OTHER_SIDE:
-                    self.blocked[rank] = communicator
+                    self._blocked[rank] = communicator
                 problem, freed = self._settle(communicator)
                 if problem:
                     return problem
                 ready += [other for other in freed if other != rank]
-                if rank in self.blocked:
+                if rank in self._blocked:
                     break
-        stuck = sorted({*self.blocked, *(rank for _, rank in self._waiting())})
+        stuck = sorted({*self._blocked, *(rank for _, rank in self._waiting())})
         return self._circle(stuck[0]) if stuck else None
 
     def _queue(self, rank: int, call: Call) -> Communicator:
@@ -161,9 +132,9 @@ class _Play:
         if call.kind in OTHER_SIDE and self._per_edge:
             ranks = (rank, call.peer) if call.kind == SEND else (call.peer, rank)
         communicator = Communicator(ranks, group)
-        if communicator not in self.queues:
-            self.queues[communicator] = {member: deque() for member in ranks}
-        queue = self.queues[communicator][rank]
+        if communicator not in self._queues:
+            self._queues[communicator] = {member: deque() for member in ranks}
+        queue = self._queues[communicator][rank]
         if call.batch and queue and queue[-1][-1].batch == call.batch:
             queue[-1].append(call)
         else:
@@ -172,7 +143,7 @@ class _Play:
 
     def _settle(self, communicator: Communicator) -> tuple[str | None, list[int]]:
         """Does what can be done in a communicator; what is wrong with it, and the ranks that go on."""
-        queues = self.queues[communicator]
+        queues = self._queues[communicator]
         while True:
             heads = {rank: queue[0] for rank, queue in queues.items() if queue}
             if all(map(self._is_at, queues.values())):
@@ -180,7 +151,7 @@ class _Play:
                     return problem, []
                 for rank, queue in queues.items():
                     queue.popleft()
-                    del self.blocked[rank]
+                    del self._blocked[rank]
                 return None, list(queues)
             pair = next(_pairs(heads), None)
             if pair is None:
@@ -195,7 +166,7 @@ class _Play:
 
     def _waiting(self) -> Iterator[tuple[Communicator, int]]:
         """Communicators and ranks where something is not done."""
-        for communicator, queues in self.queues.items():
+        for communicator, queues in self._queues.items():
             for rank, queue in queues.items():
                 if queue:
                     yield communicator, rank
@@ -209,20 +180,21 @@ class _Play:
             communicator = self._held_up(rank)
             if communicator is None:
                 return "; ".join([*lines, f"rank {rank} makes no call any more that would end this"]) + "."
-            queues = self.queues[communicator]
+            queues = self._queues[communicator]
             call = queues[rank][0][0]
-            others = (
-                [call.peer] if call.kind in OTHER_SIDE else [r for r in queues if not self._is_at(queues[r])]
-            )
-            over = "" if call.kind in OTHER_SIDE else f" over {_named(communicator.ranks)}"
-            lines.append(f"rank {rank} waits for rank {others[0]} in {call}{over}")
-            rank = others[0]
+            if call.kind in OTHER_SIDE:
+                other, over = call.peer, ""
+            else:
+                other = next(member for member in queues if not self._is_at(queues[member]))
+                over = f" over {_named(communicator.ranks)}"
+            lines.append(f"rank {rank} waits for rank {other} in {call}{over}")
+            rank = other
         return "; ".join([*lines, f"and so on from rank {rank}"]) + "."
 
     def _held_up(self, rank: int) -> Communicator | None:
         """Where a rank waits: in a collective, or else in a queue."""
-        if rank in self.blocked:
-            return self.blocked[rank]
+        if rank in self._blocked:
+            return self._blocked[rank]
         return next((one for one, waiting in self._waiting() if waiting == rank), None)
 
     @staticmethod

@@ -22,13 +22,12 @@ import numpy as np
 from wlb_titan.arrays import Floats
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES
 from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.plan import Plan
 from wlb_titan.plugins import PluginConfig
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.step import Prediction, simulate
 
 WARM_UP = 8  # steps in which queues fill
@@ -42,22 +41,24 @@ class Scenario:
 
     job: Job
     documents: Documents
-    _jobs: dict[Policy, Job] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _choices: dict[Policy, Choice | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[Policy, tuple[Job, Choice | None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def under(self, policy: Policy) -> Job:
         """The job under a policy, made once, as much that it knows takes long to find; `auto` is chosen."""
-        if policy not in self._jobs:
-            choice = self.choice(policy)
-            self._jobs[policy] = self.job.under(policy) if choice is None else choice.job
-        return self._jobs[policy]
+        return self._decided(policy)[0]
 
     def choice(self, policy: Policy) -> Choice | None:
         """What `auto` stands for in a policy; None in one without it."""
-        if policy not in self._choices:
+        return self._decided(policy)[1]
+
+    def _decided(self, policy: Policy) -> tuple[Job, Choice | None]:
+        if policy not in self._known:
             job = self.job.under(policy)
-            self._choices[policy] = choose(job, self.documents) if job.undecided else None
-        return self._choices[policy]
+            choice = choose(job, self.documents) if job.undecided else None
+            self._known[policy] = (choice.job if choice else job, choice)
+        return self._known[policy]
 
     def plans(self, policy: Policy, steps: int, *, warm_up: int = WARM_UP) -> list[Plan]:
         return self.under(policy).plans(self.documents, steps, after=warm_up)

@@ -1,13 +1,15 @@
-"""The passes of a step from measurements of some of its ranks.
+"""The passes of a step, put together from measurements of some of its ranks.
 
-A rank that ran alone (`wlb-titan rehearse`) tells how long its passes compute, and which collectives they ask
-for, which take what the cluster does for their bytes: those of tensor parallelism, and where nothing runs
-behind passes all others too. What it would wait for besides is added as it is predicted. A pass of a
-rank that did not run takes what is predicted, times measured over predicted of the same micro-batch on the
-stage that is most like its own: stages of equal layers take the same. Where that micro-batch was not run
-either, all of the stage's decide. Of context- and tensor-parallel ranks that ran, and of FSDP's where nothing
-hides its collectives, the slower one counts between any two collectives, in which they wait for each other;
-if the slowest context-parallel rank did not run, another is scaled to it.
+- A rank that ran alone (`wlb-titan rehearse`) measured how long its passes compute, and which collectives
+  they ask for. These take what the cluster takes for their bytes: those of tensor parallelism, and all others
+  too where communication does not overlap with passes. Whatever else a pass would wait for is added as
+  predicted.
+- A pass of a rank that did not run takes its predicted time, scaled by measured over predicted for the same
+  micro-batch on the most similar stage that ran (stages of equal layers take the same), or for all
+  micro-batches of that stage where this one did not run.
+- Context- and tensor-parallel ranks that ran wait for each other in every collective, so that between two
+  collectives the slower one counts. So do FSDP's ranks where nothing hides its collectives. If the slowest
+  context-parallel rank did not run, another is scaled to it.
 """
 
 from __future__ import annotations
@@ -25,72 +27,54 @@ from wlb_titan.job import Job
 from wlb_titan.packing.predicted import pass_seconds
 from wlb_titan.plan import MicroBatch, Plan
 
-HALVES = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
-"""What a kind of pass is of forward passes, inputs and weights; several it is in the shares predicted."""
+ROWS = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
+"""Rows of `seconds` (0 forward, 1 inputs, 2 weights) that a kind of pass covers. Several are given the shares
+that are predicted."""
 TINY = 1e-30  # seconds; in the place of none in a denominator
 
 
 class Pass(NamedTuple):
     """One pass of one micro-batch through one stage.
 
-    Attributes:
-        kind: F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of
-            inputs and of weights alone, FB a whole micro-batch without pipeline parallelism.
-        stage: from 0.
-        micro_batch: from 0 in the order in which this data-parallel rank runs the step's.
-        start: seconds since the timer was switched on.
-        seconds: duration.
-        computed: processor time of the thread that ran it; None on an accelerator.
-        pieces: `seconds` divided where collectives were; empty where that was not measured.
-        waited: seconds that the collectives it asked for are waited for; None where that is not known.
+    Its kind is F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of
+    inputs and of weights alone, FB a whole micro-batch without pipeline parallelism.
     """
 
     kind: str
     stage: int
-    micro_batch: int
-    start: float
+    micro_batch: int  # in the order in which this data-parallel rank runs the step's
+    start: float  # seconds since the timer was switched on
     seconds: float
-    computed: float | None = None
-    pieces: Sequence[float] = ()
-    waited: float | None = None
+    computed: float | None = None  # processor time of the thread that ran it; None on an accelerator
+    pieces: Sequence[float] = ()  # `seconds` divided where collectives were; empty: not measured
+    waited: float | None = None  # seconds that its collectives are waited for; None: not known
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step of one rank.
-
-    Attributes:
-        dp, cp: its data- and its context-parallel rank.
-        passes: all that it ran, with no communication in them.
-        optimizer: seconds from the last pass to the step's end.
-    """
+    """One step of one rank."""
 
     dp: int
     cp: int
-    passes: Sequence[Pass]
-    optimizer: float
+    passes: Sequence[Pass]  # all that it ran, with no communication in them
+    optimizer: float  # seconds from the last pass to the step's end
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What takes the place of predicted passes.
+class MeasuredPasses:
+    """What takes the place of predicted passes, with the micro-batches of all steps in the plans' order."""
 
-    Attributes:
-        seconds: float64 (3, stages, micro-batches of all steps), of all passes as `pass_seconds` has them, in
-            the plans' order.
-        known: bool (stages, micro-batches of all steps), whether a rank with this pass ran.
-        step: int64 (micro-batches of all steps,), the step of each, from 0.
-        optimizer: float64 (steps,), of the slowest rank that ran.
-        rest: the job without the communication that was counted.
-    """
+    seconds: Floats  # (3, stages, micro-batches), as of `pass_seconds`
+    known: Bools  # (stages, micro-batches): whether a rank with this pass ran
+    step: Ints  # (micro-batches,): the step of each, from 0
+    optimizer: Floats  # (steps,), of the slowest rank that ran
+    rest: Job  # without the communication that was counted
 
-    seconds: Floats
-    known: Bools
-    step: Ints
-    optimizer: Floats
-    rest: Job
-
-    def of(self, steps: Sequence[int]) -> Measured:
+    def of(self, steps: Sequence[int]) -> MeasuredPasses:
         """Some of the steps, by rising number."""
         own = np.isin(self.step, steps)
         numbers = np.searchsorted(steps, self.step[own])
@@ -103,7 +87,7 @@ class Measured:
         )
 
 
-def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]]) -> Measured:
+def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]]) -> MeasuredPasses:
     """The passes of planned steps, from the ranks that ran each of them, at least one."""
     quiet = job.on(without_waiting(job.cluster))
     packs = [m for plan in plans for m in plan.micro_batches]
@@ -119,7 +103,7 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
         found.add(number, ranks, own)
     passes = found.scaled(slowest)
     seconds = np.stack([_filled(*one, job.layers) for one in zip(passes, slowest, strict=True)])
-    return Measured(
+    return MeasuredPasses(
         seconds=seconds + waiting - slowest,
         known=np.asarray(np.isfinite(passes).any(axis=0)),
         step=np.array(step),
@@ -138,7 +122,6 @@ class _Found:
     """What ranks measured of forward passes, inputs and weights.
 
     Args:
-        job: whose ranks ran.
         packs: micro-batches of all steps.
         step: the step of each.
 
@@ -164,10 +147,10 @@ class _Found:
                 ran[rank.dp // self._meeting, one.kind, one.stage, one.micro_batch].append((rank, one))
         for (_, kind, stage, micro_batch), of_pass in ran.items():
             # A loss is of forward passes, unless backward passes have micro-batches of their own.
-            halves = HALVES["R" if kind == "L" and self._apart else kind]
+            rows = ROWS["R" if kind == "L" and self._apart else kind]
             seconds = _together([one for _, one in of_pass]) + max(one.waited or 0.0 for _, one in of_pass)
             for dp in {rank.dp for rank, _ in of_pass}:
-                where = halves, stage, self._places[step, dp, micro_batch]
+                where = rows, stage, self._places[step, dp, micro_batch]
                 predicted = np.max([own[rank.cp][where] for rank, _ in of_pass if rank.dp == dp], axis=0)
                 self.passes[where] = np.nan_to_num(self.passes[where]) + seconds * predicted / predicted.sum()
                 self.predicted[where] = predicted

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.analytic import BYTES
+from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.rank import Held, RankMemory, SliceCache
 from wlb_titan.packing.predicted import pass_seconds, replica_memory
-from wlb_titan.packing.slim.asymmetric import last_needed
-from wlb_titan.packing.slim.slices import piece_numbers
+from wlb_titan.packing.slim.slices import last_needed, piece_numbers
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import PREFIX, TOTAL, Action, Flow, MicroBatch, Plan
 

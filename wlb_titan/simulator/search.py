@@ -26,8 +26,7 @@ import numpy as np
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
-from wlb_titan.policies import Policy
+from wlb_titan.job import Job, Policy
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import Prediction, step_seconds
 
@@ -157,7 +156,7 @@ def _schedules(job: Job, degrees: Degrees) -> Iterator[tuple[str, int]]:
 def _average_window(scenario: Scenario) -> list[float]:
     """An average window: tokens, seconds of both passes of attention on one head, the model's FLOPs."""
     job = scenario.job
-    lengths = scenario.documents.sample()[:SAMPLE]
+    lengths = scenario.documents.mixture().sample()[:SAMPLE]
     whole, rest = lengths // job.window, lengths % job.window
     pieces = np.concatenate([np.full(int(whole.sum()), job.window), rest[rest > 0]])
     one_head = replace(job.latency, heads=1)

@@ -30,7 +30,7 @@ from wlb_titan.memory.rank import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.measured import Measured
+from wlb_titan.simulator.measured import MeasuredPasses
 from wlb_titan.simulator.replicas import (
     flow_memory,
     in_runs,
@@ -111,7 +111,7 @@ class Prediction:
         )
 
 
-def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) -> Prediction:
+def simulate(job: Job, plans: Sequence[Plan], measured: MeasuredPasses | None = None) -> Prediction:
     """Predicts steps from their plans.
 
     Args:

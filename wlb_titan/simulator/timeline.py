@@ -14,7 +14,7 @@ from wlb_titan.packing.predicted import held
 from wlb_titan.packing.slim.slices import kind
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Action, MicroBatch, Plan
-from wlb_titan.simulator.measured import Measured
+from wlb_titan.simulator.measured import MeasuredPasses
 from wlb_titan.simulator.replicas import (
     Replica,
     cache_bytes,
@@ -52,7 +52,7 @@ def step_timeline(
     plan: Plan,
     name: str = "step",
     dp_rank: int | None = None,
-    measured: Measured | None = None,
+    measured: MeasuredPasses | None = None,
 ) -> Step:
     """The step of one data-parallel replica.
 

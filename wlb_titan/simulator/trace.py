@@ -34,23 +34,14 @@ MEASURED = "measured"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work.
+    """One piece of work."""
 
-    Attributes:
-        process: the first level of the picture, such as `step 12` or `wlb`.
-        track: the line within it, such as `pp 0`.
-        name: what is done, such as `F3`.
-        start: seconds from the start of the trace.
-        duration: seconds.
-        args: what a click on the span shows.
-    """
-
-    process: str
-    track: str
-    name: str
-    start: float
+    process: str  # the first level of the picture, such as `step 12` or `wlb`
+    track: str  # the line within it, such as `pp 0`
+    name: str  # such as `F3`
+    start: float  # seconds from the start of the trace
     duration: float
-    args: Mapping[str, float | int | str] = field(default_factory=dict)
+    args: Mapping[str, float | int | str] = field(default_factory=dict)  # what a click on the span shows
 
 
 def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:

@@ -15,7 +15,7 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
     """Parameters, memory by term, the largest tensors at the peak and collectives; or the rank's error.
 
     Args:
-        result: as `wlb_titan.runtime.lone.dryrun.dry_rank` returns it, or `rank` and `error`.
+        result: as `wlb_titan.runtime.one_rank.dry_run` yields it, or `rank` and `error`.
     """
     console = make_console()
     console.print(f"\nRank {result['rank']} of {world_size}", style="bold", end="")

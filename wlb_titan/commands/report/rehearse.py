@@ -15,7 +15,7 @@ from wlb_titan.commands.simulate import card, speedup
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.measured import Measured
+from wlb_titan.simulator.measured import MeasuredPasses
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import step_timeline
 from wlb_titan.simulator.trace import Span
@@ -44,7 +44,7 @@ class Rehearsal:
 class Ran(NamedTuple):
     """Passes put together from those measured, and the steps with and without these."""
 
-    measured: Measured
+    measured: MeasuredPasses
     rehearsed: Prediction
     predicted: Prediction
 

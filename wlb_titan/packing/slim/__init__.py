@@ -1,4 +1,4 @@
 """Policies of slices: SlimPack.
 
-Read `slim` first, then `micropacks`, `flow` and `dp_merge`.
+Read `slim` first, then `dp_merge` and `micropacks`, which `packer` puts together, then `flow`.
 """

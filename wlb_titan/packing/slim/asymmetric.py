@@ -5,12 +5,12 @@ of equal work in one pass are of unequal work in the other. Where layers are rec
 backward pass to the tokens of one forward pass, and each can be balanced by itself. No solver is needed: a
 rank's documents lie end to end in one line, heaviest first, which is cut into M pieces of equal work.
 
-    forward     documents in order, each from its begin to its end, by the work of forward passes
-    backward    documents in the same order, each from its end to its begin, by that of backward passes,
+    forward     documents in order, each from its start to its end, by the work of forward passes
+    backward    documents in the same order, each laid out backwards, by the work of backward passes,
                 what they compute again included
 
 so that forward passes are first in first out, and backward passes first in first out between documents and
-last in first out within one. A piece may hold the end of one document, whole documents and the begin of
+last in first out within one. A piece may hold the end of one document, whole documents and the start of
 another, so a backward pass waits until all documents of its piece have gone forward.
 
 Example: documents of 6 and 4 tokens, work by their squares, M = 2, tokens 0, 1, ... of the line above and
@@ -29,101 +29,68 @@ import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import sequence_positions
-from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.passes import MicroBatches, pass_times
+from wlb_titan.cost.workload import BYTES
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Moment, RankPeak
-from wlb_titan.packing.slim.slices import (
-    MicroPack,
-    Slice,
-    WorkOf,
-    check_count,
-    most_slices,
-    none_empty,
-    piece_numbers,
-    work_table,
-)
+from wlb_titan.packing.policy import Pack, Packing
+from wlb_titan.packing.slim.flow import Flows
+from wlb_titan.packing.slim.packer import Packer, draft
+from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice, piece_numbers
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.plan import PREFIX, TOTAL, MicroBatch
+from wlb_titan.plan import LENGTH, PREFIX, TOTAL, MicroBatch
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
 
-class Line:
-    """Documents end to end, to be cut where the work is equal.
+def cut_line(table: PrefixWork, lengths: Ints, count: int) -> list[MicroPack]:
+    """Cuts documents that lie end to end into pieces of equal work, as near as the grain allows.
+
+    A document that is too short by itself goes with what lies before it.
 
     Args:
-        work_of: work of whole documents by their lengths. The work of a slice is that of its end less that of
-            its begin, so that the first tokens of a document cost least.
-        longest: tokens of the longest document.
-        grain: tokens; within a document cuts are at multiples of it.
-        least: tokens of a piece, at most `grain`.
+        lengths: int64 (n,), tokens of the documents, in the order of the line.
+        count: M, pieces.
+
+    Returns:
+        The slices of each piece, in the order of the line.
     """
-
-    def __init__(self, work_of: WorkOf, longest: int, grain: int, least: int = 1) -> None:
-        self._work_of, self._grain, self._least = work_of, grain, least
-        self._table = work_table(work_of, longest, grain)
-
-    def cut(self, lengths: Ints, count: int) -> list[MicroPack]:
-        """Cuts the line into pieces of equal work, as near as the grain allows and none of them too short.
-
-        A document that is too short by itself goes with what lies before it.
-
-        Args:
-            lengths: int64 (n,), tokens of the documents, in the order of the line.
-            count: M, pieces.
-
-        Returns:
-            The slices of each piece, in the order of the line.
-        """
-        units = most_slices(lengths, self._grain, self._least)
-        check_count(lengths, units, self._least, count)
-        works = self._work_of(lengths)
-        ends = np.cumsum(works)
-        wanted = ends[-1] * np.arange(1, count) / count
-        document = np.minimum(np.searchsorted(ends, wanted, side="right"), len(lengths) - 1)
-        within = wanted - (ends - works)[document]
-        above = np.clip(np.searchsorted(self._table, within), 1, np.maximum(units[document], 1))
-        beyond = np.where(above >= units[document], works[document], self._table[above])
-        places = above - (within - self._table[above - 1] < beyond - within)
-        places += (np.cumsum(units) - units)[document]
-        end = int(units.sum())
-        return self._pieces(lengths, units, [0, *none_empty(places, end).tolist(), end])
-
-    def _pieces(self, lengths: Ints, units: Ints, places: Sequence[int]) -> list[MicroPack]:
-        """The slices between places, which count grains from the begin of the line."""
-        grain = self._grain
-        pieces: list[MicroPack] = [[] for _ in places[1:]]
-        begin, number = 0, 0
-        for document, (length, own) in enumerate(zip(lengths.tolist(), units.tolist(), strict=True)):
-            first = 0
-            while first < own:
-                last = min(own, places[number + 1] - begin)
-                pieces[number].append(Slice(document, first * grain, length if last == own else last * grain))
-                first = last
-                number += begin + last == places[number + 1]
-            if not own:
-                pieces[min(number, len(pieces) - 1)].append(Slice(document, 0, length))
-            begin += own
-        return pieces
+    table.check(lengths, count)
+    units = table.most_slices(lengths)
+    shares = table.work_of(lengths).sum() * np.arange(1, count) / count
+    places = [*table.places(lengths, shares).tolist(), int(units.sum())]
+    pieces: list[MicroPack] = [[] for _ in places]
+    start, number = 0, 0  # of the document, in grains from the start of the line
+    for document, (length, own) in enumerate(zip(lengths.tolist(), units.tolist(), strict=True)):
+        first = 0
+        while first < own:
+            last = min(own, places[number] - start)
+            stop = length if last == own else last * table.grain
+            pieces[number].append(Slice(document, first * table.grain, stop))
+            first = last
+            number += start + last == places[number]
+        if not own:
+            pieces[min(number, count - 1)].append(Slice(document, 0, length))
+        start += own
+    return pieces
 
 
 def asymmetric(
-    lengths: Ints, works: Floats, lines: tuple[Line, Line], count: int
+    lengths: Ints, works: Floats, tables: tuple[PrefixWork, PrefixWork], count: int
 ) -> tuple[list[MicroPack], list[MicroPack]]:
     """The MicroPacks of one rank, of forward and of backward passes, each in the order of running.
 
     Args:
         lengths: int64 (n,), tokens of the documents.
         works: float64 (n,), by which the line is sorted, heaviest first.
-        lines: how a line is cut for forward and for backward passes.
+        tables: work of forward and of backward passes.
         count: M, of each kind.
     """
     order = np.argsort(-works, kind="stable")
-    forward, backward = lines
-    ahead = forward.cut(lengths[order], count)
-    back = backward.cut(lengths[order[::-1]], count)
+    forward, backward = tables
+    ahead = cut_line(forward, lengths[order], count)
+    back = cut_line(backward, lengths[order[::-1]], count)
     return (
         [_renumbered(piece, order) for piece in ahead],
         [_renumbered(piece[::-1], order[::-1]) for piece in reversed(back)],
@@ -134,24 +101,23 @@ def _renumbered(piece: MicroPack, order: Ints) -> MicroPack:
     return [Slice(int(order[document]), start, stop) for document, start, stop in piece]
 
 
-def last_needed(packs: Sequence[MicroBatch]) -> list[int]:
-    """The last forward pass that each backward pack waits for: that of its documents' last tokens.
+class AsymmetricPacker(Packer):
+    """Packs of forward and packs of backward passes. There is nothing to place, and ranks share none."""
 
-    Args:
-        packs: those of one data-parallel rank, the backward ones behind the forward ones.
-    """
-    numbers = piece_numbers(packs)
-    ends: dict[int, int] = {}
-    for place, (pack, own) in enumerate(zip(packs, numbers, strict=True)):
-        assert pack.slices is not None
-        if pack.passes != "B":
-            last = pack.slices[:, PREFIX] + pack.lengths == pack.slices[:, TOTAL]
-            ends |= dict.fromkeys(own[last].tolist(), place)
-    return [
-        max(ends[piece] for piece in own.tolist())
-        for pack, own in zip(packs, numbers, strict=True)
-        if pack.passes != "F"
-    ]
+    def __init__(self, job: Job, window: int, flows: Flows) -> None:
+        super().__init__(job, window, flows)
+        model, grain = job.cost_model, (job.divisor, job.degrees.context)
+        self._passes = self._table(model.forward, *grain), self._table(model.recomputed, *grain)
+
+    def packed(self, batch: Pack, count: int) -> Packing:
+        job, packs = self._job, []
+        works, found = self._phase_1(batch)
+        for own in found.own:
+            documents = batch[own]
+            forward, backward = asymmetric(documents[:, LENGTH], works[own], self._passes, count)
+            packs += [draft(documents, pack, passes="F") for pack in forward]
+            packs += [draft(documents, pack, passes="B") for pack in backward]
+        return Packing(packs, assigned=np.arange(len(packs)).reshape(job.replicas, -1).tolist())
 
 
 class TokenMoves(NamedTuple):

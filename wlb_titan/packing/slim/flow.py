@@ -12,8 +12,7 @@ from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.predicted import pass_seconds, replica_memory
-from wlb_titan.packing.slim.asymmetric import last_needed
-from wlb_titan.packing.slim.slices import sliced_document
+from wlb_titan.packing.slim.slices import last_needed, sliced_document
 from wlb_titan.pipeline.packflow import PackOrder, Packs, backward_order, forward_needed, packflow
 from wlb_titan.plan import Action, Flow, MicroBatch
 

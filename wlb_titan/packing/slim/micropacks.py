@@ -10,7 +10,7 @@ of size k, a pack without one a slot of size 1, and
     level of a slot = work in it / size        minimise the largest level
 
 Short documents go, heaviest first, where the level comes out lowest (longest processing time first on
-machines of different speeds). The rest of a pack never holds the begin of another document: their orders of
+machines of different speeds). The rest of a pack never holds the start of another document: their orders of
 backward passes would be chained, and both would be in memory.
 
 Example: documents of work 9, 2, 2, 1 and M = 4: T = 3.5, the first is cut in 3, the others fill one pack and
@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.fixed import Milp
-from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice, check_count
+from wlb_titan.packing.policy import AskRank0, ask_locally
+from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
 
 WIDER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)
 """Targets that are tried, relative to total / M: with a wider one documents are cut into fewer slices."""
@@ -58,59 +58,9 @@ class Slots:
     size: Ints
 
 
-class Placing(Protocol):
-    """Puts short documents into slots."""
-
-    def __call__(self, slots: Slots, works: Floats) -> Ints | None:
-        """int64 (n,), the slot of each document; None where they do not fit beside last slices.
-
-        Args:
-            slots: at least one.
-            works: float64 (n,), of the documents, falling.
-        """
-        ...
-
-
-def micropacks(
-    lengths: Ints, works: Floats, prefix_work: PrefixWork, count: int, place: Placing | None = None
-) -> list[MicroPack]:
-    """The MicroPacks of one rank, in the order of their forward passes: heaviest document first.
-
-    Args:
-        lengths: int64 (n,), tokens of the documents.
-        works: float64 (n,), their work.
-        count: M, packs; each holds at least `prefix_work.least` tokens.
-        place: puts short documents beside slices; None is `place_greedily`.
-    """
-    most = prefix_work.most_slices(lengths)
-    check_count(lengths, most, prefix_work.least, count)
-    order = np.lexsort((-works, most == 0))
-    most = most[order]
-    sorted_works = works[order]
-    best: list[MicroPack] = []
-    lowest = np.inf
-    for parts in _numbers_of_slices(sorted_works, most, count):
-        whole = parts <= 1
-        slots = Slots(
-            np.append(sorted_works[~whole], np.zeros(count - int(parts[~whole].sum()))),
-            np.append(parts[~whole], np.ones(count - int(parts[~whole].sum()), dtype=np.int64)),
-        )
-        placed = _placed(
-            slots, sorted_works[whole], lengths[order][whole], prefix_work.least, place or place_greedily
-        )
-        if placed is None:
-            continue
-        levels = (slots.work + np.bincount(placed, sorted_works[whole], len(slots.size))) / slots.size
-        if levels.max() < lowest:
-            lowest = levels.max()
-            best = _packs(order, lengths, works, parts, slots, placed, prefix_work)
-        if lowest <= LEVEL * works.sum() / count:
-            break
-    if not best:
-        raise PlanError(
-            f"Documents too short for a MicroPack find no place beside others in {count} of them."
-        )
-    return best
+Placing = Callable[[Slots, Floats], Ints | None]
+"""Puts short documents of this work, falling, into slots: int64 (n,), the slot of each document; None where
+they do not fit beside last slices."""
 
 
 def place_greedily(slots: Slots, works: Floats) -> Ints | None:
@@ -129,6 +79,46 @@ def place_greedily(slots: Slots, works: Floats) -> Ints | None:
         load[slot] += work
         beside[slot] += work
     return placed
+
+
+def micropacks(
+    lengths: Ints, works: Floats, prefix_work: PrefixWork, count: int, place: Placing = place_greedily
+) -> list[MicroPack]:
+    """The MicroPacks of one rank, in the order of their forward passes: heaviest document first.
+
+    Args:
+        lengths: int64 (n,), tokens of the documents.
+        works: float64 (n,), their work.
+        count: M, packs; each holds at least `prefix_work.least` tokens.
+        place: puts short documents beside slices.
+    """
+    prefix_work.check(lengths, count)
+    most = prefix_work.most_slices(lengths)
+    order = np.lexsort((-works, most == 0))
+    most = most[order]
+    sorted_works = works[order]
+    best: list[MicroPack] = []
+    lowest = np.inf
+    for parts in _numbers_of_slices(sorted_works, most, count):
+        whole = parts <= 1
+        slots = Slots(
+            np.append(sorted_works[~whole], np.zeros(count - int(parts[~whole].sum()))),
+            np.append(parts[~whole], np.ones(count - int(parts[~whole].sum()), dtype=np.int64)),
+        )
+        placed = _placed(slots, sorted_works[whole], lengths[order][whole], prefix_work.least, place)
+        if placed is None:
+            continue
+        levels = (slots.work + np.bincount(placed, sorted_works[whole], len(slots.size))) / slots.size
+        if levels.max() < lowest:
+            lowest = levels.max()
+            best = _packs(order, lengths, works, parts, slots, placed, prefix_work)
+        if lowest <= LEVEL * works.sum() / count:
+            break
+    if not best:
+        raise PlanError(
+            f"Documents too short for a MicroPack find no place beside others in {count} of them."
+        )
+    return best
 
 
 def _numbers_of_slices(works: Floats, most: Ints, count: int) -> Iterator[Ints]:
@@ -205,18 +195,35 @@ class SolvedPlacing:
         time_limit: seconds for all placings of a step.
         gap: relative distance between solution and bound at which to stop.
         placings: among which the time is shared out. A step may have more, while there is time.
+        on_one_rank: asks the solver on one rank for all, as a clock stops it.
+
+    Attributes:
+        gap: how far the step's placings may be from the best, relatively; 0 is a proven optimum.
     """
 
-    def __init__(self, time_limit: float, gap: float, placings: int = 1) -> None:
+    def __init__(
+        self, time_limit: float, gap: float, placings: int = 1, on_one_rank: AskRank0 = ask_locally
+    ) -> None:
         self._milp = Milp(time_limit / placings, gap, user="The solver of slim", setting="packing.solver")
         self._time_limit, self._end = time_limit, np.inf
+        self._on_one_rank = on_one_rank
+        self.gap = 0.0
 
-    def begin(self) -> None:
-        """Begins a step: from now on its time counts."""
-        self._end = time.perf_counter() + self._time_limit
+    def start_step(self) -> None:
+        """From now on the step's time counts."""
+        self._end, self.gap = time.perf_counter() + self._time_limit, 0.0
 
-    def __call__(self, slots: Slots, works: Floats) -> tuple[Ints | None, float]:
-        """As `Placing`, and how far the placing may be from the best, relatively; 0 is a proven optimum."""
+    def __call__(self, slots: Slots, works: Floats) -> Ints | None:
+        def ask() -> Floats:
+            placed, gap = self.solved(slots, works)
+            return np.append(gap, np.empty(0) if placed is None else placed)
+
+        gap, *placed = self._on_one_rank(ask).tolist()
+        self.gap = max(self.gap, gap)
+        return np.array(placed, dtype=np.int64) if len(placed) == len(works) else None
+
+    def solved(self, slots: Slots, works: Floats) -> tuple[Ints | None, float]:
+        """The placing, and how far it may be from the best, relatively."""
         greedy = place_greedily(slots, works)
         if not len(works):
             return greedy, 0.0

@@ -7,21 +7,19 @@ one of the prefix alone:
     W(slice) = W(prefix + length) - W(prefix)
 
 so that the slices of a document together take exactly what the document takes. Forward passes of slices run
-from the document's begin to its end, and backward passes from its end to its begin, because the gradients of
+from the document's start to its end, and backward passes from its end to its start, because the gradients of
 keys are complete only when every later slice has added its part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL, MicroBatch
 
@@ -120,79 +118,87 @@ def sliced_document(pack: MicroBatch) -> int:
     return int(pack.documents[row, ID]) * 2**40 + int(pack.documents[row, START] - pack.slices[row, PREFIX])
 
 
-def work_table(work_of: WorkOf, longest: int, grain: int) -> Floats:
-    """float64 (grains + 1,), work of a document's first 0, 1, 2, ... grains, which never falls.
+def last_needed(packs: Sequence[MicroBatch]) -> list[int]:
+    """The last forward pass that each backward pack waits for: that of its documents' last tokens.
 
     Args:
-        work_of: work of whole documents by their lengths.
-        longest: tokens of the longest document.
-        grain: tokens, at least 1.
+        packs: those of one data-parallel rank, the backward ones behind the forward ones.
     """
-    grid = np.arange(1, -(-longest // grain) + 1, dtype=np.int64) * grain
-    # A fitted model may dip between two tiles.
-    return np.maximum.accumulate(np.concatenate([[0.0], work_of(grid)]))
-
-
-def none_empty(places: Ints, end: int) -> Ints:
-    """Places to cut at, moved so that no piece from 0 to `end` is empty: place i is at least i + 1 and leaves
-    as many for those behind it.
-
-    Args:
-        places: int64 (k,), never falling.
-        end: at least k + 1.
-    """
-    room = np.arange(len(places))
-    places = np.maximum.accumulate(np.maximum(places, room + 1) - room) + room
-    moved: Ints = np.minimum(places, end - len(places) + room)
-    return moved
-
-
-def most_slices(lengths: Ints, grain: int, least: int) -> Ints:
-    """int64 (n,), slices that documents can be cut into at multiples of `grain`, each of `least` tokens.
-
-    The last one has what is left. 0 of documents of fewer tokens, which have to go with others.
-    """
-    return np.maximum((lengths - least) // grain + 1, 0)
-
-
-def check_count(lengths: Ints, most: Ints, least: int, count: int) -> None:
-    """Checks that documents can be cut into so many MicroPacks.
-
-    Args:
-        lengths: int64 (n,), tokens of the documents.
-        most: int64 (n,), slices that each can be cut into.
-        least: tokens that a MicroPack has at least.
-    """
-    if (int(most.sum()) or int(lengths.sum() >= least)) < count:
-        raise PlanError(
-            f"{len(lengths)} documents of {int(lengths.sum())} tokens cannot be cut into {count} MicroPacks."
-        )
+    numbers = piece_numbers(packs)
+    ends: dict[int, int] = {}
+    for place, (pack, own) in enumerate(zip(packs, numbers, strict=True)):
+        assert pack.slices is not None
+        if pack.passes != "B":
+            last = pack.slices[:, PREFIX] + pack.lengths == pack.slices[:, TOTAL]
+            ends |= dict.fromkeys(own[last].tolist(), place)
+    return [
+        max(ends[piece] for piece in own.tolist())
+        for pack, own in zip(packs, numbers, strict=True)
+        if pack.passes != "F"
+    ]
 
 
 class PrefixWork:
     """The work of a document's first tokens, and its inverse: how many tokens do so much work.
 
-    Tokens come in multiples of `grain`, what the lengths of slices are rounded to.
+    Documents are cut at multiples of `grain` tokens, what the lengths of slices are rounded to.
 
     Args:
-        cost_model: predicts the work of whole documents, both passes together.
+        work_of: work of whole documents by their lengths. The work of a slice is that of its end less that of
+            its start, so that the first tokens of a document cost least.
         longest: tokens of the longest document.
-        grain: tokens, at least 1.
         least: tokens of a slice, at most `grain`.
     """
 
-    def __init__(self, cost_model: CostModel, longest: int, grain: int, least: int = 1) -> None:
+    def __init__(self, work_of: WorkOf, longest: int, grain: int, least: int = 1) -> None:
         self.grain, self.least = grain, least
-        self._table = work_table(partial(workload, cost_model), longest, grain)
+        self.work_of = work_of
+        grid = np.arange(1, -(-longest // grain) + 1, dtype=np.int64) * grain
+        # A fitted model may dip between two tiles.
+        self._table = np.maximum.accumulate(np.concatenate([[0.0], work_of(grid)]))
 
     def most_slices(self, lengths: Ints) -> Ints:
-        """int64 (n,), slices that documents can be cut into."""
-        return most_slices(lengths, self.grain, self.least)
+        """int64 (n,), slices that documents can be cut into, of which the last one has what is left.
+
+        0 of documents of fewer tokens than a slice needs, which have to go with others.
+        """
+        return np.maximum((lengths - self.least) // self.grain + 1, 0)
+
+    def check(self, lengths: Ints, count: int) -> None:
+        """Refuses documents that cannot be cut into so many MicroPacks."""
+        most = int(self.most_slices(lengths).sum()) or int(lengths.sum() >= self.least)
+        if most < count:
+            raise PlanError(
+                f"{len(lengths)} documents of {int(lengths.sum())} tokens cannot be cut into {count} "
+                "MicroPacks."
+            )
+
+    def places(self, lengths: Ints, wanted: Floats) -> Ints:
+        """Where documents that lie end to end are cut so that the work is as near as the grain allows.
+
+        Args:
+            lengths: int64 (n,), tokens of the documents.
+            wanted: float64 (k,), rising: work that lies before each cut.
+
+        Returns:
+            int64 (k,), in grains from the start of the first document; no piece is empty.
+        """
+        units, works = self.most_slices(lengths), self.work_of(lengths)
+        ends = np.cumsum(works)
+        document = np.minimum(np.searchsorted(ends, wanted, side="right"), len(lengths) - 1)
+        within = wanted - (ends - works)[document]
+        above = np.clip(np.searchsorted(self._table, within), 1, np.maximum(units[document], 1))
+        beyond = np.where(above >= units[document], works[document], self._table[above])
+        places = above - (within - self._table[above - 1] < beyond - within)
+        places += (np.cumsum(units) - units)[document]
+        # Place i is at least i + 1, and leaves as many for those behind it.
+        room = np.arange(len(places))
+        places = np.maximum.accumulate(np.maximum(places, room + 1) - room) + room
+        nowhere_empty: Ints = np.minimum(places, int(units.sum()) - len(places) + room)
+        return nowhere_empty
 
     def cuts(self, length: int, shares: Floats) -> list[int]:
         """Where a document is cut so that its slices' work is as near to `shares` as the grain allows.
-
-        Every slice but the last is a multiple of the grain, and none has fewer than `least` tokens.
 
         Args:
             length: tokens of the document.
@@ -201,10 +207,5 @@ class PrefixWork:
         Returns:
             k + 1 numbers from 0 to `length`.
         """
-        most = max(int(self.most_slices(np.array(length))), 1)
-        wanted = np.cumsum(shares[:-1])
-        above = np.searchsorted(self._table[: most + 1], wanted)  # first place with at least so much work
-        above = np.clip(above, 1, most)
-        nearer = wanted - self._table[above - 1] < self._table[above] - wanted
-        places = none_empty(above - nearer, most)
+        places = self.places(np.array([length]), np.cumsum(shares[:-1]))
         return [0, *(places * self.grain).tolist(), length]

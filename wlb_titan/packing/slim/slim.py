@@ -17,24 +17,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 from annotated_types import Ge, Interval
 
-from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.rank import RankMemory, RankPeak
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy
-from wlb_titan.packing.slim.asymmetric import RegroupedRank, regrouped_times
+from wlb_titan.packing.slim.asymmetric import AsymmetricPacker, RegroupedRank, regrouped_times
 from wlb_titan.packing.slim.flow import Flows, dependencies, in_own_order
-from wlb_titan.packing.slim.micropacks import MOST_TRIED, Placing, Slots, SolvedPlacing, place_greedily
-from wlb_titan.packing.slim.phases import AsymmetricPacker, Packer, SymmetricPacker, at_most
-from wlb_titan.packing.slim.trials import SLACKS, Trials, numbers_tried
+from wlb_titan.packing.slim.micropacks import MOST_TRIED, SolvedPlacing
+from wlb_titan.packing.slim.packer import Packer
+from wlb_titan.packing.slim.trials import SLACKS, STEPS, Trials, numbers_tried
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.packflow import FLOW_SCHEDULES
 from wlb_titan.plan import Flow
@@ -75,7 +72,7 @@ class Slim(PackingPolicy):
         dp_merge: bool | Literal["auto"] = "auto"
         """Whether several data-parallel ranks share a document of more work than one of them should have in
         a step, as context parallelism does. `auto` does so in the steps that are predicted to get shorter,
-        "true" in all that have such a document. Not with `ulysses` and `ulysses_gather`."""
+        "true" in all that have such a document. Not with `ulysses`."""
 
         solver: Literal["greedy", "milp"] = "greedy"
         """What puts short documents beside slices: longest processing time first, or HiGHS, which is seldom
@@ -177,29 +174,26 @@ class Slim(PackingPolicy):
         self._config, self._job = config, job
         self._arrivals = Arrivals(stream, job)
         self._flows = Flows(job)
-        self._packer: Packer = (
-            AsymmetricPacker(job, stream.window)
-            if config.asymmetric
-            else SymmetricPacker(job, stream.window, config.dp_merge, self._flows)
-        )
-        self._solve: SolvedPlacing | None = None
-        self._gap: float | None = None
+        packer = AsymmetricPacker if config.asymmetric else Packer
+        self._packer = packer(job, stream.window, self._flows)
         self._flow: Flow = ()  # of the step that `next` gave last
         self._warned = False
-        if config.solver == "milp":
-            self._solve = SolvedPlacing(config.time_limit, config.gap, job.replicas * MOST_TRIED)
         self._settle(stream)
+        self._solver: SolvedPlacing | None = None
+        if config.solver == "milp":
+            placings = job.replicas * MOST_TRIED
+            self._solver = SolvedPlacing(config.time_limit, config.gap, placings, job.on_one_rank)
+            self._packer.place = self._solver
 
     def next(self) -> Packing:
         batch = _batch(self._arrivals)
-        if self._solve is None:
-            return self._fitting(batch, place_greedily)
-        self._gap = 0.0
-        self._solve.begin()
-        packing = self._fitting(batch, self._solved)
-        return replace(packing, gap=self._gap)
+        if self._solver is None:
+            return self._fitting(batch)
+        self._solver.start_step()
+        packing = self._fitting(batch)
+        return replace(packing, gap=self._solver.gap)
 
-    def _fitting(self, batch: Pack, place: Placing) -> Packing:
+    def _fitting(self, batch: Pack) -> Packing:
         """The packs of a step and the order of their passes.
 
         They are M of a rank; more where these do not fit memory, as many as fit or else as need least; fewer
@@ -208,7 +202,7 @@ class Slim(PackingPolicy):
         least: tuple[RankMemory, Packing, Flow] | None = None
         for count in dict.fromkeys(round(self.micropacks * times) for times in MORE):
             try:
-                packing = (self._packer if least else partial(at_most, self._packer))(batch, count, place)
+                packing = (self._packer.packed if least else self._packer.at_most)(batch, count)
             except PlanError:
                 break  # the documents have too few tokens for so many
             works = packing.pass_work(self._job.cost_model)
@@ -246,19 +240,6 @@ class Slim(PackingPolicy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._arrivals.load_state_dict(state)
 
-    def _solved(self, slots: Slots, works: Floats) -> Ints | None:
-        """The solver's placing, which is one rank's for all."""
-        assert self._solve is not None and self._gap is not None
-        solve = self._solve
-
-        def ask() -> Floats:
-            placed, gap = solve(slots, works)
-            return np.append(gap, np.empty(0) if placed is None else placed)
-
-        gap, *placed = self._job.on_one_rank(ask).tolist()
-        self._gap = max(self._gap, gap)
-        return np.array(placed, dtype=np.int64) if len(placed) == len(works) else None
-
     def _settle(self, stream: DocumentStream) -> None:
         """Finds what the settings leave open, on the first steps."""
         number, slack = self._config.micropacks, self._config.slack
@@ -270,7 +251,8 @@ class Slim(PackingPolicy):
             self.micropacks, self.slack = numbers[0], slacks[0]
             return
         arrivals = Arrivals(stream.anew(), self._job)
-        trials = Trials(partial(_batch, arrivals), self._packer, self._flows, self._job, numbers, slacks)
+        batches = [_batch(arrivals) for _ in range(STEPS)]
+        trials = Trials(batches, self._packer, self._flows, self._job, numbers, slacks)
         self.micropacks, self.slack = trials.micropacks, trials.slack
         if least:
             self._flows.limit = trials.least_in_flight(stream.window)

@@ -7,14 +7,14 @@ so much longer again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Pack
 from wlb_titan.packing.slim.flow import Flows, Timed
-from wlb_titan.packing.slim.phases import Packer, at_most
+from wlb_titan.packing.slim.packer import Packer
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -33,7 +33,7 @@ WORSE = 1.01  # time of a step, relative to the shortest, that fewer MicroPacks 
 
 
 def numbers_tried(windows: int, stages: int) -> list[int]:
-    """MicroPacks that `auto` tries, of so many context windows on so many pipeline stages."""
+    """MicroPacks that `auto` tries, by context windows of a rank in a step and pipeline stages."""
     fewest = max(windows, stages)
     return sorted({max(fewest, round(windows * factor)) for factor in NUMBERS})
 
@@ -42,7 +42,7 @@ class Trials:
     """Some steps, each packed into the numbers of packs that are tried.
 
     Args:
-        batch: gives a step's documents at each call.
+        batches: documents of each step.
         numbers, slacks: that are tried, rising.
 
     Attributes:
@@ -51,7 +51,7 @@ class Trials:
 
     def __init__(
         self,
-        batch: Callable[[], Pack],
+        batches: Sequence[Pack],
         packer: Packer,
         flows: Flows,
         job: Job,
@@ -59,25 +59,23 @@ class Trials:
         slacks: Sequence[int],
     ) -> None:
         self._flows, self._job = flows, job
-        batches = [batch() for _ in range(STEPS)]
         self._tried: dict[int, list[Timed]] = {}
-        found: dict[tuple[int, int], float] = {}
+        self._seconds: dict[tuple[int, int], float] = {}
         for count in numbers:
+            pack = packer.packed if self._tried else packer.at_most
             try:
-                packings = [
-                    packer(batch, count) if found else at_most(packer, batch, count) for batch in batches
-                ]
+                packings = [pack(batch, count) for batch in batches]
             except PlanError:  # the documents have too few tokens for so many
                 break
             self._tried[count] = [flows.timed(packing) for packing in packings]
             for slack in slacks:
-                found[count, slack] = flows.seconds(self._tried[count], slack)
-        self.micropacks, self.slack = self._best_that_fits(found)
-        self._seconds = found[self.micropacks, self.slack]
+                self._seconds[count, slack] = flows.seconds(self._tried[count], slack)
+        self.micropacks, self.slack = self._best_that_fits()
 
-    def _best_that_fits(self, found: Mapping[tuple[int, int], float]) -> tuple[int, int]:
+    def _best_that_fits(self) -> tuple[int, int]:
         """The first numbers of packs and slack with which steps fit and take hardly longer than with the
         best; if they fit with none, most packs and least slack."""
+        seconds = self._seconds
 
         @cache
         def fits(choice: tuple[int, int]) -> bool:
@@ -86,19 +84,20 @@ class Trials:
             peaks = (self._flows.peak(step[0], self._flows.of(step, slack).flow) for step in steps)
             return all(peak is None or peak.total <= self._job.fitting.usable for peak in peaks)
 
-        best = next((choice for choice in sorted(found, key=found.__getitem__) if fits(choice)), None)
+        best = next((choice for choice in sorted(seconds, key=seconds.__getitem__) if fits(choice)), None)
         if best is None:
-            return max(found, key=lambda choice: (choice[0], -choice[1]))
-        return next(choice for choice in found if found[choice] <= WORSE * found[best] and fits(choice))
+            return max(seconds, key=lambda choice: (choice[0], -choice[1]))
+        return next(choice for choice in seconds if seconds[choice] <= WORSE * seconds[best] and fits(choice))
 
     def least_in_flight(self, window: int) -> float | None:
         """The fewest tokens in flight with which steps take hardly longer than with what was chosen."""
-        most = self._flows.limit
+        most, chosen = self._flows.limit, (self.micropacks, self.slack)
         for windows in IN_FLIGHT:
             limit = windows * window
             if most is not None and limit >= most:
                 break
             self._flows.limit = limit
-            if self._flows.seconds(self._tried[self.micropacks], self.slack) <= WORSE * self._seconds:
+            seconds = self._flows.seconds(self._tried[self.micropacks], self.slack)
+            if seconds <= WORSE * self._seconds[chosen]:
                 return limit
         return most

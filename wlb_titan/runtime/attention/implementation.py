@@ -15,29 +15,25 @@ from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.kernels import record
-from wlb_titan.kernels.implementations import TOLERANCE, Device, chosen, comparison, device_of
-from wlb_titan.kernels.options import Options, Shape
-from wlb_titan.kernels.segments import Visibility
-from wlb_titan.kernels.self_check import KernelError, check_kernels, warm_up
+from wlb_titan.kernels.implementations import Device, chosen, device_of
+from wlb_titan.kernels.op import TOLERANCE, comparison
+from wlb_titan.kernels.segments import Options, Shape, Visibility
+from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.job import model_shape
 
-POLL = (
-    20.0  # seconds that ranks wait at a time for a machine's trial: each is a collective, which may time out
-)
+POLL = 20.0
+"""Seconds that ranks wait at a time for a machine's trial: each is a collective, which may time out."""
 
 
 def check_implementation(config: TrainerConfig, device: Device | None = None) -> tuple[str, str]:
-    """What computes forward and backward passes.
+    """What computes forward and backward passes; refuses what cannot run the model's attention.
 
     Args:
         device: on which it runs; None where that is not known, as on the machine that submits it.
-
-    Raises:
-        UserError: it cannot run the model's attention.
     """
     wish = config.wlb.attention.implementation
-    dims, dtype = _dims(config), TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    dims, dtype = _dims(config), _dtype(config)
     if device is None:
         anywhere = wish in ("auto", "reference")
         device = Device("cpu" if anywhere or config.wlb.device == "cpu" else "cuda")
@@ -58,14 +54,19 @@ def _dims(config: TrainerConfig) -> tuple[int, int]:
     return shape.head_dim, shape.v_head_dim or shape.head_dim
 
 
+def _dtype(config: TrainerConfig) -> torch.dtype:
+    return TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+
+
+def _subject(config: TrainerConfig, device: torch.device) -> record.Subject:
+    return record.subject(device, _dims(config), _dtype(config))
+
+
 def compile_attention(config: TrainerConfig, job: Job, device: torch.device, context_rank: int) -> None:
     """Compiles the kernels that the job's attention can meet, where it has some, and checks them on each GPU.
 
     Every rank takes part. The first of each machine goes first, and the others find its kernels in Triton's
     cache. A launch that hangs is found before any collective could wait for it.
-
-    Raises:
-        UserError: the kernels are wrong on this rank's GPU, or hang there.
     """
     first = int(os.environ["LOCAL_RANK"]) == 0
     if config.wlb.attention.verify and device.type == "cuda":
@@ -90,10 +91,6 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
         dist.barrier()
 
 
-def _subject(config: TrainerConfig, device: torch.device) -> record.Subject:
-    return record.subject(device, _dims(config), TORCH_DTYPE_MAP[config.training.mixed_precision_param])
-
-
 def _try_gluon(config: TrainerConfig, device: torch.device, first: bool) -> None:
     """Has Gluon's backward tried by the first rank of each machine that would take it but for a record."""
     missing = first and check_implementation(config, device_of(device)) == ("gluon", "triton")
@@ -112,15 +109,14 @@ def _prepare(
     config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device
 ) -> None:
     """Compiles and checks what layers with a window run."""
-    visibility, implementation = Visibility(window=window), config.wlb.attention.implementation
-    options = Options(shape.dim**-0.5, visibility, implementation=implementation)
-    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    options = Options(shape.dim**-0.5, Visibility(window=window), config.wlb.attention.implementation)
+    dtype = _dtype(config)
     what = "Attention kernels" if window is None else f"Attention kernels with a window of {window}"
     begin = time.perf_counter()
     for done, of in warm_up(shape, options, dtype, device):
         logger.info(f"{what}: {done} of {of} compiled, {time.perf_counter() - begin:.1f} s")
     try:
-        error = check_kernels(shape, options, dtype, device)
+        error = check_kernels(Noise.rich(shape, dtype, device), options)
     except KernelError as wrong:
         gpu, other = torch.cuda.get_device_name(device), "triton" if which == "gluon" else "reference"
         raise UserError(
@@ -139,11 +135,8 @@ def ask_comparison(settings: AttentionSettings, step: int) -> bool:
 
 
 def compared_difference(step: int) -> float:
-    """How far this rank's two passes lie apart, norm over norm; -1 where Gluon ran none.
-
-    Raises:
-        RuntimeError: more than TOLERANCE.
-    """
+    """How far this rank's two passes lie apart, norm over norm; -1 where Gluon ran none. Raises RuntimeError
+    for more than TOLERANCE."""
     difference = comparison.answer()
     if difference is not None and not difference <= TOLERANCE:  # nor is NaN
         raise RuntimeError(

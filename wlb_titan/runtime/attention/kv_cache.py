@@ -2,7 +2,7 @@
 
 A slice's queries see the document's tokens before it, whose keys and values its earlier slices left in the
 cache. Its backward pass gives gradients to all of these keys; those of the prefix are added up in float32
-until the backward passes of their own slices come, from the document's end to its begin, and take them along.
+until the backward passes of their own slices come, from the document's end to its start, and take them along.
 So what a layer receives is the same as for the whole document, in as many passes as there are slices.
 
 One op reads and fills the cache, and its backward op empties it: outside of autograd, which sees queries,
@@ -23,33 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wlb_titan.kernels.op import define, differentiate
-from wlb_titan.kernels.options import SCHEMA, op_arguments
+from wlb_titan.kernels.op import define_attention, scale_of
 
-DOCUMENT, PREFIX, TOKENS, TOTAL = range(4)
-"""Columns of `rows`, int64 (n, 4) on the CPU, of the documents of a micro-batch in their order: number of the
-document within the step (-1 where all of it is here), tokens before those here, tokens here, tokens in
-all."""
-
-Layer = tuple[int, int]
-"""A layer's number, and which of its calls this is: under context parallelism it may attend in groups of
-heads."""
+NUMBER, BEFORE, HERE, IN_ALL = range(4)
+"""Columns of `rows`, int64 (n, 4) on the CPU, a row for each document of a micro-batch, in their order: its
+number within the step (-1 where all of it is here), and its tokens before those here, here and in all."""
 
 _numbers = itertools.count()
 _caches: weakref.WeakValueDictionary[int, KeyValueCache] = weakref.WeakValueDictionary()
 
 
 class KeyValueCache:
-    """What the slices of one step leave to each other on one rank. Each step has a cache of its own.
-
-    Attributes:
-        number: int64 () on the CPU, by which ops find it.
-    """
+    """What the slices of one step leave to each other on one rank. Each step has a cache of its own."""
 
     def __init__(self) -> None:
         number = next(_numbers)
-        self.number = torch.tensor(number, device="cpu")
-        self._documents: dict[tuple[Layer, int], _Document] = {}  # by layer and document
+        self.number = torch.tensor(number, device="cpu")  # by which ops find it
+        self._documents: dict[tuple[int, int], _Document] = {}  # by layer and document
         _caches[number] = self
 
     def tensors(self) -> Iterator[Tensor]:
@@ -60,15 +50,13 @@ class KeyValueCache:
     def check_empty(self) -> None:
         """Raises RuntimeError if a document is left, whose backward passes did not all run."""
         if self._documents:
-            (layer, _), document = next(iter(self._documents))
+            layer, document = next(iter(self._documents))
             raise RuntimeError(
                 f"Keys of {len(self._documents)} documents and layers are left after the step, first of them "
                 f"document {document} in layer {layer}: not all of its slices had their backward pass."
             )
 
-    def keys(
-        self, layer: Layer, rows: list[list[int]], k_LNH: Tensor, v_LNH: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def keys(self, layer: int, rows: list[list[int]], k_LNH: Tensor, v_LNH: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all documents of a micro-batch, each prefix before its tokens.
 
         Leaves the tokens of slices in the cache on the way, where they are not in it yet.
@@ -89,13 +77,9 @@ class KeyValueCache:
         return k, v
 
     def own_gradients(
-        self, layer: Layer, rows: list[list[int]], dk_LNH: Tensor, dv_LNH: Tensor
+        self, layer: int, rows: list[list[int]], dk_LNH: Tensor, dv_LNH: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """From gradients of what `keys` gave to those of the micro-batch's own tokens.
-
-        Raises:
-            RuntimeError: slices behind one of these have not had their backward pass.
-        """
+        """From gradients of what `keys` gave to those of the micro-batch's own tokens."""
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
         begin = 0
         for document, prefix, tokens, _ in rows:
@@ -107,8 +91,8 @@ class KeyValueCache:
                     due = entry.upto if entry is not None else 0
                     raise RuntimeError(
                         f"The backward pass of tokens {prefix} to {prefix + tokens} of document {document} "
-                        f"runs in layer {layer[0]} where that of the tokens before {due} is due: backward "
-                        "passes of slices go from a document's end to its begin."
+                        f"runs in layer {layer} where that of the tokens before {due} is due: backward "
+                        "passes of slices go from a document's end to its start."
                     )
                 own = entry.taken(prefix, own)
                 if prefix == 0:
@@ -122,21 +106,17 @@ class KeyValueCache:
         dk, dv = (torch.cat(part) for part in parts)
         return dk, dv
 
-    def _document(self, layer: Layer, document: int, total: int, own: tuple[Tensor, Tensor]) -> _Document:
+    def _document(self, layer: int, document: int, total: int, own: tuple[Tensor, Tensor]) -> _Document:
         if (layer, document) not in self._documents:
             self._documents[layer, document] = _Document(total, own)
         return self._documents[layer, document]
 
 
 class _Document:
-    """One document in one layer: room for all of its keys and values, and gradients once they come.
-
-    Attributes:
-        upto: tokens whose slices have not had their backward pass.
-    """
+    """One document in one layer: room for all of its keys and values, and gradients once they come."""
 
     def __init__(self, total: int, like: tuple[Tensor, Tensor]) -> None:
-        self.upto = total
+        self.upto = total  # tokens whose slices have not had their backward pass
         self._filled = 0
         self._kv = tuple(x.new_empty((total, *x.shape[1:])) for x in like)
         self._gradients: tuple[Tensor, ...] | None = None
@@ -148,7 +128,7 @@ class _Document:
         """Keys and values up to the end of a slice, whose own are these."""
         end = prefix + own[0].shape[0]
         if self._filled < end:
-            assert self._filled == prefix, "forward passes of slices go from a document's begin to its end"
+            assert self._filled == prefix, "forward passes of slices go from a document's start to its end"
             for kept, x in zip(self._kv, own, strict=True):
                 kept[prefix:end] = x
             self._filled = end
@@ -176,7 +156,8 @@ class _Document:
 
 def sliced_attention(
     q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor,
-    *, call: int = 0, **options: Any,
+    *, scale: float | None = None, window: int | None = None, implementation: str = "auto",
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of a micro-batch with slices of documents; differentiable in q, k and v.
 
@@ -186,77 +167,38 @@ def sliced_attention(
         rows: int64 (n, 4) on the CPU, see above.
         cache: `KeyValueCache.number` of the step.
         layer: int64 () on the CPU, different in every layer of the process.
-        call: which call of the layer in this pass.
-        options: scale, window, ..., as of `varlen_attention`.
+        scale, window, implementation, sm_margin: as of `varlen_attention`.
 
     Returns:
         Output and log-sum-exp, as `varlen_attention`.
     """
+    options = scale_of(q_LNH, scale), True, window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.sliced_attention.default(
-        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, call, *op_arguments(q_LNH, **options)
+        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, *options
     )
     return out, lse
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor, call: int,
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the op does; `options` are those of the op `varlen_attention`."""
-    keys, values = _caches[int(cache)].keys((int(layer), call), rows.tolist(), k, v)
+    keys, values = _caches[int(cache)].keys(int(layer), rows.tolist(), k, v)
     out, lse = torch.ops.wlb_titan.varlen_attention.default(q, keys, values, segments, *options)
     return out, lse
 
 
-def _attend_fake(q, k, v, *_):  # type: ignore[no-untyped-def]
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), lse
-
-
 def gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor, call: int, *options: Any,
+    segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What the op of the backward pass does; of q, k and v."""
-    kept, runs, of_layer = _caches[int(cache)], rows.tolist(), (int(layer), call)
-    keys, values = kept.keys(of_layer, runs, k, v)
+    kept, runs = _caches[int(cache)], rows.tolist()
+    keys, values = kept.keys(int(layer), runs, k, v)
     backward = torch.ops.wlb_titan.varlen_attention_backward.default
     dq, dkeys, dvalues = backward(dout, dlse, q, keys, values, out, lse, segments, *options)
-    return dq, *kept.own_gradients(of_layer, runs, dkeys, dvalues)
+    return dq, *kept.own_gradients(int(layer), runs, dkeys, dvalues)
 
 
-def _gradients_fake(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, segments, rows, cache, layer, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, segments, rows, cache, layer)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, *rest = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    backward = torch.ops.wlb_titan.sliced_attention_backward.default
-    gradients = backward(dout, dlse, q, k, v, out, *rest, *ctx.options)
-    return *gradients, *[None] * (4 + len(ctx.options))
-
-
-_OF_SLICES = f"Tensor segments, Tensor rows, Tensor cache, Tensor layer, int call, {SCHEMA}"
-define(
-    "sliced_attention",
-    f"Tensor q, Tensor k, Tensor v, {_OF_SLICES}",
-    "(Tensor, Tensor)",
-    attend,
-    _attend_fake,
-)
-define(
-    "sliced_attention_backward",
-    f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OF_SLICES}",
-    "(Tensor, Tensor, Tensor)",
-    gradients,
-    _gradients_fake,
-)
-differentiate("sliced_attention", _differentiate, _save)
+define_attention("sliced_attention", ("segments", "rows", "cache", "layer"), attend, gradients)

@@ -16,17 +16,20 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 
 from wlb_titan.context import ContextStrategy
+from wlb_titan.job import Job
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.plugins import load
 from wlb_titan.runtime.attention.kv_cache import sliced_attention
+from wlb_titan.runtime.meshes import ContextMeshes
 
 Attended = tuple[torch.Tensor, torch.Tensor]
 """Output (tokens, heads, H) and log-sum-exp, float32 (heads, tokens)."""
@@ -40,30 +43,25 @@ _layers = itertools.count()
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """Which keys each query of this rank sees; passed to the model as its `attention_masks`.
-
-    Attributes:
-        segments: int32 (S, 4) on the CPU, as `wlb_titan.kernels.varlen_attention` takes them.
-        exchange: int64 tensors on the device that the context-parallel strategy's mask has besides.
-        rows: int64 (n, 4) on the CPU, prefixes of documents in slices, as of `kv_cache`; None where documents
-            are not sliced.
-        cache: int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`.
-        sharers: data-parallel ranks that share the micro-batch; compiled code has a graph for each number.
-    """
+    """Which keys each query of this rank sees; passed to the model as its `attention_masks`."""
 
     segments: torch.Tensor
-    exchange: tuple[torch.Tensor, ...] = ()
+    """int32 (S, 4) on the CPU, as `wlb_titan.kernels.varlen_attention` takes them."""
+    exchange: tuple[Any, ...] = ()
+    """What the context-parallel strategy's mask has besides, as tensors on the device."""
     rows: torch.Tensor | None = None
+    """int64 (n, 4) on the CPU, prefixes of documents in slices, as of `kv_cache`; None where none are."""
     cache: torch.Tensor | None = None
+    """int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`."""
     sharers: int = 1
+    """Data-parallel ranks that share the micro-batch; compiled code has a graph for each number."""
 
 
 class ContextAttention(Protocol):
     """The half of a context-parallel strategy that moves tensors; made once for each attention layer.
 
-    Args:
-        meshes: those that the strategy's `meshes` names, of the cp mesh axis; or, of micro-batches that
-            data-parallel ranks share, of all of their context-parallel ranks.
+    `meshes` are those that the strategy's `meshes` names: of the cp mesh axis, or for micro-batches that
+    data-parallel ranks share, of all of their context-parallel ranks.
     """
 
     def __init__(self, config: ContextStrategy.Config, *meshes: DeviceMesh) -> None: ...
@@ -73,7 +71,7 @@ class ContextAttention(Protocol):
         q_LNH: torch.Tensor,
         k_LNH: torch.Tensor,
         v_LNH: torch.Tensor,
-        exchange: tuple[torch.Tensor, ...],
+        exchange: tuple[Any, ...],
         attend: Attend,
         *,
         wants_lse: bool,
@@ -83,7 +81,7 @@ class ContextAttention(Protocol):
         Args:
             q_LNH, k_LNH, v_LNH: this rank's tokens; heads and head dims may differ.
             exchange: as of `DocumentMask`.
-            attend: the kernel, on this rank's segments.
+            attend: the kernel, on this rank's segments; called once.
             wants_lse: whether the log-sum-exp is looked at; if not, it may be that of other tokens.
         """
         ...
@@ -118,13 +116,7 @@ class DocumentAttention(Module):
         """Leaves `forward` as it is: tensors of other ranks come in by the strategy."""
 
     def share(self, sharers: int, config: ContextStrategy.Config, meshes: Sequence[DeviceMesh]) -> None:
-        """Prepares for micro-batches that so many data-parallel ranks share.
-
-        Args:
-            sharers: their number; 1 for micro-batches of one.
-            config: settings of the context-parallel strategy of such micro-batches.
-            meshes: as of `ContextAttention`.
-        """
+        """Prepares for micro-batches that `sharers` data-parallel ranks share; 1: those of one rank."""
         self._context[sharers] = load(config.owner.attention)(config, *meshes)
 
     def forward(
@@ -145,7 +137,6 @@ class DocumentAttention(Module):
             k_BLNH, v_BLNH: (1, tokens, key heads, H), alike but for the H of v, which is the output's too.
             attention_masks: the segments of this rank's queries.
             scale: factor on the scores; 1 / sqrt(H) by default.
-            enable_gqa: whether there are fewer key heads than query heads, which the shapes say already.
             out_transform: what torchtitan's models with sinks make of the output and its log-sum-exp, float32
                 (1, tokens, query heads), +inf where a query is padding.
 
@@ -170,12 +161,14 @@ class DocumentAttention(Module):
         options = {"scale": scale, **self._options}
         if mask.rows is None:
             return partial(varlen_attention, segments=mask.segments, return_lse=True, **options)
-        rows, cache = mask.rows, mask.cache
-        assert cache is not None
-        calls = itertools.count()
+        assert mask.cache is not None
+        where = {"segments": mask.segments, "rows": mask.rows, "cache": mask.cache, "layer": self._layer}
+        return partial(sliced_attention, **where, **options)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attended:
-            call = next(calls)
-            return sliced_attention(q, k, v, mask.segments, rows, cache, self._layer, call=call, **options)
 
-        return attend
+def prepare_attention(parts: Sequence[nn.Module], job: Job, meshes: ContextMeshes) -> None:
+    """Gives the attention of a model's parts what moves its tensors."""
+    attentions = [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]
+    for sharers, own in meshes.items():
+        for attention in attentions:
+            attention.share(sharers, job.merged[sharers].sharding, own)

@@ -30,7 +30,7 @@ class UlyssesAttention:
         q_LNH: torch.Tensor,
         k_LNH: torch.Tensor,
         v_LNH: torch.Tensor,
-        exchange: tuple[torch.Tensor, ...],
+        exchange: tuple[()],
         attend: Attend,
         *,
         wants_lse: bool,

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from wlb_titan.arrays import Ints
 from wlb_titan.context import ContextMask, ContextStrategy, Sharding, segments_after, sequence_positions
 from wlb_titan.plan import Slices
-from wlb_titan.runtime.attention.kv_cache import DOCUMENT, PREFIX, TOKENS
+from wlb_titan.runtime.attention.kv_cache import BEFORE, HERE, NUMBER
 from wlb_titan.runtime.attention.module import DocumentMask
 from wlb_titan.runtime.models.compile import documents_vary
 
@@ -63,12 +65,12 @@ def rank_item(
     seen = mask.segments
     if rows is not None:
         rows = rows_of_keys(rows, mask.keys)
-        seen = segments_after(seen, mask.keys[:, 1], rows[:, PREFIX])
+        seen = segments_after(seen, mask.keys[:, 1], rows[:, BEFORE])
     return {
         "input": on_host(tokens).unsqueeze(0),
         "positions": on_host(positions).unsqueeze(0),
         "segments": torch.from_numpy(seen),
-        "exchange": tuple(map(on_host, mask.exchange)),
+        "exchange": tree_map(as_tensor, mask.exchange),
         "rows": None if rows is None else torch.from_numpy(rows),
         "sharers": sharers,
     }, on_host(labels).unsqueeze(0)
@@ -79,8 +81,8 @@ def rows_of_keys(rows: Ints, keys: Ints) -> Ints:
     number, tokens = keys.T
     result = rows[number]
     result[number < 0] = 0
-    result[number < 0, DOCUMENT] = -1
-    result[:, TOKENS] = tokens
+    result[number < 0, NUMBER] = -1
+    result[:, HERE] = tokens
     return result
 
 
@@ -99,7 +101,7 @@ def to_device(
         Inputs and labels, and what else the model or a stage takes: positions, attention_masks.
     """
     moved = {name: one.to(device, non_blocking=True) for name, one in item.items() if name not in OF_MASK}
-    exchange = tuple(tensor.to(device, non_blocking=True) for tensor in item["exchange"])
+    exchange = tree_map(lambda tensor: tensor.to(device, non_blocking=True), item["exchange"])
     rows = None if item["rows"] is None else documents_vary(item["rows"])
     mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, item["sharers"])
     extra = {"positions": moved["positions"], "attention_masks": mask}
@@ -112,6 +114,11 @@ def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
     for first in range(0, len(items), size):
         yield items[first : first + size]
+
+
+def as_tensor(part: Ints | int) -> torch.Tensor:
+    """What is in `ContextMask.exchange`, for the model: an array, or for a number an empty tensor (n, 0)."""
+    return on_host(part) if isinstance(part, np.ndarray) else torch.empty((int(part), 0), dtype=torch.int64)
 
 
 def on_host(values: Ints) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,22 +52,19 @@ Moved = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 """A micro-batch on the device, as of `to_device`: this context-parallel rank's tokens, their labels, and the
 model's keyword arguments, among them "positions", (1, tokens)."""
 
+Pipeline = tuple["PlannedSchedule", list[nn.Module], bool, bool]
+"""The schedule, this rank's parts of the model, and whether they hold the first and the last stage."""
+
 
 class PackFlowSchedule(PipelineScheduleRuntime):
     """torch's schedule of explicit actions, made from an order of passes.
 
     torch adds sends and receives where they cannot wait for each other, and FSDP's collectives: the gathers
-    of a rank's stages at the begin, in the order of the stages, and the reductions at the end, from the last
+    of a rank's stages at the start, in the order of the stages, and the reductions at the end, from the last
     stage to the first. These are alike on all data-parallel ranks, however their passes are ordered.
 
     A new schedule tells the stages which ranks have which stage. So another thread may make it while a step
     runs only because FLOW_SCHEDULES, and no other schedule, put stages on ranks as it does: in a loop.
-
-    Args:
-        loss_fn: computes loss and metrics from the last stage's output and the labels.
-
-    Attributes:
-        packs: micro-batches, of forward and as many of backward passes.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class PackFlowSchedule(PipelineScheduleRuntime):
             loss, _ = loss_fn(*args, **kwargs)
             return loss
 
-        self.packs = 1 + max(action.place for action in flow[0])
+        self.packs = 1 + max(action.place for action in flow[0])  # of forward, and as many of backward passes
         super().__init__(
             list(stages),
             n_microbatches=self.packs,
@@ -87,12 +85,11 @@ class PackFlowSchedule(PipelineScheduleRuntime):
             scale_grads=False,
             max_active_stages=len(stages),
         )
-        order = {
+        self.pipeline_order = {
             rank: [ScheduleAction(stage, KINDS[kind], place) for kind, stage, place in actions]
             for rank, actions in enumerate(flow)
         }
-        self.pipeline_order = order
-        self._prepare_schedule_with_comms(order)
+        self._prepare_schedule_with_comms(self.pipeline_order)
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Once for all schedules of these stages: torch asks and connects their ranks, and waits for them."""
@@ -107,10 +104,9 @@ class PlannedSchedule:
     never asked for outputs: those of different lengths could not be joined.
 
     Args:
-        schedule_of: makes the schedule for a number of micro-batches, or raises PlanError.
+        schedule_of: makes the schedule for a number of micro-batches.
         lower: makes the schedule of an order of passes. Another thread may call it ahead of the step: for 256
             MicroPacks on 16 ranks it takes a second.
-        timer: measures the stages' passes.
         context_parallel: ranks that share the tokens of a micro-batch.
     """
 
@@ -136,43 +132,33 @@ class PlannedSchedule:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
 
         Args:
-            micro_batches: under an order whose backward passes have others these come behind those of forward
-                passes.
+            micro_batches: where backward passes have others, these come after those of forward passes.
             labels: what the sum of losses is divided by.
             lowered: schedule of an order of passes, made by `lower`; None leaves the order to torch's own.
 
         Returns:
             The sum of the losses; 0 on ranks without the last stage.
-
-        Raises:
-            RuntimeError: a stage or the communication failed.
         """
-        arguments, losses = self._arguments(micro_batches)
         with self._prepared(micro_batches, lowered) as schedule:
-            schedule.step(**arguments, loss_kwargs={"global_valid_tokens": labels})
-        return self._sum(losses)
+            run = partial(schedule.step, loss_kwargs={"global_valid_tokens": labels})
+            return self._run(run, micro_batches)
 
     def eval(self, micro_batches: Sequence[Moved]) -> torch.Tensor:
         """Runs forward only; the sum of the losses as of `step`, not divided."""
-        arguments, losses = self._arguments(micro_batches)
         with self._prepared(micro_batches, None) as schedule:
-            schedule.eval(**arguments)
-        return self._sum(losses)
+            return self._run(schedule.eval, micro_batches)
 
-    def _arguments(self, micro_batches: Sequence[Moved]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """The arguments of torch's schedules, and the list that the losses go into."""
+    def _run(self, run: Callable[..., Any], micro_batches: Sequence[Moved]) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        return {
-            "arg_mbs": [(inputs,) for inputs, _, _ in micro_batches] if self._has_first else None,
-            "kwarg_mbs": [extra for _, _, extra in micro_batches],
-            "target_mbs": [targets for _, targets, _ in micro_batches] if self._has_last else None,
-            "losses": losses if self._has_last else None,
-            "return_outputs": False,
-        }, losses
-
-    def _sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        run(
+            arg_mbs=[(inputs,) for inputs, _, _ in micro_batches] if self._has_first else None,
+            kwarg_mbs=[extra for _, _, extra in micro_batches],
+            target_mbs=[targets for _, targets, _ in micro_batches] if self._has_last else None,
+            losses=losses if self._has_last else None,
+            return_outputs=False,
+        )
         device = self._stages[0].device
-        return torch.stack(list(losses)).sum().to(device) if losses else torch.zeros((), device=device)
+        return torch.stack(losses).sum().to(device) if losses else torch.zeros((), device=device)
 
     @contextmanager
     def _prepared(
@@ -196,10 +182,6 @@ class PlannedSchedule:
             raise
 
 
-Pipeline = tuple[PlannedSchedule, list[nn.Module], bool, bool]
-"""The schedule, this rank's parts of the model, and whether they hold the first and the last stage."""
-
-
 def pipeline(
     model: nn.Module,
     *,
@@ -221,19 +203,11 @@ def pipeline(
     Args:
         stage_class, flow_class: make a stage, and the schedule of an order of passes. The others are
             torchtitan's.
-
-    Raises:
-        ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
     """
     check_schedule(parallelism, compile_config)
+    schedule = parallelism.pipeline_parallel_schedule
     names = stage_names(parallelism, model_config)
-    drafts, parts = split_into_stages(
-        model,
-        parallel_dims.get_mesh("pp"),
-        parallelism.pipeline_parallel_schedule,
-        device,
-        names,
-    )
+    drafts, parts = split_into_stages(model, parallel_dims.get_mesh("pp"), schedule, device, names)
     parts = [
         parallelize_fn(
             part,
@@ -246,7 +220,7 @@ def pipeline(
         )
         for part in parts
     ]
-    name, splits = canonical_name(parallelism.pipeline_parallel_schedule), splits_backward(ac_config)
+    name, splits = canonical_name(schedule), splits_backward(ac_config)
     if name in SPLITS_BACKWARD and not splits:
         logger.info(f"{name} runs whole backward passes, because activation checkpointing recomputes in them")
     timer = PassTimer(device)
@@ -281,8 +255,8 @@ def pipeline(
     def lower(flow: Flow) -> PackFlowSchedule:
         return flow_class(planned, flow, timed_loss)
 
-    schedule = PlannedSchedule(planned, schedule_of, lower, timer, parallel_dims.cp)
-    return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
+    runs = PlannedSchedule(planned, schedule_of, lower, timer, parallel_dims.cp)
+    return runs, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
 
 
 def stage_layouts(

@@ -59,7 +59,7 @@ def keys_of_stages(layers: int, stages: int) -> dict[str, object]:
 
 def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
     """Raises ValueError for stages that the user wrote down, where a module is in none or in two, or ranks
-    cannot share them: torchtitan would leave out what no stage names."""
+    cannot share them. torchtitan would leave out what no stage names."""
     stages = parallelism.module_fqns_per_model_part
     if stages is None:
         return

@@ -30,13 +30,9 @@ from wlb_titan.runtime.step_trace import PassTimer
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank holds of the tensors of one kind: local shape (1, L / ranks, *rest).
+    """What a rank holds of the tensors of one kind: local shape (1, L / ranks, *rest)."""
 
-    Attributes:
-        ranks: how many share the tokens of a micro-batch.
-    """
-
-    ranks: int
+    ranks: int  # that share the tokens of a micro-batch
     rest: tuple[int, ...]
     dtype: torch.dtype
 
@@ -56,7 +52,6 @@ class PlannedStage(PipelineStage):
 
     Args:
         submodule: this stage's part of the model: tokens or hidden states in, hidden states or output out.
-        stage_index: from 0.
         tokens: layout of what the first stage gets, (1, L).
         hidden: layout of what passes between stages, (1, L, D), and of its gradient.
         splits_backward: whether a schedule may run the backward pass in two halves, of inputs and of weights;
@@ -80,9 +75,7 @@ class PlannedStage(PipelineStage):
         splits_backward: bool,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group=group)
-        self._tokens = tokens
-        self._hidden = hidden
-        self._timer = timer
+        self._tokens, self._hidden, self._timer = tokens, hidden, timer
         self._splits_backward = splits_backward
         self.micro_batch = 0
         self._metas: list[StageMeta] = []
@@ -105,8 +98,8 @@ class PlannedStage(PipelineStage):
         self._metas = [known[length] for length in lengths]
         self._backward_metas = [known[length] for length in backward]
         self.chunks = len(self._metas)
-        self.args_recv_info = {i: self._receives_forward(meta) for i, meta in enumerate(self._metas)}
-        self.grad_recv_info = {i: self._receives_backward(m) for i, m in enumerate(self._backward_metas)}
+        self.args_recv_info = {i: self._received(meta) for i, meta in enumerate(self._metas)}
+        self.grad_recv_info = {i: self._gradients(meta) for i, meta in enumerate(self._backward_metas)}
 
     def _meta(self, length: int) -> StageMeta:
         hidden = self._hidden.meta(length)
@@ -118,18 +111,17 @@ class PlannedStage(PipelineStage):
             output_grads=None if self.is_last else (hidden,),
         )
 
-    def _receives_forward(self, meta: StageMeta) -> tuple[RecvInfo, ...]:
+    def _received(self, meta: StageMeta) -> tuple[RecvInfo, ...]:
         assert meta.inputs is not None
-        if self.is_first:
-            return (RecvInfo("tokens", None, meta.inputs[0], is_root_arg=True),)
-        return (RecvInfo(f"activations for stage {self.stage_index}", self.stage_index - 1, meta.inputs[0]),)
+        what = "tokens" if self.is_first else f"activations for stage {self.stage_index}"
+        source = None if self.is_first else self.stage_index - 1
+        return (RecvInfo(what, source, meta.inputs[0], is_root_arg=self.is_first),)
 
-    def _receives_backward(self, meta: StageMeta) -> tuple[RecvInfo, ...]:
+    def _gradients(self, meta: StageMeta) -> tuple[RecvInfo, ...]:
         if meta.output_grads is None:
             return ()
-        return (
-            RecvInfo(f"gradients for stage {self.stage_index}", self.stage_index + 1, meta.output_grads[0]),
-        )
+        what = f"gradients for stage {self.stage_index}"
+        return (RecvInfo(what, self.stage_index + 1, meta.output_grads[0]),)
 
     # What torch looks up in `_stage_meta` is true of one micro-batch: the one at hand.
 
@@ -196,14 +188,8 @@ class PlannedStage(PipelineStage):
     # A schedule calls these before its first step and between training and evaluation. Nothing is left to
     # infer, and so nothing to clean up either: torch's clean-up would drop accumulated gradients.
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+    def _skip(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def _pre_metadata_inference_backup(self) -> None:
-        pass
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        pass
+    _prepare_forward_infra = _prepare_backward_infra = _skip
+    _pre_metadata_inference_backup = _post_metadata_inference_cleanup = _skip

@@ -1,4 +1,6 @@
-"""Ulysses within groups of ranks, and keys gathered between them: two-dimensional context parallelism.
+"""A strategy on two mesh axes: Ulysses within groups of ranks, and keys gathered between them.
+
+This is the half that planning, memory and time ask; `ulysses_gather_attention` moves the tensors.
 
 `context_parallel_degree` is split in two. The ranks of a group, which share a node, exchange tokens for heads
 as in `ulysses`; then each gathers the keys and values of its heads from the ranks with the same heads in the
@@ -12,25 +14,19 @@ Example: 4 ranks in groups of 2, one document of 16 tokens: group 0 has tokens 0
 0-3 and rank 1 holds 12-15; group 1 has 4-11, rank 2 of them 4-7 and rank 3 8-11.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
 from annotated_types import Ge
 
-from wlb_titan.arrays import Floats, Ints
+from wlb_titan.context import ContextStrategy, Exchange, Move, per_document
 from wlb_titan.context.all_gather import gathered_mask, key_shares
-from wlb_titan.context.layout import Sharding, per_document, sent_tokens, spans, widest_first
-from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, KeyShares, Move, MoveSeconds
+from wlb_titan.context.layout import sent_tokens, spans, widest_first
 from wlb_titan.context.ulysses import head_shares
-from wlb_titan.cost.attention_latency import AttentionLatency
-from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
 
 
 class UlyssesGather(ContextStrategy):
@@ -42,27 +38,25 @@ class UlyssesGather(ContextStrategy):
         """Ranks of a group, neighbours that exchange tokens for heads; it must divide the context-parallel
         degree."""
 
-    attention = "wlb_titan.runtime.attention.ulysses_gather:UlyssesGatherAttention"
+    attention = "own_policies.ulysses_gather_attention:UlyssesGatherAttention"
 
-    def __init__(
-        self, config: Config, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
-    ) -> None:
+    def __init__(self, config, ranks, latency, moves=()):
         super().__init__(config, ranks, latency, moves)
         self._within = config.within
 
     @property
-    def _groups(self) -> int:
+    def _groups(self):
         return self.ranks // self._within
 
     @property
-    def divisor(self) -> int:
+    def divisor(self):
         return math.lcm(2 * self._groups, self.ranks)
 
     @property
-    def meshes(self) -> Sequence[Mapping[str, int]]:
+    def meshes(self):
         return ({"cp_between": self._groups, "cp_within": self._within},)
 
-    def check(self, model: ModelShape, tensor: int) -> None:
+    def check(self, model, tensor):
         if self.ranks % self._within:
             raise PlanError(
                 f"{self.ranks} context-parallel ranks cannot be divided into groups of {self._within}; set "
@@ -71,19 +65,19 @@ class UlyssesGather(ContextStrategy):
             )
         head_shares(model.heads // tensor, model.kv_heads // tensor, self._within)
 
-    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
+    def divide(self, lengths, total):
         return self._divided(lengths, total, None)
 
-    def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
+    def divide_slices(self, lengths, total, slices):
         return self._divided(lengths, total, slices)
 
-    def _divided(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
+    def _divided(self, lengths, total, slices):
         groups = per_document(lengths, total, self._groups)
         groups = widest_first(groups, spans(groups, (self._groups,), slices))
         share = total // self.ranks
         return "ulysses_gather", tuple(part for group in groups for part in _cut(group, share, self._within))
 
-    def seconds(self, sharding: Sharding) -> Floats:
+    def seconds(self, sharding):
         """Seconds of the group's queries, with a rank's share of the heads."""
         groups = self._of_groups(sharding)
         shares = head_shares(self.latency.heads, self.latency.heads // self.latency.group, self._within)
@@ -91,27 +85,25 @@ class UlyssesGather(ContextStrategy):
         seconds = {n: replace(self.latency, heads=n).seconds(groups) for n in set(heads)}
         return np.array([seconds[n][group] for group in range(self._groups) for n in heads])
 
-    def mask(
-        self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
-    ) -> ContextMask:
-        """Segments of the group's queries; keys are gathered group by group."""
+    def mask(self, sharding, lengths, total, rank, slices=None):
+        """Segments of the group's queries; keys are gathered between groups."""
         groups = self._of_groups(sharding)
         return gathered_mask(groups, lengths, total, rank // self._within, (self._groups,), slices)
 
-    def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
+    def travelling(self, sharding, total, slices=None):
         """All tokens within groups, and between them those of documents that lie in several."""
         groups = self._of_groups(sharding)
         sent = sent_tokens(groups, spans(groups, (self._groups,), slices), 1)
         return total, int(sent[0].max()) * self._groups
 
-    def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
+    def keys(self, sharding, total, slices=None):
         return key_shares(self._of_groups(sharding), total, (self._groups,), slices)
 
-    def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
+    def heads(self, heads, kv_heads, rank):
         share = head_shares(heads, kv_heads, self._within)[rank % self._within]
         return share.query_heads, share.key_heads
 
-    def exchange(self, model: ModelShape, tensor: int) -> Exchange:
+    def exchange(self, model, tensor):
         shares = head_shares(model.heads // tensor, model.kv_heads // tensor, self._within)
         queries = max(share.query_heads for share in shares)
         keys = max(share.key_heads for share in shares) * model.head_dims
@@ -128,13 +120,13 @@ class UlyssesGather(ContextStrategy):
             outputs=queries * model.head_dim / groups,
         )
 
-    def _of_groups(self, sharding: Sharding) -> Sharding:
+    def _of_groups(self, sharding):
         """The runs of each group: those of its ranks, joined where they were cut."""
         firsts = range(0, self.ranks, self._within)
         return tuple(_joined(np.concatenate(sharding[first : first + self._within])) for first in firsts)
 
 
-def _cut(runs: Ints, share: int, parts: int) -> list[Ints]:
+def _cut(runs, share, parts):
     """Runs in parts of `share` tokens each; the last ones may have fewer, or none."""
     ends = np.cumsum(runs[:, COUNT])
     begins = ends - runs[:, COUNT]
@@ -147,7 +139,7 @@ def _cut(runs: Ints, share: int, parts: int) -> list[Ints]:
     return result
 
 
-def _joined(runs: Ints) -> Ints:
+def _joined(runs):
     """Runs of tokens, those that touch made one."""
     same = runs[1:, DOCUMENT] == runs[:-1, DOCUMENT]
     heads = np.append(True, ~(same & (runs[1:, OFFSET] == runs[:-1, OFFSET] + runs[:-1, COUNT])))

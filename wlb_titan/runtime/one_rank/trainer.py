@@ -1,9 +1,13 @@
-"""One rank of a job in one process, built as the job builds it: what dry runs and rehearsals share."""
+"""One rank of a job in one process, built as the job builds it: what dry runs and rehearsals share.
+
+The process is one rank of a world that is not there. Model, stages, data and schedule are the job's own; the
+process group answers every collective at once.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,29 +21,41 @@ from wlb_titan.runtime.compat import ranks_of_group
 from wlb_titan.runtime.data.dataloader import Step
 from wlb_titan.runtime.dimension import meets
 from wlb_titan.runtime.job import parallel_dims
-from wlb_titan.runtime.lone.memory_trace import local_tensor
 from wlb_titan.runtime.memory import planned_memory
+from wlb_titan.runtime.one_rank.dry_trace import local_tensor
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.step import meetings
 
 
-class LoneTrainer(Trainer):
+class OneRankTrainer(Trainer):
     """The rank's trainer, in a process group without other processes, which `start_group` starts.
 
-    Args:
-        config: as `lone_config` makes it.
+    What writes files, or asks other ranks, is switched off in a copy of the job's configuration.
     """
 
     def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        super().__init__(config)
+        wlb = config.wlb
+        validation = replace(wlb.validation, every=0)
+        super().__init__(
+            replace(
+                config,
+                checkpoint=replace(config.checkpoint, enable=False),
+                metrics=replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
+                wlb=replace(wlb, trace_every=0, epochs=0, validation=validation),
+                validator=replace(config.validator, enable=False),
+            )
+        )
 
     def start_group(self) -> None:
         """Starts the default process group."""
         raise NotImplementedError
 
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Runs planned steps; yields results, each with all that the one before it had."""
+        raise NotImplementedError
+
     def init_distributed(self) -> ParallelDims:
-        """The process group, and the meshes of the whole job."""
         # As torchtitan does where it starts a group: what an accelerator's backward pass repeats of the
         # forward pass must be in the thread that has the meshes, or tensors are not gathered there.
         torch.autograd.set_multithreading_enabled(False)
@@ -57,6 +73,11 @@ class LoneTrainer(Trainer):
         """The data-parallel rank."""
         return self.parallel_dims.place("batch")
 
+    @property
+    def _stage(self) -> int:
+        """The pipeline rank."""
+        return self.parallel_dims.place("pp")
+
     def _steps(self, first: int) -> Iterator[Step]:
         """The planned steps from a number on, from 1; those before it are left out."""
         steps = self.planned.steps(self.lower)
@@ -67,9 +88,11 @@ class LoneTrainer(Trainer):
     def _facts(self) -> dict[str, Any]:
         """What the results of a rank begin with."""
         parameters = [p for part in self.model_parts for p in part.parameters()]
+        meshes = self.parallel_dims.get_all_one_dimensional_meshes()
+        axes = [one.axis for one in self.job.degrees.dimensions if one.axis in meshes]
         return {
             "rank": self._rank,
-            "coordinates": self._coordinates(),
+            "coordinates": {axis: meshes[axis].get_local_rank() for axis in axes if meshes[axis].size() > 1},
             "parameters": sum(p.numel() for p in parameters),
             "local_parameters": sum(local_tensor(p).numel() for p in parameters),
         }
@@ -83,17 +106,6 @@ class LoneTrainer(Trainer):
         terms = {term: getattr(mine, term) / GIB for term in TERMS if getattr(mine, term)}
         return {"predicted_gib": mine.total / GIB, "predicted": terms}
 
-    @property
-    def _stage(self) -> int:
-        """The pipeline rank."""
-        return self.parallel_dims.place("pp")
-
-    def _coordinates(self) -> dict[str, int]:
-        """This rank's place on each mesh axis that has more than one rank."""
-        meshes = self.parallel_dims.get_all_one_dimensional_meshes()
-        axes = [one.axis for one in self.job.degrees.dimensions if one.axis in meshes]
-        return {axis: meshes[axis].get_local_rank() for axis in axes if meshes[axis].size() > 1}
-
     def _collectives(self, counted: Mapping[tuple[str, str], tuple[int, int]]) -> list[dict[str, Any]]:
         """Number and GiB of collectives by kind and mesh axis, the largest first; of dimensions of one's own
         that meet in this step also what is predicted.
@@ -105,7 +117,7 @@ class LoneTrainer(Trainer):
         for (kind, group), (number, size) in counted.items():
             key = kind, self._axes.get(group) or self._named_by_ranks(group)
             before = found.get(key, (0, 0))
-            found[key] = (before[0] + number, before[1] + size)
+            found[key] = before[0] + number, before[1] + size
         entries = [
             {"kind": kind, "over": axis, "number": number, "gib": size / GIB}
             for (kind, axis), (number, size) in sorted(found.items(), key=lambda entry: -entry[1][1])
@@ -131,19 +143,3 @@ class LoneTrainer(Trainer):
         """The axes along which a group's ranks lie, and how many they are."""
         ranks = ranks_of_group(group)
         return f"{'_'.join(self.job.degrees.axes_of(ranks))}, {len(ranks)} ranks"
-
-
-def lone_config(config: Trainer.Config) -> Trainer.Config:
-    """A job's configuration without what writes files or asks other ranks."""
-    return dataclasses.replace(
-        config,
-        checkpoint=dataclasses.replace(config.checkpoint, enable=False),
-        metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
-        wlb=dataclasses.replace(
-            config.wlb,
-            trace_every=0,
-            epochs=0,
-            validation=dataclasses.replace(config.wlb.validation, every=0),
-        ),
-        validator=dataclasses.replace(config.validator, enable=False),
-    )

@@ -1,0 +1,281 @@
+"""One rank of a job on fake tensors, through one planned step.
+
+The process group answers every collective at once, and tensors have shapes and types but no memory.
+Everything else is the job's own: the model is built and parallelised, a planned step goes through the
+pipeline's schedule, forward and backward, gradients are clipped and the optimizer runs.
+
+What differs from the job, and how:
+
+- The device is the CPU. RMSNorm there is made of single operations in float32, and is one kernel on CUDA: in
+  a dry run it allocates what that kernel does. Attention allocates what its kernels do: their output, the
+  log-sum-exp in float32, and the three gradients.
+- torch.compile is off: what it fuses or keeps differently is not seen.
+- Parameters are not initialised and nothing is loaded: they have no values.
+- Experts get equally many tokens each.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common import RMSNorm
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.protocols.module import Module
+
+from wlb_titan.errors import UserError
+from wlb_titan.memory.rank import GIB
+from wlb_titan.packing.predicted import travelling
+from wlb_titan.plan import Action
+from wlb_titan.runtime.attention.kv_cache import KeyValueCache, attend, gradients
+from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from wlb_titan.runtime.data.inputs import Item
+from wlb_titan.runtime.one_rank.dry_trace import CallLog, Trace
+from wlb_titan.runtime.one_rank.trainer import OneRankTrainer
+from wlb_titan.runtime.trainer import Trainer
+
+
+class DryTrainer(OneRankTrainer):
+    """One rank of a job, built as the job builds it, on tensors without memory.
+
+    The model is made on the meta device and parallelised as ever; what comes after is done in a fake mode:
+    the parameters' allocation, the optimizer, the step.
+
+    Args:
+        config: of the job.
+        step: which one of the plan is run, from 1; the plans before it are made and left out.
+        device_bytes: memory of a GPU, which bounds plans; None is that of the configured cluster.
+    """
+
+    def __init__(
+        self,
+        config: Trainer.Config,
+        *,
+        rank: int,
+        world_size: int,
+        step: int = 1,
+        device_bytes: float | None = None,
+    ) -> None:
+        self._number, self._device_bytes = step, device_bytes
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._trace = Trace(self._fake)
+        self._passes, self._passes_peak = self._trace.peak, 0
+        with ExitStack() as stack:
+            changed = dry_config(config, lambda: stack.enter_context(self._fake))
+            super().__init__(changed, rank=rank, world_size=world_size)
+
+    def start_group(self) -> None:
+        dist_utils.init_fake_mode(self._world_size, rank=self._rank)
+        if self._device_bytes is not None:
+            self.job = self.job.on(replace(self.job.cluster, memory=self._device_bytes))
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Runs the step; yields what `wlb-titan dryrun --output` writes of a rank, see docs/dryrun.md."""
+        begin = time.perf_counter()
+        planned, self.step = next(self._steps(self._number)), self._number
+        mine = planned.plan.of_rank(self._replica)
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        buffers = [b for part in self.model_parts for b in part.buffers()]
+        calls = CallLog(lambda: self.timer.latest)
+        trace = self._trace = Trace(self._fake, _weight_shapes(parameters), calls)
+        for term, tensors in (("weights", parameters), ("rotary", buffers)):
+            for tensor in tensors:
+                trace.add(tensor, term)
+        with trace:
+            trace.begin()
+            try:
+                self.train_step(iter([planned]))
+            except DataDependentOutputException as error:
+                raise UserError(
+                    "The model was built and parallelised without an error, but its step depends on values "
+                    f"of tensors, and a dry run has only their shapes: {error}."
+                ) from error
+        trace.reassign(_states(self.optimizers), "optimizer")
+        trace.reassign(self.axes.tensors(), "dimensions")
+        # What is made after the passes of the first step is there in all passes of the next.
+        alive = trace.now().terms
+        beside = {term: alive[term] for term in ("optimizer", "dimensions") if alive.get(term)}
+        traced = self._passes.terms | beside
+        yield {
+            **self._facts(),
+            "lengths": [m.length for m in mine],
+            "travelling": [list(travelling(m, self.job.merged[m.sharers])) for m in mine],
+            "traced_gib": max(self._passes_peak + sum(beside.values()), trace.highest) / GIB,
+            "traced": {term: size / GIB for term, size in traced.items()},
+            "largest": [
+                {"gib": size / GIB, "tensors": number, "what": what}
+                for size, number, what in self._passes.largest
+            ],
+            **self._predicted(planned.plan),
+            "collectives": self._collectives(calls.collectives),
+            "calls": calls.of_rank().to_json(),
+            "seconds": time.perf_counter() - begin,
+        }
+
+    def forward_backward(
+        self,
+        group: Sequence[Item],
+        labels: torch.Tensor,
+        cache: KeyValueCache | None = None,
+        lowered: Any = None,
+    ) -> torch.Tensor:
+        with self._traced_passes(cache):
+            return super().forward_backward(group, labels, cache, lowered)
+
+    def run_alone(
+        self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor, cache: KeyValueCache
+    ) -> torch.Tensor:
+        with self._traced_passes(cache):
+            return super().run_alone(items, actions, labels, cache)
+
+    @contextmanager
+    def _traced_passes(self, cache: KeyValueCache | None) -> Iterator[None]:
+        """The passes, in the fake mode, which the optimizer has to do without: in an active one DTensor would
+        work out shapes on tensors of the rank's own mode, and the trace would count them.
+
+        Their peak is kept, and a new one begins after them.
+        """
+        with self._fake, AttentionOfSlices(cache, self._trace):
+            yield
+        if self._trace.highest > self._passes_peak:
+            self._passes, self._passes_peak = self._trace.peak, self._trace.highest
+        gradients = (p.grad for part in self.model_parts for p in part.parameters() if p.grad is not None)
+        self._trace.reassign(gradients, "gradients")
+        self._trace.begin()
+
+
+def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _weight_shapes(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:
+    """Shapes of the whole weights that tensor parallelism leaves a rank."""
+    for parameter in parameters:
+        shape = list(parameter.shape)
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+                if axis in ("tp", "ep") and isinstance(placement, Shard):
+                    shape[placement.dim] //= mesh[axis].size()
+        if len(shape) > 1:
+            yield tuple(shape)
+
+
+def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Trainer.Config:
+    """A job's configuration with stand-ins for what needs values, or takes other memory on a CPU.
+
+    Args:
+        parallelised: called when the model has been parallelised, before its parameters are allocated.
+    """
+    spec = config.model_spec
+    assert spec is not None
+    model = copy.deepcopy(spec.model)
+    for _, module, _, _ in model.traverse(Module.Config, recurse=True):
+        if module.param_init is not None:
+            module.param_init = {name: _leave for name in module.param_init}
+    _replace(model, RMSNorm.Config, FusedRMSNorm.Config)
+    _replace(model, AllToAllTokenDispatcher.Config, EvenTokenDispatcher.Config)
+    pipelined = config.parallelism.pipeline_parallel_degree > 1
+    changed = "pipelining_fn" if pipelined else "parallelize_fn"
+    parallelise = getattr(spec, changed)
+
+    def then(*args: Any, **kwargs: Any) -> Any:
+        result = parallelise(*args, **kwargs)
+        parallelised()
+        return result
+
+    return replace(
+        config,
+        model_spec=replace(spec, model=model, **{changed: then}),
+        compile=replace(config.compile, enable=False),
+    )
+
+
+def _replace(model: Any, found: type, ours: type) -> None:
+    """Puts a configuration of our class, with the same values, wherever the model has one of another."""
+    for _, config, parent, name in model.traverse(found):
+        assert parent is not None and isinstance(name, str)
+        setattr(parent, name, ours(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
+
+
+def _leave(parameter: torch.Tensor) -> None:
+    """The initialisation of a parameter that has no values."""
+
+
+class EvenTokenDispatcher(AllToAllTokenDispatcher):
+    """Experts that get equally many tokens each: the router's choices have no values here."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def dispatch(self, x_TD: torch.Tensor, scores_TK: torch.Tensor, *rest: torch.Tensor) -> Any:
+        self._routed = scores_TK.numel()
+        return super().dispatch(x_TD, scores_TK, *rest)
+
+    def _sync_token_count_exchange(
+        self, mine_E: torch.Tensor, theirs_EP_e: torch.Tensor, ep_size: int
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        each, more = divmod(self._routed, ep_size)
+        splits = [each + (rank < more) for rank in range(ep_size)]
+        return theirs_EP_e.reshape(-1), splits, [each] * ep_size
+
+
+class FusedRMSNorm(RMSNorm):
+    """An RMSNorm that allocates what CUDA's kernels do: the output and 1 / RMS of each row in float32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _FusedRMSNorm.apply(x, self.weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+class AttentionOfSlices(TorchDispatchMode):
+    """Attention of slices does in a dry run what its ops do, in place of what fake tensors know of them: the
+    cache of keys and values is filled and emptied, with tensors that have no values.
+
+    Args:
+        cache: cache of the step; None where documents are not sliced.
+        trace: gets the cache's tensors as a term of their own.
+    """
+
+    def __init__(self, cache: KeyValueCache | None, trace: Trace) -> None:
+        super().__init__()
+        self._cache, self._trace = cache, trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ops = torch.ops.wlb_titan
+        of_slices = {ops.sliced_attention.default: attend, ops.sliced_attention_backward.default: gradients}
+        if self._cache is None or func not in of_slices:
+            return func(*args, **(kwargs or {}))
+        with unset_fake_temporarily():  # in the mode the tensors that say which documents have no values
+            result = of_slices[func](*args)
+        self._trace.reassign(self._cache.tensors(), "cache")
+        return result

@@ -1,0 +1,319 @@
+"""What one rank allocates and communicates, operation by operation.
+
+A dispatch mode sees every operation below autograd and DTensor, so the recorded memory is that of local
+tensors, and the recorded calls are those that the process would make of its process groups. Storages are
+counted once, however many views they have, and until the last of them is gone. FSDP frees a storage without
+freeing the tensor, by resizing it to nothing: such storages are looked at again before a new peak is
+believed.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from wlb_titan.runtime.compat import (
+    AsyncCollectiveTensor,
+    FakeTensor,
+    FakeTensorMode,
+    groups_made,
+    in_backward_pass,
+    place_in_batch,
+    ranks_of_group,
+)
+from wlb_titan.simulator.calls import RECEIVE, SEND, Call, RankCalls
+
+KINDS = {
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
+    "barrier": "barrier",
+    "send": SEND,
+    "isend": SEND,
+    "recv": RECEIVE,
+    "irecv": RECEIVE,
+}
+"""How torch's names of operations begin, without underscores, and what they are called here."""
+
+PEERS = ("dst", "src", "root_rank")
+"""What operations call the rank of the group that they name."""
+
+HERE = Path(__file__).parent
+SNAPSHOT_STEP = 1.002
+"""A peak this much above the last one is looked at again: taking it apart costs more than an operation."""
+
+GATHERED, FORWARD, BACKWARD = "gathered", "activations", "backward"
+
+
+class Snapshot(NamedTuple):
+    """A moment of a trace.
+
+    Terms are what storages were given for, `activations` for those made in a forward pass, `backward` for
+    those made in a backward pass, and `gathered` for FSDP's whole weights, their gradients and its buffers.
+    """
+
+    bytes_: int
+    terms: dict[str, int]  # bytes by term
+    largest: list[tuple[int, int, str]]  # bytes, number and description of storages alike, largest sums first
+
+
+@dataclass(slots=True)
+class _Storage:
+    size: int
+    term: str
+    what: str
+    reference: Any = None
+
+
+class Trace(TorchDispatchMode):
+    """Records what is done while it is active.
+
+    Args:
+        fake: the mode of the rank's tensors. DTensor works out shapes on tensors of a mode of its own.
+        weight_shapes: shapes of whole weights, as this rank has them between gathering and freeing them.
+        calls: gets the collectives, sends and receives.
+
+    Attributes:
+        highest: the most bytes that were alive at any time since the latest `begin`.
+        peak: what was alive then, or at a moment with 0.2 % less.
+    """
+
+    def __init__(
+        self,
+        fake: FakeTensorMode,
+        weight_shapes: Iterable[tuple[int, ...]] = (),
+        calls: CallLog | None = None,
+    ) -> None:
+        super().__init__()
+        self._calls, self._fake = calls, fake
+        self._weight_shapes = set(weight_shapes)
+        self._current = 0
+        self._storages: dict[int, _Storage] = {}
+        self._resizable: set[int] = set()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the peak: a new phase."""
+        self.highest, self.peak = self._current, self.now()
+
+    def add(self, tensor: torch.Tensor, term: str, what: str = "") -> None:
+        """Counts a tensor's storage, if it is not counted yet."""
+        local = local_tensor(tensor)
+        storage = local.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            self._resized(key, storage.nbytes())
+            return
+        entry = _Storage(storage.nbytes(), term, f"{what} {tuple(local.shape)} {local.dtype}")
+        entry.reference = weakref.ref(storage, lambda _: self._freed(key))
+        self._storages[key] = entry
+        self._current += entry.size
+        self._check()
+
+    def reassign(self, tensors: Iterable[torch.Tensor], term: str) -> None:
+        """Moves the storages of tensors to another term."""
+        for tensor in tensors:
+            if (entry := self._storages.get(local_tensor(tensor).untyped_storage()._cdata)) is not None:
+                entry.term = term
+
+    def now(self) -> Snapshot:
+        """What is alive."""
+        terms: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        numbers: Counter[str] = Counter()
+        for entry in self._storages.values():
+            terms[entry.term] += entry.size
+            sizes[f"{entry.term}: {entry.what}"] += entry.size
+            numbers[f"{entry.term}: {entry.what}"] += 1
+        largest = [(size, numbers[what], what) for what, size in sizes.most_common(40)]
+        return Snapshot(self._current, dict(terms), largest)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor goes on to operations on local tensors, which come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._calls is not None and func.namespace in ("c10d", "_c10d_functional"):
+            self._calls.note(func, args, kwargs, result)
+        if func.namespace == "fsdp":  # writes into tensors that it is given
+            for tensor in _tensors((args, kwargs)):
+                self._add_resizable(tensor, str(func))
+        term = BACKWARD if in_backward_pass() else FORWARD
+        for tensor in _tensors(result):
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake:
+                continue
+            if self._is_of_weights(tensor):
+                self._add_resizable(tensor, str(func))
+            else:
+                self.add(tensor, term, str(func))
+        return result
+
+    def _add_resizable(self, tensor: torch.Tensor, what: str) -> None:
+        self.add(tensor, GATHERED, what)
+        self._resizable.add(local_tensor(tensor).untyped_storage()._cdata)
+
+    def _is_of_weights(self, tensor: torch.Tensor) -> bool:
+        """Whether it is one of FSDP's flat buffers, which have one dimension, or has a whole weight's shape,
+        as its gradient does too."""
+        shape = tuple(tensor.shape)
+        is_buffer = len(shape) == 1 and tensor.is_floating_point() and tensor.numel() > 1 << 16
+        return is_buffer or shape in self._weight_shapes or shape[::-1] in self._weight_shapes
+
+    def _freed(self, key: int) -> None:
+        entry = self._storages.pop(key, None)
+        if entry is not None:
+            self._current -= entry.size
+        self._resizable.discard(key)
+
+    def _resized(self, key: int, size: int) -> None:
+        entry = self._storages[key]
+        if entry.size != size:
+            self._current += size - entry.size
+            entry.size = size
+            self._check()
+
+    def _check(self) -> None:
+        if self._current <= self.highest:
+            return
+        for key in tuple(self._resizable):
+            entry = self._storages[key]
+            storage = entry.reference()
+            if storage is not None and (size := storage.nbytes()) < entry.size:
+                self._current += size - entry.size
+                entry.size = size
+        if self._current > self.highest:
+            self.highest = self._current
+            if self._current > SNAPSHOT_STEP * self.peak.bytes_:
+                self.peak = self.now()
+
+
+class CallLog:
+    """The calls that a rank makes of its process groups.
+
+    Args:
+        latest: what the latest pass that began was.
+
+    Attributes:
+        calls: in order, with the names of their groups.
+    """
+
+    def __init__(self, latest: Callable[[], object] = str) -> None:
+        self.calls: list[tuple[str, Call]] = []
+        self._latest = latest
+        self._batches = 0
+
+    def add(
+        self,
+        kind: str,
+        group: str,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        root: int = -1,
+    ) -> None:
+        """Keeps a call; `root` is the rank of the group that it names."""
+        place = place_in_batch() if kind in (SEND, RECEIVE) else None
+        self._batches += place == 0
+        tensors = [*sent, *received]
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        peer = -1 if root < 0 else ranks_of_group(group)[root]
+        batch = 0 if place is None else self._batches
+        where = f"{self._latest()}, {_site()}"
+        self.calls.append(
+            (group, Call(kind, 0, bytes_of(sent), bytes_of(received), dtype, peer, batch, where))
+        )
+
+    def note(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Keeps a dispatched operation that is a call; others, such as waiting, are left out."""
+        kind = kind_of(func._schema.name.partition("::")[2])
+        if kind is None:
+            return
+        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        read, written = [], []
+        for name, value in given.items():
+            if name.startswith("out"):
+                written += _tensors(value)
+            else:
+                read += _tensors(value)
+        if func.namespace == "_c10d_functional":
+            written = written or _tensors(result)
+        if kind == RECEIVE:
+            read, written = [], read
+        elif kind != SEND:
+            written = written or read
+        root = next((given[key] for key in PEERS if key in given), -1)
+        self.add(kind, _group(given.values()), read, written, root)
+
+    @property
+    def collectives(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Number and bytes by kind and group: of the larger of what goes in and what comes out."""
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for group, call in self.calls:
+            number, total = found.get((call.kind, group), (0, 0))
+            found[call.kind, group] = number + 1, total + max(call.sent, call.received)
+        return found
+
+    def of_rank(self) -> RankCalls:
+        """The calls to groups of several ranks, and these groups."""
+        made, ranks = groups_made()
+        several = {name: tuple(members) for name, members in ranks.items() if len(members) > 1}
+        numbers = {name: number for number, name in enumerate(several)}
+        numbered = [call._replace(group=numbers[group]) for group, call in self.calls if group in numbers]
+        return RankCalls(made, list(several.values()), numbered)
+
+
+def kind_of(operation: str) -> str | None:
+    """What an operation of a process group is called here; None if it is no call."""
+    name = operation.replace("_", "").lower()
+    return next((kind for begin, kind in KINDS.items() if name.startswith(begin)), None)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, after any collective under way."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _group(values: Iterable[Any]) -> str:
+    """The name of the process group among a call's arguments."""
+    for value in reversed(list(values)):
+        if isinstance(value, str):  # functional collectives name it, after the reduction
+            return value
+        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+            return dist.ProcessGroup.unbox(value).group_name
+    return ""
+
+
+def _site() -> str:
+    """The innermost line that is the job's and not torch's or of this package."""
+    for frame, line in traceback.walk_stack(None):
+        file = Path(frame.f_code.co_filename)
+        if file.suffix and "torch" not in file.parts and HERE not in file.parents:
+            return f"{file.name}:{line}"
+    return ""
