@@ -44,7 +44,7 @@ compile.enable_async_tensor_parallel = true
 [checkpoint]; interval = 0; enable = true
     t.toml:3: checkpoint.interval = 0: CheckpointManager rejects this: Checkpoint interval
 [training]; disable_cuda_graphs = false; [parallelism]; pipeline_parallel_degree = 2
-    t.toml:3: training.disable_cuda_graphs = false: Trainer rejects this: CUDA graphs do not support
+    t.toml:3: training.disable_cuda_graphs = false: TrainerConfig rejects this: CUDA graphs do not support
 [training.steps]; n = 3
     t.toml:2: [training.steps]: this is a table, but here belongs an integer, at least 1; write
 training = 3

@@ -191,7 +191,7 @@ def load_job(
         cluster: as of `load_cluster`, instead of the file's.
         gpus: what the degrees must multiply to, if that is said.
     """
-    from wlb_titan.runtime.data.corpus import training_documents
+    from wlb_titan.config.documents import training_documents
 
     words = [*overrides, *(("--wlb.cluster", cluster) if cluster is not None else ())]
     job, resolved = resolved_job(file, words, gpus)

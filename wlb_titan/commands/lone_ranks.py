@@ -137,7 +137,7 @@ def decided_job(
     Args:
         memory: bytes of a GPU, if not the cluster's.
     """
-    from wlb_titan.runtime.data.corpus import training_documents
+    from wlb_titan.config.documents import training_documents
     from wlb_titan.simulator.choice import choose
 
     config = load(file, words, world_size).config

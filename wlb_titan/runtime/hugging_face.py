@@ -21,12 +21,12 @@ from torchtitan.tools.logging import logger
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.shape import has_latent_attention
+from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.job import has_latent_attention
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-    from wlb_titan.runtime.trainer import Trainer
 
 KEY = "checkpoint.initial_load_path"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
@@ -132,7 +132,7 @@ def read_description(path: Path) -> dict[str, Any]:
     return values
 
 
-def complete_export(folder: Path, config: Trainer.Config, corpus: Corpus) -> None:
+def complete_export(folder: Path, config: TrainerConfig, corpus: Corpus) -> None:
     """Writes beside the weights in a folder what makes a model of them.
 
     The ranks' own shards, of which torchtitan has put the weights together, go: they are as large again.

@@ -24,7 +24,8 @@ from wlb_titan.config.values import shown
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.runtime.attention.implementation import check_implementation
-from wlb_titan.runtime.compat import batch_of, optimizer_factory, owner_of
+from wlb_titan.runtime.compat import optimizer_factory, owner_of
+from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.ends import seconds_of
 from wlb_titan.runtime.job import configured_degrees, degrees_product, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
@@ -38,7 +39,6 @@ from wlb_titan.runtime.pipeline.schedules import (
     check_stages,
     stage_names,
 )
-from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 
 ONLY = {
@@ -62,7 +62,7 @@ ONLY = {
 """torchtitan's settings that have one right value here, with the reason."""
 
 
-def validate(config: Trainer.Config, world_size: int | None) -> None:
+def validate(config: TrainerConfig, world_size: int | None) -> None:
     """Raises UserError, after a key, if it cannot run on so many processes (None: as many as it needs)."""
     _check_degrees(config, world_size)
     dims = parallel_dims(config, world_size)
@@ -79,7 +79,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_job(config, dims)
 
 
-def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
+def _check_degrees(config: TrainerConfig, world_size: int | None) -> None:
     p = config.parallelism
     if p.data_parallel_shard_degree < 1 and p.data_parallel_shard_degree != -1:
         raise UserError(
@@ -98,7 +98,7 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
         )
 
 
-def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int | None) -> None:
+def _check_experts(config: TrainerConfig, dims: ParallelDims, world_size: int | None) -> None:
     sharing = dims.dp_shard * dims.cp * dims.tp
     open_degree = config.parallelism.data_parallel_shard_degree == -1 and world_size is None
     if sharing % dims.ep and not open_degree:
@@ -109,17 +109,17 @@ def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int |
         )
 
 
-def _check_batch(config: Trainer.Config, dims: Dims) -> None:
-    _, local, total = batch_of(config)
+def _check_batch(config: TrainerConfig, dims: Dims) -> None:
+    local, total = config.training.local_batch_size, config.training.global_batch_size
     data_parallel = dims.data
-    if total and total % (local * data_parallel) != 0:
+    if total > 0 and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
             f"multiple of local_batch_size ({local}) x the data-parallel degree ({data_parallel})."
         )
 
 
-def _check_settings(config: Trainer.Config) -> None:
+def _check_settings(config: TrainerConfig) -> None:
     """Refuses what torchtitan offers and packs of different lengths, or our attention, cannot do."""
     for key, (value, reason) in ONLY.items():
         section, name = key.split(".")
@@ -162,7 +162,7 @@ def _check_own(wlb: WlbSettings, loss: BaseLoss.Config) -> None:
         seconds_of(wlb.stop_after)
 
 
-def _check_checkpoint(config: Trainer.Config) -> None:
+def _check_checkpoint(config: TrainerConfig) -> None:
     """Refuses settings under which weights that the user names would not be loaded."""
     checkpoint = config.checkpoint
     named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
@@ -185,7 +185,7 @@ def _check_checkpoint(config: Trainer.Config) -> None:
         )
 
 
-def _check_meetings(config: Trainer.Config, dims: Dims) -> None:
+def _check_meetings(config: TrainerConfig, dims: Dims) -> None:
     """Refuses checkpoints between meetings of ranks whose weights are then each their own."""
     interval = config.checkpoint.interval
     for one in dims.own:
@@ -196,7 +196,7 @@ def _check_meetings(config: Trainer.Config, dims: Dims) -> None:
             )
 
 
-def _check_model(config: Trainer.Config) -> None:
+def _check_model(config: TrainerConfig) -> None:
     config = copy.deepcopy(config)
     assert config.model_spec is not None
     try:
@@ -219,7 +219,7 @@ def _check_model(config: Trainer.Config) -> None:
         )
 
 
-def _key_in(message: str, config: Trainer.Config) -> str:
+def _key_in(message: str, config: TrainerConfig) -> str:
     """The setting of which torchtitan speaks, by its name or in words; the base, if it speaks of none."""
     for section in ("training", "parallelism"):
         for field in fields(getattr(config, section)):
@@ -228,7 +228,7 @@ def _key_in(message: str, config: Trainer.Config) -> str:
     return "training.seq_len" if "sequence length" in message else "base"
 
 
-def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
+def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
     if not dims.pp_enabled:
         return
     assert config.model_spec is not None
@@ -255,13 +255,13 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
                 canonical_name(config.parallelism.pipeline_parallel_schedule),
                 dims.pp,
                 len(stage_names(config.parallelism, config.model_spec.model)),
-                batch_of(config).run,
+                config.training.local_batch_size,
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
 
 
-def _check_optimizer(config: Trainer.Config) -> None:
+def _check_optimizer(config: TrainerConfig) -> None:
     """Refuses optimizers that torch cannot make.
 
     torchtitan hands keywords to the optimizer as a parameter group, in which torch looks up the names that it
@@ -299,7 +299,7 @@ def _refusal(factory: Any, keywords: dict[str, Any]) -> str:
     return ""
 
 
-def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
+def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:
     try:
         job = job_of(config, dims)
     except PlanError as error:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from wlb_titan.config.documents import (
+    mixture_sources,
+    open_corpus,
+    open_source,
+    training_documents,
+    validated_documents,
+)
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import Sources, read_sources, written
 from wlb_titan.config.values import shown
@@ -14,21 +20,17 @@ from wlb_titan.job import Job
 from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.checkpoints import beginning
-from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source, training_documents
+from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.dump_folder import CONFIG_FILE, check_place
 from wlb_titan.runtime.hugging_face import check_weights
 from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.memory import check_memory
-from wlb_titan.runtime.validator import rounds_of
 from wlb_titan.simulator.choice import choose
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
 
 CORPUS = ("path", "column", "mask")
 
 
-def validate_inputs(config: Trainer.Config) -> Corpus:
+def validate_inputs(config: TrainerConfig) -> Corpus:
     """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder."""
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
@@ -36,14 +38,14 @@ def validate_inputs(config: Trainer.Config) -> Corpus:
         check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
     if config.wlb.validation.enabled:
         try:
-            rounds_of(config.wlb)
+            validated_documents(config.wlb)
         except CorpusError as error:
             raise UserError(f"wlb.validation.path: {error}") from error
     check_place(Path(config.dump_folder))
     return corpus
 
 
-def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
+def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
     """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
     find out itself, before it."""
     corpus = validate_inputs(config)
@@ -52,7 +54,7 @@ def validate_files(config: Trainer.Config, world_size: int | None = None) -> Non
         check_resumed(config, corpus)
 
 
-def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
+def validate_devices(config: TrainerConfig, processes: int, gpus: int) -> None:
     """Refuses what a machine with that many GPUs and processes of the job cannot run. The CPU runs
     everything, which is used without GPUs or where the configuration asks for it."""
     if gpus == 0 or config.wlb.device == "cpu":
@@ -65,12 +67,12 @@ def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
     check_implementation(config, Device("cuda"))
 
 
-def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
+def validate_memory(config: TrainerConfig, world_size: int | None, device_gib: float) -> None:
     """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
     check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
 
 
-def validate_corpus(config: Trainer.Config) -> Corpus:
+def validate_corpus(config: TrainerConfig) -> Corpus:
     """The corpus of a configuration, whose tokens must fit the model's vocabulary.
 
     A prepared corpus has no ids beyond its tokenizer's; of others the ids are looked at.
@@ -102,7 +104,7 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
     return corpus
 
 
-def check_resumed(config: Trainer.Config, corpus: Corpus) -> None:
+def check_resumed(config: TrainerConfig, corpus: Corpus) -> None:
     """Refuses to go on from a checkpoint with another stream of tokens than the run's config.toml tells. A
     former corpus that is gone is left to the planner."""
     file = Path(config.dump_folder) / CONFIG_FILE

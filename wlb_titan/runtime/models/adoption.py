@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.config import Configurable
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.attention import (
     BaseAttention,
     FlexAttention,
@@ -29,7 +31,7 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 from wlb_titan.config.classes import full_name, short_name
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention.module import DocumentAttention
-from wlb_titan.runtime.compat import BaseDataLoader, HuggingFaceTextDataLoader, owner_of
+from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.blocks import SelectiveDocumentAC
 from wlb_titan.runtime.pipeline.build import pipeline

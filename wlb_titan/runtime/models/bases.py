@@ -36,8 +36,8 @@ from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.attention.rotary import PairwiseRoPE
-from wlb_titan.runtime.console import drop_misleading_warnings
 from wlb_titan.runtime.hugging_face import differences, read_description
+from wlb_titan.runtime.log import drop_misleading_warnings
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.adoption import adopt
 from wlb_titan.runtime.models.blocks import SelectiveDocumentAC
