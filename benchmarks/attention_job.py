@@ -24,7 +24,7 @@ from wlb_titan.kernels.implementations import units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 
-from wlb_titan.commands.measure import MILLISECONDS, time_attention, time_call, time_graph
+from wlb_titan.commands.profile import MILLISECONDS, time_attention, time_call, time_graph
 
 TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
 FA4 = ("FA4", "FA4, deterministic", "FA4, re-pack", "FA4, deterministic, re-pack")
