@@ -103,9 +103,9 @@ def _head(results: Results) -> str:
 `benchmarks/results/cpu/reproduction.json`. Nothing here was measured on a GPU: the paper's 32 to 256 H100s are
 simulated ([simulator.md](simulator.md)), {setup["steps"]} steps for each bar.
 
-The simulation is set up as the papers state. What they do not state is given a range, and every result is a
-range over these {len(results["settings"])} combinations. "Deviation" is that
-of the range's nearer end; "within" means that the paper's figure lies in the range."""
+The simulation is set up as the papers state. Settings that they leave open have a range, and every result is a range over their
+{len(results["settings"])} combinations. "Deviation" is that of the range's nearer end; "within" means that the paper's figure lies
+in the range."""
 
 
 def _settings(results: Results) -> str:
@@ -134,8 +134,8 @@ def _settings(results: Results) -> str:
     ]
     return f"""## What is assumed
 
-Not stated, and therefore a range: the attention kernel (FlashAttention-2 or -3 by their published dense and varlen times, or
-slower, as Table 2 has it), stages a rank (2 or 4), the share of tensor parallelism's communication that overlap does not hide
+Not stated, and therefore a range: the attention kernel (FlashAttention-2 or -3 by their published dense and varlen times in
+`benchmarks/reproduce/published_attention.py`, or slower, as Table 2 has it), stages a rank (2 or 4), the share of tensor parallelism's communication that overlap does not hide
 (none or half), the steps that Figures 1 and 4 accumulate (one or four), and the rate of matrix products (that with which a step
 of 7B-128K takes 3.08 s, within 250 to 750 TFLOP/s; or 600, published).
 
@@ -143,8 +143,7 @@ of 7B-128K takes 3.08 s, within 250 to 750 TFLOP/s; or 600, published).
 
 The paper has a step of 3.08 s (20 ms of packing are 0.65 % of it), an imbalance of 1.44, a mean of 1.23, and 1.33 for
 7B-128K. For every setting the rate of matrix products is chosen so that the step is met. In the settings "as in Table 2" the
-time of attention, a multiple of FlashAttention-2's published one, is chosen so that the imbalance is met. Kernels are
-FlashAttention-2 and -3 by their published dense and varlen times (`benchmarks/reproduce/published_attention.py`).
+time of attention, a multiple of FlashAttention-2's published one, is chosen so that the imbalance is met.
 
 {WHY["settings"]}"""
 
@@ -246,7 +245,7 @@ def _figure_12(results: Results) -> str:
         ]
     )
     rows.append(["paper", "", "1.03", "1.23", "", "", ""])
-    return f"""## Figure 12: all configurations, and what our additions gain
+    return f"""## Figure 12: all configurations, and the gain of our additions
 
 Speedup over Plain-4D. The last three columns are this project's: `wlb_lazy` packing with `hybrid` sharding, then in the
 `best` order of micro-batches, and documents in slices ([slimpack.md](slimpack.md)).
@@ -269,7 +268,7 @@ def _other_lengths(results: Results) -> str:
     ]
     return f"""## Figure 12 on other lengths
 
-The paper states little of its data, and the gain follows from it. [DistCA](https://github.com/hao-ai-lab/DistCA), which has an
+The paper says little about its data, and the gain depends on it. [DistCA](https://github.com/hao-ai-lab/DistCA), which has an
 open implementation of WLB-LLM as its baseline, takes lengths with fewer long documents
 ([simulator.md](simulator.md#lengths-without-a-corpus)). 7B-128K, speedup over Plain-4D on the same lengths, under one setting,
 {list(results["settings"])[results["setup"]["one"]]} (`python benchmarks/reproduce/run.py --only other_lengths`):
@@ -390,14 +389,14 @@ def _loss(curves: dict[str, Any] | None) -> str:
         f"{settings['window']:,} tokens, {settings['steps']:,} steps of {settings['micro_batches']} micro-batches, "
         f"{settings['seeds']} seeds, loss on the same held-out documents.\n\n"
         + _table(["policy", "validation loss", "minus plain", "standard error of the difference"], rows)
-        + "\n\n[packing.md](packing.md#loss) says what this shows and what it does not."
+        + "\n\n[packing.md](packing.md#loss) discusses this."
     )
 
 
 def _scale(results: Results) -> str:
     rows = []
     for row in results["scale"]:
-        for policy in ("fixed_greedy:per_document", WLB, "wlb_lazy:hybrid"):
+        for policy in (WLB, "wlb_lazy:hybrid"):
             one = row[policy]
             rows.append(
                 [
