@@ -22,10 +22,10 @@ from wlb_titan.packing.slim.slices import PrefixWork, kind, last_needed, piece_n
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL
-from wlb_titan.runtime.metrics import rank_imbalance
 from wlb_titan.simulator.replicas import check_slices, replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
+from wlb_titan.summary import rank_imbalance
 
 pytestmark = pytest.mark.slow
 
