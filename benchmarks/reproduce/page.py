@@ -135,9 +135,9 @@ def _settings(results: Results) -> str:
     return f"""## What is assumed
 
 Not stated, and therefore a range: the attention kernel (FlashAttention-2 or -3 by their published dense and varlen times in
-`benchmarks/reproduce/published_attention.py`, or slower, as Table 2 has it), stages a rank (2 or 4), the share of tensor parallelism's communication that overlap does not hide
-(none or half), the steps that Figures 1 and 4 accumulate (one or four), and the rate of matrix products (that with which a step
-of 7B-128K takes 3.08 s, within 250 to 750 TFLOP/s; or 600, published).
+`benchmarks/reproduce/published_attention.py`, or slower, as Table 2 has it), stages a rank (2 or 4), the share of tensor
+parallelism's communication that overlap does not hide (none or half), the steps that Figures 1 and 4 accumulate (one or four), and
+the rate of matrix products (that with which a step of 7B-128K takes 3.08 s, within 250 to 750 TFLOP/s; or 600, published).
 
 {_table(headings, rows)}
 
