@@ -68,7 +68,7 @@ format: $(READY)
 test: $(READY)
 	$(BIN)/pytest -rs -n 3 --dist loadfile --no-loadscope-reorder tests/distributed tests/drills tests/kernels tests/unit
 
-# What only a GPU can show, in ten minutes on one; docs/gpu_tests.md. `make test` runs on the CPU everywhere.
+# What only a GPU can show, in ten minutes on one; CONTRIBUTING.md. `make test` runs on the CPU everywhere.
 test-gpu: $(READY)
 	$(BIN)/pytest -x --timeout 1200 --device cuda tests/gpu/test_trial.py
 	$(BIN)/pytest -n 2 --dist loadfile --device cuda tests/gpu --ignore tests/gpu/test_trial.py

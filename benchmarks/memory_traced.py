@@ -2,8 +2,8 @@
 
     python benchmarks/memory_traced.py
 
-Runs `wlb-titan dryrun` on train_configs/llama2_*.toml and on the balanced variant of each: its `_balanced`
-file, or the same changes on the command line. Without the files' corpus, lengths are synthetic.
+Runs `wlb-titan dryrun` on train_configs/llama2_*.toml, as they are and balanced. Without the files' corpus,
+lengths are synthetic.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ FILES = [f"llama2_{size}_{window}" for size in ("550m", "7b", "30b", "70b") for 
 
 def dry_run(name: str, kind: str) -> list[dict[str, Any]]:
     """What `wlb-titan dryrun` finds of the first and the last rank of a file of Table 1."""
-    path, words = ROOT / "train_configs" / f"{name}.toml", []
-    if kind == "balanced":
-        own = path.with_name(f"{name}_balanced.toml")
-        path, words = (own, []) if own.exists() else (path, BALANCED)
+    path, words = ROOT / "train_configs" / f"{name}.toml", BALANCED if kind == "balanced" else []
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "ranks.json"
         command = [sys.executable, "-m", "wlb_titan.commands.main", "dryrun", str(path), *words]

@@ -1,7 +1,7 @@
 """The paper's tables and figures in simulation, beside the paper's figures.
 
     python benchmarks/reproduce/run.py              # about 10 minutes on one core
-    python benchmarks/reproduce/run.py --page-only  # docs/reproduction.md anew from the last results
+    python benchmarks/reproduce/run.py --page-only  # docs/reproduction.md again from the last results
     python benchmarks/reproduce/run.py --only figure_12
 
 Writes benchmarks/results/cpu/reproduction.json, docs/reproduction.md and docs/reproduction/*.svg. What the
