@@ -4,17 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from planning import CLUSTER, LAYER, MODEL, NONE, PAIRS, job, pairs
 
 from wlb_titan.context import per_sequence
-from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
-from wlb_titan.cost.cluster import Cluster, Link, load_cluster
+from wlb_titan.cost.cluster import Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.passes import JobCost, MicroBatches, pass_times
 from wlb_titan.cost.profile import AttentionShape, cluster_latency
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.memory.rank import Passes
 from wlb_titan.packing.predicted import passing
@@ -22,31 +21,6 @@ from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.replicas import transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
-
-MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=2, head_dim=4, feed_forward=16, vocabulary=32)
-LAYER = 4 * 8 * 8 + 3 * 8 * 16  # weights in matrix products
-CLUSTER = Cluster(
-    name="test",
-    memory=1e9,
-    peak_flops=1e12,
-    linear_flops=1e9,
-    attention_flops=1e9,
-    attention_backward_flops=1e9,
-    memory_bandwidth=float("inf"),
-    gpus_per_node=8,
-    node=Link(float("inf"), 0.0),
-    network=Link(float("inf"), 0.0),
-)
-# One query a tile, one key a block: forward 1 microsecond a pair of tokens and head, backward 2.
-TILING = Tiling(1, 1)
-PAIRS = AttentionLatency(
-    KernelCost(TILING, launch=0, key=0, segment=0, tile=0, block=1e-6, masked=0),
-    KernelCost(TILING, launch=0, key=0, segment=0, tile=0, block=2e-6, masked=0),
-    units=1,
-    heads=2,
-    source="test",
-)
-NONE = MemorySettings(checkpointing="none")
 
 
 def plan(replicas, context=1):
@@ -64,15 +38,6 @@ def plan(replicas, context=1):
                 )
             )
     return Plan(0, tuple(micro_batches), 0.0)
-
-
-def job(**changes):
-    given = {"model": MODEL, "degrees": Degrees(), "cluster": CLUSTER, "attention": PAIRS, "memory": NONE}
-    return Job(**{"window": 64, "micro_batches": 8, **given, **changes})
-
-
-def pairs(length):
-    return length * (length + 1) / 2
 
 
 def test_one_gpu_by_hand():
