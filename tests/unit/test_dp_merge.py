@@ -225,14 +225,18 @@ def joint_ends(made, plan):
     return max(ends.values())
 
 
-@pytest.mark.parametrize("replicas, seed", [(2, 0), (4, 1), (4, 2)])
-def test_ranks_that_share_wait_for_each_other(replicas, seed):
-    lengths = [64, *np.random.default_rng(seed).integers(2, 14, size=40).tolist()]
-    degrees = Degrees(shard=replicas, pipeline=2)
+@pytest.mark.parametrize("replicas, pipeline, seed", [(2, 2, 1), (4, 2, 5), (2, 4, 1)])
+def test_ranks_that_share_wait_for_each_other(replicas, pipeline, seed):
+    lengths = [64, *np.random.default_rng(seed).integers(2, 40, size=30).tolist()]
+    degrees = Degrees(shard=replicas, pipeline=pipeline)
     made, plans = predicted(ALWAYS, lengths=lengths, micro_batches=replicas, degrees=degrees)
     assert any(m.merged for m in plans[0].micro_batches)
     found = simulate(made, plans)
     assert found.pipeline[0] == pytest.approx(joint_ends(made, plans[0]), rel=1e-6)
+    times, tokens = planned_times(made, plans[0].micro_batches, len(plans[0].of_rank(0)))
+    replicas = replicas_of(made, plans[0], times, transfer_seconds(made, tokens))
+    alone = [one.ends(np.zeros(len(one.graph.actions))).max() for one in replicas]
+    assert found.pipeline[0] > 1.001 * max(alone)  # had none waited for another
     spans, curves = step_timeline(made, plans[0])
     assert max(s.start + s.duration for s in spans) == pytest.approx(found.pipeline[0])
     assert all(curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6) for curve in curves)
