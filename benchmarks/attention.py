@@ -33,7 +33,7 @@ from attention_grid import SEEDS, report
 from attention_job import FA4, PEERS
 from attention_peers import has_fa4
 
-from wlb_titan.commands.measure import ROUNDS
+from wlb_titan.commands.profile import ROUNDS
 
 JOB = Path(__file__).with_name("attention_job.py")
 OURS = ("gluon", "triton")

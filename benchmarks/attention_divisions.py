@@ -22,7 +22,7 @@ from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.segments import Options, Saved, Shape
 from wlb_titan.kernels.self_check import make_inputs
 
-from wlb_titan.commands.measure import time_call
+from wlb_titan.commands.profile import time_call
 
 GROUPS = "abcdf"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from wlb_titan.kernels.segments import Shape
 
 from wlb_titan import context
-from wlb_titan.commands.measure import CPU_GRID, GPU_GRID, GridCase
+from wlb_titan.commands.profile import CPU_GRID, GPU_GRID, GridCase
 from wlb_titan.context import Sharding
 from wlb_titan.cost.profile import AttentionShape, Profile, fitted
 

@@ -28,7 +28,7 @@ from wlb_titan.kernels.implementations import units
 from wlb_titan.kernels.segments import Options, Shape, Visibility
 from wlb_titan.kernels.self_check import Noise, check_kernels, compare, make_inputs, masks
 
-from wlb_titan.commands.measure import MILLISECONDS, time_attention, time_call, time_graph
+from wlb_titan.commands.profile import MILLISECONDS, time_attention, time_call, time_graph
 
 TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
 MILLION = "a million tokens"

@@ -41,7 +41,7 @@ from wlb_titan.kernels.gluon_launch import division, packed
 from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.tiles import steps
 
-from wlb_titan.commands.measure import GridCase
+from wlb_titan.commands.profile import GridCase
 from wlb_titan.cost.attention_kernels import hopper, non_negative
 from wlb_titan.cost.attention_latency import AttentionLatency
 

@@ -33,7 +33,7 @@ from wlb_titan.kernels.segments import CAUSAL
 from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles, steps
 from wlb_titan.kernels.triton_launch import section as l2_section
 
-from wlb_titan.commands.measure import GridCase
+from wlb_titan.commands.profile import GridCase
 
 UNITS = 132  # multiprocessors of an H100
 DIM = 128

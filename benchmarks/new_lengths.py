@@ -31,7 +31,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus  # noqa: E402
 from wlb_titan.runtime.data.inputs import rank_item  # noqa: E402
-from wlb_titan.runtime.models.registry import base_config  # noqa: E402
+from wlb_titan.runtime.models.bases import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 
 LAYOUTS = {

@@ -91,9 +91,7 @@ def prepare(
         cpu: CPU cores
         memMB: memory in MiB
     """
-    return in_torchx.command_job(
-        "prepare", list(arguments), image, name, specs.resource(cpu=cpu, memMB=memMB, h=h)
-    )
+    return in_torchx.command_job("prepare", arguments, image, name, h, cpu, memMB)
 
 
 def plan(
@@ -114,8 +112,7 @@ def plan(
         cpu: CPU cores
         memMB: memory in MiB
     """
-    resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
-    return in_torchx.command_job("plan", list(arguments), image, name, resource)
+    return in_torchx.command_job("plan", arguments, image, name, h, cpu, memMB)
 
 
 def simulate(
@@ -136,8 +133,7 @@ def simulate(
         cpu: CPU cores
         memMB: memory in MiB
     """
-    resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
-    return in_torchx.command_job("simulate", list(arguments), image, name, resource)
+    return in_torchx.command_job("simulate", arguments, image, name, h, cpu, memMB)
 
 
 def dryrun(
@@ -158,5 +154,4 @@ def dryrun(
         cpu: CPU cores
         memMB: memory in MiB
     """
-    resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
-    return in_torchx.command_job("dryrun", list(arguments), image, name, resource)
+    return in_torchx.command_job("dryrun", arguments, image, name, h, cpu, memMB)

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 
 import torchx.specs as specs
@@ -41,7 +41,7 @@ def refuse_docker(image: str) -> None:
 
 
 def command_job(
-    command: str, arguments: list[str], image: str, name: str, resource: specs.Resource
+    command: str, arguments: Sequence[str], image: str, name: str, h: str | None, cpu: int, memory: int
 ) -> specs.AppDef:
     """One process that runs `wlb-titan COMMAND ARGUMENTS`."""
     with refusals():
@@ -52,17 +52,13 @@ def command_job(
         image=image,
         entrypoint=entrypoint,
         args=[*words, command, *arguments],
-        resource=resource,
+        resource=specs.resource(cpu=cpu, memMB=memory, h=h),
     )
     return specs.AppDef(name=name, roles=[role])
 
 
 def with_our_agent(app: specs.AppDef, image: str, words: list[str]) -> specs.AppDef:
-    """TorchX's distributed job with our agent in torchrun's place.
-
-    Args:
-        words: words of the agent, besides those that torchrun has.
-    """
+    """TorchX's distributed job with our agent in torchrun's place, and `words` before torchrun's."""
     agent = shlex.join([*interpreter(image, AGENT, "wlb-agent"), *words])
     for role in app.roles:
         role.args = [argument.replace("torchrun ", f"{agent} ", 1) for argument in role.args]

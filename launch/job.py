@@ -45,7 +45,8 @@ def hosts_of(
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
-    from wlb_titan.runtime.checks.config import validate, validate_devices, validate_files
+    from wlb_titan.runtime.checks.config import validate
+    from wlb_titan.runtime.checks.files import validate_devices, validate_files
     from wlb_titan.runtime.job import degrees_product
     from wlb_titan.runtime.models.load import load_config
 

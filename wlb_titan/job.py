@@ -27,7 +27,7 @@ from wlb_titan.memory.fits import Fitting, usable_share
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import AskRank0, ask_locally
-from wlb_titan.packing.slim.dp_merge import Merging, group_sizes
+from wlb_titan.packing.slim.dp_merge import group_sizes
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
 from wlb_titan.plan import MicroBatch, Plan
@@ -182,7 +182,7 @@ class Job:
 
     def padded(self, tokens: int, sharers: int = 1) -> int:
         """Tokens of a micro-batch that so many data-parallel ranks share, with its padding."""
-        divisor = self.divisor if sharers == 1 else self.merging[sharers].divisor
+        divisor = self.divisor if sharers == 1 else self.merged[sharers].divisor
         return -(-tokens // divisor) * divisor
 
     def sized(self, draft: MicroBatch, dp_rank: int | None = None) -> MicroBatch:
@@ -199,7 +199,7 @@ class Job:
 
     def sharded(self, sized: MicroBatch) -> MicroBatch:
         """A micro-batch divided over the context-parallel ranks of all that share it."""
-        strategy = self.merging[sized.sharers].strategy if sized.merged else self.strategy
+        strategy = self.merged[sized.sharers].strategy if sized.merged else self.strategy
         if strategy is None:
             return sized
         name = f"Micro-batch {sized.index} of data-parallel rank {sized.dp_rank}"
@@ -263,15 +263,6 @@ class Job:
                     raise
                 break
         return jobs
-
-    @cached_property
-    def merging(self) -> dict[int, Merging]:
-        """What it means that so many data-parallel ranks share a micro-batch; empty where none do."""
-        kept, found = self.token_bytes.kept_in_slices, {}
-        for ranks, job in self.merged.items():
-            if ranks > 1 and job.strategy is not None:  # without which nothing is shared
-                found[ranks] = Merging(job.strategy, job.divisor, job.token_bytes.kept_in_slices / kept)
-        return found
 
     @property
     def token_bytes(self) -> TokenBytes:

@@ -61,9 +61,9 @@ class Planner:
         """What makes the packs."""
         return self._policy
 
-    def rows_of(self, ids: Ints) -> Ints:
-        """int64 (n,), the corpus rows of planned documents, also of earlier epochs."""
-        return self._stream.rows_of(ids)
+    def read(self, ids: Ints) -> tuple[Ints, Ints]:
+        """Corpus rows and tokens of planned documents, int64 (n,) each, also of earlier epochs."""
+        return self._stream.mixture.read(ids)
 
     def source_figures(self, plan: Plan) -> dict[str, float]:
         """For each source of a mixture: tokens that the plan trains, and epochs that had arrived after it."""
@@ -94,7 +94,7 @@ class Planner:
             The sum of these weights over all labels, a whole number where they weigh one.
         """
         pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
-        rows, lengths = self._stream.mixture.read(pieces[:, ID])
+        rows, lengths = self.read(pieces[:, ID])
         stops = np.minimum(pieces[:, START] + pieces[:, LENGTH] + 1, lengths)
         labels = self._learned(rows, pieces[:, START] + 1, stops)
         if not by_document:

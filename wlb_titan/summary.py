@@ -1,8 +1,9 @@
-"""The figures of many steps: the paper's Table 2, delay, whole documents, and how much figures scatter."""
+"""Figures of plans: of one step, for metrics; of many steps, as in Table 2; and how much figures scatter."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,39 +12,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.plan import DELAY, LENGTH, Plan
+from wlb_titan.context import ContextStrategy, with_prefix
+from wlb_titan.job import Job
+from wlb_titan.plan import DELAY, LENGTH, Plan, imbalance_by_pass, imbalance_degree
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Steps of one packing policy, of which no document is kept.
+    """Steps of one packing policy, of which no document is kept."""
 
-    Attributes:
-        imbalance: float64 (steps,), imbalance degree of each step.
-        plan_ms: float64 (steps,), milliseconds of planning.
-        waiting: float64 (steps,), tokens that waited after each step.
-        workloads: float64 (steps, N), work of the micro-batches of each step, descending.
-        longest: tokens of the longest micro-batch, padding included.
-        tokens: tokens of all documents.
-        padding, lost: tokens of padding, and tokens left out for good.
-        cut: share of the tokens in pieces that start in mid-document, as of `Plan.cut_share`.
-        keys: keys that a token attends to, averaged over all tokens.
-        delays: int64 (longest delay + 1,), tokens by the iterations that they waited.
-        gap: largest gap of a solver's packing; None without a solver.
-    """
-
-    imbalance: Floats
-    plan_ms: Floats
-    waiting: Floats
-    workloads: Floats
-    longest: int
+    imbalance: Floats  # float64 (steps,), imbalance degree
+    plan_ms: Floats  # float64 (steps,)
+    waiting: Floats  # float64 (steps,), tokens that waited after the step
+    workloads: Floats  # float64 (steps, N), work of the micro-batches, descending
+    longest: int  # tokens of the longest micro-batch, padding included
     tokens: int
     padding: int
-    lost: int
-    cut: float
-    keys: float
-    delays: Ints
-    gap: float | None
+    lost: int  # tokens left out for good
+    cut: float  # as of `Plan.cut_share`
+    keys: float  # that a token attends to, on average
+    delays: Ints  # int64 (longest delay + 1,), tokens by the iterations that they waited
+    gap: float | None  # largest gap of a solver's packing
 
     @classmethod
     def of(cls, plans: Iterable[Plan], window: int) -> Summary:
@@ -108,14 +97,10 @@ class Summary:
 
 
 class Estimate(NamedTuple):
-    """A figure of some steps.
-
-    Attributes:
-        error: standard error of the value, in its unit; None where too few steps tell.
-    """
+    """A figure of some steps."""
 
     value: float
-    error: float | None = None
+    error: float | None = None  # standard error, in the unit of the value; None where too few steps tell
 
     @classmethod
     def mean(cls, values: NDArray[Any]) -> Estimate:
@@ -154,3 +139,43 @@ class Estimate(NamedTuple):
         if self.error is None or abs(self.value - 1) > 2 * self.error:
             return ""
         return f": {'no' if abs(self.value - 1) <= self.error else 'hardly'} more than the scatter"
+
+
+def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:
+    """How well a plan balances, and what that costs, by the keys of docs/metrics.md."""
+    return {
+        "imbalance": plan.imbalance,
+        **rank_imbalance(plan, job.strategy),
+        "cut_share": plan.cut_share(job.window),
+        "keys_per_token": plan.keys_per_token,
+        "delay_mean": plan.delay,
+        "delay_max": plan.max_delay,
+        "waiting_documents": plan.waiting_documents,
+        "waiting_tokens": plan.waiting_tokens,
+        "lost_tokens": plan.lost_tokens,
+        "longest_micro_batch": plan.longest,
+        "plan_ms": plan.plan_ms,
+    }
+
+
+def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, Any]:
+    """Largest over mean predicted work of data-parallel ranks, of a pipeline's micro-batches and, where the
+    plan divides these over context-parallel ranks, of those; and how it divides them."""
+    replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
+    packs = [plan.of_rank(rank) for rank in replicas]
+    workloads = [[m.workload for m in own] for own in packs]
+    in_pipelines = [imbalance_by_pass(*replica) for replica in zip(packs, workloads, strict=True)]
+    figures: dict[str, Any] = {
+        "imbalance_dp": imbalance_degree([sum(own) for own in workloads]),
+        "imbalance_pp": float(np.mean(in_pipelines)),
+    }
+    divided = [
+        (m.sharding, with_prefix(m.ranks, m.prefix))
+        for m in plan.micro_batches
+        if m.ranks is not None and not m.merged
+    ]
+    if divided and strategy is not None:
+        times = [strategy.seconds(ranks).sum(axis=1) for _, ranks in divided]
+        figures["imbalance_cp"] = float(np.mean([imbalance_degree(t) for t in times]))
+        figures["sharding"] = dict(Counter(sharding for sharding, _ in divided))
+    return figures

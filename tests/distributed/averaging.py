@@ -12,8 +12,8 @@ from own_policies.local_sgd import LocalSgd
 from probing import WEIGHTS, clean, whole
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
+from wlb_titan.config.documents import training_documents
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.runtime.data.corpus import training_documents
 from wlb_titan.runtime.trainer import Trainer
 
 RATES = {"SGD": 1.0, "AdamW": 0.01}

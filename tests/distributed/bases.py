@@ -9,7 +9,7 @@ from torchtitan.models.gpt_oss import config_registry as gpt_oss_registry
 from torchtitan.models.muse_glimmer import config_registry as muse_registry
 from torchtitan.models.qwen3 import config_registry as qwen3_registry
 
-from wlb_titan.runtime.models.registry import base_config
+from wlb_titan.runtime.models.bases import base_config
 
 VOCABULARY = 512
 

@@ -35,7 +35,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
 from wlb_titan.runtime.data.inputs import rank_item  # noqa: E402
-from wlb_titan.runtime.models.registry import base_config  # noqa: E402
+from wlb_titan.runtime.models.bases import base_config  # noqa: E402
 from wlb_titan.runtime.pipeline.build import pipeline  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 

@@ -83,7 +83,7 @@ def whole_documents(trainer, plan):
         for document, (prefix, total) in zip(m.documents, slices, strict=True):
             if prefix > 0:
                 continue
-            (row,) = trainer.planned._planner.rows_of(document[[ID]])
+            (row,), _ = trainer.planned._planner.read(document[[ID]])
             start, length = int(document[START]), int(total)
             corpus = trainer.planned.corpus
             stop = min(start + length + 1, int(corpus.lengths[row]))

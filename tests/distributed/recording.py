@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bases import trained_by
 from torch.distributed.distributed_c10d import _world
 
-from wlb_titan.runtime.models.registry import base_config
+from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.one_rank.dry_trace import CallLog, kind_of
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.calls import RankCalls, unmet

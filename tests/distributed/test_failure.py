@@ -40,7 +40,7 @@ def started(lab, way: str, name: str, *overrides: str) -> subprocess.Popen:
 
 @pytest.mark.timeout(300)
 def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
-    job = started(lab, "torchx", "failing", "--base", "failing:config")
+    job = started(lab, "wlb-titan", "failing", "--base", "failing:config")
     output, _ = job.communicate(timeout=240)
     assert job.returncode != 0
     assert "rank 1 has met its test" in output
@@ -99,10 +99,10 @@ def test_a_rank_that_plans_otherwise_ends_the_job_at_the_next_report(lab):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", WAYS)
-def test_ctrl_c_ends_all_processes_after_their_step(lab, way):
-    job = started(lab, way, f"interrupted-{way}", "--training.steps", "10000")
-    metrics = lab.folder / f"interrupted-{way}" / "metrics.jsonl"
+def test_ctrl_c_ends_all_processes_after_their_step(lab):
+    """`wlb-titan train` is our agent alone; TorchX is one more program that Ctrl-C reaches."""
+    job = started(lab, "torchx", "interrupted", "--training.steps", "10000")
+    metrics = lab.folder / "interrupted" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists():
         assert job.poll() is None and time.monotonic() < deadline, "the job did not start"
@@ -110,8 +110,7 @@ def test_ctrl_c_ends_all_processes_after_their_step(lab, way):
     os.killpg(job.pid, signal.SIGINT)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 130, output
-    assert ("Stopped by Ctrl-C; the job has ended." if way == "torchx" else "Stopped after step") in output
-    assert "Traceback" not in output
+    assert "Stopped by Ctrl-C; the job has ended." in output and "Traceback" not in output
     steps = len(metrics.read_text().splitlines())
     time.sleep(2)
     assert len(metrics.read_text().splitlines()) == steps, "ranks go on training after Ctrl-C"

@@ -1,11 +1,7 @@
-"""Training goes on from weights of Hugging Face's format: the first loss is that of a plain forward pass.
-
-The reference below is written against the Hugging Face layout (names, halves of the rotary dimensions side by
-side, Llama 3's scaling of them) and shares no code with torchtitan's adapter or model.
-"""
+"""Training goes on from weights of Hugging Face's format: losses and gradients are those of transformers'
+Llama, document by document, which shares no code with torchtitan's adapter or model."""
 
 import json
-import math
 import shutil
 
 import datasets
@@ -16,125 +12,64 @@ from lab import CONFIG, layout
 from pipeline_reference import differences
 from probing import FILE
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-LAYERS, DIM, HEADS, KEY_HEADS, HIDDEN, VOCABULARY = 2, 128, 4, 2, 384, 512
-HEAD = DIM // HEADS
-ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+from wlb_titan.runtime.data.dataloader import PlannedDataLoader  # noqa: E402
+from wlb_titan.runtime.job import job_of, parallel_dims  # noqa: E402
+from wlb_titan.runtime.models.load import load_config  # noqa: E402
+
 DESCRIPTION = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": DIM,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEY_HEADS,
-    "intermediate_size": HIDDEN,
-    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 384,
+    "vocab_size": 512,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "rope_scaling": ROPE,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
     "tie_word_embeddings": False,
 }
+UNSCALED = {"rope_type": "default", "rope_theta": 500000.0}
 
 
 def random_weights():
     """Such that attention is far from uniform, or a wrong rotation would hardly show in the loss."""
-    shapes = {
-        "model.embed_tokens.weight": (VOCABULARY, DIM),
-        "model.norm.weight": (DIM,),
-        "lm_head.weight": (VOCABULARY, DIM),
-    }
-    for layer in range(LAYERS):
-        names = {
-            "self_attn.q_proj": (DIM, DIM),
-            "self_attn.k_proj": (KEY_HEADS * HEAD, DIM),
-            "self_attn.v_proj": (KEY_HEADS * HEAD, DIM),
-            "self_attn.o_proj": (DIM, DIM),
-            "mlp.gate_proj": (HIDDEN, DIM),
-            "mlp.up_proj": (HIDDEN, DIM),
-            "mlp.down_proj": (DIM, HIDDEN),
-            "input_layernorm": (DIM,),
-            "post_attention_layernorm": (DIM,),
-        }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in names.items()}
-    random = torch.Generator().manual_seed(0)
-    weights = {}
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=random)
-        weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * 2 * shape[1] ** -0.5
+    random, weights = torch.Generator().manual_seed(0), {}
+    for name, weight in LlamaForCausalLM(LlamaConfig(**DESCRIPTION)).state_dict().items():
+        noise = torch.randn(weight.shape, generator=random)
+        weights[name] = 1 + 0.1 * noise if noise.ndim == 1 else noise * 2 * noise.shape[1] ** -0.5
     return weights
 
 
-def frequencies(scaled=True):
-    frequency = DESCRIPTION["rope_theta"] ** (-torch.arange(0, HEAD, 2) / HEAD)
-    if not scaled:
-        return frequency
-    turns = ROPE["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = ROPE["low_freq_factor"], ROPE["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: as it is, 0: slowed down by the whole factor
-    return frequency * (kept + (1 - kept) / ROPE["factor"])
-
-
-def rotated(x, scaled):
-    """x is (heads, tokens, HEAD); the two halves of HEAD make the pairs that are turned."""
-    angles = torch.outer(torch.arange(x.shape[1]), frequencies(scaled))
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def logits(weights, tokens, scaled=True):
-    """Of one document; (tokens, VOCABULARY)."""
-
-    def norm(x, name):
-        return F.rms_norm(x, (DIM,), weights[f"{name}.weight"], 1e-5)
-
-    def heads(x, name, number):
-        return (x @ weights[f"{name}.weight"].T).view(-1, number, HEAD).transpose(0, 1)
-
-    x = weights["model.embed_tokens.weight"][tokens]
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        y, attention = norm(x, f"{prefix}.input_layernorm"), f"{prefix}.self_attn"
-        q = rotated(heads(y, f"{attention}.q_proj", HEADS), scaled)
-        k = rotated(heads(y, f"{attention}.k_proj", KEY_HEADS), scaled)
-        v = heads(y, f"{attention}.v_proj", KEY_HEADS)
-        k, v = (t.repeat_interleave(HEADS // KEY_HEADS, dim=0) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + out.transpose(0, 1).flatten(1) @ weights[f"{attention}.o_proj.weight"].T
-        y = norm(x, f"{prefix}.post_attention_layernorm")
-        gate, up = (y @ weights[f"{prefix}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (F.silu(gate) * up) @ weights[f"{prefix}.mlp.down_proj.weight"].T
-    return norm(x, "model.norm") @ weights["lm_head.weight"].T
-
-
-def first_loss(weights, words, scaled=True):
-    """The mean over the labels of the first step's documents, each for itself."""
-    from wlb_titan.runtime.data.dataloader import PlannedDataLoader
-    from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.runtime.models.load import load_config
-
+def first_loss(folder, words, **description):
+    """The mean over the labels of the first step's documents, each for itself, of a model that is described
+    otherwise in some points."""
     config = load_config(CONFIG, words).config
     loading = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job_of(config, parallel_dims(config, 1)))
     loader = loading.build(dp_world_size=1, dp_rank=0)
     plan, corpus = next(iter(loader)).plan, loader.corpus
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, **description)
     losses = []
     for micro_batch in plan.micro_batches:
-        rows = loader._planner.rows_of(micro_batch.documents[:, 0]).tolist()
+        rows = loader._planner.read(micro_batch.documents[:, 0])[0].tolist()
         for row, (_, start, length, *_) in zip(rows, micro_batch.documents.tolist(), strict=True):
             tokens = corpus.tokens(row, start, min(length + 1, int(corpus.lengths[row]) - start))
             tokens = torch.from_numpy(tokens.astype("int64"))
-            scores = logits(weights, tokens[:length], scaled)[: len(tokens) - 1]
+            with torch.no_grad():
+                scores = model(tokens[None, :length]).logits[0, : len(tokens) - 1]
             losses.append(F.cross_entropy(scores, tokens[1:], reduction="none"))
     loader.close()
     return torch.cat(losses).mean().item()
@@ -164,7 +99,7 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     parallel = lab.experiment("hf_tp2", *words, *layout(tp=2))
     lab.run(1, [alone])
     lab.run(2, [parallel])
-    expected = first_loss(weights, alone.words())
+    expected = first_loss(folder, alone.words())
     assert alone.losses()[0] == pytest.approx(expected, rel=1e-6)
     assert alone.losses()[1] < alone.losses()[0]
     assert parallel.losses() == pytest.approx(alone.losses(), rel=1e-6)
@@ -176,7 +111,7 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     moved = model.model.norm.weight - weights["model.norm.weight"]
     assert 0 < moved.abs().max() < 0.1, "the weights are not those that were trained"
     # What that is worth: without the scaling of the rotary positions the loss is another.
-    assert first_loss(weights, alone.words(), scaled=False) != pytest.approx(expected, rel=1e-3)
+    assert first_loss(folder, alone.words(), rope_parameters=UNSCALED) != pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.timeout(300)
@@ -213,22 +148,18 @@ MASKED = {
 
 def first_step(words, weight):
     """Of each conversation of the first step: its tokens and labels, and how many labels all of it has."""
-    from wlb_titan.runtime.data.dataloader import PlannedDataLoader
-    from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.runtime.models.load import load_config
-
     config = load_config(CONFIG, words).config
     job = job_of(config, parallel_dims(config))
     loading = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job, loss_weight=weight)
     degree = loading.job.degrees.data
     loader = loading.build(dp_world_size=degree, dp_rank=0)
-    step, rows_of = next(iter(loader)), loader._planner.rows_of
+    step, read = next(iter(loader)), loader._planner.read
     loader.close()
     rows = datasets.load_from_disk(config.wlb.corpus.path)
     pieces = {}
     for micro_batch in step.plan.packs:
         ids = micro_batch.documents[:, 0]
-        for row, piece, id_ in zip(rows_of(ids).tolist(), micro_batch.documents, ids.tolist(), strict=True):
+        for row, piece, id_ in zip(read(ids)[0].tolist(), micro_batch.documents, ids.tolist(), strict=True):
             start, stop = int(piece[1]), int(piece[1] + piece[2])
             if micro_batch.slices is None:
                 pieces[id_, start] = row, start, stop
@@ -261,8 +192,6 @@ def hugging_face(folder, step, weight):
 
 def written(experiment):
     """The gradients of its first step in Hugging Face's names and order: as if they were weights."""
-    from wlb_titan.runtime.models.load import load_config
-
     spec = load_config(CONFIG, experiment.words()).config.model_spec
     model = spec.model.build()
     gradients = torch.load(experiment.folder / FILE)

@@ -10,7 +10,7 @@ from lab import assert_met, layout
 from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
 from wlb_titan.runtime.attention.module import DocumentMask
-from wlb_titan.runtime.models.registry import base_config
+from wlb_titan.runtime.models.bases import base_config
 
 COMMON = (
     *("--training.steps", "2", "--training.seq_len", "256", "--training.global_batch_size", "4"),

@@ -13,6 +13,7 @@ COMMON = (
     *("--wlb.packing.cost_model", "quadratic:1,1000"),
 )
 PACKING = {
+    "plain": ("--wlb.packing.policy", "plain"),
     "fixed_greedy": ("--wlb.packing.policy", "fixed_greedy", "--wlb.packing.global_batches", "2"),
     "wlb": ("--wlb.packing.policy", "wlb", "--wlb.packing.thresholds", "[300, 450]"),
     "wlb_lazy": ("--wlb.packing.policy", "wlb_lazy"),
@@ -32,6 +33,7 @@ HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
 # name, which has the degrees -> (packing policy, overrides)
 RUNS = {
     **{f"cp4_{policy}": ("wlb", (*layout(cp=4), *sharding(policy))) for policy in SHARDING},
+    "dp2_plain": ("plain", layout(dp=2)),
     "dp2_cp2_wlb": ("wlb", (*layout(dp=2, cp=2), *sharding("hybrid"))),
     "dp2_cp2_wlb_lazy": ("wlb_lazy", (*layout(dp=2, cp=2), *sharding("adaptive"))),
     "dp2_cp2_fixed_greedy": ("fixed_greedy", (*layout(dp=2, cp=2), *sharding("per_document"))),

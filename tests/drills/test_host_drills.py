@@ -1,4 +1,4 @@
-"""Two hosts, of which one lacks the corpus, or goes: two of our agents, as TorchX starts them."""
+"""Two hosts, of which one is told to stop, or goes: two of our agents, as TorchX starts them."""
 
 from __future__ import annotations
 
@@ -60,16 +60,6 @@ def is_open(endpoint: str) -> bool:
 
 def logs(ground, name: str) -> list[str]:
     return [(ground.folder / f"{name}.host{number}.log").read_text() for number in range(2)]
-
-
-def test_one_host_lacks_the_corpus(ground, hosts):
-    """Its rank says so, with the host's name, and both hosts end."""
-    agents = hosts("lacking", [], ["--wlb.corpus.path", "/nowhere"])
-    assert all(agent.wait(PATIENCE) for agent in agents)
-    told = "\n".join(logs(ground, "lacking"))
-    assert told.count("There is no corpus at /nowhere") == 1, told
-    assert "error: rank" in told and "on host" in told
-    assert "Traceback" not in told
 
 
 def test_a_host_that_is_told_to_stop_stops_both(ground, hosts, undisturbed):

@@ -10,32 +10,23 @@ from drill_ground import copy_of
 AREA = "resume on altered settings or files"
 
 
-def test_a_refused_run_changes_nothing(ground, undisturbed):
-    copy = copy_of(undisturbed, ground, "refused", keep=4)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--wlb.corpus.seed", "7"), "seed is 0, and this job's is 7"),
+        (("--training.seq_len", "256"), "context window is 128, and this job's is 256"),
+    ],
+    ids=["seed", "window"],
+)
+def test_what_changes_the_tokens_is_refused_and_changes_nothing(ground, undisturbed, words, told):
+    name = f"refused-{words[1]}"
+    copy = copy_of(undisturbed, ground, name, keep=4)
     (copy / "config.toml").write_text("# mine\n")
-    job = ground.start("refused", "--wlb.corpus.seed", "7")
+    job = ground.start(name, *words)
     before = job.snapshot()
     job.wait()
-    assert 2 in job.codes, job.log()
-    assert "seed is 0, and this job's is 7" in job.log()
-    assert "Traceback" not in job.log()
+    assert 2 in job.codes and told in job.log() and "Traceback" not in job.log(), job.log()
     assert job.snapshot() == before
-
-
-def test_what_changes_the_tokens_is_refused_on_resume(ground, undisturbed):
-    copy_of(undisturbed, ground, "window", keep=4)
-    job = ground.run("window", "--training.seq_len", "256")
-    assert 2 in job.codes and "context window is 128, and this job's is 256" in job.log(), job.log()
-
-
-@pytest.mark.parametrize(
-    "words", [("--wlb.packing.tail", "drop"), ("--wlb.packing.policy", "wlb_lazy")], ids=["tail", "policy"]
-)
-def test_another_way_to_pack_the_documents_that_are_left_is_taken_on_resume(ground, undisturbed, words):
-    name = f"altered-{words[0].split('.')[-1]}"
-    copy_of(undisturbed, ground, name, keep=4)
-    job = ground.run(name, *words)
-    assert job.codes == [0, 0], job.log()
 
 
 def test_what_does_not_change_the_tokens_is_taken_on_resume(ground, undisturbed):

@@ -8,7 +8,7 @@ from torchtitan.models.gpt_oss import config_registry as gpt_oss_registry
 from torchtitan.models.qwen3 import config_registry as qwen3_registry
 from watching import watched
 
-from wlb_titan.runtime.models.registry import base_config
+from wlb_titan.runtime.models.bases import base_config
 
 
 def llama():

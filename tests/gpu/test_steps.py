@@ -6,7 +6,7 @@ import pytest
 from lab import CONFIG
 from watching import FILE
 
-from wlb_titan.runtime.data.corpus import training_documents
+from wlb_titan.config.documents import training_documents
 from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.memory import planned_memory
 from wlb_titan.runtime.models.load import load_config

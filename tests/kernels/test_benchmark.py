@@ -12,7 +12,7 @@ import torch
 from oracle import packed, visible
 from wlb_titan.kernels.segments import Shape, check_segments
 
-from wlb_titan.commands.measure import GPU_GRID, time_attention
+from wlb_titan.commands.profile import GPU_GRID, time_attention
 from wlb_titan.cost.attention_kernels import Point, predict, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
 from wlb_titan.cost.profile import Profile

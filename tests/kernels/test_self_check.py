@@ -118,8 +118,8 @@ def test_a_launch_that_does_not_end(monkeypatch):
 
 def head_layouts() -> set[tuple[int, int]]:
     """Query and key heads of a rank, of every configuration that ships for GPUs."""
+    from wlb_titan.runtime.job import model_shape
     from wlb_titan.runtime.models.load import load_config
-    from wlb_titan.runtime.shape import model_shape
 
     found = set()
     for path in sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml")):

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import time
-from base64 import b64decode
 from pathlib import Path
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -60,11 +59,6 @@ class Browser:
     def value(self, expression: str) -> object:
         """Of JavaScript."""
         return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
-
-    def picture(self, path: Path) -> None:
-        """Of the whole page, as PNG."""
-        data = self.ask("Page.captureScreenshot", captureBeyondViewport=True, format="png")["data"]
-        path.write_bytes(b64decode(data))
 
     def close(self) -> None:
         self._process.kill()

@@ -29,7 +29,7 @@ def run(checkpointing):
 
     from wlb_titan import context
     from wlb_titan.runtime.attention.module import DocumentMask
-    from wlb_titan.runtime.models.variants import llama_spec
+    from wlb_titan.runtime.models.bases import llama_spec
     from wlb_titan.runtime.one_rank.dry_trace import Trace
 
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def run(checkpointing):
 def test_w2s_output_is_not_kept_and_not_made_again():
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-    from wlb_titan.runtime.models.activation_checkpoint import SelectiveDocumentAC
+    from wlb_titan.runtime.models.blocks import SelectiveDocumentAC
 
     _, all_products, gradients = run(None)
     titans, titans_products, _ = run(SelectiveAC.Config())
@@ -73,8 +73,8 @@ def test_w2s_output_is_not_kept_and_not_made_again():
     "base", ["llama3_debug", "torchtitan.models.llama3.config_registry:llama3_debugmodel"]
 )
 def test_our_bases_and_adopted_ones_have_it(base):
-    from wlb_titan.runtime.models.activation_checkpoint import NEVER_KEPT
-    from wlb_titan.runtime.models.registry import base_config
+    from wlb_titan.runtime.models.bases import base_config
+    from wlb_titan.runtime.models.blocks import NEVER_KEPT
 
     checkpointing = base_config(base).activation_checkpoint.build()
     assert set(NEVER_KEPT) < set(checkpointing.config.force_recompute_mm_shapes_by_fqns)

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wlb_titan.commands.compare import Run, differences, open_run, open_runs
 from wlb_titan.commands.main import main
-from wlb_titan.commands.run_folder import Run, differences, open_run, open_runs
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.trace import Span, read_trace, write_trace
 

@@ -15,7 +15,7 @@ from torchtitan.models.common import ScaledBiasRowwiseLinear  # noqa: E402
 
 from wlb_titan import context  # noqa: E402
 from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask  # noqa: E402
-from wlb_titan.runtime.models.compile import documents_vary, keep_inputs  # noqa: E402
+from wlb_titan.runtime.models.blocks import documents_vary, keep_inputs  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

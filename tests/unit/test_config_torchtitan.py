@@ -19,57 +19,87 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 
-# Wrong files: the name of the mistake, the files (the first is loaded), the words that the message must have.
-WRONG = {
-    "unknown key": (
-        {"t": 'base = "llama3_debug"\n[training]\nsequence_len = 4096'},
-        ["t.toml:3: training.sequence_len = 4096:", "no such key", "Did you mean training.seq_len?"],
-    ),
-    "key of another section": (
-        {"t": 'base = "llama3_debug"\n[training]\ncontext_parallel_degree = 2'},
-        ["t.toml:3: training.context_parallel_degree = 2:", "parallelism.context_parallel_degree?"],
-    ),
-    "learning rate in the wrong place": (
-        {"t": 'base = "llama3_debug"\noptimizer.lr = 3e-4'},
-        ["t.toml:2: optimizer.lr = 0.0003:", "Did you mean optimizer.param_groups.0.optimizer_kwargs.lr?"],
-    ),
-    "unknown section": (
-        {"t": 'base = "llama3_debug"\n[paralelism]\ntensor_parallel_degree = 2'},
-        ["t.toml:2: [paralelism]:", "Did you mean parallelism?"],
-    ),
-    "wrong type": (
-        {"t": 'base = "llama3_debug"\ntraining.steps = "many"'},
-        ['t.toml:2: training.steps = "many": expected an integer.'],
-    ),
-    "value that is not among the options": (
-        {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "fancy"'},
-        [
-            "t.toml:3: wlb.packing.policy = \"fancy\": no packing policy is called 'fancy'",
-            "plain, fixed_greedy",
-        ],
-    ),
-    "near name of a policy": (
-        {"t": 'base = "llama3_debug"\n[wlb.sharding]\npolicy = "per_documents"'},
-        ["t.toml:3: wlb.sharding.policy = ", "Did you mean 'per_document'?"],
-    ),
-    "key of another policy": (
-        {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "plain"\nmax_delay = 3'},
-        ["t.toml:4: wlb.packing.max_delay = 3", 'policy = "plain" does not have it, but wlb_lazy'],
-    ),
-    "value that torchtitan rejects": (
-        {"t": 'base = "llama3_debug"\n[compile]\nenable_async_tensor_parallel = true'},
-        ["t.toml:3: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP"],
-    ),
-    "values that torchtitan rejects together": (
-        {
-            "t": 'base = "llama3_debug"\n[training]\ndisable_cuda_graphs = false\nsteps = 3\n'
-            "[parallelism]\npipeline_parallel_degree = 2"
-        },
-        [
-            "t.toml:6: parallelism.pipeline_parallel_degree = 2: Trainer rejects this: CUDA graphs",
-            "It goes together with t.toml:3: training.disable_cuda_graphs = false.",
-        ],
-    ),
+# What stands below the line `base = "llama3_debug"`, and indented what the message says of it.
+WRONG = """
+training.sequence_len = 4096
+    t.toml:2: training.sequence_len = 4096: there is no such key. ... Did you mean training.seq_len?
+training.context_parallel_degree = 2
+    t.toml:2: training.context_parallel_degree = 2: ... parallelism.context_parallel_degree?
+optimizer.lr = 3e-4
+    t.toml:2: optimizer.lr = 0.0003: ... Did you mean optimizer.param_groups.0.optimizer_kwargs.lr?
+[paralelism]; tensor_parallel_degree = 2
+    t.toml:2: [paralelism]: ... Did you mean parallelism?
+training.steps = "many"
+    t.toml:2: training.steps = "many": expected an integer, at least 1.
+training.max_norm = -1.0
+    t.toml:2: training.max_norm = -1.0: expected a number or an integer, above 0 and inf for no
+wlb.packing.policy = "fancy"
+    t.toml:2: wlb.packing.policy = "fancy": no packing policy is called 'fancy' ... plain, fixed_greedy
+wlb.sharding.policy = "per_documents"
+    t.toml:2: wlb.sharding.policy =  ... Did you mean 'per_document'?
+wlb.packing.policy = "plain"; wlb.packing.max_delay = 3
+    t.toml:3: wlb.packing.max_delay = 3 ... policy = "plain" does not have it, but wlb_lazy
+compile.enable_async_tensor_parallel = true
+    t.toml:2: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP
+[checkpoint]; interval = 0; enable = true
+    t.toml:3: checkpoint.interval = 0: CheckpointManager rejects this: Checkpoint interval
+[training]; disable_cuda_graphs = false; [parallelism]; pipeline_parallel_degree = 2
+    t.toml:3: training.disable_cuda_graphs = false: TrainerConfig rejects this: CUDA graphs do not support
+[training.steps]; n = 3
+    t.toml:2: [training.steps]: this is a table, but here belongs an integer, at least 1; write
+training = 3
+    t.toml:2: training = 3: expected a table.
+[[training]]; steps = 3
+    t.toml:2: [[training]]: an array
+[model_spec]; flavor = "8B"
+    t.toml:2: [model_spec]: the model cannot be set from TOML
+hf_assets_path = "tokenizer"
+    t.toml:2: hf_assets_path = "tokenizer": this has no effect ... wlb.corpus.path
+activation_checkpoint.class = "FulAC"
+    t.toml:2: activation_checkpoint.class = "FulAC": ... did you mean 'FullAC'?
+loss.class = "torchtitan.tools.profiler:Profiler"
+    t.toml:2: loss.class =  ...
+    Profiler' is no configuration of the kind torchtitan.components.loss:BaseLoss
+loss.class = "nowhere:Loss"
+    t.toml:2: loss.class =  ... module 'nowhere' cannot be imported
+optimizer.param_groups.1.optimizer_kwargs.lr = 1.0
+    t.toml:2: optimizer.param_groups.1: ... has 1 element(s)
+training.seq_len = 1025
+    t.toml:2: training.seq_len = 1025: ... do not divide
+wlb.pipeline.order = "best"; parallelism.pipeline_parallel_degree = 2; \
+parallelism.pipeline_parallel_schedule = "LoopedBFS"; training.local_batch_size = 8
+    t.toml:2: wlb.pipeline.order = "best": ... the schedule is LoopedBFS ... 'longest_first'
+training.disable_cuda_graphs = false
+    t.toml:2: training.disable_cuda_graphs = false: a CUDA graph replays one length
+debug.spmd_typechecking = true
+    t.toml:2: debug.spmd_typechecking = true: torchtitan cannot follow
+wlb.device = "cpu"; wlb.attention.implementation = "triton"
+    t.toml:3: wlb.attention.implementation = "triton":  ... needs a CUDA device, and runs on cpu
+training.mixed_precision_param = "bfloat16"; wlb.attention.implementation = "gluon"
+    t.toml:3: wlb.attention.implementation = "gluon":  ... head dims (64, 128), but q has 32
+training.mixed_precision_param = "float32"; wlb.attention.implementation = "triton"
+    t.toml:2: training.mixed_precision_param = "float32":  ... set it to "bfloat16"
+comm.mode = "local_tensor"
+    t.toml:2: comm.mode = "local_tensor": each rank here is a process
+parallelism.context_parallel_load_balancer = "ptrr"
+    t.toml:2: parallelism.context_parallel_load_balancer =  ... no effect ... wlb.sharding.policy
+validator.class = "torchtitan.components.validate:Validator"
+    t.toml:2: validator.class =  ... only wlb_titan.runtime.validator:Validator
+checkpoint.initial_load_path = "/weights"
+    t.toml:2: checkpoint.initial_load_path =  ... checkpoint.enable is false
+checkpoint.enable = true; checkpoint.initial_load_in_hf = true
+    t.toml:3: checkpoint.initial_load_in_hf = true: ... set checkpoint.initial_load_path
+override.imports = ["overriding.with_varlen"]
+    t.toml:2: override.imports = ["overriding.with_varlen"]: the model has  ...
+    layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen
+override.imports = ["nowhere.at_all"]
+    t.toml:2: override.imports =  ... nowhere
+wlb.corpus.path = "nowhere"
+    t.toml:2: ... nowhere ... wlb-titan prepare
+"""
+
+# Whole files, of which the first is loaded.
+WRONG_FILES = {
     "missing base": ({"t": "training.steps = 3"}, ['t.toml: no base is named; write for example base = "']),
     "unknown base": (
         {"t": '# typo\nbase = "llama3_debgu"'},
@@ -84,120 +114,8 @@ WRONG = {
         {"t": 'base = "llama3_debug"\n[training\nsteps = 3'},
         ["t.toml:2: this is not valid TOML:"],
     ),
-    "table where a value belongs": (
-        {"t": 'base = "llama3_debug"\n[training.steps]\nn = 3'},
-        ["t.toml:2: [training.steps]: this is a table, but an integer belongs here; write training.steps ="],
-    ),
-    "value where a table belongs": (
-        {"t": 'base = "llama3_debug"\ntraining = 3'},
-        ["t.toml:2: training = 3: expected a table."],
-    ),
-    "list of tables where one table belongs": (
-        {"t": 'base = "llama3_debug"\n[[training]]\nsteps = 3'},
-        ["t.toml:2: [[training]]: an array"],
-    ),
-    "model": (
-        {"t": 'base = "llama3_debug"\n[model_spec]\nflavor = "8B"'},
-        ["t.toml:2: [model_spec]: the model cannot be set from TOML"],
-    ),
-    "setting without effect": (
-        {"t": 'base = "llama3_debug"\nhf_assets_path = "tokenizer"'},
-        ['t.toml:2: hf_assets_path = "tokenizer": this has no effect', "wlb.corpus.path"],
-    ),
-    "unknown class": (
-        {"t": 'base = "llama3_debug"\n[activation_checkpoint]\nclass = "FulAC"'},
-        ['t.toml:3: activation_checkpoint.class = "FulAC":', "did you mean 'FullAC'?"],
-    ),
-    "class of another kind": (
-        {"t": 'base = "llama3_debug"\nloss.class = "torchtitan.tools.profiler:Profiler"'},
-        ["t.toml:2: loss.class = ", "'Profiler' of the kind torchtitan.components.loss:BaseLoss"],
-    ),
-    "class that cannot be imported": (
-        {"t": 'base = "llama3_debug"\nloss.class = "nowhere:Loss"'},
-        ["t.toml:2: loss.class = ", "module 'nowhere' cannot be imported"],
-    ),
-    "element that the list has not": (
-        {"t": 'base = "llama3_debug"\noptimizer.param_groups.1.optimizer_kwargs.lr = 1.0'},
-        ["t.toml:2: optimizer.param_groups.1:", "has 1 element(s)"],
-    ),
-    "length that does not divide": (
-        {"t": 'base = "llama3_debug"\ntraining.seq_len = 1025'},
-        ["t.toml:2: training.seq_len = 1025:", "do not divide"],
-    ),
-    "order that cannot be found for the schedule": (
-        {
-            "t": 'base = "llama3_debug"\nwlb.pipeline.order = "best"\n[parallelism]\n'
-            'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "LoopedBFS"\n'
-            "[training]\nlocal_batch_size = 8"
-        },
-        ['t.toml:2: wlb.pipeline.order = "best":', "the schedule is LoopedBFS", "'longest_first'"],
-    ),
-    "CUDA graphs": (
-        {"t": 'base = "llama3_debug"\n[training]\ndisable_cuda_graphs = false'},
-        ["t.toml:3: training.disable_cuda_graphs = false: a CUDA graph replays one length"],
-    ),
-    "type checking of layouts": (
-        {"t": 'base = "llama3_debug"\ndebug.spmd_typechecking = true'},
-        ["t.toml:2: debug.spmd_typechecking = true: torchtitan cannot follow"],
-    ),
-    "attention kernels on the CPU": (
-        {"t": 'base = "llama3_debug"\n[wlb]\ndevice = "cpu"\nattention.implementation = "triton"'},
-        ['t.toml:4: wlb.attention.implementation = "triton": ', "needs a CUDA device, and runs on cpu"],
-    ),
-    "attention kernels without the head dim": (
-        {
-            "t": 'base = "llama3_debug"\ntraining.mixed_precision_param = "bfloat16"\n'
-            'wlb.attention.implementation = "gluon"'
-        },
-        ['t.toml:3: wlb.attention.implementation = "gluon": ', "head dims (64, 128), but q has 32"],
-    ),
-    "attention kernels without the dtype": (
-        {
-            "t": 'base = "llama3_debug"\ntraining.mixed_precision_param = "float32"\n'
-            'wlb.attention.implementation = "triton"'
-        },
-        ['t.toml:2: training.mixed_precision_param = "float32": ', 'set it to "bfloat16"'],
-    ),
-    "one process for all ranks": (
-        {"t": 'base = "llama3_debug"\ncomm.mode = "local_tensor"'},
-        ['t.toml:2: comm.mode = "local_tensor": each rank here is a process'],
-    ),
-    "one process without others": (
-        {"t": 'base = "llama3_debug"\ncomm.mode = "fake_backend"'},
-        ['t.toml:2: comm.mode = "fake_backend": each rank here is a process'],
-    ),
-    "torchtitan's sharding of tokens": (
-        {"t": 'base = "llama3_debug"\nparallelism.context_parallel_load_balancer = "ptrr"'},
-        ["t.toml:2: parallelism.context_parallel_load_balancer = ", "no effect", "wlb.sharding.policy"],
-    ),
-    "torchtitan's own validation": (
-        {"t": 'base = "llama3_debug"\nvalidator.class = "torchtitan.components.validate:Validator"'},
-        ["t.toml:2: validator.class = ", "only wlb_titan.runtime.validator:Validator"],
-    ),
-    "weights that would not be loaded": (
-        {"t": 'base = "llama3_debug"\ncheckpoint.initial_load_path = "/weights"'},
-        ["t.toml:2: checkpoint.initial_load_path = ", "checkpoint.enable is false"],
-    ),
-    "weights from nowhere": (
-        {"t": 'base = "llama3_debug"\n[checkpoint]\nenable = true\ninitial_load_in_hf = true'},
-        ["t.toml:4: checkpoint.initial_load_in_hf = true:", "set checkpoint.initial_load_path"],
-    ),
-    "an override that brings its own attention": (
-        {"t": 'base = "llama3_debug"\noverride.imports = ["overriding.with_varlen"]'},
-        [
-            't.toml:2: override.imports = ["overriding.with_varlen"]: the model has ',
-            "layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen",
-        ],
-    ),
-    "an override that is not there": (
-        {"t": 'base = "llama3_debug"\noverride.imports = ["nowhere.at_all"]'},
-        ["t.toml:2: override.imports = ", "nowhere"],
-    ),
-    "no such corpus": (
-        {"t": 'base = "llama3_debug"\nwlb.corpus.path = "nowhere"'},
-        ["t.toml:", "nowhere", "wlb-titan prepare"],
-    ),
 }
+BASE = 'base = "llama3_debug"\n'
 
 
 def write(folder: Path, files: dict[str, str]) -> str:
@@ -247,18 +165,26 @@ def overriding(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-@pytest.mark.parametrize("mistake", WRONG)
-def test_wrong_file(here, mistake):
-    files, words = WRONG[mistake]
+def wrong():
+    """(files, words of the message) of each mistake in WRONG, by its line."""
+    for lines, words in re.findall(r"^(\S.*)\n((?:    .*\n)+)", WRONG, re.MULTILINE):
+        parts = " ".join(words.split()).split(" ... ")
+        yield pytest.param({"t": BASE + lines.replace("; ", "\n")}, parts, id=lines)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"), [*wrong(), *(pytest.param(*case, id=name) for name, case in WRONG_FILES.items())]
+)
+def test_wrong_file(here, files, words):
     result = run("check", write(here, files))
     assert result.exit_code == 2
     assert result.stdout == ""
     assert_one_paragraph(result.stderr, words)
 
 
-@pytest.mark.parametrize("mistake", ["bad TOML syntax", "circular extends"])
-def test_wrong_file_in_a_process_of_its_own(here, mistake):
-    files, words = WRONG[mistake]
+def test_a_wrong_file_in_a_process_of_its_own(here):
+    """For what is printed around the message."""
+    files, words = WRONG_FILES["circular extends"]
     command = [sys.executable, "-m", "wlb_titan.commands.main", "config", "check", write(here, files)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
@@ -269,7 +195,7 @@ def test_wrong_file_in_a_process_of_its_own(here, mistake):
     "words, message",
     [
         (["--training.stepz", "5"], "command line: training.stepz = 5: there is no such key"),
-        (["--training.steps", "many"], 'command line: training.steps = "many": expected an integer.'),
+        (["--training.steps", "many"], 'command line: training.steps = "many": expected an integer, at'),
         (["--training.steps"], "command line: --training.steps has no value"),
         (
             ["--debug.deterministic", "--training.steps=5"],
@@ -280,7 +206,7 @@ def test_wrong_file_in_a_process_of_its_own(here, mistake):
     ],
 )
 def test_wrong_override(here, words, message):
-    result = run("check", write(here, {"t": 'base = "llama3_debug"'}), *words)
+    result = run("check", write(here, {"t": BASE}), *words)
     assert result.exit_code == 2
     assert_one_paragraph(result.stderr, [message])
 

@@ -1,16 +1,33 @@
-"""One value and its type: conversion from TOML, and TOML text that reads back."""
+"""One value, its type and its range: conversion from TOML, and TOML text that reads back."""
 
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import tomli
+from annotated_types import Ge, Gt, Interval, Le, MinLen, MultipleOf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.config.values import Mismatch, convert, describe, expressed, key_text, shown, to_text
+from wlb_titan.config.values import (
+    Mismatch,
+    convert,
+    describe,
+    expressed,
+    in_words,
+    key_text,
+    limits_of,
+    shown,
+    to_text,
+)
+
+Rate = Annotated[float, Gt(0), Le(float("inf"))]
+Share = Annotated[float, Interval(gt=0, lt=1)] | None
+Lengths = Annotated[list[Annotated[int, Ge(2)]], MinLen(1)] | Literal["auto"]
+Even = Annotated[int, MultipleOf(2)]
+Name = Annotated[str, MinLen(1)]
 
 
 @dataclass
@@ -37,6 +54,14 @@ class Section:
         ([1, 2, 3], tuple[int, ...], (1, 2, 3)),
         ([1, "a"], list, [1, "a"]),
         ({"a": 1}, dict[str, float], {"a": 1.0}),
+        (float("inf"), Rate, float("inf")),
+        ("none", Share, None),
+        (0.5, Share, 0.5),
+        ([2, 3], Lengths, [2, 3]),
+        ("auto", Lengths, "auto"),
+        (4, Even, 4),
+        ("none", Annotated[int | None, Ge(1)], None),
+        ({"name": "", "betas": [0.9]}, Any, {"name": "", "betas": [0.9]}),
         (["x", ["y", {"k": 1}]], list[str | tuple[str, dict[str, Any]]], ["x", ("y", {"k": 1})]),
     ],
 )
@@ -71,6 +96,20 @@ def test_an_array_for_anything_takes_the_kind_of_what_it_replaces():
         (5, Section),
         ("none", Callable[[], int]),
         (datetime.date(2024, 1, 1), Any),
+        (0.0, Rate),
+        (float("nan"), Rate),
+        (float("-inf"), Rate),
+        (1.0, Share),
+        ([], Lengths),
+        ([5, 1], Lengths),
+        ("many", Lengths),
+        (3, Even),
+        ("", Name),
+        (float("inf"), float),
+        (2**80, int),
+        (2**80, float),
+        (0, Annotated[int | None, Ge(1)]),
+        ({"a": [{"b": float("nan")}]}, Any),
     ],
 )
 def test_mismatch(value, hint):
@@ -87,10 +126,20 @@ def test_mismatch(value, hint):
         (tuple[int, int], "an array of 2 values"),
         (Section | None, 'a table or "none"'),
         (Callable[[int], int], "a Python object that only a base can give"),
+        (Rate, "a number, above 0 and inf for no bound"),
+        (Share, 'a number, above 0 and below 1 or "none"'),
+        (Lengths, 'an array (each element an integer, at least 2), not empty or one of "auto"'),
+        (Annotated[int | None, Ge(1)], 'an integer, at least 1 or "none"'),
     ],
 )
 def test_describe(hint, words):
     assert describe(hint) == words
+
+
+def test_limits_are_those_of_all_that_a_hint_allows():
+    assert in_words(limits_of(Lengths)) == "not empty and at least 2"
+    assert in_words(limits_of(Share)) == "above 0 and below 1"
+    assert limits_of(dict[str, int] | None) == ()
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]))

@@ -300,8 +300,8 @@ def test_a_step_is_ordered_by_its_slowest_rank_and_by_what_ranks_hold_on_average
         order, lambda packs, *rest, **more: asked.append(packs) or packflow(packs, *rest, **more)
     )
     made, (plan,) = predicted(ALWAYS)
-    held = {1: 1.0} | {size: merging.held for size, merging in made.merging.items()}
-    assert 1 > held[2] > held[4] > 0.25
+    held = Flows(made)._held
+    assert 1 == held[1] > held[2] > held[4] > 0.25
     ranks = [plan.of_rank(rank) for rank in range(4)]
     backs = [[a.place for a in flow[-1] if a.kind == "B"] for flow in plan.flows]
     work = np.array([[m.workload for m in packs] for packs in ranks])

@@ -340,7 +340,7 @@ def test_the_corpus_is_used_where_there_is_one(tmp_path):
 def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, monkeypatch):
     """Every rank of two replicas is run, and its calls are those that follow from the one like it."""
     from wlb_titan.commands import dryrun as command
-    from wlb_titan.commands.all_ranks import alike, calls_of_all
+    from wlb_titan.commands.lone_ranks import alike, calls_of_all
 
     said, ran = {}, {}
 
@@ -363,7 +363,7 @@ def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, monkeypatch):
 def test_calls_that_do_not_meet_fail_the_command(dryrun, monkeypatch):
     """One of the ranks that are run leaves out the first of its calls."""
     from wlb_titan.commands import dryrun as command
-    from wlb_titan.commands.all_ranks import calls_of_all
+    from wlb_titan.commands.lone_ranks import calls_of_all
 
     def without_one(own, same, degrees):
         found = calls_of_all(own, same, degrees)

@@ -1,6 +1,7 @@
 """examples/own_policies, installed as a user would: the commands find it, and wlb_titan stays as it is."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,7 @@ EXAMPLE = ROOT / "examples" / "own_policies"
 def installed(tmp_path_factory):
     """A folder into which the example is installed, from a copy, without a network."""
     folder = tmp_path_factory.mktemp("installed")
-    source = folder / "source"
-    for file in [*EXAMPLE.glob("*.*"), *EXAMPLE.glob("own_policies/*.py")]:
-        copy = source / file.relative_to(EXAMPLE)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(file.read_bytes())
+    source = shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("*.egg-info", "build"))
     install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
     subprocess.run([sys.executable, *install, "--target", folder / "site", source], check=True)
     return folder / "site"
@@ -60,7 +57,7 @@ def command_here(installed, tmp_path, monkeypatch):
     plugins._installed.cache_clear()
 
     def run(*words):
-        return CliRunner().invoke(main, list(words))
+        return CliRunner().invoke(main, list(map(str, words)))
 
     yield run
     plugins._installed.cache_clear()
@@ -88,12 +85,12 @@ def test_plan_finds_them(command, lengths):
     assert {"reversed", "contiguous", "round_robin", "ulysses_gather"} <= first
 
 
-def test_auto_and_simulate_have_them_among_the_candidates(command, lengths):
-    result = command(
+def test_auto_and_simulate_have_them_among_the_candidates(command_here, lengths):
+    result = command_here(
         *("simulate", TABLE_1, "--lengths", lengths, "--training.seq_len", 4096, "--steps", 2),
         *("--policies", "auto:auto"),
     )
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     assert "reversed:ulysses_gather" in result.stdout and "reversed:contiguous" in result.stdout
 
 
@@ -116,10 +113,5 @@ def test_their_keys_are_toml_keys(command_here, tmp_path):
 
 def test_without_it_they_are_not_there(lengths):
     words = ["plan", CPU, "--lengths", lengths, "--wlb.packing.policy", "reversed"]
-    result = subprocess.run(
-        [sys.executable, "-m", "wlb_titan.commands.main", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 2 and "no packing policy is called 'reversed'" in result.stderr
+    result = CliRunner().invoke(main, list(map(str, words)))
+    assert result.exit_code == 2 and "no packing policy is called 'reversed'" in result.stderr

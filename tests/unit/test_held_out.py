@@ -13,11 +13,11 @@ from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import ID, LENGTH, START
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-from wlb_titan.runtime.once import Once
+from wlb_titan.validation import Once
 
 use_cpu_without_accelerator()
 
-from wlb_titan.runtime.data.corpus import steps_of_epochs  # noqa: E402
+from wlb_titan.config.documents import steps_of_epochs  # noqa: E402
 
 MODEL = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=256)
 

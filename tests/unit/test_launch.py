@@ -63,23 +63,37 @@ def test_torchx_accepts_the_components(component):
     assert validate(str(ROOT / "launch" / "components.py"), component) == []
 
 
-def test_local_job_has_a_process_for_each_rank():
-    arguments = ["--config", CONFIG, "--image", IMAGE, "--", "--training.steps", "5"]
-    info = dryrun("wlb.train", arguments, "local_cwd")
-    (role,) = info._app.roles
-    command = role.args[-1]
-    assert "--nproc_per_node 4" in command
-    assert f"-m wlb_titan.runtime.train --config {CONFIG} --training.steps 5" in command
-    assert command.startswith("wlb-agent --rdzv_backend c10d")
+LOSING_WORDS = ("--min_nodes", "2", "--nproc", "1", "--", *SPREAD, "--training.global_batch_size", "12")
+
+# Scheduler, arguments of `wlb.train` besides the image, and what of the job says them, or does not ("not ").
+JOBS = {
+    "a process for each rank": (
+        *("local_cwd", ["--config", CONFIG, "--", "--training.steps", "5"]),
+        ["wlb-agent --rdzv_backend c10d", "--nproc_per_node 4", f"--config {CONFIG} --training.steps 5"],
+    ),
+    "hosts that may be lost": (
+        *("local_cwd", ["--nodes", "4", "--restarts", "3", "--config", CONFIG, *LOSING_WORDS]),
+        ["wlb-agent --max_restarts 3 --rdzv_conf last_call_timeout=", "--nnodes 2:4"],
+    ),
+    "ranks on the hosts of Slurm": (
+        *("slurm", ["--config", SEVEN_B, "--nodes", "8", "--gpu", "8"]),
+        ["--nproc_per_node 8", "--nnodes 8", "--partition=gpu", "gpus-per-task"],
+    ),
+    "no GPU for a job on the CPU": (
+        *("slurm", ["--config", SEVEN_B, "--nodes", "8", "--gpu", "8", "--", "--wlb.device", "cpu"]),
+        ["not gpus-per-task"],
+    ),
+}
 
 
-def test_a_job_that_may_lose_hosts_says_so_to_the_agent():
-    words = ["--nodes", "4", "--min_nodes", "2", "--nproc", "1", "--restarts", "3", "--image", IMAGE]
-    words += ["--config", CONFIG, "--", *SPREAD, "--training.global_batch_size", "12"]
-    info = dryrun("wlb.train", words, "local_cwd")
-    (role,) = info._app.roles
-    assert role.args[-1].startswith("wlb-agent --max_restarts 3 --rdzv_conf last_call_timeout=")
-    assert "--nnodes 2:4" in role.args[-1]
+@pytest.mark.parametrize("name", JOBS)
+def test_what_torchx_submits(name):
+    scheduler, words, expected = JOBS[name]
+    cfg = {"partition": "gpu"} if scheduler == "slurm" else {}
+    info = dryrun("wlb.train", ["--image", IMAGE, *words], scheduler, **cfg)
+    said = str(info) if cfg else info._app.roles[0].args[-1]
+    for part in expected:
+        assert (part.removeprefix("not ") in said) == (not part.startswith("not "))
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -117,32 +131,6 @@ def test_a_job_of_another_scheduler_does_not_end_with_the_process_that_submits_i
     assert (sys.excepthook, threading.excepthook) == hooks
 
 
-def test_slurm_job_spreads_the_ranks_over_the_hosts():
-    arguments = ["--config", SEVEN_B, "--nodes", "8", "--gpu", "8", "--image", IMAGE]
-    script = str(dryrun("wlb.train", arguments, "slurm", partition="gpu"))
-    assert "--nproc_per_node 8" in script
-    assert "--nnodes 8" in script
-    assert "--partition=gpu" in script
-
-
-@pytest.mark.parametrize(("device", "asked"), [("auto", True), ("cpu", False)])
-def test_a_job_on_the_cpu_asks_slurm_for_no_gpu(device, asked):
-    words = [
-        "--config",
-        SEVEN_B,
-        "--nodes",
-        "8",
-        "--gpu",
-        "8",
-        "--image",
-        IMAGE,
-        "--",
-        "--wlb.device",
-        device,
-    ]
-    assert ("gpus-per-task" in str(dryrun("wlb.train", words, "slurm", partition="any"))) is asked
-
-
 @pytest.mark.parametrize("image", [".", IMAGE], ids=["here", "image"])
 @pytest.mark.parametrize("command", ["prepare", "plan", "simulate", "dryrun"])
 def test_commands_get_their_arguments_and_the_interpreter_that_runs(command, image):
@@ -164,23 +152,30 @@ def test_docker_is_refused_in_plain_words_where_no_image_was_named(monkeypatch, 
     in_torchx.refuse_docker(IMAGE)
 
 
-def test_processes_that_do_not_spread_evenly_are_refused():
-    with pytest.raises(UserError, match=r"4 processes do not spread evenly over 3 hosts"):
-        hosts_of(CONFIG, nodes=3, is_here=False)
+LOSING = {"nodes": 4, "min_nodes": 2, "processes": 1}
 
 
-def test_a_job_that_may_lose_hosts_is_checked_with_those_that_are_left():
-    job = {"nodes": 4, "min_nodes": 2, "processes": 1, "is_here": False}
-    with pytest.raises(UserError, match=r"training.global_batch_size: set it where hosts may be lost"):
-        hosts_of(CONFIG, SPREAD, **job)
-    with pytest.raises(UserError, match=r"With 3 processes, which --min-nodes allows"):
-        hosts_of(CONFIG, [*SPREAD, "--training.global_batch_size", "8"], **job)
-    assert hosts_of(CONFIG, [*SPREAD, "--training.global_batch_size", "12"], **job).processes == 1
+@pytest.mark.parametrize(
+    ("words", "hosts", "message"),
+    [
+        ([], {"nodes": 3}, "4 processes do not spread evenly over 3 hosts"),
+        ([], {"processes": 3}, "3 processes do not fit the degrees"),
+        (SPREAD, LOSING, "training.global_batch_size: set it where hosts may be lost"),
+        (
+            [*SPREAD, "--training.global_batch_size", "8"],
+            LOSING,
+            "With 3 processes, which --min-nodes allows",
+        ),
+    ],
+)
+def test_hosts_on_which_a_job_cannot_run_are_refused(words, hosts, message):
+    with pytest.raises(UserError, match=message):
+        hosts_of(CONFIG, words, is_here=False, **hosts)
 
 
-def test_processes_that_do_not_fit_the_degrees_are_refused():
-    with pytest.raises(UserError, match=r"3 processes do not fit the degrees"):
-        hosts_of(CONFIG, processes=3, is_here=False)
+def test_hosts_that_may_be_lost():
+    words = LOSING_WORDS[5:]
+    assert hosts_of(CONFIG, words, is_here=False, **LOSING).processes == 1
 
 
 def spread(gpus, folder):

@@ -15,7 +15,7 @@ ROOMS = (
     *("errors", "arrays", "plugins", "plan"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
-    *("balancing", "planner", "job", "summary"),
+    *("balancing", "planner", "job", "validation", "summary"),
     *("simulator", "corpus", "config"),
     *("runtime", "commands"),
 )

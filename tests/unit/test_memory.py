@@ -158,6 +158,9 @@ def test_activations_wait_for_the_gradients_of_weights():
 
     whole, split = live("none")
     assert split.tokens == whole.tokens + 64000
+    # Beside what four micro-batches in flight keep, gradients of linear layers' outputs wait for W.
+    token = TokenBytes.of(MODEL, Degrees(pipeline=2), NONE)
+    assert split.activations - whole.activations > 64000 * (token.kept + 2 * token.waiting)
     for checkpointing in ("selective", "full"):
         whole, same = live(checkpointing)
         assert same.tokens == whole.tokens

@@ -6,13 +6,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.cost.cluster import load_cluster
-from wlb_titan.documents import Documents
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
-pytestmark = pytest.mark.slow
-
 use_cpu_without_accelerator()
+
+import torch  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+
+from wlb_titan.cost.cluster import load_cluster  # noqa: E402
+from wlb_titan.cost.models import rank_parameters  # noqa: E402
+from wlb_titan.documents import Documents  # noqa: E402
+from wlb_titan.errors import UserError  # noqa: E402
+from wlb_titan.memory.fits import USABLE  # noqa: E402
+from wlb_titan.memory.rank import Passes  # noqa: E402
+from wlb_titan.runtime.agreement import common_cluster  # noqa: E402
+from wlb_titan.runtime.job import job_of, model_shape  # noqa: E402
+from wlb_titan.runtime.log import tell_beginning  # noqa: E402
+from wlb_titan.runtime.memory import (  # noqa: E402
+    advise_checkpointing,
+    check_memory,
+    describe_memory,
+    predicted_memory,
+)
+from wlb_titan.runtime.models.bases import base_config  # noqa: E402
+from wlb_titan.runtime.models.load import load_config  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 GIB = 2**30
 DOCUMENTS = Documents(lengths=np.full(64, 256))
@@ -20,11 +39,7 @@ DOCUMENTS = Documents(lengths=np.full(64, 256))
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """Loads a TOML file, and the ranks' parallel dimensions for it."""
-    from torchtitan.distributed import ParallelDims
-
-    from wlb_titan.runtime.job import job_of
-    from wlb_titan.runtime.models.load import load_config
+    """The job of a TOML file on four ranks."""
 
     def load(text):
         path = tmp_path_factory.mktemp("memory") / "train.toml"
@@ -50,12 +65,8 @@ policy = "wlb"
 
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic(loaded):
-    from wlb_titan.errors import UserError
-    from wlb_titan.memory.fits import USABLE
-    from wlb_titan.runtime.memory import check_memory, predicted_memory
-
     job = loaded(PIPELINE)
-    ranks = predicted_memory(job, [job.window] * 8)
+    ranks = predicted_memory(job, job.window)
     most = max(ranks, key=lambda rank: rank.total)
     assert [rank.layers for rank in ranks] == [8, 9, 8, 7]
     enough = most.total / USABLE + 1
@@ -73,8 +84,6 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(loaded):
 
 
 def test_the_longest_micro_batch_counts_in_the_log(loaded):
-    from wlb_titan.runtime.memory import describe_memory
-
     assert loaded(PIPELINE).longest_micro_batch == 32768
     roomy = replace(load_cluster("h100_roce"), memory=200 * GIB)
     job = loaded(PIPELINE).on(roomy)
@@ -85,9 +94,6 @@ def test_the_longest_micro_batch_counts_in_the_log(loaded):
 
 
 def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
-    from wlb_titan.memory.fits import USABLE
-    from wlb_titan.memory.rank import Passes
-
     def bounded(device_bytes, text=PIPELINE):
         job = loaded(text)
         return job.on(replace(job.cluster, memory=device_bytes)).longest_micro_batch
@@ -109,14 +115,22 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     assert on_cpu.on(replace(on_cpu.cluster, memory=0.1 * enough)).longest_micro_batch == window
 
 
-def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
-    from wlb_titan.runtime.memory import check_memory, describe_memory
-
-    schedule = '[parallelism]\npipeline_parallel_schedule = "LoopedBFS"'
-    job = loaded(PIPELINE.replace("[parallelism]", schedule))
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (
+            PIPELINE.replace("[parallelism]", '[parallelism]\npipeline_parallel_schedule = "LoopedBFS"'),
+            "LoopedBFS",
+        ),
+        ('base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"', "a model with experts"),
+    ],
+    ids=["schedule", "experts"],
+)
+def test_what_is_not_known_is_neither_predicted_nor_refused(loaded, text, what):
+    job = loaded(text)
     check_memory(job, 1)
     (line,) = describe_memory(job, DOCUMENTS)
-    assert line.startswith("Memory of LoopedBFS is not predicted; `wlb-titan dryrun`")
+    assert line.startswith(f"Memory of {what} is not predicted; `wlb-titan dryrun`")
 
 
 @pytest.mark.parametrize(
@@ -128,27 +142,12 @@ def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
     ids=["dense", "experts", "tied"],
 )
 def test_the_weights_are_those_of_the_model(base):
-    import torch
-
-    from wlb_titan.cost.models import rank_parameters
-    from wlb_titan.runtime.models.registry import base_config
-    from wlb_titan.runtime.shape import model_shape
-
     model = base_config(base).model_spec.model
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in model.build().parameters())
     shape = model_shape(model)
     # Not counted: routers, and norms of queries and keys.
     assert rank_parameters(shape, [shape.layers], [0]) == pytest.approx(weights, rel=5e-3)
-
-
-def test_memory_of_experts_is_not_predicted(loaded):
-    from wlb_titan.runtime.memory import check_memory, describe_memory
-
-    job = loaded('base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"')
-    check_memory(job, 1)
-    (line,) = describe_memory(job, DOCUMENTS)
-    assert line.startswith("Memory of a model with experts is not predicted; `wlb-titan dryrun`")
 
 
 SMALL = """
@@ -161,14 +160,12 @@ local_batch_size = 4
 
 
 def test_a_run_that_fits_without_checkpointing_is_told_so(loaded):
-    from wlb_titan.runtime.memory import advise_checkpointing, predicted_memory
-
     small, large = loaded(SMALL), loaded(SMALL.replace("550m", "7b").replace("8192", "131072"))
     (line,) = advise_checkpointing(small)
     assert line.startswith('activation_checkpoint = "none" is predicted to fit: ')
     assert advise_checkpointing(large) == []
     bare = replace(small, memory=replace(small.memory, checkpointing="none"))
-    most = max(rank.total for rank in predicted_memory(bare, [small.longest_micro_batch] * 4))
+    most = max(rank.total for rank in predicted_memory(bare, small.longest_micro_batch))
     assert f"fit: {most / GIB:.2f} of" in line
     assert advise_checkpointing(bare) == []
     tight = small.on(replace(small.cluster, memory=small.cluster.memory / 8))
@@ -183,36 +180,26 @@ def test_a_gpu_that_no_cluster_knows_counts_with_its_own_memory(loaded, monkeypa
     assert own.overlap and "RTX A6000" in own.cluster.name
 
 
+H100, MIG = "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+
+
 @pytest.mark.parametrize(
-    ("others", "memory", "words"),
+    ("gpus", "memory", "words"),
     [
-        ([("NVIDIA H100 80GB HBM3", 79 * GIB)], 79 * GIB, None),
-        ([("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40 * GIB)], 40 * GIB, ["MIG", "40.0 GiB"]),
-        (
-            [("NVIDIA H200", 139 * GIB)] * 2,
-            79 * GIB,
-            ["HBM3 and NVIDIA H200:", "is H100", "[wlb] cluster"],
-        ),
-        ([("NVIDIA L40S", 44 * GIB)], 44 * GIB, ["HBM3 and NVIDIA L40S:", "44.0 GiB"]),
+        ([(H100, 79)] * 2, 79, []),
+        ([(H100, 79), (MIG, 40)], 40, ["MIG", "40.0 GiB"]),
+        ([(H100, 79), ("NVIDIA H200", 139)], 79, ["HBM3 and NVIDIA H200:", "is H100", "[wlb] cluster"]),
+        ([(H100, 79), ("NVIDIA L40S", 44)], 44, ["HBM3 and NVIDIA L40S:", "44.0 GiB"]),
+        ([("NVIDIA GH200 480GB", 95), ("NVIDIA GH200 480GB", 94)], 94, ["GH200", "[wlb] cluster"]),
     ],
+    ids=["same", "part", "other", "older", "unknown"],
 )
-def test_different_gpus_are_planned_for_as_rank_0_s_with_the_least_memory(others, memory, words):
-    from wlb_titan.runtime.choose import common_cluster
-
-    cluster, warning = common_cluster([("NVIDIA H100 80GB HBM3", 79 * GIB), *others])
-    assert (cluster.memory, cluster.gpus_per_node) == (memory, 8)
-    assert bool(warning) == bool(words) and all(word in warning for word in words or ())
-
-
-def test_gpus_that_no_cluster_knows_are_warned_of():
-    from wlb_titan.runtime.choose import common_cluster
-
-    cluster, warning = common_cluster([("NVIDIA GH200 480GB", 95 * GIB), ("NVIDIA GH200 480GB", 94 * GIB)])
-    assert cluster.memory == 94 * GIB and "GH200" in warning and "[wlb] cluster" in warning
+def test_different_gpus_are_planned_for_as_rank_0_s_with_the_least_memory(gpus, memory, words):
+    cluster, warning = common_cluster([(name, gib * GIB) for name, gib in gpus])
+    assert cluster.memory == memory * GIB and (gpus[0][0] != H100 or cluster.gpus_per_node == 8)
+    assert bool(warning) == bool(words) and all(word in warning for word in words)
 
 
 def test_a_rank_that_logs_nothing_plans_nothing_to_tell_of(caplog):
-    from wlb_titan.runtime.console import tell_beginning
-
     caplog.set_level(logging.WARNING)
-    tell_beginning(object())
+    tell_beginning(None, None, None, None)

@@ -75,7 +75,7 @@ def test_plan_shows_what_a_mixture_does(folder, tmp_path):
             MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"),
             "train.toml:10: wlb.corpus.sources.1.path = ",
         ),
-        (MIXTURE.replace("0.9", "1.9"), "long_share = 1.9: above 0 and below 1, got 1.9"),
+        (MIXTURE.replace("0.9", "1.9"), "long_share = 1.9: expected a number, above 0 and below 1"),
         (MIXTURE.replace("long_share = 0.9", ""), "only one of long_length and long_share"),
         (MIXTURE.replace('"books"', '"short"'), "The sources are called short, short"),
         (MIXTURE.replace("weight = 3.0", "weigth = 3.0"), "Did you mean wlb.corpus.sources.1.weight?"),

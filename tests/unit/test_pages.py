@@ -10,9 +10,8 @@ import pytest
 from browser import CHROMIUM, Browser
 from click.testing import CliRunner
 
-from wlb_titan.commands.charts import lines, pipeline_charts
 from wlb_titan.commands.main import main
-from wlb_titan.commands.page import command, cost, gained, search_command
+from wlb_titan.commands.page import command, cost, gained, lines, pipeline_charts, search_command
 from wlb_titan.simulator.trace import Span, write_trace
 from wlb_titan.summary import Estimate
 
@@ -77,33 +76,18 @@ def pages(tmp_path_factory):
     drawn = np.random.default_rng(0).lognormal(5.5, 1.3, 3000).astype(int).clip(2, 4000)
     lengths.write_text("".join(f"{length}\n" for length in drawn))
     file = Path(__file__).parents[2] / "train_configs" / "llama2_550m_64k.toml"
-    common = [
-        file,
-        "--lengths",
-        lengths,
-        "--report",
-        "REPORT",
-        "--steps",
-        6,
-        "--training.seq_len",
-        4096,
-        *PIPELINE,
-    ]
+    common = [file, "--lengths", lengths, "--steps", 6, "--training.seq_len", 4096, *PIPELINE]
+    runs = [_run(folder / name, *more) for name, more in RUNS.items()]
     commands = {
         "plan": ["plan", *common, "--compare", "plain,wlb,wlb_lazy"],
         "simulate": ["simulate", *common, "--policies", "plain,wlb,wlb_lazy"],
-        "compare": [
-            "compare",
-            *(_run(folder / name, *more) for name, more in RUNS.items()),
-            "--report",
-            "REPORT",
-        ],
+        "compare": ["compare", *runs],
     }
 
     def page(command):
         if command not in made:
-            words = [folder / command if word == "REPORT" else word for word in commands[command]]
-            result = CliRunner().invoke(main, list(map(str, words)))
+            words = map(str, [*commands[command], "--report", folder / command])
+            result = CliRunner().invoke(main, list(words))
             assert result.exit_code == 0, result.output
             made[command] = folder / command / "report.html"
         return made[command]
@@ -117,22 +101,10 @@ RUNS = {"a<b": (1.3, 5.0), "a_run_with_a_name_that_is_long": (1.1, 6.0)}
 def _run(folder, imbalance, tflops):
     (folder / "traces").mkdir(parents=True)
     (folder / "config.toml").write_text('base = "llama3_debug"\n[wlb.corpus]\npath = "/data/of/mine/web"\n')
-    figures = {
-        "imbalance": imbalance,
-        "measured_imbalance": imbalance,
-        "bubble": 0.3,
-        "peak_memory_gib/pp0": 1.5,
-    }
-    common = {
-        "loss": 2.0,
-        "seconds": 2.0,
-        "tokens_per_second": 1000.0,
-        "delay_mean": 0.5,
-        "waiting_tokens": 5,
-    }
+    figures = {"imbalance": imbalance, "measured_imbalance": imbalance, "bubble": 0.3, "loss": 2.0}
+    figures |= {"seconds": 2.0, "tokens_per_second": 1e3, "delay_mean": 0.5, "waiting_tokens": 5}
     records = [
-        {"step": step, "steps": 1, "model_tflops": tflops + step % 3, **common, **figures}
-        for step in range(1, 9)
+        {"step": step, "steps": 1, "model_tflops": tflops + step % 3, **figures} for step in range(1, 9)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     spans = [Span("dp 0", f"pp {rank}", f"{kind}0", rank, 1) for kind in "FB" for rank in (0, 1)]

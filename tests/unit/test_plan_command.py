@@ -6,12 +6,18 @@ import re
 from pathlib import Path
 
 import numpy as np
+import planning
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from wlb_titan.commands.console import show_table
+from wlb_titan.commands.command_line import show_table
 from wlb_titan.commands.main import main
+from wlb_titan.commands.plan import sharding_rows
+from wlb_titan.context import STRATEGIES
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.job import Job
+from wlb_titan.plan import LENGTH, MicroBatch
 
 pytestmark = pytest.mark.slow
 
@@ -75,9 +81,8 @@ def test_without_context_parallelism_there_is_no_sharding(lengths, tmp_path):
     output = tmp_path / "plan.jsonl"
     assert run("--lengths", lengths, *ARGUMENTS, "--steps", 1, "--output", output).exit_code == 0
     (plan,) = written(output)
-    assert set(plan["micro_batches"][0]) == {
-        "dp_rank", "index", "length", "padding", "workload", "documents",
-    }  # fmt: skip
+    keys = {"dp_rank", "index", "length", "padding", "workload", "documents"}
+    assert set(plan["micro_batches"][0]) == keys
 
 
 def test_a_file_of_lengths_is_the_stream_itself_unless_a_seed_is_given(lengths, tmp_path):
@@ -116,17 +121,8 @@ def test_the_paper_drops_and_counts(lengths):
 
 
 def test_the_solver_says_how_good_it_is(lengths):
-    result = run(
-        "--lengths",
-        lengths,
-        *ARGUMENTS,
-        "--wlb.packing.policy",
-        "fixed_solver",
-        "--wlb.packing.time_limit",
-        2,
-        "--steps",
-        2,
-    )
+    solver = ("--wlb.packing.policy", "fixed_solver", "--wlb.packing.time_limit", 2)
+    result = run("--lengths", lengths, *ARGUMENTS, *solver, "--steps", 2)
     assert result.exit_code == 0, result.output
     assert "the solver's packings are" in result.stdout
 
@@ -152,9 +148,10 @@ def test_report_is_one_page(lengths, tmp_path, context_parallel, monkeypatch):
     ("text", "message"),
     [
         ("5\n\n7\n", "line 2: '' is no document's length"),
+        ("+5\n-7\n", r"line 1: '\+5' is no"),
+        ("1e3\n", "line 1: '1e3' is no"),
+        ("0\n" * 100, "line 1: '0' is no"),
         ("5\nseven\n", "line 2: 'seven' is no document's length"),
-        ("5\n6\n0\n", "line 3: '0' is no"),
-        ("-3\n", "line 1: '-3' is no"),
         ("5\n3.5\n", "line 2: '3.5' is no"),
         ("9" * 30 + "\n", "line 1: '9+' is no .* from 1 to 2.40"),
         ("", "is empty"),
@@ -198,13 +195,6 @@ def test_named_lengths(name):
     assert result.output.startswith(f"{name} (") and "262,144 documents" in result.output
 
 
-def test_a_missing_file(tmp_path):
-    assert_refused(
-        run("--lengths", tmp_path / "none.txt", *ARGUMENTS),
-        "neither a distribution of lengths called .*none.txt.* web, code, chat, paper",
-    )
-
-
 def test_what_planning_finds_wrong_is_said_with_its_place(lengths, tmp_path):
     (tmp_path / "train.toml").write_text(
         'base = "llama3_debug"\n[training]\nseq_len = 256\nlocal_batch_size = 4\n'
@@ -236,3 +226,35 @@ def test_tables_stay_whole_where_there_is_no_room():
         show_table(rows, console)
         shown = console.file.getvalue()
         assert all(text in shown for text in (*rows[0], *rows[0].values())), shown
+
+
+def test_sharding_policies_are_compared_on_the_same_micro_batches():
+    """One long document, and more and more short ones beside it."""
+    job = Job(window=4096, micro_batches=6, degrees=Degrees(context=4), attention=planning.UNMERGED)
+    micro_batches, tokens = [], []
+    for index in range(6):
+        lengths = [4096] + [128] * (32 * index)
+        documents = np.zeros((len(lengths), 4), dtype=np.int64)
+        documents[:, LENGTH] = lengths
+        tokens.append(sum(lengths))
+        micro_batches.append(MicroBatch(documents, length=tokens[-1], index=index))
+    rows = {row["sharding"]: row for row in sharding_rows(micro_batches, job)}
+    assert list(rows) == list(STRATEGIES.candidates)
+
+    def figure(policy, heading):
+        return float(rows[policy][heading].rstrip("x msGB"))
+
+    assert (
+        rows["per_sequence"]["speedup"] == "1.000x" and rows["per_sequence"]["chosen"] == "per_sequence 100%"
+    )
+    assert figure("hybrid", "speedup") > figure("adaptive", "speedup")
+    assert figure("adaptive", "speedup") >= max(1, figure("per_document", "speedup"))
+    # Keys and values of all documents, or of the long one: 3/4 of them, 3 passes, 2 x 32 heads of 128.
+    layers = max(job.layers) * job.replica_micro_batches
+    received = [2 * 32 * 128 * 2 * 3 * 3 / 4 * layers * number / 1e9 for number in (np.mean(tokens), 4096)]
+    assert figure("per_document", "received") == pytest.approx(received[0], abs=0.01)
+    assert figure("hybrid", "received") <= received[1]
+    # A document alone is balanced by both; with many short ones per_sequence is not.
+    assert figure("per_sequence", "max") > 1.2 > 1.15 > figure("per_document", "max")
+    (alone,) = (row for row in sharding_rows(micro_batches[:1], job) if row["sharding"] == "per_sequence")
+    assert float(alone["max"]) == pytest.approx(1.0, abs=0.02)

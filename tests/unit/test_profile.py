@@ -9,7 +9,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from wlb_titan.commands import measure
 from wlb_titan.commands import profile as command
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_kernels import Point, hopper
@@ -164,7 +163,7 @@ def test_errors_compare_prediction_and_measurement(profile):
 
 
 def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():
-    for grid in (measure.CPU_GRID, measure.GPU_GRID):
+    for grid in (command.CPU_GRID, command.GPU_GRID):
         cases = list(grid.cases(grid.heads))
         assert len(set(cases)) == len(cases)
         assert all(1 <= q_len <= kv_len and segments >= 1 for q_len, kv_len, segments in cases)
@@ -173,18 +172,17 @@ def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():
 
 
 def test_gathers_between_processes_are_measured():
-    points = measure.gather_points((1024, 65536), "cpu", 2)
+    points = command.gather_points((1024, 65536), "cpu", 2)
     assert [size for size, _ in points] == [1024, 65536]
     assert all(seconds > 0 for _, seconds in points)
 
 
 def test_the_command_measures_this_machine_and_writes_what_planning_reads(tmp_path, monkeypatch, request):
     """The reference attention on a smaller grid, so that it takes a second; no time is judged."""
-    small = measure.CPU_GRID._replace(q_lens=(16, 64), kv_lens=(256,), keys=(256, 512), pairs=2**22)
+    small = command.CPU_GRID._replace(q_lens=(16, 64), kv_lens=(256,), keys=(256, 512), pairs=2**22)
     monkeypatch.setattr(command, "CPU_GRID", small)
     monkeypatch.setattr(command, "MILLISECONDS", 5.0)
-    monkeypatch.setattr(measure, "MILLISECONDS", 5.0)
-    monkeypatch.setattr(command, "CPU_LINEAR", measure.CPU_LINEAR._replace(tokens=(64,), widths=(64, 128)))
+    monkeypatch.setattr(command, "CPU_LINEAR", command.CPU_LINEAR._replace(tokens=(64,), widths=(64, 128)))
     threads = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(threads))
     torch.set_num_threads(1)  # several on a busy machine wait for each other

@@ -111,8 +111,8 @@ def folder(tmp_path_factory):
     from wlb_titan.cost.attention_kernels import Point
     from wlb_titan.cost.attention_latency import KernelCost, Tiling
     from wlb_titan.cost.profile import Entry, Profile
-    from wlb_titan.runtime.models.registry import base_config
-    from wlb_titan.runtime.shape import model_shape
+    from wlb_titan.runtime.job import model_shape
+    from wlb_titan.runtime.models.bases import base_config
 
     folder = tmp_path_factory.mktemp("plans")
     for seed, name in enumerate("ab"):
@@ -165,7 +165,7 @@ def configuration(file, words=()):
 
 
 def documents(config):
-    from wlb_titan.runtime.data.corpus import training_documents
+    from wlb_titan.config.documents import training_documents
 
     return training_documents(config.wlb)
 

@@ -98,7 +98,7 @@ def test_a_document_that_fits_in_no_order_is_refused(load):
     "change, message",
     [
         ("micropacks = 3", "wlb.packing.micropacks = 3: 3 MicroPacks are fewer than the 4 pipeline stages"),
-        ("slack = -1", "wlb.packing.slack = -1: at least 0"),
+        ("slack = -1", "wlb.packing.slack = -1: expected an integer, at least 0"),
         ('solver = "exact"', 'solver = "exact": expected one of "greedy"'),
         ("max_length = 65536", "max_length"),
         (

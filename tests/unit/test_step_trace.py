@@ -11,12 +11,12 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.simulator.measured import Pass
+from wlb_titan.summary import rank_imbalance
 
 use_cpu_without_accelerator()
 
 import torch  # noqa: E402
 
-from wlb_titan.runtime.metrics import rank_imbalance  # noqa: E402
 from wlb_titan.runtime.step_trace import (  # noqa: E402
     PassTimer,
     RankPasses,

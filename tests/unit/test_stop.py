@@ -157,21 +157,3 @@ def test_a_store_that_is_gone_for_good_ends_the_rank(watching, monkeypatch):
     alarm, ended = watching(Flaky(HashStore(), lambda name, number: True))
     with alarm:
         assert ended.get(timeout=PATIENCE) == alarm_module.EXIT_FAILED
-
-
-def test_a_rank_asks_for_what_rank_0_finds_out_less_and_less_often(monkeypatch):
-    """So that thousands of ranks leave the store in peace while rank 0 reads checkpoints."""
-    monkeypatch.setattr(alarm_module, "_store", lambda rank: HashStore())
-    alarm = Alarm(1, 2)
-    now, pauses = [0.0], []
-
-    def sleep(seconds):
-        pauses.append(seconds)
-        now[0] += seconds
-        if now[0] > 60:
-            alarm._store.set("fact", "7")
-
-    monkeypatch.setattr(alarm_module.time, "sleep", sleep)
-    monkeypatch.setattr(alarm_module.time, "monotonic", lambda: now[0])
-    assert alarm.share("fact", lambda: 0) == 7
-    assert len(pauses) < 100

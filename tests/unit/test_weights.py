@@ -103,47 +103,39 @@ def test_the_published_models_fit_their_bases(check, base, description):
 
 
 @pytest.mark.parametrize(
-    "base, arguments, words",
+    "base, change, words",
     [
+        # Llama 3, before 3.1
+        (LLAMA_BASE, {"rope_scaling": None}, "rope_type is default there and llama3 in the base"),
         (
-            LLAMA_BASE,
-            {"description": LLAMA_8B},  # Llama 3, before 3.1
-            ["initial_load_path = ", "rope_type is default there and llama3 in the base"],
+            *(LLAMA_BASE, {"num_hidden_layers": 16, "rms_norm_eps": 1e-6}),
+            "num_hidden_layers is 16 there and 32 in the base; rms_norm_eps is 1e-06 there",
         ),
+        (QWEN_BASE, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is yarn there and"),
+        (QWEN_BASE, {"num_experts": 64}, "num_experts is 64 there and 128"),
+    ],
+)
+def test_weights_of_another_model_are_refused(check, base, change, words):
+    description = {**(LLAMA_3_1_8B if base == LLAMA_BASE else QWEN_30B_A3B), **change}
+    assert_refused(check(base, description), "initial_load_path = ", words)
+
+
+@pytest.mark.parametrize(
+    "folder, words",
+    [
+        ({"description": None}, ["Copy the config.json of the published model there"]),
+        ({"tensors": False}, ["has no *.safetensors"]),
         (
-            LLAMA_BASE,
-            {"description": {**LLAMA_3_1_8B, "num_hidden_layers": 16, "rms_norm_eps": 1e-6}},
-            ["num_hidden_layers is 16 there and 32 in the base; rms_norm_eps is 1e-06 there"],
-        ),
-        (
-            QWEN_BASE,
-            {"description": {**QWEN_30B_A3B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
-            ["rope_type is yarn there and default in the base"],
-        ),
-        (
-            QWEN_BASE,
-            {"description": {**QWEN_30B_A3B, "num_experts": 64}},
-            ["num_experts is 64 there and 128"],
-        ),
-        (
-            LLAMA_BASE,
-            {"description": None},
-            ["Copy the config.json of the published model there"],
-        ),
-        (LLAMA_BASE, {"description": LLAMA_3_1_8B, "tensors": False}, ["has no *.safetensors"]),
-        (
-            LLAMA_BASE,
-            {"description": LLAMA_3_1_8B, "tokenizer": "other"},
-            [
-                "wlb.corpus.path = ",
-                "another tokenizer than the weights",
-                "wlb-titan prepare NAME --tokenizer",
-            ],
+            {"tokenizer": "other"},
+            ["wlb.corpus.path = ", "another tokenizer", "prepare NAME --tokenizer"],
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(check, base, arguments, words):
-    result = check(base, **arguments)
+def test_a_folder_that_does_not_fit_is_refused(check, folder, words):
+    assert_refused(check(LLAMA_BASE, **{"description": LLAMA_3_1_8B, **folder}), *words)
+
+
+def assert_refused(result, *words):
     assert result.exit_code == 2
     for word in words:
         assert word in result.stderr
@@ -172,8 +164,8 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
 
     from wlb_titan.corpus import Corpus
     from wlb_titan.runtime.attention.module import DocumentMask
-    from wlb_titan.runtime.export import complete_export
-    from wlb_titan.runtime.models.registry import base_config
+    from wlb_titan.runtime.hugging_face import complete_export
+    from wlb_titan.runtime.models.bases import base_config
 
     config, corpus = base_config(base), Corpus.open(corpora / "corpus")
     torch.manual_seed(0)

@@ -1,20 +1,43 @@
-"""`wlb-titan compare`: what runs differ in, and what came of it."""
+"""`wlb-titan compare`: what runs differ in, and what came of it, as their dump folders tell.
+
+Nothing is imported that training needs, so runs of other machines can be looked at anywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import click
+import numpy as np
 
-from wlb_titan.commands.charts import Curves, lines, pipeline_charts
-from wlb_titan.commands.console import say, show_table, warnings_once
-from wlb_titan.commands.options import check_outputs, report_option
-from wlb_titan.commands.page import Card, Try, command, cost, gained, section, table, write_page
-from wlb_titan.commands.run_folder import CONFIG, Run, differences, open_runs
+from wlb_titan.arrays import Bools, Floats
+from wlb_titan.commands.command_line import Rows, report_option, say, show_table, warnings_once
+from wlb_titan.commands.page import (
+    Curves,
+    command,
+    cost,
+    gained,
+    lines,
+    pipeline_charts,
+    section,
+    table,
+    write_page,
+)
+from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.config.values import shown
-from wlb_titan.simulator.trace import Span
+from wlb_titan.errors import UserError
+from wlb_titan.simulator.trace import Span, read_trace, replayed_seconds
 from wlb_titan.summary import Estimate
+
+CONFIG, METRICS, VALIDATION, TRACES = "config.toml", "metrics.jsonl", "validation.jsonl", "traces"
+"""What wlb_titan.runtime writes into a dump folder."""
 
 NOT_KNOWN = "–"
 RATES = {"model_tflops": "FLOPs", "tokens_per_second": "tokens"}
@@ -34,7 +57,6 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     First comes what differs in their configurations. The loss is compared after equally many tokens. Times
     leave out what is logged first after each start, which is in it. docs/metrics.md explains the figures.
     """
-    check_outputs(report=report)
     runs = open_runs(folders)
     if settings := setting_rows(runs):
         show_table(settings)
@@ -45,7 +67,166 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
             click.echo(f"Report: {write_report(report, runs)}")
 
 
-def setting_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
+@dataclass(frozen=True)
+class Run:
+    """A finished or running job as its dump folder tells it."""
+
+    name: str
+    """What tables and pictures call it."""
+    folder: Path
+    settings: Mapping[str, Any]
+    """Its resolved configuration, by dotted key."""
+    records: Sequence[Mapping[str, Any]]
+    """Of metrics.jsonl, one a logged step, by rising step."""
+    validations: Sequence[Mapping[str, Any]]
+    """Of validation.jsonl, as far as there is one."""
+
+    def series(self, key: str) -> tuple[Floats, Floats]:
+        """Steps and values, float64 (records,), of the records that have `key`."""
+        found = [(r["step"], r[key]) for r in self.records if isinstance(r.get(key), int | float)]
+        steps, values = zip(*found, strict=True) if found else ((), ())
+        return np.array(steps, dtype=float), np.array(values, dtype=float)
+
+    def mean(self, key: str) -> float | None:
+        """Over the records that have `key`; None without one."""
+        values = self.series(key)[1]
+        return float(values.mean()) if len(values) else None
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """float64 (records,), wall time of the steps that each record covers."""
+        return np.array([r["seconds"] * r["steps"] for r in self.records])
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """float64 (records,), tokens of documents trained up to each record."""
+        return np.cumsum(np.array([r["tokens_per_second"] for r in self.records]) * self.seconds)
+
+    @property
+    def settled(self) -> Bools:
+        """bool (records,), whose time counts: all but the first of each process, which has the start in it;
+        these if there are no others."""
+        settled = np.array([not r.get("start") for r in self.records])
+        return settled if settled.any() else ~settled
+
+    def rate(self, key: str) -> Estimate | None:
+        """Mean over the settled records' time of a record's rate; None where not all records have it. Fewer
+        than three tell no error."""
+        steps, rates = self.series(key)
+        if len(steps) < len(self.records):
+            return None
+        seconds = self.seconds[self.settled]
+        found = Estimate.rate(rates[self.settled] * seconds, seconds)
+        return found if len(seconds) > 2 else Estimate(found.value)
+
+    @cached_property
+    def replayed(self) -> tuple[Floats, Floats]:
+        """Traced steps that were logged by themselves, float64 each: the model's TFLOPs, and the seconds
+        that their measured passes are worth with a device for each process; empty where that is not known."""
+        alone = {r["step"]: r for r in self.records if r["steps"] == 1}
+        found = []
+        for step in self.traced:
+            record = alone.get(step)
+            if record is None or "model_tflops" not in record or not (spans := self.trace(step)):
+                continue
+            if (seconds := replayed_seconds(spans)) is not None:
+                found.append((record["model_tflops"] * record["seconds"], seconds))
+        flops, taken = zip(*found, strict=True) if found else ((), ())
+        return np.array(flops, dtype=float), np.array(taken, dtype=float)
+
+    def loss_at(self, tokens: float) -> float:
+        """Mean loss of the last tenth of the run up to `tokens`; the nearest record's where it has none."""
+        losses = np.array([r["loss"] for r in self.records])
+        last = (self.tokens > 0.9 * tokens) & (self.tokens <= tokens * (1 + 1e-9))
+        if not last.any():
+            return float(losses[np.argmin(np.abs(self.tokens - tokens))])
+        return float(np.average(losses[last], weights=np.diff(self.tokens, prepend=0.0)[last]))
+
+    @property
+    def peak_gib(self) -> float | None:
+        """GiB at most, of any rank of a pipeline or else of the reporting rank; None if unknown."""
+        stages = [v for r in self.records for k, v in r.items() if k.startswith("peak_memory_gib/")]
+        return max(stages or [r.get("memory_gib", 0.0) for r in self.records]) or None
+
+    @cached_property
+    def traced(self) -> list[int]:
+        """Steps that have a trace."""
+        names = [path.stem.removeprefix("step-") for path in (self.folder / TRACES).glob("step-*.json")]
+        return sorted(map(int, filter(str.isdecimal, names)))
+
+    def trace(self, step: int) -> list[Span]:
+        """The trace of a step; empty, with a warning, where it cannot be read."""
+        try:
+            return read_trace(self.folder / TRACES / f"step-{step}.json")
+        except UserError as error:
+            warnings.warn(f"{error} It is left out.", stacklevel=2)
+            return []
+
+
+def open_runs(folders: Sequence[Path]) -> list[Run]:
+    """Reads dump folders; a run is called by its folder's name, or by the path where names are the same."""
+    folders = list(dict.fromkeys(Path(os.path.normpath(folder)) for folder in folders))
+    names = [folder.name for folder in folders]
+    unique = len(set(names)) == len(names) and all(names)
+    return [open_run(folder, folder.name if unique else str(folder)) for folder in folders]
+
+
+def open_run(folder: Path, name: str) -> Run:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder. Name a run's dump_folder.")
+    for file, what in ((CONFIG, "the run's configuration"), (METRICS, "its metrics")):
+        if not (folder / file).is_file():
+            others = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))[:5]
+            hint = f" These folders in it are runs: {', '.join(others)}." if others else ""
+            if file == METRICS and not hint:
+                hint = " The run has not finished its first step, or did not get that far."
+            raise UserError(f"{folder}: {file}, {what}, is missing.{hint}")
+    records = _json_lines(folder / METRICS, ("step", "steps", "loss", "seconds", "tokens_per_second"))
+    if not records:
+        raise UserError(f"{folder / METRICS}: no step has been logged yet.")
+    validation = folder / VALIDATION
+    validations = _json_lines(validation, ("step", "loss")) if validation.is_file() else []
+    return Run(name, folder, _settings(folder / CONFIG), records, validations)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    sources = read_sources(path)
+    settings = {".".join(keys): leaf.value for layer in sources.layers for keys, leaf in leaves(layer)}
+    return settings if sources.base is None else {"base": sources.base.value, **settings}
+
+
+def _json_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Objects that have all of `keys`; a last line without its end is one that is being written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: the file cannot be read: {error}.") from error
+    records = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: this is not JSON: {error}.") from error
+        missing = [key for key in keys if not isinstance(record, dict) or key not in record]
+        if missing:
+            raise UserError(f"{path}:{number}: {', '.join(missing)} is missing; is this a run's metrics?")
+        records.append(record)
+    return records
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """By dotted key the values of all runs, for the settings that are not the same in all; None: not set.
+
+    The dump folder is left out, which must differ.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key != "dump_folder")
+    values = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def setting_rows(runs: Sequence[Run]) -> Rows:
     """A row for each setting that is not the same in all runs."""
     return [
         {"setting": key}
@@ -54,7 +235,7 @@ def setting_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     ]
 
 
-def figure_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
+def figure_rows(runs: Sequence[Run]) -> Rows:
     """A row for each figure; those that no run has are left out."""
     tokens = float(min(run.tokens[-1] for run in runs))  # that all have trained on
     figures: list[tuple[str, str, Callable[[Run], float | Estimate | None]]] = [
@@ -91,14 +272,12 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     first, *others = runs
     said = [] if setting_rows(runs) or not others else ["The configurations are the same."]
     for run in others:
-        ratios = {what: over(run, first, key) for key, what in RATES.items()}
-        parts = [
-            f"{ratio.text('.2f', 'x')} the {what}" for what, ratio in ratios.items() if ratio is not None
-        ]
-        if parts:
-            seen = next(ratio for ratio in ratios.values() if ratio is not None).scatter
-            said.append(f"{run.name} trains on {' and '.join(parts)} a second of {first.name}{seen}.")
-        if (worth := _worth(run, first)) is not None:
+        if ratios := _gains(run, first):
+            parts = " and ".join(f"{ratio.text('.2f', 'x')} the {what}" for what, ratio in ratios.items())
+            scatter = next(iter(ratios.values())).scatter
+            said.append(f"{run.name} trains on {parts} a second of {first.name}{scatter}.")
+        if len(run.replayed[0]) > 1 and len(first.replayed[0]) > 1:
+            worth = Estimate.rate(*run.replayed).over(Estimate.rate(*first.replayed))
             said.append(
                 f"With a device for each process, its measured passes are worth {worth.text('.2f', 'x')} the "
                 "FLOPs a second."
@@ -109,18 +288,10 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     return said
 
 
-def over(run: Run, first: Run, key: str) -> Estimate | None:
-    """A rate over the first run's; None where one of them has none."""
-    mine, base = run.rate(key), first.rate(key)
-    return None if mine is None or base is None or not base.value else mine.over(base)
-
-
-def _worth(run: Run, first: Run) -> Estimate | None:
-    """FLOPs a second over the first run's, as the traced steps' passes put together have them; None where a
-    run has too few."""
-    if len(run.replayed[0]) < 2 or len(first.replayed[0]) < 2:
-        return None
-    return Estimate.rate(*run.replayed).over(Estimate.rate(*first.replayed))
+def _gains(run: Run, first: Run) -> dict[str, Estimate]:
+    """FLOPs and tokens a second over the first run's, as far as both runs have them."""
+    rates = {what: (run.rate(key), first.rate(key)) for key, what in RATES.items()}
+    return {what: mine.over(base) for what, (mine, base) in rates.items() if mine and base and base.value}
 
 
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens. Dots are validation passes."
@@ -130,6 +301,7 @@ PASSES = "Measured passes: a row is a rank. Time is relative to the work of a ra
 
 def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     """Draws runs side by side."""
+    first = runs[0]
     losses = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
     measured = {run.name: run.series("measured_imbalance") for run in runs}
     validated = {
@@ -138,16 +310,20 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     }
     timelines = traced_steps(runs)
     corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
-    best = max(runs[1:] or runs, key=lambda run: getattr(_gain(run, runs[0])[0], "value", 0.0))
+    best = max(runs[1:] or runs, key=lambda run: next(iter(_gains(run, first).values()), Estimate(0.0)).value)
+    gain = next(iter(_gains(best, first).items()), None)
+    figures = figure_rows(runs)
     return write_page(
         folder,
         title=f"{' and '.join(sorted(corpora))}: {len(runs)} runs side by side",
-        answer=_answer(best, runs[0]),
-        cards=[_card(run, runs[0]) for run in runs],
-        tries=_tries(best, runs[0]),
+        answer=_answer(best, first, gain),
+        cards=[{"": run.name} | {row["figure"]: row[run.name] for row in figures} for run in runs],
+        figure="model TFLOP/s" if "FLOPs" in _gains(first, first) else "tokens a second",
+        facts=("tokens a second", "imbalance, measured", "imbalance, predicted", "bubble, measured"),
+        tries=_tries(best, gain),
         sections=[
             section("What differs", "", table(setting_rows(runs)) or "No setting."),
-            section("Figures", " ".join(remarks(runs)), table(figure_rows(runs))),
+            section("Figures", " ".join(remarks(runs)), table(figures)),
             section("A step", PASSES, pipeline_charts(timelines)) if timelines else "",
             section(
                 "Loss", LOSS, _lines("by step", runs, "loss", validated), lines("by tokens", "tokens", losses)
@@ -164,45 +340,22 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     )
 
 
-def _gain(run: Run, first: Run) -> tuple[Estimate | None, str]:
-    """FLOPs a second over the first run's; tokens where no FLOPs are known."""
-    found = [(ratio, what) for key, what in RATES.items() if (ratio := over(run, first, key)) is not None]
-    return found[0] if found else (None, "")
-
-
-def _answer(run: Run, first: Run) -> str:
+def _answer(run: Run, first: Run, gain: tuple[str, Estimate] | None) -> str:
     imbalance = run.mean("measured_imbalance")
     still = cost(run.mean("bubble"), run.mean("imbalance") if imbalance is None else imbalance)
-    ratio, what = _gain(run, first)
-    return (
-        f"In {run.name} {still}" if ratio is None else f"{gained(run.name, ratio, first.name, what)}; {still}"
-    )
+    if gain is None:
+        return f"In {run.name} {still}"
+    what, ratio = gain
+    return f"{gained(run.name, ratio, first.name, what)}; {still}"
 
 
-def _card(run: Run, first: Run) -> Card:
-    (ratio, what), tokens = _gain(run, first), run.rate("tokens_per_second")
-    balance = {
-        "measured_imbalance": "imbalance {:.3f} measured",
-        "imbalance": "imbalance {:.3f} predicted",
-        "bubble": "bubble {:.1%}",
-    }
-    facts = (
-        "the baseline" if run is first else f"the {what} a second of {first.name}",
-        *(form.format(mean) for key, form in balance.items() if (mean := run.mean(key)) is not None),
-        f"{tokens.text(',.0f')} tokens a second" if tokens is not None else "",
-    )
-    return Card(run.name, NOT_KNOWN if ratio is None else ratio.text(".2f", "x"), facts)
-
-
-def _tries(run: Run, first: Run) -> list[Try]:
+def _tries(run: Run, gain: tuple[str, Estimate] | None) -> list[tuple[str, str]]:
     file = [str(run.folder / CONFIG)]
-    search = command("simulate", file, "--search")
-    tries = [Try("What other degrees and schedules are worth to it:", search)]
-    ratio, _ = _gain(run, first)
-    if ratio is not None and ratio.scatter:
+    tries = [("What other degrees and schedules are worth to it:", command("simulate", file, "--search"))]
+    if gain is not None and gain[1].scatter:
         why = "Four times the steps, which halve the scatter; so for each run, which goes on where it ended:"
         more = command("train", file, "--training.steps", str(4 * int(run.records[-1]["step"])))
-        tries.insert(0, Try(why, more))
+        tries.insert(0, (why, more))
     return tries
 
 

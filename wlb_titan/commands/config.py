@@ -7,11 +7,16 @@ from typing import Any
 
 import click
 
-from wlb_titan.commands.console import warnings_once
-from wlb_titan.commands.options import OVERRIDABLE, of_file
-from wlb_titan.config import Resolved
-from wlb_titan.runtime.models.facts import Facts, facts_of
-from wlb_titan.runtime.models.load import load_config
+from wlb_titan.commands.command_line import (
+    OVERRIDABLE,
+    POSITIVE,
+    SIZE,
+    load,
+    of_file,
+    resolved_job,
+    warnings_once,
+)
+from wlb_titan.cost.degrees import Degrees
 
 
 @click.group()
@@ -27,13 +32,13 @@ def config() -> None:
 @of_file
 @click.option(
     "--world-size",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     metavar="N",
     help="Number of processes of the job, which the degrees of parallelism must fit.",
 )
 @click.option(
     "--device-gib",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SIZE,
     metavar="GIB",
     help="Memory of a device, which the job is predicted to fit or refused.",
 )
@@ -43,32 +48,14 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     Prints one line with the essential numbers, or one paragraph that says what is wrong, with exit code 2.
     The corpus must be there; GPUs are not looked at.
     """
-    from wlb_titan.runtime.checks.files import need_torch
-
     with warnings_once():
-        facts = facts_of(file, overrides, world_size)
-        if device_gib is None and not need_torch(facts.resolved.config):
-            facts.resolved.check(lambda config: _check_files(config, facts))
-        else:
-            _check_with_torch(_load(file, overrides, world_size), world_size, device_gib)
-    click.echo(f"OK {file}: {summary(facts, world_size)}")
+        job, resolved = resolved_job(file, overrides, world_size)
+        from wlb_titan.runtime.checks.files import validate_files, validate_memory
 
-
-def _check_files(config: Any, facts: Facts) -> None:
-    from wlb_titan.runtime.checks.files import validate_corpus, validate_plan
-    from wlb_titan.runtime.dump_folder import check_place
-
-    corpus = validate_corpus(config)
-    check_place(Path(config.dump_folder))
-    validate_plan(config.wlb, corpus, facts.job.trained)
-
-
-def _check_with_torch(resolved: Resolved, world_size: int | None, device_gib: float | None) -> None:
-    from wlb_titan.runtime.checks.config import validate_files, validate_memory
-
-    resolved.check(lambda config: validate_files(config, world_size))
-    if device_gib is not None:
-        resolved.check(lambda config: validate_memory(config, world_size, device_gib))
+        resolved.check(lambda config: validate_files(config, world_size))
+        if device_gib is not None:
+            resolved.check(lambda config: validate_memory(config, world_size, device_gib))
+    click.echo(f"OK {file}: {summary(resolved.config, job.degrees, world_size)}")
 
 
 @config.command(context_settings=OVERRIDABLE)
@@ -80,20 +67,11 @@ def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
     The output is itself a TOML file that loads to the same configuration. Its comments name each value's
     place: the base, a file and its line, the command line, or the default of a class that the file chose.
     """
-    click.echo(_load(file, overrides, None).to_toml(changed_only=changed), nl=False)
+    click.echo(load(file, overrides).to_toml(changed_only=changed), nl=False)
 
 
-def _load(file: Path, overrides: tuple[str, ...], world_size: int | None) -> Resolved:
-    from rich.console import Console
-
-    # On a terminal only: importing torchtitan takes several seconds.
-    with Console(stderr=True).status("Importing torchtitan ..."):
-        return load_config(file, overrides, world_size)
-
-
-def summary(facts: Facts, world_size: int | None) -> str:
+def summary(config: Any, degrees: Degrees, world_size: int | None) -> str:
     """The essential numbers of a configuration in one line."""
-    config, degrees = facts.resolved.config, facts.job.degrees
     open_degree = world_size is None and config.parallelism.data_parallel_shard_degree == -1
     epochs = config.wlb.epochs
     length = f"{epochs} epoch{'s' * (epochs > 1)}" if epochs else f"{config.training.steps} steps"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.options import writing
+from wlb_titan.commands.command_line import writing
 from wlb_titan.config.values import to_text
 from wlb_titan.errors import UserError
 

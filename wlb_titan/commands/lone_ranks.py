@@ -1,4 +1,7 @@
-"""Ranks of a big job, each alone in a process of its own: what `dryrun` and `rehearse` share."""
+"""Ranks of a big job, each alone in a process of its own: what `dryrun` and `rehearse` share.
+
+Also which ranks do the same in a step, so that `dryrun --rank all` runs each kind once.
+"""
 
 from __future__ import annotations
 
@@ -7,69 +10,72 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 
-from wlb_titan.commands.console import print_choice
-from wlb_titan.commands.options import writing
+from wlb_titan.commands.command_line import POSITIVE, Command, json_option, load, of_file, print_choice
 from wlb_titan.errors import UserError
+from wlb_titan.plan import LENGTH, MicroBatch, Plan
 
 if TYPE_CHECKING:
     from wlb_titan.config import Resolved
+    from wlb_titan.cost.degrees import Degrees
     from wlb_titan.documents import Documents
     from wlb_titan.job import Job
+    from wlb_titan.simulator.calls import RankCalls
 
+PROCESS = "wlb_titan.runtime.one_rank.process"
 DEFAULT_RANKS = "first,last"
 DEFAULT_STEP = 9
 """By then the queues of balancing policies have filled."""
 
-PROCESS = "wlb_titan.runtime.one_rank.process"
-
 SYNTHETIC_TOKENS = 1 << 26
 """At most so many, of a corpus that stands for one that is not here: 256 MiB on the disk, for a moment."""
 
+SHARED = ("tp", "dp_replicate", "dp_shard")
+"""Axes along which ranks of the same step have the same calls, each within groups of its own."""
 
-rank_option = click.option(
-    "--rank",
-    "ranks",
-    default=DEFAULT_RANKS,
-    metavar="N,...",
-    help="Global ranks to run, each in a process of its own: numbers, first and last of the job, all-stages "
-    "(one of each pipeline rank), all.",
-)
-world_size_option = click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="GPUs of the job; by default as many as the configured degrees need.",
-)
+
+def of_ranks(command: Command) -> Command:
+    """The arguments `file` and `overrides`, and the options `ranks`, `world_size` and `output`."""
+    rank = click.option(
+        "--rank",
+        "ranks",
+        default=DEFAULT_RANKS,
+        metavar="N,...",
+        help="Global ranks to run, each in a process of its own: numbers, first and last of the job, "
+        "all-stages (one of each pipeline rank), all.",
+    )
+    world_size = click.option(
+        "--world-size",
+        type=POSITIVE,
+        metavar="N",
+        help="GPUs of the job; by default as many as the configured degrees need.",
+    )
+    return of_file(rank(world_size(json_option(command))))
 
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What a process runs that is one rank.
-
-    Attributes:
-        trainer: "dryrun" or "rehearse", as `wlb_titan.runtime.one_rank.process` knows them.
-        options: that trainer's keywords.
-        file: TOML file.
-        words: overrides of the configuration.
-        environment: variables over those of this process.
-        limit: seconds after which the process is stopped; None: never.
-        running: the processes that were started.
-    """
+    """What a process runs that is one rank."""
 
     trainer: str
+    """"dryrun" or "rehearse", as `wlb_titan.runtime.one_rank.process` knows them."""
     options: Mapping[str, Any]
+    """That trainer's keywords."""
     file: Path
     words: list[str]
+    """Overrides of the configuration."""
     environment: Mapping[str, str]
+    """Variables over those of this process."""
     limit: float | None = None
+    """Seconds after which the process is stopped; None: never."""
     running: list[subprocess.Popen[str]] = field(default_factory=list, init=False)
 
     def run(self, ranks: Sequence[int], folder: Path, at_once: int) -> list[dict[str, Any]]:
@@ -107,13 +113,13 @@ class RankCommand:
             stderr=subprocess.PIPE,
             text=True,
         )
+        error = ""
         with process:
             self.running.append(process)
             try:
                 tail = process.communicate(timeout=self.limit)[1].strip()[-2000:]
-                error = f"the process ended with exit code {process.returncode}: {tail}" * (
-                    process.returncode != 0
-                )
+                if process.returncode != 0:
+                    error = f"the process ended with exit code {process.returncode}: {tail}"
             except subprocess.TimeoutExpired:
                 process.kill()
                 error = f"the process was stopped after {self.limit:.0f} s"
@@ -131,12 +137,11 @@ def decided_job(
     Args:
         memory: bytes of a GPU, if not the cluster's.
     """
-    from wlb_titan.runtime.data.corpus import training_documents
-    from wlb_titan.runtime.models.load import load_config
+    from wlb_titan.config.documents import training_documents
     from wlb_titan.simulator.choice import choose
 
-    config = load_config(file, words, world_size).config
-    job, documents = configured_job(config, world_size, memory), training_documents(config.wlb)
+    config = load(file, words, world_size).config
+    job, documents = trained_job(config, world_size, memory), training_documents(config.wlb)
     if not job.undecided:
         return job, documents
     choice = choose(job, documents)
@@ -144,18 +149,12 @@ def decided_job(
     return choice.job, documents
 
 
-def configured_job(config: Any, world_size: int | None, memory: float | None = None) -> Job:
+def trained_job(config: Any, world_size: int | None, memory: float | None = None) -> Job:
     """The job of a configuration, with `auto` in it where it was written; `memory` as of `decided_job`."""
-    from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
+    from wlb_titan.runtime.job import job_of, parallel_dims
 
-    job = job_of(config, parallel_dims(config, world_size or degrees_product(config)))
+    job = job_of(config, parallel_dims(config, world_size))
     return job if memory is None else job.on(replace(job.cluster, memory=memory))
-
-
-def write_json(output: Path, results: Any) -> None:
-    """Writes what `--output` asks for."""
-    with writing(f"--output: {output}"):
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def policy_words(parts: Sequence[str]) -> list[str]:
@@ -166,13 +165,13 @@ def policy_words(parts: Sequence[str]) -> list[str]:
     return [*words, "--wlb.packing.shadow", "false"] if parts else []
 
 
-def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
-    """The global ranks that `--rank` names, in its order.
+def place(result: Mapping[str, Any]) -> str:
+    """Where a rank that ran is on each axis."""
+    return ", ".join(f"{axis} {number}" for axis, number in result["coordinates"].items()) or "alone"
 
-    Args:
-        ranks: numbers and these words, with commas between them: first, last, all-stages (the first rank of
-            each pipeline rank), all.
-    """
+
+def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
+    """The global ranks that `--rank` names, in its order."""
     named = {
         "first": [0],
         "last": [world_size - 1],
@@ -221,3 +220,86 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
     alone = ["--wlb.corpus.sources", "[]"] if corpus.sources else []
     path = str(folder / "corpus")
     return ["--wlb.corpus.path", path, "--wlb.corpus.tokenizer", "", "--wlb.corpus.mask", "auto", *alone]
+
+
+def alike(job: Job, plan: Plan) -> dict[int, int]:
+    """For each global rank the first one that does the same in a step.
+
+    Ranks differ in tensor parallelism only by the values that they have, and data-parallel ranks do so where
+    their micro-batches have one length after the other in common, and all that context parallelism exchanges.
+    """
+    layout = job.degrees.layout
+    first: dict[object, int] = {}
+    found = {}
+    for rank in range(job.degrees.ranks):
+        places = map(int, np.unravel_index(rank, tuple(layout.values())))
+        place = dict(zip(layout, places, strict=True))
+        apart = tuple(number for axis, number in place.items() if axis not in SHARED)
+        replica = 0
+        for one in job.degrees.dimensions:
+            if one.divides == "data":
+                replica = replica * one.degree + place[one.axis]
+        packs = plan.of_rank(replica)
+        flow = None if plan.flows is None else plan.flows[replica]
+        merged = replica if any(pack.merged for pack in packs) else None
+        steps = tuple(_shapes(job, pack, replica, place["cp"]) for pack in packs)
+        found[rank] = first.setdefault((apart, steps, flow, merged), rank)
+    return found
+
+
+def _shapes(job: Job, pack: MicroBatch, replica: int, context_rank: int) -> tuple[object, ...]:
+    """What the sizes of a rank's calls for a micro-batch follow from."""
+    strategy = job.merged[pack.sharers].strategy
+    if strategy is None or pack.ranks is None:
+        return (pack.length,)
+    before = replica - pack.merged.start if pack.merged else 0
+    rank = before * job.degrees.context + context_rank
+    lengths = pack.documents[:, LENGTH]
+    mask = strategy.mask(pack.ranks, lengths, pack.shared_length, rank, pack.elsewhere)
+    return pack.length, *_sizes(mask.exchange)
+
+
+def _sizes(exchange: tuple[Any, ...]) -> Iterator[int]:
+    """The numbers in `ContextMask.exchange`, and the lengths of its arrays."""
+    for part in exchange:
+        if isinstance(part, tuple):
+            yield from _sizes(part)
+        else:
+            yield len(part) if isinstance(part, np.ndarray) else int(part)
+
+
+def calls_of_all(
+    ran: Mapping[int, RankCalls], same: Mapping[int, int], degrees: Degrees
+) -> dict[int, RankCalls]:
+    """The calls of each rank, by those of the first that does the same.
+
+    Args:
+        ran: calls of the ranks that were run.
+        same: as of `alike`.
+    """
+    return {rank: _moved(ran[first], first, rank, degrees.layout) for rank, first in same.items()}
+
+
+def _moved(calls: RankCalls, from_: int, to: int, layout: Mapping[str, int]) -> RankCalls:
+    """The calls of a rank as another one makes them that does the same.
+
+    A group keeps the places of its ranks on the axes along which they differ, and has those of the other rank
+    on all others.
+    """
+    if from_ == to:
+        return calls
+    shape = tuple(layout.values())
+    places = np.array(np.unravel_index([from_, to], shape))
+
+    def moved(ranks: Sequence[int]) -> tuple[int, ...]:
+        along = np.array(np.unravel_index(ranks, shape))
+        same = (along == places[:, :1]).all(axis=1, keepdims=True)
+        result = np.ravel_multi_index(tuple(np.where(same, places[:, 1:], along)), shape)
+        return tuple(result.tolist())
+
+    peers = {call.peer: moved([from_, call.peer])[1] for call in calls.calls if call.peer >= 0}
+    return replace(
+        calls,
+        groups=[moved(members) for members in calls.groups],
+        calls=[call._replace(peer=peers.get(call.peer, -1)) for call in calls.calls],
+    )

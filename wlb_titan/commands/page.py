@@ -1,20 +1,25 @@
-"""The HTML pages: an answer, cards, what to try next, sections of charts and tables.
+"""The HTML pages: an answer, cards, what to try next, sections of tables and charts.
 
-A page is one file that opens without a network: the JavaScript of Vega, which draws the charts in the
-browser, is in it, as vl-convert carries it.
+A page is one file that opens without a network. The JavaScript of Vega, as vl-convert carries it, is in it
+and draws each chart in the browser from its Vega-Lite specification (https://vega.github.io/vega-lite/docs/).
+Colours of text and lines are the page's own variables, so that charts follow its light and dark look.
 """
 
 from __future__ import annotations
 
 import html
+import json
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from wlb_titan.commands.charts import PALETTE
-from wlb_titan.commands.options import writing
+import numpy as np
+
+from wlb_titan.commands.command_line import Rows, describe_job, writing
+from wlb_titan.simulator.trace import MEASURED, Span
 from wlb_titan.summary import Estimate
 
 if TYPE_CHECKING:
@@ -29,21 +34,37 @@ for (const one of document.querySelectorAll(".chart")) {
   vegaEmbed(one, spec, {renderer: "svg", actions: false, tooltip: {theme: "custom"}});
 }
 """
+PALETTE = ("#8b929c", "#12967f", "#4486d1", "#cc932f", "#a06cc0", "#d95f56", "#6fa64a", "#c76f9f", "#4aa3b5")
+"""Of policies and runs, on white and on dark; the first is the baseline's."""
 
+AXIS = {"labelColor": "var(--soft)", "titleColor": "var(--soft)", "gridColor": "var(--line)"}
+LEGEND = {"labelColor": "var(--ink)", "titleColor": "var(--soft)", "orient": "top", "symbolType": "square"}
+LABEL = {"expr": "max(80, width / (width > 420 ? 3 : 2) - 25)"}
+CONFIG = {
+    "background": None,
+    "font": "system-ui, sans-serif",
+    "axis": {**AXIS, "labelPadding": 6, "domain": False, "ticks": False, "titleFontWeight": 400},
+    "axisQuantitative": {"tickCount": 6},
+    "axisBand": {"grid": False},
+    "legend": {**LEGEND, "title": None, "columns": {"expr": "width > 420 ? 3 : 2"}, "labelLimit": LABEL},
+    "view": {"stroke": None},
+}
+SHORT = {"labelExpr": "abs(datum.value) < 1000 ? datum.label : format(datum.value, '.3~s')"}
+"""The one way in which numbers are shortened: 1.5M, on axes. Tables and tooltips have every digit."""
 
-class Card(NamedTuple):
-    """What matters most of a policy or run: a figure, its ± behind a space, and further lines."""
+PASSES = {
+    "F": ("forward", "#6aa5de"),
+    "B": ("backward", "#2f5f98"),
+    "FB": ("forward and backward", "#4486d1"),
+    "I": ("backward of inputs", "#2f5f98"),
+    "W": ("backward of weights", "#8fb3a5"),
+    "R": ("recomputed", "#4a7fb5"),
+    "L": ("loss", "#cc932f"),
+}
+"""What passes are called, and their colours."""
 
-    name: str
-    figure: str
-    facts: Sequence[str]
-
-
-class Try(NamedTuple):
-    """What to do next, and the command or the lines of TOML for it."""
-
-    why: str
-    command: str
+Curves = Mapping[str, tuple[Iterable[float], Iterable[float]]]
+"""By name the places on the axis, and the values."""
 
 
 def write_page(
@@ -52,8 +73,10 @@ def write_page(
     title: str,
     answer: str,
     about: str = "",
-    cards: Sequence[Card],
-    tries: Sequence[Try],
+    cards: Rows,
+    figure: str,
+    facts: Sequence[str],
+    tries: Sequence[tuple[str, str]],
     sections: Sequence[str],
 ) -> Path:
     """Writes `folder`/report.html, and returns its path; the folder is made if it is not there.
@@ -61,19 +84,22 @@ def write_page(
     Args:
         answer: one sentence.
         about: small print below it.
-        cards: in the palette's order.
+        cards: rows of a table in the palette's order; their first cells are the names.
+        figure, facts: the heading of what matters most in a row, and those of what stands below it.
+        tries: what to do next and why, and the command or the lines of TOML for it.
         sections: as `section` makes them.
     """
     import vl_convert
 
     bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]
-    commands = "".join(f"<p>{_safe(one.why)}</p><pre>{_safe(one.command)}</pre>" for one in tries)
+    shown = (_card(row, figure, facts, PALETTE[place % len(PALETTE)]) for place, row in enumerate(cards))
+    commands = "".join(f"<p>{_safe(why)}</p><pre>{_safe(what)}</pre>" for why, what in tries)
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_safe(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
         f'<h1>{_safe(title)}</h1><p class="answer">{_safe(answer)}</p><p class="about">{_safe(about)}</p>'
-        f'<div class="cards">{"".join(map(_card, range(len(cards)), cards))}</div>'
+        f'<div class="cards">{"".join(shown)}</div>'
         f"<section><h2>Try next</h2>{commands}</section>{''.join(sections)}</main>"
         f"<script>{bundle}</script><script>{DRAW}</script></body></html>\n"
     )
@@ -89,24 +115,34 @@ def _safe(text: str) -> str:
     return html.escape(text).replace(":", ":<wbr>")
 
 
-def _card(number: int, card: Card) -> str:
-    figure, _, error = card.figure.partition(" ")
-    facts = "".join(f"<span>{_safe(fact)}</span>" for fact in card.facts if fact)
+def _card(row: Mapping[str, str], figure: str, facts: Sequence[str], color: str) -> str:
+    name = next(iter(row.values()))
+    value, _, error = row[figure].partition(" ")
+    lines_ = [figure, *(f"{fact} {row[fact]}" for fact in facts if fact in row)]
     return (
-        f'<div class="card" style="--its: {PALETTE[number % len(PALETTE)]}"><b>{_safe(card.name)}</b>'
-        f"<strong>{_safe(figure)} <small>{error}</small></strong>{facts}</div>"
+        f'<div class="card" style="--its: {color}"><b>{_safe(name)}</b>'
+        f"<strong>{_safe(value)} <small>{error}</small></strong>"
+        + "".join(f"<span>{_safe(line)}</span>" for line in lines_)
+        + "</div>"
     )
 
 
 def section(title: str, text: str, *bodies: str) -> str:
-    """A titled box: a plain text, and the HTML of a table, or of charts, side by side where there is room;
-    nothing where all of these are empty."""
+    """A titled box: a plain text, and the HTML of tables and charts, side by side where there is room.
+
+    Nothing where all of these are empty.
+    """
     shown = [body for body in bodies if body]
     body = f'<div class="charts">{"".join(shown)}</div>' if len(shown) > 1 else "".join(shown)
     return f"<section><h2>{html.escape(title)}</h2><p>{_safe(text)}</p>{body}</section>" if shown else ""
 
 
-def table(rows: Sequence[Mapping[str, str]]) -> str:
+def choice_section(choice: Choice) -> str:
+    """What `auto` stands for, and the predictions of all that it may."""
+    return section("Choosing", " ".join(choice.remarks()), table(choice.rows()))
+
+
+def table(rows: Rows) -> str:
     """Rows with the same headings, on a phone a list each; nothing where there is none."""
     if not rows:
         return ""
@@ -120,15 +156,151 @@ def _cell(heading: str, cell: str) -> str:
     return f'<td data-label="{html.escape(heading)}"{kind}>{_safe(cell)}</td>'
 
 
-def choice_section(choice: Choice) -> str:
-    """What `auto` stands for, and the predictions of all that it may."""
-    return section("Choosing", " ".join(choice.remarks()), table(choice.rows()))
+def lines(
+    title: str,
+    x: str,
+    curves: Curves,
+    *,
+    dots: Curves | None = None,
+    zero: bool = False,
+    top: float | None = None,
+    **mark: Any,
+) -> str:
+    """Values over `x`, a line a name, and dots; nothing where all are 0 or there is none.
+
+    Args:
+        title, x: titles of the chart and its axis.
+        curves, dots: by all names of a page in its order.
+        zero: whether the axis of values starts at 0.
+        top: where it ends, if that is not left to the values.
+    """
+    dots = dots or {}
+    points, seen = _points(x, curves), _points(x, dots)
+    if not any(point["value"] for point in points):
+        return ""
+    line = {"type": "line", "strokeWidth": 1.8, "point": {"opacity": 0, "size": 90}, **mark}
+    layers: list[dict[str, Any]] = [{"data": {"values": points}, "mark": line}]
+    if seen:
+        layers.append({"data": {"values": seen}, "mark": {"type": "circle", "size": 20, "opacity": 1}})
+    scale: dict[str, Any] = {"zero": zero} if top is None else {"zero": zero, "domainMax": top}
+    encoding = {
+        "x": _number(x, x, zero=False),
+        "y": _number("value", **scale),
+        "color": _colors("name", [*curves, *(name for name in dots if name not in curves)], PALETTE),
+        "tooltip": _hover("name", x, "value"),
+    }
+    return _chart(title, {"encoding": encoding, "layer": layers}, 200)
+
+
+def _points(x: str, curves: Curves) -> list[dict[str, Any]]:
+    return [
+        {"name": name, x: place, "value": value}
+        for name, (places, values) in curves.items()
+        for place, value in zip(places, values, strict=True)
+    ]
+
+
+def pipeline_charts(timelines: Mapping[str, Sequence[Span]]) -> str:
+    """A step's passes to scale: a chart for each policy or run, a row for each rank, a box for each pass.
+
+    Steps of policies have other documents: times are relative to the work of a rank in them. Passes that did
+    not run themselves, where others did, are pale.
+    """
+    drawn = {name: _boxes(spans) for name, spans in timelines.items()}
+    end = max(box["to"] for boxes in drawn.values() for box in boxes)
+    return "".join(_timeline(name, boxes, end) for name, boxes in drawn.items())
+
+
+def _boxes(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    unit = sum(s.duration for s in spans) / len({s.track for s in spans})
+    return [
+        {
+            "rank": s.track,
+            "from": s.start / unit,
+            "to": (s.start + s.duration) / unit,
+            "pass": PASSES[s.name.rstrip("0123456789")][0],
+            "number": s.name.lstrip("FBIWRL"),
+            "ms": s.duration * 1e3,
+            "time": MEASURED,
+            **{key: value for key, value in s.args.items() if key != "pass"},
+        }
+        for s in sorted(spans, key=lambda s: (len(s.track), s.track))  # pp 2 before pp 10
+    ]
+
+
+def _timeline(name: str, boxes: Sequence[Mapping[str, Any]], end: float) -> str:
+    kinds = {kind: color for kind, color in PASSES.values() if any(box["pass"] == kind for box in boxes)}
+    time = _number("from", "time / work of a rank", domain=[0, end], nice=False)
+    measured = {"test": f"datum.time == '{MEASURED}'", "value": 1}
+    wide = {"test": f"(datum.to - datum.from) / {end} * width > 8 * length(datum.number)", "value": 1}
+    box = {
+        "mark": {"type": "bar", "height": {"band": 0.86}, "stroke": "var(--box)", "strokeWidth": 0.5},
+        "encoding": {
+            "x": time,
+            "x2": {"field": "to"},
+            "color": _colors("pass", list(kinds), list(kinds.values())),
+            "opacity": {"condition": measured, "value": 0.45},
+        },
+    }
+    label = {
+        "transform": [{"calculate": "(datum.from + datum.to) / 2", "as": "middle"}],
+        "mark": {"type": "text", "color": "white", "fontSize": 10},
+        "encoding": {
+            "x": time | {"field": "middle"},
+            "text": {"field": "number"},
+            "opacity": {"condition": wide, "value": 0},
+        },
+    }
+    ranks = {"field": "rank", "type": "nominal", "sort": None, "title": None}
+    shown = (key for key in boxes[0] if key not in ("from", "to"))
+    spec = {
+        "data": {"values": list(boxes)},
+        "encoding": {"y": ranks, "tooltip": _hover(*shown)},
+        "layer": [box, label],
+    }
+    title = f"{name}: {1 - 1 / max(box['to'] for box in boxes):.1%} bubble"
+    return _chart(title, spec, 24 * len({box["rank"] for box in boxes}))
+
+
+def _chart(title: str, spec: Mapping[str, Any], height: float) -> str:
+    """A chart as wide as there is room; the plot is `height` pixels high, and `spec` has the data."""
+    size = {"width": "container", "height": height, "autosize": {"type": "fit-x", "contains": "padding"}}
+    text = json.dumps({**size, "config": CONFIG, **_rounded(spec)}, separators=(",", ":"))
+    safe = text.replace("<", r"\u003c")
+    drawn = f'<div class="chart"><script type="application/json">{safe}</script></div>'
+    return f"<figure><figcaption>{html.escape(title)}</figcaption>{drawn}</figure>"
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to five digits, so that pages are small; None where there is no finite one."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, float):  # JSON has neither NaN nor infinity
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
+
+
+def _number(field: str, title: str | None = None, **scale: Any) -> dict[str, Any]:
+    """An axis of numbers."""
+    return {"field": field, "type": "quantitative", "title": title, "axis": SHORT, "scale": scale}
+
+
+def _colors(field: str, names: Sequence[str], palette: Sequence[str]) -> dict[str, Any]:
+    """The colour of a name: that of its place among all names of a chart."""
+    colors = [palette[place % len(palette)] for place in range(len(names))]
+    return {"field": field, "type": "nominal", "scale": {"domain": names, "range": colors}}
+
+
+def _hover(*fields: str) -> list[dict[str, str]]:
+    """What is shown of a mark under the pointer."""
+    return [{"field": field} for field in fields]
 
 
 def described(job: Job, documents: Documents) -> tuple[str, str]:
     """The corpus' name without its folder, as people share pages, and the job and documents in words."""
-    from wlb_titan.commands.job import describe_job
-
     name = Path(documents.name).name
     return name, describe_job(job, replace(documents, name=name))
 

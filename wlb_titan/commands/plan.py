@@ -11,40 +11,45 @@ from typing import Any
 import click
 import numpy as np
 
-from wlb_titan.arrays import Floats
-from wlb_titan.commands.charts import PALETTE, chart, hover, lines, number
-from wlb_titan.commands.console import print_choice, say, show_table, warnings_once
-from wlb_titan.commands.job import describe_job, load_job
-from wlb_titan.commands.options import (
+from wlb_titan.commands.command_line import (
+    MANY,
     OVERRIDABLE,
-    check_outputs,
+    Asked,
+    Output,
+    Rows,
+    describe_job,
+    load_job,
     of_job,
+    print_choice,
     report_option,
-    steps_option,
+    say,
+    show_table,
+    warnings_once,
     writing,
 )
-from wlb_titan.commands.page import Card, Try, choice_section, command, described, section, table, write_page
-from wlb_titan.commands.sharding import rank_rows, rank_times, sharded_micro_batches
+from wlb_titan.commands.page import choice_section, command, described, lines, section, table, write_page
+from wlb_titan.context import STRATEGIES
+from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.documents import Documents
-from wlb_titan.errors import PlanError, UserError
+from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.plan import Plan
+from wlb_titan.packing.predicted import attention_seconds, travelling
+from wlb_titan.plan import LENGTH, MicroBatch, Plan, imbalance_degree
 from wlb_titan.planner import Planner
-from wlb_titan.simulator.choice import Choice, choose
+from wlb_titan.simulator.choice import Choice, Scenario
 from wlb_titan.summary import Estimate, Summary
 
 FEW_STEPS = 100  # fewer carry their standard error in the table
 STEPS_SHOWN = 60  # of the workloads; more become a blur
 NEAR = 0.01  # imbalances that are as good as the same
-
-Rows = list[dict[str, str]]
+SHARDED = 200  # micro-batches under which sharding policies are compared
 
 
 @click.command(context_settings=OVERRIDABLE)
 @of_job
 @click.option("--compare", metavar="POLICY,...", help="Packing policies on the same stream, side by side.")
-@steps_option(100, "Steps to plan.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write the plans, one JSON object a line.")
+@click.option("--steps", type=MANY, default=100, help="Steps to plan.")
+@click.option("--output", type=Output(), help="Write the plans, one JSON object a line.")
 @report_option
 def plan(
     file: Path,
@@ -67,17 +72,17 @@ def plan(
     The imbalance of a step is the largest over the mean work of its micro-batches; a delay is the number of
     iterations between a document's arrival and its training, averaged over tokens.
     """
-    check_outputs(output=output, report=report)
     with warnings_once():
         asked = load_job(file, overrides, **options)
     documents = asked.documents
     with warnings_once(), asked.placed():
-        candidates = _jobs(asked.job, compare)
-        choices = [choose(one, documents) for one in candidates if one.undecided]
+        scenario = Scenario(asked.job, documents)
+        names = compare.split(",") if compare else [asked.job.packing.name]
+        policies = dict.fromkeys(asked.job.policy._replace(packing=name.strip()) for name in names)
+        choices = [choice for policy in policies if (choice := scenario.choice(policy))]
         for choice in choices:
             print_choice(choice)
-        decided = iter(choices)
-        jobs = [next(decided).job if one.undecided else one for one in candidates]
+        jobs = [scenario.under(policy) for policy in policies]
         if output is not None and len(jobs) > 1:
             raise PlanError("--output writes the plans of one policy; leave out --compare, or --output.")
         summaries = {one.packing.name: _run(one, documents, steps, output) for one in jobs}
@@ -90,26 +95,11 @@ def plan(
     say(*remarks(summaries))
     sharded: Rows = []
     if job.strategy is not None:
-        sharded = rank_rows(rank_times(sharded_micro_batches(job, documents, steps), job), job)
+        sharded = sharding_rows(sharded_micro_batches(job, documents, steps), job)
         say(f"Context parallelism: attention of a layer by {job.latency.source}")
         show_table(sharded)
     if report is not None:
-        drawn = write_report(report, job, documents, summaries, sharded, choices, asked.typed)
-        click.echo(f"Report: {drawn}")
-
-
-def _jobs(job: Job, compare: str | None) -> list[Job]:
-    """The job under each packing policy that is asked for."""
-    if compare is None:
-        return [job]
-    jobs = []
-    for name in dict.fromkeys(name.strip() for name in compare.split(",")):
-        try:
-            packing = job.packing.named(name)
-        except UserError as error:
-            raise PlanError(f"--compare: {error}.") from error
-        jobs.append(replace(job, packing=packing))
-    return jobs
+        click.echo(f"Report: {write_report(report, replace(asked, job=job), summaries, sharded, choices)}")
 
 
 def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Summary:
@@ -169,110 +159,118 @@ def remarks(summaries: Mapping[str, Summary]) -> Iterator[str]:
             yield f"{name}: the solver's packings are {proven}."
 
 
-WORK = "Pale: the mean work of a step's micro-batches, the dots. Red: what all others wait for the largest."
+def sharded_micro_batches(job: Job, documents: Documents, steps: int) -> list[MicroBatch]:
+    """The first `SHARDED` micro-batches of these steps, without those that data-parallel ranks share."""
+    plans = job.plans(documents, min(steps, -(-SHARDED // job.micro_batches)))
+    return [m for plan in plans for m in plan.micro_batches if not m.merged][:SHARDED]
+
+
+def sharding_rows(micro_batches: Sequence[MicroBatch], job: Job) -> Rows:
+    """A row for each sharding policy that the job's heads and lengths allow, on the same micro-batches.
+
+    It has the slowest rank's attention and the collectives of a layer, none of them hidden, what a rank
+    receives in a step, the ranks' imbalance, and how often which sharding was chosen.
+    """
+    passes = max(job.layers) * job.chunks * job.replica_micro_batches  # of layers on a rank in a step
+    rows: Rows = []
+    first = 0.0
+    for policy in STRATEGIES.candidates:
+        try:
+            under = replace(job, sharding=job.sharding.named(policy))
+            packs = [_sharded(m, under) for m in micro_batches]
+        except PlanError:
+            continue
+        ranks = [attention_seconds(m, under) for m in packs]  # float64 (ranks, 2), forward and backward
+        exchange, received = np.mean(
+            [under.exchanging.in_all_passes(travelling(m, under)) for m in packs], axis=0
+        )
+        attention = float(np.mean([slowest(seconds) for seconds in ranks]))
+        first = first or attention + exchange
+        imbalances = np.array([imbalance_degree(seconds.sum(axis=1)) for seconds in ranks])
+        chosen = [str(m.sharding) for m in packs]
+        shares = {name: chosen.count(name) / len(chosen) for name in dict.fromkeys(chosen)}
+        rows.append(
+            {
+                "sharding": policy,
+                "slowest rank": f"{attention * 1e3:.3f} ms",
+                "exchange": f"{exchange * 1e3:.3f} ms",
+                "received": f"{received * passes / 1e9:.2f} GB",
+                "speedup": f"{first / (attention + exchange):.3f}x",
+                "imbalance": f"{imbalances.mean():.3f}",
+                "p95": f"{np.quantile(imbalances, 0.95):.3f}",
+                "max": f"{imbalances.max():.3f}",
+                "chosen": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+            }
+        )
+    return rows
+
+
+def _sharded(micro_batch: MicroBatch, job: Job) -> MicroBatch:
+    """A micro-batch as the job's sharding policy divides it."""
+    assert job.strategy is not None
+    lengths = micro_batch.documents[:, LENGTH]
+    name, ranks = job.strategy.shard(lengths, micro_batch.length, slices=micro_batch.elsewhere)
+    return replace(micro_batch, sharding=name, ranks=tuple(ranks))
+
+
+WORK = "Dots: the work of a step's micro-batches. The gap between the mean and the largest is waiting."
 IMBALANCE = "Largest over mean work of a step's micro-batches, of all steps in rising order; 1 is perfect."
 DELAY = "What balance costs: documents that wait for a step that can bear them."
 
 
 def write_report(
-    folder: Path,
-    job: Job,
-    documents: Documents,
-    summaries: Mapping[str, Summary],
-    sharded: Rows,
-    choices: Sequence[Choice],
-    typed: Sequence[str],
+    folder: Path, asked: Asked, summaries: Mapping[str, Summary], sharded: Rows, choices: Sequence[Choice]
 ) -> Path:
     """Draws what was planned.
 
     Args:
         summaries: by policy; the first is the picture before.
-        sharded: as of `rank_rows`; empty without context parallelism.
+        sharded: as of `sharding_rows`; empty without context parallelism.
         choices: what `auto` stands for in a job, where it does.
-        typed: what the command line names, as of `page.command`.
     """
-    imbalances = {name: Estimate.mean(one.imbalance) for name, one in summaries.items()}
-    waits = {name: f"{1 - 1 / one.value:.1%}" for name, one in imbalances.items()}
-    least = min(one.value for one in imbalances.values())
-    near = [name for name, one in imbalances.items() if one.value <= least + NEAR]
+    job, rows = asked.job, table_rows(summaries)
+    means = {name: float(one.imbalance.mean()) for name, one in summaries.items()}
+    waits = {name: f"{1 - 1 / mean:.1%}" for name, mean in means.items()}
+    near = [name for name, mean in means.items() if mean <= min(means.values()) + NEAR]
     best, first = min(near, key=lambda name: summaries[name].delay), next(iter(summaries))
     answer = f"Under {best} GPUs wait {waits[best]} of the time for the largest micro-batch"
     if best != first:
         answer += f", under {first} {waits[first]}; for it a token waits {summaries[best].delay:.2f} steps"
     rising = {n: (np.linspace(0, 100, len(s.imbalance)), np.sort(s.imbalance)) for n, s in summaries.items()}
-    corpus, about = described(job, documents)
+    corpus, about = described(job, asked.documents)
     return write_page(
         folder,
         title=f"How {corpus} packs",
         answer=f"{answer}.",
         about=about,
-        cards=[
-            Card(
-                name,
-                imbalances[name].text(".3f"),
-                (
-                    f"imbalance: {waits[name]} of the time is waiting",
-                    f"{one.cut:.1%} of the tokens cut off from their document's start",
-                    f"a token waits {one.delay:.2f} steps",
-                ),
-            )
-            for name, one in summaries.items()
-        ],
+        cards=rows,
+        figure="imbalance",
+        facts=("cut", "delay", "keys/token"),
         tries=[
-            Try("What that is worth in time and memory:", command("simulate", typed)),
-            Try("To train so, in the TOML file:", f'[wlb.packing]\npolicy = "{best}"'),
+            ("What that is worth in time and memory:", command("simulate", asked.typed)),
+            ("To train so, in the TOML file:", f'[wlb.packing]\npolicy = "{best}"'),
         ],
         sections=[
             *map(choice_section, choices),
             section("Work of every micro-batch", WORK, *_workloads(summaries)),
             section("Imbalance", IMBALANCE, lines("", "% of steps", rising)),
             section("Delay", DELAY, *_delay(summaries, job.micro_batches * job.window)),
-            section("All figures", "", table(table_rows(summaries))),
-            section("Context parallelism", f"Attention of a layer by {job.latency.source}.", table(sharded))
-            if sharded
-            else "",
+            section("All figures", "", table(rows)),
+            section("Context parallelism", "Attention of a layer, predicted.", table(sharded)),
         ],
     )
 
 
-def _workloads(summaries: Mapping[str, Summary]) -> list[str]:
+def _workloads(summaries: Mapping[str, Summary]) -> Iterator[str]:
     """Every micro-batch's work, step by step, a chart a policy, on one scale."""
     mean = np.mean([summary.workloads.mean() for summary in summaries.values()])
     works = {name: summary.workloads[:STEPS_SHOWN] / mean for name, summary in summaries.items()}
     top = max(float(work.max()) for work in works.values())
-    colors = (PALETTE[place % len(PALETTE)] for place in range(len(works)))
-    return [_work_of_steps(name, work, next(colors), top) for name, work in works.items()]
-
-
-def _work_of_steps(name: str, work: Floats, color: str, top: float) -> str:
-    """What each step computes, and above it what it waits: the gap between the mean and the largest."""
-    means, largest = work.mean(axis=1), work.max(axis=1)
-    steps = [
-        {"step": step, "mean": m, "largest": most, "waiting": f"{1 - m / most:.1%}"}
-        for step, (m, most) in enumerate(zip(means, largest, strict=True))
-    ]
-    shown = work if work.shape[1] <= 16 else np.quantile(work, np.linspace(0, 1, 17), axis=1).T
-    dots = [{"step": step, "work": w} for step, of_step in enumerate(shown.tolist()) for w in of_step]
-    axis: dict[str, Any] = {"title": "work / mean", "domain": [0, top]}
-    encoding: dict[str, Any] = {
-        "y": number("mean", **axis),
-        "tooltip": hover("step", "mean", "largest", "waiting"),
-    }
-    bar = {"type": "bar", "width": {"expr": f"0.8 * width / {len(work)}"}}
-    pale = {"mark": {**bar, "color": color, "opacity": 0.35}, "encoding": encoding}
-    red = {
-        "mark": {**bar, "color": PALETTE[5], "opacity": 0.6},
-        "encoding": encoding | {"y2": {"field": "largest"}},
-    }
-    circle = {
-        "mark": {"type": "circle", "size": 9, "color": color, "opacity": 1, "tooltip": True},
-        "encoding": {"y": number("work", **axis)},
-    }
-    layers = [
-        {"data": {"values": rows}, **layer} for rows, layer in ((steps, pale), (steps, red), (dots, circle))
-    ]
-    x = number("step", "step", domain=[-0.7, len(work) - 0.3], nice=False)
-    return chart(name, {"encoding": {"x": x}, "layer": layers}, 130)
+    for name, work in works.items():
+        steps = np.arange(len(work))
+        curves = {"mean": (steps, work.mean(axis=1)), "largest": (steps, work.max(axis=1))}
+        dots = {"micro-batches": (steps.repeat(work.shape[1]), work.ravel())}
+        yield lines(name, "step", curves, dots=dots, zero=True, top=top)
 
 
 def _delay(summaries: Mapping[str, Summary], batch_tokens: int) -> list[str]:

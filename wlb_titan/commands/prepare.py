@@ -17,7 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from wlb_titan.commands.console import make_console, say, show_table
+from wlb_titan.commands.command_line import NUMBER, POSITIVE, make_console, say, show_table
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import verify as read_through
 from wlb_titan.corpus.folder import UNREADABLE_FILE, output_folder
@@ -50,16 +50,10 @@ MOST_VOCAB_SIZE = 1 << 22
     type=click.IntRange(MIN_VOCAB_SIZE, MOST_VOCAB_SIZE),
     help=f"Most entries of the tokenizer that is trained.  [default: {DEFAULT_VOCAB_SIZE}]",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Seed of the order of the documents.",
-)
+@click.option("--seed", type=NUMBER, default=0, show_default=True, help="Seed of the order of the documents.")
 @click.option(
     "--max-tokens",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     help="Stop with the document that reaches this number of tokens.  [default: take all documents]",
 )
 @click.option(
@@ -93,11 +87,7 @@ MOST_VOCAB_SIZE = 1 << 22
 )
 @click.option("--verify", is_flag=True, help="Only read the corpus at OUTPUT through, and name all damage.")
 def prepare(
-    output: Path,
-    overwrite: bool,
-    verify: bool,
-    template_options: tuple[str, ...],
-    **options: Any,
+    output: Path, overwrite: bool, verify: bool, template_options: tuple[str, ...], **options: Any
 ) -> None:
     """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from wlb_titan.commands.console import say, show_table
-from wlb_titan.commands.job import describe_job
+from wlb_titan.commands.command_line import Rows, describe_job, say, show_table
 from wlb_titan.config import Resolved
 from wlb_titan.config.build import dotted
 from wlb_titan.config.values import to_text
@@ -65,7 +64,7 @@ def print_search(
     say(*what_to_know({best.job.policy: best}))
 
 
-def search_rows(result: Search) -> list[dict[str, str]]:
+def search_rows(result: Search) -> Rows:
     """A row for each candidate, the fastest first."""
     best = result.found[0].flops_per_second
     return [

@@ -10,25 +10,30 @@ from typing import Any
 import click
 import numpy as np
 
-from wlb_titan.commands.charts import lines, pipeline_charts, stacked
-from wlb_titan.commands.console import print_choice, say, show_table, warnings_once
-from wlb_titan.commands.job import describe_job, load_job
-from wlb_titan.commands.options import (
+from wlb_titan.commands.command_line import (
+    MANY,
     OVERRIDABLE,
-    check_outputs,
+    Asked,
+    Output,
+    Rows,
+    describe_job,
+    load_job,
     of_job,
+    print_choice,
     report_option,
-    steps_option,
+    say,
+    show_table,
+    warnings_once,
     writing,
 )
 from wlb_titan.commands.page import (
-    Card,
-    Try,
     choice_section,
     command,
     cost,
     described,
     gained,
+    lines,
+    pipeline_charts,
     search_command,
     section,
     table,
@@ -48,7 +53,6 @@ from wlb_titan.summary import Estimate
 
 SLOWER = 2.0  # the network, in the sensitivity column
 
-Rows = list[dict[str, str]]
 Plans = dict[Policy, list[Plan]]
 Predictions = dict[Policy, Prediction]
 
@@ -60,7 +64,7 @@ Predictions = dict[Policy, Prediction]
     metavar="PACKING[:SHARDING[:ORDER]],...",
     help="Side by side; the first is the baseline.  [default: plain and the file's own]",
 )
-@steps_option(20, "Steps to simulate.")
+@click.option("--steps", type=MANY, default=20, help="Steps to simulate.")
 @click.option(
     "--offload", type=float, metavar="SHARE", help="Share of saved activations to offload to host memory."
 )
@@ -91,9 +95,7 @@ Predictions = dict[Policy, Prediction]
     help=f"With --search: rank what was found by then.  [default: {SEARCH_SECONDS:g}]",
 )
 @report_option
-@click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
-)
+@click.option("--trace", type=Output(), metavar="FILE", help="Timeline for ui.perfetto.dev.")
 def simulate(
     file: Path,
     overrides: tuple[str, ...],
@@ -124,7 +126,6 @@ def simulate(
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
     _check_options(search, search_seconds=search_seconds, report=report, trace=trace)
-    check_outputs(report=report, trace=trace)
     with warnings_once():
         asked = load_job(file, overrides, lengths=lengths, cluster=cluster, gpus=None if search else gpus)
     compared = [Policy.parse(one) for one in policies.split(",")] if policies else None
@@ -149,15 +150,16 @@ def simulate(
         say(*notes)
     if trace is None and report is None:
         return
-    steps_drawn = _typical_steps(plans, predictions)
+    drawn = _typical_steps(plans, predictions)
     if trace is not None:
         with writing(f"--trace: {trace}"):
-            write_trace([span for spans, _ in steps_drawn.values() for span in spans], trace)
+            write_trace([span for spans, _ in drawn.values() for span in spans], trace)
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
     if report is not None:
         sections = [*map(choice_section, choices), section("Policies", " ".join(notes), table(rows))]
-        drawn = write_report(report, scenario, plans, predictions, steps_drawn, sections, asked.typed)
-        click.echo(f"Report: {drawn}")
+        sections += _pictures(predictions, drawn)
+        page = write_report(report, asked, plans, predictions, rows[: len(predictions)], sections)
+        click.echo(f"Report: {page}")
 
 
 def _check_options(search: bool, **given: Any) -> None:
@@ -204,15 +206,6 @@ def _predicted(
     return plans, predictions, impossible
 
 
-def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, Step]:
-    """By policy the step that comes nearest to the mean, which stands for all."""
-    steps = {}
-    for policy, one in predictions.items():
-        number = int(abs(one.seconds - one.seconds.mean()).argmin())
-        steps[str(policy)] = step_timeline(one.job, plans[policy][number], str(policy))
-    return steps
-
-
 def table_rows(
     scenario: Scenario, plans: Plans, predictions: Predictions, impossible: Mapping[Policy, UserError]
 ) -> Rows:
@@ -239,98 +232,71 @@ def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
     return mine.over(base)
 
 
-TIME = "Mean of the steps. A GPU computes, or it waits for others."
 STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
 HELD = "GiB on one GPU of each pipeline rank, at the end of each pass."
-PEAK = "By pipeline rank, the largest of all steps; the line is what a GPU has."
+PEAK = "GiB of the fullest GPU by what they are for."
+
+
+def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, Step]:
+    """For each policy the step that comes nearest to the mean, which stands for all."""
+    steps = {}
+    for policy, one in predictions.items():
+        number = int(abs(one.seconds - one.seconds.mean()).argmin())
+        steps[str(policy)] = step_timeline(one.job, plans[policy][number], str(policy))
+    return steps
+
+
+def _pictures(predictions: Predictions, steps: Mapping[str, Step]) -> list[str]:
+    """Sections on a typical step and its memory."""
+    held = {
+        name: {f"pp {one.rank}": (one.seconds, one.bytes_ / GIB) for one in curves}
+        for name, (_, curves) in steps.items()
+    }
+    curves = (lines(name, "seconds", own, zero=True, interpolate="step-after") for name, own in held.items())
+    peaks = {str(policy): one.peak_memory for policy, one in predictions.items()}
+    terms = [term for term in TERMS if any(getattr(peak, term) for peak in peaks.values())]
+    memory = [
+        {"policy": name}
+        | {term: f"{getattr(peak, term) / GIB:.1f}" for term in terms}
+        | {"all": f"{peak.total / GIB:.1f}"}
+        for name, peak in peaks.items()
+    ]
+    return [
+        section("A typical step", STEP, pipeline_charts({name: spans for name, (spans, _) in steps.items()})),
+        section("Activations over that step", HELD, *curves),
+        section("Peak memory", PEAK, table(memory)),
+    ]
 
 
 def write_report(
-    folder: Path,
-    scenario: Scenario,
-    plans: Plans,
-    predictions: Predictions,
-    steps: Mapping[str, Step],
-    sections: Sequence[str],
-    typed: Sequence[str],
+    folder: Path, asked: Asked, plans: Plans, predictions: Predictions, cards: Rows, sections: Sequence[str]
 ) -> Path:
-    """Draws what was simulated.
-
-    Args:
-        plans, predictions: by policy, the baseline first.
-        steps: timeline and memory of a typical step, by policy.
-        sections: what was printed.
-        typed: what the command line names, as of `page.command`.
-    """
+    """Draws what was simulated; the baseline is the first of the policies."""
     named = {str(policy): prediction for policy, prediction in predictions.items()}
-    imbalances = {str(policy): float(np.mean([p.imbalance for p in own])) for policy, own in plans.items()}
     base = next(iter(named))
     gains = {name: speedup(one, named[base]) for name, one in named.items()}
     fitting = [name for name, one in named.items() if one.fits] or list(named)
     best = max(fitting, key=lambda name: gains[name].value)
-    degrees = named[best].job.degrees
-    waited = imbalances[best] if degrees.pipeline * degrees.data > 1 else None  # by none on one replica
-    corpus, about = described(scenario.job, scenario.documents)
+    prediction = named[best]
+    degrees, policy = prediction.job.degrees, prediction.job.policy
+    waited = None  # by nobody on one replica
+    if degrees.pipeline * degrees.data > 1:
+        waited = float(np.mean([plan.imbalance for plan in plans[policy]]))
+    why = "Other degrees and schedules of as many GPUs"
+    why += f", as a GPU waits for {prediction.bubble:.0%} of the step:" if prediction.bubble >= 0.1 else ":"
+    tries = [(why, search_command(asked.typed, degrees.ranks))]
+    if asked.lengths is None:
+        dryrun = command("dryrun", asked.typed, "--policy", ":".join(policy))
+        tries.append((f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
+    corpus, about = described(asked.job, asked.documents)
     return write_page(
         folder,
         title=f"What balance is worth: {corpus}",
-        answer=f"{gained(best, gains[best], base)}; {cost(named[best].bubble, waited)}",
+        answer=f"{gained(best, gains[best], base)}; {cost(prediction.bubble, waited)}",
         about=about,
-        cards=[
-            card(name, one, gains[name], base, f"imbalance {imbalances[name]:.3f}")
-            for name, one in named.items()
-        ],
-        tries=_tries(best, named[best], typed),
-        sections=[
-            *sections,
-            section(
-                "Where the time of a step goes",
-                TIME,
-                stacked("", "seconds", {name: _step_parts(one) for name, one in named.items()}),
-            ),
-            section("A typical step", STEP, pipeline_charts({name: step[0] for name, step in steps.items()})),
-            section("Activations over that step", HELD, *(_held(name, step) for name, step in steps.items())),
-            section("Peak memory", PEAK, *(_peak_memory(name, one) for name, one in named.items())),
-        ],
+        cards=cards,
+        figure="speedup",
+        facts=("bubble", "MFU", "tokens/s", "peak GiB"),
+        tries=tries,
+        sections=sections,
     )
-
-
-def card(name: str, one: Prediction, gain: Estimate, base: str, *more: str) -> Card:
-    """What matters most of a prediction: what it gains, `more`, and what it costs."""
-    facts = (
-        "the baseline" if name == base else f"the FLOPs a second of {base}",
-        *more,
-        f"bubble {one.bubble:.1%}, MFU {one.mfu:.1%}",
-        f"{one.tokens_per_second:,.0f} tokens a second",
-        f"{one.peak_memory.total / GIB:.1f} of {one.job.cluster.memory / GIB:.0f} GiB",
-    )
-    return Card(name, gain.text(".2f", "x"), facts)
-
-
-def _tries(best: str, prediction: Prediction, typed: Sequence[str]) -> list[Try]:
-    why = "Other degrees and schedules of as many GPUs"
-    why += f", as a GPU waits for {prediction.bubble:.0%} of the step:" if prediction.bubble >= 0.1 else ":"
-    tries = [Try(why, search_command(typed, prediction.job.degrees.ranks))]
-    if "--lengths" not in typed:
-        dryrun = command("dryrun", typed, "--policy", ":".join(prediction.job.policy))
-        tries.append(Try(f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
-    return tries
-
-
-def _step_parts(one: Prediction) -> dict[str, float]:
-    busy, sent = float(one.busy.mean()), float(one.communication.mean())
-    waiting = float(one.seconds.mean()) - busy - sent
-    return {"busy": busy, "waiting": waiting, "data-parallel communication": sent}
-
-
-def _held(name: str, step: Step) -> str:
-    curves = {f"pp {one.rank}": (one.seconds, one.bytes_ / GIB) for one in step[1]}
-    return lines(name, "seconds", curves, zero=True, interpolate="step-after")
-
-
-def _peak_memory(name: str, one: Prediction) -> str:
-    terms = {
-        f"pp {rank.rank}": {term.replace("_", " "): getattr(rank, term) / GIB for term in TERMS}
-        for rank in one.memory
-    }
-    return stacked(name, "GiB", terms, limit=one.job.cluster.memory / GIB)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.console import warnings_once
-from wlb_titan.commands.options import OVERRIDABLE, of_file
+from wlb_titan.commands.command_line import NUMBER, OVERRIDABLE, POSITIVE, of_file, warnings_once
 from wlb_titan.errors import EXIT_AGAIN
 
 SCRIPT = """\
@@ -41,34 +40,34 @@ PATIENCE = 120
 @of_file
 @click.option(
     "--gpus",
-    type=click.IntRange(1),
+    type=POSITIVE,
     default=8,
     help='GPUs of a node, with a process each. Where wlb.device = "cpu": processes, and no GPU is asked for.',
 )
 @click.option(
     "--nodes",
-    type=click.IntRange(0),
+    type=NUMBER,
     default=0,
     show_default=False,
     help="Nodes of the job; as many as the degrees need, if not given.",
 )
 @click.option(
     "--min-nodes",
-    type=click.IntRange(0),
+    type=NUMBER,
     default=0,
     show_default=False,
     help="Nodes with which the job goes on if others are lost.",
 )
 @click.option(
     "--restarts",
-    type=click.IntRange(0),
+    type=NUMBER,
     default=0,
     help="How often the nodes start their processes again, from the newest checkpoint.",
 )
 @click.option("--time", default="24:00:00", help="Limit of the job's wall time.")
 @click.option(
     "--notice",
-    type=click.IntRange(1),
+    type=POSITIVE,
     default=300,
     help="Seconds before the limit when the run is told to stop: more than a step and saving take.",
 )

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.console import warnings_once
-from wlb_titan.commands.options import OVERRIDABLE, of_file
+from wlb_titan.commands.command_line import NUMBER, OVERRIDABLE, of_file, warnings_once
 
 
 @click.command(context_settings=OVERRIDABLE)
 @of_file
 @click.option(
     "--nproc",
-    type=click.IntRange(0),
+    type=NUMBER,
     default=0,
     show_default=False,
     metavar="N",
@@ -24,7 +23,7 @@ from wlb_titan.commands.options import OVERRIDABLE, of_file
 )
 @click.option(
     "--restarts",
-    type=click.IntRange(0),
+    type=NUMBER,
     default=0,
     metavar="N",
     help="How often the processes are started again when one is lost.",

@@ -10,20 +10,26 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
+
+from annotated_types import BaseMetadata, MinLen
 
 from wlb_titan.config.classes import find_class, full_name, importable, short_name
-from wlb_titan.config.sources import Leaf, Node, Table
+from wlb_titan.config.sources import Leaf, Node, Table, leaves
 from wlb_titan.config.values import (
     Mismatch,
     arms,
+    bare,
     convert,
     dataclass_arms,
     describe,
     expressed,
+    is_sound,
+    limits_of,
     shown,
     to_text,
 )
@@ -37,6 +43,9 @@ the user gave a whole new list (0)."""
 CLASS = "class"
 """The key by which a section chooses its class, unless it holds a plug-in, whose family names the key."""
 
+MOST_LISTED = 8
+"""Values that an error about a whole section shows."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -48,16 +57,8 @@ class Entry:
     """`base llama3_debug`, `default of FullAC`, `train.toml:12` or `command line`."""
     text: str | None
     """The value as TOML; None if TOML cannot express it, so that only a base can give it."""
-
-
-class Rejection(Exception):
-    """A dataclass refused its values."""
-
-    def __init__(self, path: KeyPath, cls: type, error: Exception) -> None:
-        super().__init__(path)
-        self.path = path
-        said = " ".join(str(error).split()).rstrip(".")
-        self.reason = f"{short_name(cls)} rejects this: {said or repr(error)}."
+    limits: tuple[BaseMetadata, ...] = ()
+    """Of the numbers that may stand there."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -69,22 +70,24 @@ class Builder:
 
     Args:
         locked: fields that the user cannot set, by dotted path, each with the reason.
+        limits: of fields of classes that are not ours and cannot be annotated, by dotted path.
     """
 
-    def __init__(self, base: object, base_name: str, locked: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        base: object,
+        base_name: str,
+        locked: Mapping[str, str],
+        limits: Mapping[str, tuple[object, ...]],
+    ) -> None:
         self.base = base
         self.base_name = base_name
         self.locked = locked
+        self.limits = limits
         self.entries: list[Entry] = []
 
     def build(self, layers: Sequence[Table]) -> Any:
-        """The base with `layers` over it, weakest first; `self.entries` then lists its values in field order.
-
-        Raises:
-            ConfigError: an unknown key or a value of the wrong type.
-            Rejection: a `__post_init__` raised.
-        """
-        self.entries = []
+        """The base with `layers` over it, weakest first. `self.entries` then has all values in order."""
         return self._section(self.base, type(self.base), layers, (), f"base {self.base_name}")
 
     # Each method below returns the new value of the field at `path`, of type `hint`. So far the field holds
@@ -93,7 +96,7 @@ class Builder:
     def _value(self, current: object, hint: object, nodes: Sequence[Node], path: KeyPath, origin: str) -> Any:
         if dataclass_arms(hint) or is_dataclass(current):
             return self._section(current, hint, nodes, path, origin)
-        for arm in arms(hint):
+        for arm in map(bare, arms(hint)):
             arguments = get_args(arm)
             if get_origin(arm) is list and dataclass_arms(arguments[0]):
                 return self._list(current, hint, arguments[0], nodes, path, origin)
@@ -108,7 +111,8 @@ class Builder:
     def _leaf(self, current: object, hint: object, nodes: Sequence[Node], path: KeyPath, origin: str) -> Any:
         for node in nodes:
             current, origin = _converted(node, hint, current, path), node.source
-        self.entries.append(Entry(path, current, origin, expressed(current, hint)))
+        limits = tuple(limit for limit in limits_of(hint) if not isinstance(limit, MinLen))
+        self.entries.append(Entry(path, current, origin, expressed(current, hint), limits))
         return current
 
     def _section(
@@ -150,7 +154,7 @@ class Builder:
         for table in tables:
             for key, child in table.children.items():
                 if key not in fields and not (key == _choosing_key(cls) and path):
-                    self._refuse_key(child, (*path, key), cls, list(fields))
+                    raise self._no_such_key(child, (*path, key), cls, list(fields))
         values: dict[str, Any] = {}
         for name, field in fields.items():
             here = (*path, name)
@@ -165,14 +169,19 @@ class Builder:
                     f"{tables[-1].source}: [{dotted(path)}]: the key {name!r} is missing; {short_name(cls)} "
                     "has no default for it."
                 )
-            values[name] = self._value(current, _hints(cls)[name], nodes, here, origin)
+            values[name] = self._value(current, self._hint(cls, here), nodes, here, origin)
         try:
             if start is None:
                 return cls(**values)
             changed = {name: value for name, value in values.items() if value is not getattr(start, name)}
             return dataclasses.replace(start, **changed) if changed else start
         except Exception as error:  # whatever a __post_init__ raises, it means that the values will not do
-            raise Rejection(path, cls, error) from error
+            raise _refused(error, cls, tables, path) from error
+
+    def _hint(self, cls: type, path: KeyPath) -> Any:
+        hint = _hints(cls)[str(path[-1])]
+        limits = self.limits.get(dotted(path))
+        return Annotated[hint, *limits] if limits else hint
 
     def _list(
         self, current: Any, hint: object, element: object, nodes: Sequence[Node], path: KeyPath, origin: str
@@ -235,38 +244,39 @@ class Builder:
         unchanged = current is before and all(after[key] is before.get(key) for key in after)
         return current if unchanged else after
 
-    def _refuse_key(self, node: Node, path: KeyPath, cls: type, names: list[str]) -> NoReturn:
-        base = Builder(self.base, self.base_name, self.locked)
-        base.build([])
-        known = [dotted(entry.path) for entry in base.entries]
-        hint = None
-        if issubclass(cls, PluginConfig) and (others := cls.family.having(str(path[-1]))):
+    def _no_such_key(self, node: Node, path: KeyPath, cls: type, names: list[str]) -> ConfigError:
+        key = str(path[-1])
+        if issubclass(cls, PluginConfig) and (others := cls.family.having(key)):
             hint = f" {cls.family.key} = {shown(cls.owner_name())} does not have it, but {', '.join(others)}."
-        raise no_such_key(node, path, short_name(cls), names, known, hint)
+        else:
+            base = Builder(self.base, self.base_name, self.locked, self.limits)
+            base.build([])
+            namesakes = [dotted(entry.path) for entry in base.entries if entry.path[-1] == key]
+            close = difflib.get_close_matches(key, names, n=1)
+            suggestions = [dotted((*path[:-1], name)) for name in close] or namesakes[:3]
+            hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
+        if len(names) <= 12:
+            hint += f" {short_name(cls)} has {', '.join(names) or 'no keys'}."
+        return ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
 
 
-def no_such_key(
-    node: Node,
-    path: KeyPath,
-    owner: str,
-    names: Sequence[str],
-    known: Sequence[str],
-    hint: str | None = None,
-) -> ConfigError:
-    """The error for a key that does not exist.
-
-    Args:
-        known: dotted paths of all values of the configuration, some of which may be meant.
-        hint: said instead of what may be meant.
-    """
-    if hint is None:
-        namesakes = [other for other in known if other.rpartition(".")[2] == path[-1]]
-        close = difflib.get_close_matches(str(path[-1]), names, n=1)
-        suggestions = [dotted((*path[:-1], name)) for name in close] or namesakes[:3]
-        hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
-    if len(names) <= 12:
-        hint += f" {owner} has {', '.join(names) or 'no keys'}."
-    return ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
+def _refused(error: Exception, cls: type, tables: Sequence[Table], path: KeyPath) -> ConfigError:
+    """The error for values that a `__post_init__` refuses, with those that were written: the ones that its
+    message names, or else all of the section."""
+    said = " ".join(str(error).split()).rstrip(".") or repr(error)
+    reason = f"{short_name(cls)} rejects this: {said}."
+    written = {(*path, *keys): leaf for table in tables for keys, leaf in leaves(table)}
+    named = {
+        keys: leaf for keys, leaf in written.items() if re.search(rf"\b{re.escape(str(keys[-1]))}\b", said)
+    }
+    relevant = (named or written).items()
+    told = [(f"{dotted(keys)} = {shown(leaf.value)}", leaf.source) for keys, leaf in relevant]
+    if len(told) == 1:
+        ((value, source),) = told
+        return ConfigError(f"{source}: {value}: {reason}")
+    place = f"{tables[-1].source}: [{dotted(path)}]" if path else tables[-1].source
+    listed = ", ".join(f"{value} ({source})" for value, source in told[:MOST_LISTED])
+    return ConfigError(f"{place}: {reason} Written are {listed}{', ...' * (len(told) > MOST_LISTED)}.")
 
 
 def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) -> tuple[type, str | None]:
@@ -316,7 +326,7 @@ def _converted(node: Node, hint: object, current: object, path: KeyPath) -> Any:
     """The value of a leaf (or of an array of tables, for a field that holds a list of dicts)."""
     if isinstance(node, Table) and not node.array:
         raise ConfigError(
-            f"{node.source}: [{dotted(path)}]: this is a table, but {describe(hint)} belongs here; "
+            f"{node.source}: [{dotted(path)}]: this is a table, but here belongs {describe(hint)}; "
             f"write {dotted(path)} = VALUE."
         )
     value = _plain(node)
@@ -328,10 +338,13 @@ def _converted(node: Node, hint: object, current: object, path: KeyPath) -> Any:
             return convert(reading, hint, current)
         except Mismatch:
             continue
-    raise ConfigError(f"{node.source}: {dotted(path)} = {shown(value)}: expected {describe(hint)}.")
+    also = "" if is_sound(value) else " Numbers are finite and have at most 64 bits."
+    raise ConfigError(f"{node.source}: {dotted(path)} = {shown(value)}: expected {describe(hint)}.{also}")
 
 
-_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -8,9 +8,9 @@ name stands for it: `class = "torchtitan.distributed.activation_checkpoint:FullA
 from __future__ import annotations
 
 import difflib
-import importlib
-import sys
 from dataclasses import is_dataclass
+
+from wlb_titan.plugins import load
 
 
 def short_name(cls: type) -> str:
@@ -25,7 +25,10 @@ def full_name(cls: type) -> str:
 
 def importable(cls: type) -> bool:
     """Whether the full name of a class leads back to it; not so for a class inside a function."""
-    return _lookup(sys.modules.get(cls.__module__), short_name(cls), (cls,)) is cls
+    try:
+        return _configuration(load(full_name(cls)), (cls,)) is cls
+    except (ImportError, AttributeError):
+        return False
 
 
 def find_class(name: str, allowed: tuple[type, ...]) -> type:
@@ -34,26 +37,22 @@ def find_class(name: str, allowed: tuple[type, ...]) -> type:
     Raises:
         LookupError: there is none, or it may not stand there; the message is for the user.
     """
-    module_name, colon, qualified_name = name.partition(":")
-    if not colon:
+    if ":" not in name:
         return _find_loaded(name, allowed)
     try:
-        module = importlib.import_module(module_name)
+        cls = _configuration(load(name), allowed)
     except (ImportError, ValueError, TypeError) as error:  # the latter two for "" and ".relative"
-        raise LookupError(f"module {module_name!r} cannot be imported ({error})") from error
-    cls = _lookup(module, qualified_name, allowed)
+        raise LookupError(f"module {name.partition(':')[0]!r} cannot be imported ({error})") from error
+    except AttributeError:
+        cls = None
     if cls is None:
         kinds = " or ".join(full_name(kind) for kind in allowed)
-        raise LookupError(
-            f"module {module_name!r} has no configuration {qualified_name!r} of the kind {kinds}"
-        )
+        raise LookupError(f"{name!r} is no configuration of the kind {kinds}")
     return cls
 
 
-def _lookup(module: object, qualified_name: str, allowed: tuple[type, ...]) -> type | None:
-    found = module
-    for part in qualified_name.split("."):
-        found = getattr(found, part, None)
+def _configuration(found: object, allowed: tuple[type, ...]) -> type | None:
+    """A dataclass, or the `Config` of a class that has one."""
     for candidate in (found, getattr(found, "Config", None)):
         if isinstance(candidate, type) and is_dataclass(candidate) and issubclass(candidate, allowed):
             return candidate

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wlb_titan.config.blame import blame
-from wlb_titan.config.build import Builder, Entry, Rejection, dotted
+from annotated_types import Ge, Gt, Interval, Le, MinLen
+
+from wlb_titan.config.build import Builder, Entry, dotted
 from wlb_titan.config.sources import Leaf, Table, leaves, read_sources
-from wlb_titan.config.values import shown, to_text
-from wlb_titan.config.writing import document
+from wlb_titan.config.values import in_words, key_text, shown, to_text
 from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.packing.policy import MOST_TOKENS
 
 T = TypeVar("T")
 
@@ -27,9 +29,60 @@ LOCKED = {
 }
 """What the user cannot set, with the reason."""
 
+_DEGREE = (Interval(ge=1, le=1 << 20),)
+_COUNT = (Ge(1),)
+_FROM_ZERO = (Ge(0),)
+_SHARE = (Interval(ge=0, le=1),)
+_SECONDS = (Interval(ge=1, le=30 * 24 * 3600),)
+_NOT_EMPTY = (MinLen(1),)
+
+LIMITS = {
+    "dump_folder": _NOT_EMPTY,
+    "training.local_batch_size": _DEGREE,
+    "training.global_batch_size": (Interval(ge=-1, le=1 << 20),),
+    "training.seq_len": (Interval(ge=2, le=MOST_TOKENS),),
+    "training.max_norm": (Gt(0), Le(math.inf)),
+    "training.steps": _COUNT,
+    "training.gc_freq": _COUNT,
+    "parallelism.data_parallel_replicate_degree": _DEGREE,
+    "parallelism.data_parallel_shard_degree": (Interval(ge=-1, le=1 << 20),),
+    "parallelism.tensor_parallel_degree": _DEGREE,
+    "parallelism.pipeline_parallel_degree": _DEGREE,
+    "parallelism.context_parallel_degree": _DEGREE,
+    "parallelism.expert_parallel_degree": _DEGREE,
+    "parallelism.pipeline_parallel_first_stage_less_layers": _FROM_ZERO,
+    "parallelism.pipeline_parallel_last_stage_less_layers": _FROM_ZERO,
+    "parallelism.pipeline_parallel_layers_per_stage": _COUNT,
+    "lr_scheduler.warmup_steps": _FROM_ZERO,
+    "lr_scheduler.total_steps": _COUNT,
+    "lr_scheduler.decay_ratio": _SHARE,
+    "lr_scheduler.min_lr_factor": _SHARE,
+    "optimizer.param_groups": _NOT_EMPTY,
+    "loss.num_chunks": _COUNT,
+    "metrics.log_freq": _COUNT,
+    "checkpoint.load_step": (Ge(-1),),
+    "comm.init_timeout_seconds": _SECONDS,
+    "comm.train_timeout_seconds": _SECONDS,
+    "comm.trace_buf_size": _FROM_ZERO,
+    "debug.seed": _FROM_ZERO,
+    "profiler.profile_freq": _COUNT,
+    "profiler.profiler_active": _COUNT,
+    "profiler.profiler_warmup": _FROM_ZERO,
+    "profiler.profiler_repeat": _FROM_ZERO,
+    "profiler.profiler_skip_first": _FROM_ZERO,
+    "profiler.profiler_skip_first_wait": _FROM_ZERO,
+    "profiler.memory_snapshot_freq": _COUNT,
+    "profiler.memory_snapshot_max_entries": _COUNT,
+}
+"""Ranges of torchtitan's settings that it does not check itself: a wrong one would fail in the middle of a
+run. Ours stand beside their docstrings."""
+
 IMPLIED = {("checkpoint", "last_save_in_hf"): ("checkpoint", "last_save_model_only")}
 """What a key that is set to true sets to true besides, unless the same file or a stronger one sets it too:
 Hugging Face's format has no place for an optimizer."""
+
+COMMENT_COLUMN = 60
+"""Where comments begin, unless a value reaches beyond."""
 
 INHERITED = ("base ", "default of ")
 """How the source of a value begins that the user did not write."""
@@ -45,8 +98,6 @@ class Resolved:
     """The base's name as an entry of its own."""
     entries: tuple[Entry, ...]
     """All values, in the order of the dataclasses' fields."""
-    ranges: Mapping[str, str] = field(default_factory=dict)
-    """Dotted key -> which numbers it may hold, in words."""
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -54,37 +105,23 @@ class Resolved:
         return {dotted(entry.path): entry.source for entry in self.entries}
 
     def to_toml(self, changed_only: bool = False) -> str:
-        """Write the configuration as one self-contained TOML file that loads to an equal configuration.
-
-        Args:
-            changed_only: leave out what is as in the base. Loading that gives an equal configuration too,
-                as long as the base stays the same.
-        """
+        """One self-contained TOML file that loads to an equal configuration. With `changed_only` it
+        lacks what is as in the base, and does so as long as the base stays the same."""
         unchanged = f"base {self.base.value}"
         kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
-        return document([self.base, *kept], self.ranges)
+        return _document([self.base, *kept])
 
     def check(self, rule: Callable[[Any], T]) -> T:
-        """Apply a rule to the whole configuration, and return what it gives.
-
-        Args:
-            rule: takes the configuration; raises UserError if it is broken, as `key.path: reason` or with a
-                `setting`.
-
-        Raises:
-            ConfigError: the rule's error, with the values it speaks of and where they were written.
-        """
+        """Apply a rule to the configuration, and return what it gives. A UserError of it, as of `placed`,
+        becomes a ConfigError with the values that it speaks of and where they were written."""
         try:
             return rule(self.config)
         except UserError as error:
             raise ConfigError(self.placed(error)) from error
 
     def placed(self, error: UserError) -> str:
-        """An error's message after the file, line and value that it speaks of.
-
-        Args:
-            error: one with a `setting`, or whose message begins with `key.path: `.
-        """
+        """The message of an error after the file, line and value that it speaks of: by its `setting`, or by
+        the `key.path: ` that it begins with."""
         key, _, reason = str(error).partition(": ")
         if error.setting:
             ends = (dotted(entry.path) for entry in self.entries)
@@ -113,9 +150,6 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
 
     Args:
         base_config: makes a fresh dataclass instance of a base's name; raises UserError for an unknown one.
-
-    Raises:
-        ConfigError: the user's mistake, with its place.
     """
     sources = read_sources(path, overrides)
     if sources.base is None:
@@ -128,12 +162,8 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
         base = base_config(name)
     except UserError as error:
         raise ConfigError(f"{sources.base.source}: base = {shown(name)}: {error}") from error
-    builder = Builder(base, name, LOCKED)
-    layers = tuple(_implied(sources.layers))
-    try:
-        config = builder.build(layers)
-    except Rejection as rejection:
-        raise blame(rejection, builder, layers) from rejection
+    builder = Builder(base, name, LOCKED, LIMITS)
+    config = builder.build(tuple(_implied(sources.layers)))
     named = Entry(("base",), name, sources.base.source, to_text(name))
     return Resolved(config, named, tuple(builder.entries))
 
@@ -148,3 +178,35 @@ def _implied(layers: Sequence[Table]) -> Iterator[Table]:
                 implied = Leaf(True, f"{leaf.source} by {dotted(path)}")
                 yield Table({section: Table({key: implied}, leaf.source)}, leaf.source)
         yield layer
+
+
+def _document(entries: Iterable[Entry]) -> str:
+    """Entries as TOML, one line for each value, with a comment saying where it came from. Values that TOML
+    cannot express are left to the base: they become comments."""
+    root: dict[str | int, Any] = {}
+    for entry in entries:
+        table = root
+        for key in entry.path[:-1]:
+            table = table.setdefault(key, {})
+        table[entry.path[-1]] = entry
+    return "\n".join(_lines(root, "", "")) + "\n"
+
+
+def _lines(table: dict[str | int, Any], name: str, header: str) -> list[str]:
+    """A table's own values, then the tables in it, for only in this order is it TOML."""
+    values = [_line(key, entry) for key, entry in table.items() if isinstance(entry, Entry)]
+    lines = ["", header, *values] if values and header else values
+    for key, child in table.items():
+        if isinstance(child, dict):
+            # The number of an element in a new list is not written: each [[list]] begins the next element.
+            inner = name if isinstance(key, int) else f"{name}.{key_text(key)}".lstrip(".")
+            lines += _lines(child, inner, f"[[{inner}]]" if isinstance(key, int) else f"[{inner}]")
+    return lines
+
+
+def _line(key: str | int, entry: Entry) -> str:
+    if entry.text is None:
+        described = type(entry.value).__qualname__
+        return f"# {key}: a Python {described}, which only the base can give  # {entry.source}"
+    words = f"; {in_words(entry.limits)}" if entry.limits else ""
+    return f"{key_text(key)} = {entry.text}".ljust(COMMENT_COLUMN) + f"  # {entry.source}{words}"

@@ -54,12 +54,7 @@ class Sources:
 
 
 def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Sources:
-    """Read a TOML file, all that it extends, and command-line overrides.
-
-    Raises:
-        ConfigError: a file is missing, unreadable or not TOML, `extends` runs in a circle, or an override
-            lacks a key or a value.
-    """
+    """Read a TOML file, all that it extends, and command-line overrides."""
     layers, base = [], None
     for layer in (*reversed(_command_line(overrides)), *_file_chain(Path(path))):
         children = dict(layer.children)

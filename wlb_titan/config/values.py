@@ -1,38 +1,78 @@
 """Plain TOML values and the type hints of dataclass fields: conversion one way, TOML text the other way.
 
 TOML has no null: the string "none" stands for None wherever the type allows None.
+
+A hint may say which numbers are meant, as `Annotated[int, Ge(1)]` does, in the words of the library
+`annotated_types`: Ge, Gt, Le, Lt, Interval, MultipleOf, and MinLen for a string or list. They hold for each
+element in `list[Annotated[int, Ge(2)]]`. Two rules need no annotation: a float is a finite number unless its
+range says Le(inf), and an integer has 64 bits.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import operator
 import re
 import types
 import typing
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt, MinLen, MultipleOf
 
 NONE = "none"
+LARGEST_INTEGER = 2**63 - 1
+
+LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
+    Ge: ("ge", operator.ge, "at least {}"),
+    Gt: ("gt", operator.gt, "above {}"),
+    Le: ("le", operator.le, "at most {}"),
+    Lt: ("lt", operator.lt, "below {}"),
+    MultipleOf: ("multiple_of", lambda value, unit: value % unit == 0, "a multiple of {}"),
+    MinLen: ("min_length", lambda value, least: len(value) >= least, "at least {} long"),
+}
+"""Kind of a limit -> where its bound stands, whether a value keeps to it, and its words."""
+
+NAMED: dict[BaseMetadata, str] = {Le(math.inf): "inf for no bound", MinLen(1): "not empty"}
 
 
 class Mismatch(Exception):
-    """A value that is not of the type that a hint asks for."""
+    """A value that is not of the type, or not in the range, that a hint asks for."""
+
+
+def bare(hint: object) -> object:
+    """A hint without what `Annotated` says of the whole."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def arms(hint: object) -> tuple[object, ...]:
     """The alternatives of a union, without None; `(hint,)` for anything else."""
+    hint = bare(hint)
     if get_origin(hint) in (Union, types.UnionType):
-        return tuple(arm for arm in get_args(hint) if arm is not types.NoneType)
+        return tuple(arm for arm in get_args(hint) if bare(arm) is not types.NoneType)
     return (hint,)
 
 
 def allows_none(hint: object) -> bool:
-    return hint is types.NoneType or types.NoneType in get_args(hint)
+    return any(bare(arm) is types.NoneType for arm in (hint, *get_args(bare(hint))))
 
 
 def dataclass_arms(hint: object) -> tuple[type, ...]:
     """The dataclasses among a hint's alternatives: `A.Config | B.Config | None` -> `(A.Config, B.Config)`."""
-    return tuple(arm for arm in arms(hint) if isinstance(arm, type) and is_dataclass(arm))
+    return tuple(arm for arm in map(bare, arms(hint)) if isinstance(arm, type) and is_dataclass(arm))
+
+
+def limits_of(hint: object) -> tuple[BaseMetadata, ...]:
+    """What `Annotated` says anywhere in a hint: of the alternatives of a union, and of a list's elements."""
+    found: list[BaseMetadata] = []
+    if get_origin(hint) is Annotated:
+        found += _limits(hint)
+        hint = bare(hint)
+    for argument in get_args(hint):
+        found += limits_of(argument)
+    return tuple(found)
 
 
 def convert(value: object, hint: object, guide: object = None) -> Any:
@@ -42,28 +82,27 @@ def convert(value: object, hint: object, guide: object = None) -> Any:
     Where anything may stand (Any), an array becomes a tuple if `guide`, the value it replaces, is one.
 
     Raises:
-        Mismatch: the value is of another type.
+        Mismatch: the value is of another type or out of range.
     """
     if value == NONE and allows_none(hint):
         return None
-    if len(arms(hint)) > 1:
-        return _convert_to_union(value, arms(hint), guide)
-    (hint,) = arms(hint)
+    if get_origin(hint) is Annotated:
+        return _convert_in_range(value, hint, guide)
+    if (alternatives := arms(hint)) != (hint,):
+        return _convert_to_union(value, alternatives, guide)
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if hint is Any:
-        if isinstance(value, list) and isinstance(guide, tuple):
-            return tuple(value)
-        if isinstance(value, str | int | float | list | dict):
-            return value
+        if isinstance(value, str | int | float | list | dict) and is_sound(value):
+            return tuple(value) if isinstance(value, list) and isinstance(guide, tuple) else value
     elif origin is Literal:
         for option in arguments:
             if type(option) is type(value) and option == value:
                 return option
     elif hint is float:
-        if type(value) in (int, float):
+        if type(value) in (int, float) and is_sound(value):
             return float(typing.cast(float, value))
     elif hint in (bool, int, str):
-        if type(value) is hint:
+        if type(value) is hint and is_sound(value):
             return value
     elif origin is list and isinstance(value, list):
         (element,) = arguments or (Any,)
@@ -74,6 +113,19 @@ def convert(value: object, hint: object, guide: object = None) -> Any:
         _, element = arguments or (str, Any)
         return {key: convert(item, element) for key, item in value.items()}
     raise Mismatch
+
+
+def _convert_in_range(value: object, hint: object, guide: object) -> Any:
+    limits = _limits(hint)
+    if value == math.inf and Le(math.inf) in limits:
+        return value
+    result = convert(value, bare(hint), guide)
+    for limit in limits:
+        bound, holds, _ = LIMITS[type(limit)]
+        has_length = isinstance(result, str | list | tuple)
+        if isinstance(limit, MinLen) == has_length and not holds(result, getattr(limit, bound)):
+            raise Mismatch
+    return result
 
 
 def _convert_to_union(value: object, alternatives: tuple[object, ...], guide: object) -> Any:
@@ -97,15 +149,52 @@ def _convert_to_tuple(value: list[object], elements: tuple[object, ...]) -> list
     return [convert(item, element) for item, element in zip(value, elements, strict=True)]
 
 
+def is_sound(value: object) -> bool:
+    """Whether all numbers are finite and of at most 64 bits."""
+    if isinstance(value, int):
+        return abs(value) <= LARGEST_INTEGER
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(is_sound, value.values()))
+    return not isinstance(value, list) or all(map(is_sound, value))
+
+
+def _limits(hint: object) -> list[BaseMetadata]:
+    """What `Annotated` says of the whole of a hint."""
+    return [one for one in _flat(getattr(hint, "__metadata__", ())) if type(one) in LIMITS]
+
+
+def _flat(metadata: Iterable[Any]) -> Iterator[BaseMetadata]:
+    for item in metadata:
+        if isinstance(item, GroupedMetadata):
+            yield from _flat(item)
+        else:
+            yield item
+
+
 def describe(hint: object) -> str:
     """Say in words what may stand in a field: `Literal["a", "b"] | None` -> `one of "a", "b" or "none"`."""
     words = list(dict.fromkeys(_describe_one(arm) for arm in arms(hint)))
+    if limits := _limits(hint):
+        words[-1] += f", {in_words(limits)}"
     if allows_none(hint):
         words.append(f'"{NONE}"')
     return " or ".join(words)
 
 
+def in_words(limits: Iterable[BaseMetadata]) -> str:
+    """`(Gt(0), Le(1))` -> `above 0 and at most 1`."""
+    words = []
+    for limit in limits:
+        bound, _, pattern = LIMITS[type(limit)]
+        words.append(NAMED.get(limit) or pattern.format(getattr(limit, bound)))
+    return " and ".join(words)
+
+
 def _describe_one(hint: object) -> str:
+    if get_origin(hint) is Annotated:
+        return describe(hint)
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     simple = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Any: "a value"}
     if isinstance(hint, typing.Hashable) and hint in simple:

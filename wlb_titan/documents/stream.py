@@ -68,10 +68,6 @@ class DocumentStream:
         """Id of the document that holds the next token."""
         return self._next
 
-    def rows_of(self, ids: Ints) -> Ints:
-        """int64 (n,), the corpus rows of documents by id, also of those long past."""
-        return self.mixture.read(ids)[0]
-
     def lengths_of(self, ids: Ints) -> Ints:
         """int64 (n,), tokens of whole documents by id."""
         return self.mixture.read(ids)[1]

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import errno
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.tools.logging import logger
+from torchtitan.components.checkpointer import BaseCheckpointManager
 
 from wlb_titan.errors import UserError
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.config import TrainerConfig
 
 METADATA = ".metadata"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
@@ -30,51 +26,46 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What to go on from.
+class Beginning:
+    """What to go on from."""
 
-    Attributes:
-        step: step of the newest whole checkpoint; -1 is none.
-        broken: newer ones, step and what is wrong with it.
-    """
-
-    step: int
-    broken: tuple[tuple[int, str], ...]
+    step: int  # of the newest whole checkpoint; -1 is none
+    broken: tuple[tuple[int, str], ...] = ()  # newer ones, step and what is wrong with it
 
 
-def beginning(config: Trainer.Config) -> Choice:
+def beginning(config: TrainerConfig) -> Beginning:
     """Which of a run's own checkpoints it goes on from."""
     checkpoint = config.checkpoint
     folder = Path(config.dump_folder) / checkpoint.folder
     if not checkpoint.enable or checkpoint.create_seed_checkpoint:
-        return Choice(-1, ())
+        return Beginning(-1)
     if checkpoint.load_step >= 0:
         named = folder / f"step-{checkpoint.load_step}"
         if wrong := damage(named):
             raise UserError(f"checkpoint.load_step: {named} cannot be loaded: {wrong}.")
-        return Choice(checkpoint.load_step, ())
-    choice = newest_whole(folder)
+        return Beginning(checkpoint.load_step)
+    found = newest_whole(folder)
+    if found.step < 0 and found.broken:
+        raise UserError(
+            f"checkpoint.folder: no checkpoint in {folder} is whole: "
+            + "; ".join(f"step {step}: {wrong}" for step, wrong in found.broken)
+            + ". Copy one again from where it came, or name another dump_folder to start anew."
+        )
     initial = checkpoint.initial_load_path
-    if choice.step < 0 and initial and not checkpoint.initial_load_in_hf and (wrong := damage(Path(initial))):
+    if found.step < 0 and initial and not checkpoint.initial_load_in_hf and (wrong := damage(Path(initial))):
         raise UserError(f"checkpoint.initial_load_path: {initial} cannot be loaded: {wrong}.")
-    return choice
+    return found
 
 
-def newest_whole(folder: Path) -> Choice:
+def newest_whole(folder: Path) -> Beginning:
     """Looks through the checkpoints of a folder from the newest on."""
     broken = []
     for step in sorted(_steps(folder), reverse=True):
         wrong = damage(folder / f"step-{step}")
         if not wrong:
-            return Choice(step, tuple(broken))
+            return Beginning(step, tuple(broken))
         broken.append((step, wrong))
-    if broken:
-        raise UserError(
-            f"checkpoint.folder: no checkpoint in {folder} is whole: "
-            + "; ".join(f"step {step}: {wrong}" for step, wrong in broken)
-            + ". Copy one again from where it came, or name another dump_folder to start anew."
-        )
-    return Choice(-1, ())
+    return Beginning(-1, tuple(broken))
 
 
 def damage(checkpoint: Path) -> str:
@@ -99,22 +90,21 @@ def damage(checkpoint: Path) -> str:
     return ""
 
 
-def save_stopped(trainer: Trainer, first: int) -> None:
-    """Saves a run that stops before its last step, as it saves itself every so many steps, and tells of it.
+def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -> str:
+    """Saves a run that stops before its last step, as it saves itself every so many steps; returns what is
+    saved, in words.
 
     Args:
-        first: the first step that was, by this process; at a smaller one nothing is new.
+        new: whether this process trained the step.
     """
-    checkpointer, step = trainer.checkpointer, trainer.step
-    told = "nothing is saved, as checkpoint.enable = false or load_only = true"
-    if checkpointer.enable and not checkpointer.load_only:
-        saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
-        if step >= first and not saved:
-            checkpointer.interval = 1
-            checkpointer.save(step)
-        checkpointer.maybe_wait_for_saving()
-        told = "all is saved; start the job again to go on"
-    logger.info(f"Stopped after step {step} of {trainer.config.training.steps}: {told}.")
+    if not checkpointer.enable or checkpointer.load_only:
+        return "nothing is saved, as checkpoint.enable = false or load_only = true"
+    saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
+    if new and not saved:
+        checkpointer.interval = 1
+        checkpointer.save(step)
+    checkpointer.maybe_wait_for_saving()
+    return "all is saved; start the job again to go on"
 
 
 def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
@@ -126,33 +116,40 @@ def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
         (folder / f"step-{step}").rename(aside)
 
 
-def explained(error: BaseException, folder: Path, saving: bool) -> BaseException:
+def exported(config: TrainerConfig, step: int) -> Path | None:
+    """The folder of the last step's weights in Hugging Face's format; None where none is written."""
+    checkpoint = config.checkpoint
+    folder = Path(config.dump_folder) / checkpoint.folder / f"step-{step}"
+    writes = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
+    return folder if writes and folder.is_dir() else None
+
+
+def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseException:
     """The user's error behind what torch's checkpointing raised; the error itself where there is none.
 
     Args:
-        error: what loading, training or saving raised.
         saving: whether the run had begun; before, a checkpoint is loaded.
     """
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, UserError):
             return cause
-    if saving:
-        for cause in causes:
-            if (isinstance(cause, OSError) and cause.errno in FULL) or "unexpected pos" in str(cause):
-                return UserError(
-                    f"A checkpoint cannot be saved in {folder}: {_room(folder)}. {_next(folder)}"
-                )
-        return error
-    if any(isinstance(cause, CheckpointException) for cause in causes):
-        first = next((cause for cause in causes[1:] if not isinstance(cause, CheckpointException)), error)
-        said = " ".join(str(first).split())[:500]
+    if saving and any(map(_says_that_the_disk_is_full, causes)):
+        older = newest_whole(folder).step
+        follows = f"the checkpoint of step {older} is whole, and the run goes on from it"
         return UserError(
-            f"A checkpoint of {folder} cannot be loaded: {said}. If the model or the optimizer was changed, "
-            "change it back, or name another dump_folder to start anew. If the checkpoint is damaged, move "
-            "its folder step-N away; the run then goes on from the one before."
+            f"A checkpoint cannot be saved in {folder}: its disk is full. Make room and start again: "
+            + (f"{follows}." if older >= 0 else "there is no older checkpoint, so the run begins anew.")
         )
-    return error
+    if saving or not any(isinstance(cause, CheckpointException) for cause in causes):
+        return error
+    first = next((cause for cause in causes[1:] if not isinstance(cause, CheckpointException)), error)
+    said = " ".join(str(first).split())[:500]
+    return UserError(
+        f"A checkpoint of {folder} cannot be loaded: {said}. If the model or the optimizer was changed, "
+        "change it back, or name another dump_folder to start anew. If the checkpoint is damaged, move its "
+        "folder step-N away; the run then goes on from the one before."
+    )
 
 
 def _steps(folder: Path) -> list[int]:
@@ -176,18 +173,5 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield from _causes(error.__context__)
 
 
-def _room(folder: Path) -> str:
-    try:
-        return f"its disk is full ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free)"
-    except OSError:
-        return "its disk is full"
-
-
-def _next(folder: Path) -> str:
-    try:
-        step = newest_whole(folder).step
-    except UserError:
-        step = -1
-    if step < 0:
-        return "Make room, or name another dump_folder; there is no older checkpoint, so a run begins anew."
-    return f"Make room and start again: the checkpoint of step {step} is whole, and the run goes on from it."
+def _says_that_the_disk_is_full(error: BaseException) -> bool:
+    return (isinstance(error, OSError) and error.errno in FULL) or "unexpected pos" in str(error)

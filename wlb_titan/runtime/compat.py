@@ -35,16 +35,11 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 # Has torch.compile take a dimension as a symbol from the start, whatever its size. Without it,
 # `maybe_mark_dynamic`: one more graph for each length with a single document.
@@ -72,7 +67,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 # Calls a function of ours in place of a layer, without changing the names of its weights. Without it: a
 # module of our own, and its prefix in the names of checkpoints.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
 
 # The process group of a name that a functional collective has. Without it: a dry run names groups that are
 # none of the mesh's axes by a number. And all groups of this rank. Without it: those of its meshes, of which
@@ -99,15 +93,10 @@ from torch.distributed.pipelining.schedules import _ComputationType as Computati
 from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineScheduleRuntime
 
-# What a trainer's loader derives from.
-from torchtitan.components.dataloader import BaseDataLoader
-
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Configurable
-from torchtitan.config.configs import ParallelismConfig
-from torchtitan.distributed import ParallelDims
 
 # The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently:
 # build a schedule, divide layers into stages, read the numbers that this needs, cut a model into stages.
@@ -118,42 +107,6 @@ from torchtitan.distributed.pipeline_parallel import (
 )
 from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as pipeline_metadata
 from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
-
-# The loader of torchtitan's text bases, for which ours stands in.
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.tools import utils as titan_utils
-from torchtitan.tools.utils import device_type
-
-from wlb_titan.cost.degrees import TORCHTITAN, Dimension, in_order
-
-if TYPE_CHECKING:
-    from torchtitan.trainer import Trainer
-
-
-class Batch(NamedTuple):
-    """What a step trains, as a configuration says it.
-
-    Attributes:
-        window: context window in tokens.
-        run: micro-batches that go through a data-parallel rank's pipeline together.
-        total: micro-batches of a step on all data-parallel ranks; None: one run on each.
-    """
-
-    window: int
-    run: int
-    total: int | None
-
-
-def batch_of(config: Trainer.Config) -> Batch:
-    training = config.training
-    total = training.global_batch_size
-    return Batch(training.seq_len, training.local_batch_size, total if total > 0 else None)
-
-
-def device_bytes() -> int:
-    """Memory of this process's device."""
-    total: int = titan_utils.device_module.get_device_properties(0).total_memory
-    return total
 
 
 def in_backward_pass() -> bool:
@@ -222,9 +175,8 @@ def place_in_batch() -> int | None:
 def optimizer_factory(
     container: type[OptimizersContainer], name: str
 ) -> Callable[..., torch.optim.Optimizer]:
-    """What a name of `optimizer_name` makes. Without it: `getattr(torch.optim, name)`.
+    """What a name of `optimizer_name` makes; NotImplementedError where torchtitan has none of this name.
 
-    Raises:
-        NotImplementedError: torchtitan has none of this name.
+    Without it: `getattr(torch.optim, name)`.
     """
     return container._resolve_optimizer_factory(name)

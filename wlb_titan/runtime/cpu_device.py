@@ -1,11 +1,10 @@
-"""Lets torchtitan train on a machine without an accelerator, or as if it were one.
+"""Lets torchtitan train on a machine without an accelerator, or as if it had none.
 
-torchtitan decides on its device when `torchtitan.tools.utils` is imported and falls back to "cuda". This is
-the one place in the project that replaces another package's names, and it does so only where torch finds no
-accelerator; with one, nothing here has any effect.
+torchtitan decides on its device when `torchtitan.tools.utils` is imported, and falls back to "cuda". This is
+the one place in the project that replaces another package's names, and only where torch finds no accelerator.
 
 gloo, which communicates between CPUs, lacks one collective that experts need: an all-to-all of tensors of
-different sizes. spmd_types has a hook for another implementation of collectives, which is used here.
+different sizes. spmd_types has a hook for other implementations of collectives, which is used here.
 """
 
 from __future__ import annotations
@@ -29,14 +28,8 @@ class CpuDeviceModule:
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cpu, name)
 
-    def set_device(self, device: object) -> None:
-        pass
-
     def current_device(self) -> int:
         return 0
-
-    def device_count(self) -> int:
-        return 1
 
     def get_device_name(self, device: object = None) -> str:
         return platform.processor() or "cpu"
@@ -86,26 +79,16 @@ def hide_accelerators() -> None:
 
 
 def use_cpu_without_accelerator() -> bool:
-    """Makes torchtitan use the CPU if there is no accelerator. Call it before torchtitan is imported.
+    """Makes torchtitan use the CPU if there is no accelerator, and returns whether there is none.
 
-    Returns:
-        Whether the CPU is the device of this process.
-
-    Raises:
-        RuntimeError: other parts of torchtitan were imported first and have copied the wrong device.
+    Call it before torchtitan is imported: its other parts copy the device.
     """
     if torch.accelerator.is_available():
         return False
     from torchtitan.tools import utils
 
     if utils.device_type != "cpu":
-        copies = [
-            m for m in ("torchtitan.distributed.utils", "torchtitan.components.metrics") if m in sys.modules
-        ]
-        if copies:
-            raise RuntimeError(
-                f"{', '.join(copies)} was imported before use_cpu_without_accelerator() was called"
-            )
+        assert "torchtitan.distributed.utils" not in sys.modules, "called too late: the device was copied"
         utils.device_type = "cpu"
         utils.device_module = CpuDeviceModule()
         utils.get_local_device = lambda: torch.device("cpu")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
 
 from wlb_titan.plugins import load
 from wlb_titan.runtime.meshes import Dims
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
 
 
 class Axis:
@@ -44,10 +42,10 @@ def meets(trainer: Trainer, every: int) -> bool:
 
 
 class OwnAxes:
-    """The user's dimensions of parallelism ([[wlb.dimensions]]), as objects on this rank."""
+    """The user's dimensions of parallelism ([[wlb.dimensions]]) on this rank."""
 
     def __init__(self) -> None:
-        self._axes: list[tuple[int, Axis]] = []  # each after its steps between meetings
+        self._axes: list[tuple[int, Axis]] = []  # with the steps between their meetings
 
     def make(self, dims: Dims) -> None:
         """Makes those of more than one rank, once the job's meshes are there."""
@@ -64,8 +62,7 @@ class OwnAxes:
         def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
             for _, axis in self._axes:
                 axis.prepare(part)
-            result: nn.Module = parallelize(part, **arguments)
-            return result
+            return parallelize(part, **arguments)
 
         return dataclasses.replace(spec, parallelize_fn=prepare_first)
 

@@ -1,10 +1,10 @@
-"""The dump folder of a run: one run at a time, and nothing of a former one lost.
+"""The dump folder of a run: one run at a time, and nothing of an earlier one is lost.
 
-.lock              held by rank 0 of the run, which it names; the kernel lets go when that process is gone
+.lock              names rank 0 of the run, which holds it; the kernel lets go when that process is gone
 config.toml        every setting of the run, resolved
 metrics.jsonl      and validation.jsonl: a line a step
 traces/            step-N.json: timelines of traced steps
-former-1/          all these of a run that was here before, where a new one began from step 0
+former-1/          the same of an earlier run, where a new one began from step 0
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
         raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
     try:
         _wait_for(lock, folder, patience)
-        holder = {
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
         os.ftruncate(lock, 0)
         with contextlib.suppress(OSError):  # on a full disk it holds all the same
             os.pwrite(lock, json.dumps(holder).encode(), 0)
@@ -94,21 +91,26 @@ def check_place(folder: Path) -> None:
         raise UserError(f"dump_folder: {place} cannot be written by this user; name another folder.")
 
 
-def begin(folder: Path, config: str, step: int) -> None:
-    """Notes the settings of a run that begins or goes on; what a former one left is moved aside first.
+def note_beginning(folder: Path, config: str, step: int) -> None:
+    """Writes the settings of a run that goes on from `step`, or begins at 0, into its dump folder, which is
+    held; what an earlier run left is moved aside first."""
+    try:
+        if step == 0:
+            _move_former_aside(folder)
+        writing = folder / f".{CONFIG_FILE}.writing"
+        writing.write_text(config, encoding="utf-8")
+        writing.replace(folder / CONFIG_FILE)
+    except OSError as error:
+        raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
 
-    Args:
-        folder: the dump folder, whose lock is held.
-        step: from which it goes on; 0 is a new run.
-    """
-    if step == 0 and any((folder / name).exists() for name in (METRICS_FILE, VALIDATION_FILE)):
-        number = 1
-        while (aside := folder / f"former-{number}").exists():
-            number += 1
-        aside.mkdir()
-        for name in (METRICS_FILE, VALIDATION_FILE, CONFIG_FILE, TRACES):
-            if (folder / name).exists():
-                (folder / name).rename(aside / name)
-    writing = folder / f".{CONFIG_FILE}.writing"
-    writing.write_text(config, encoding="utf-8")
-    writing.replace(folder / CONFIG_FILE)
+
+def _move_former_aside(folder: Path) -> None:
+    if not any((folder / name).exists() for name in (METRICS_FILE, VALIDATION_FILE)):
+        return
+    number = 1
+    while (aside := folder / f"former-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for name in (METRICS_FILE, VALIDATION_FILE, CONFIG_FILE, TRACES):
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)

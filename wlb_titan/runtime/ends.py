@@ -5,7 +5,6 @@ A rank that stops leaves the others waiting in a collective, which they give up 
 has a thread (`Alarm`) that looks, once a second, at the store by which a job's processes find each other:
 
     failed          the first failure: rank, host and message
-    <facts>         what rank 0 found out for all (`Alarm.share`)
     stop            why the run is to end, by the first that was asked
     begun/<rank>    the step that a rank had begun when it saw that; it begins no other before the answer
     last            the largest of these, by rank 0 when all have said theirs: the last step of all
@@ -35,29 +34,32 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
 from torchtitan.tools.logging import logger
 
 from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR, ONE_REQUEST, UserError
 
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_WHILE_ALL_WAIT = 0.5  # between looks, until it is agreed when to stop
+GRACE = 3.0  # seconds for a rank to say what it has met itself, after another has failed
+HEARD = 2.5  # seconds in which all others have looked, before the store may go with this host
+LOST = 30.0  # seconds without the store after which its host is taken for gone
+CONNECT = timedelta(seconds=120)
+
+EXIT_FAILED = 1
+EXIT_STOPPED = 128 + signal.SIGTERM
+HEARD_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 class Stop:
-    """What ranks agree on.
-
-    Args:
-        store: store of the job; None for a job of one process.
-
-    Attributes:
-        status: with which the process ends once the run has stopped; 0 as long as nobody has asked.
-    """
+    """What ranks agree on when they are asked to end. A job of one process needs no store."""
 
     def __init__(self, rank: int, world_size: int, store: Store | None) -> None:
-        self.status = 0
+        self.status = 0  # with which the process ends once the run has stopped; 0 until somebody asks
         self._rank = rank
         self._store = store or HashStore()
         self._all_begun = [f"begun/{one}" for one in range(world_size)]
@@ -79,7 +81,7 @@ class Stop:
         return self.is_asked and self._last is None
 
     def after(self, seconds: float) -> None:
-        """Has the run stop so many seconds from now; rank 0's clock counts."""
+        """Has the run stop in so many seconds; rank 0's clock counts."""
         if self._rank == 0:
             self._deadline = time.monotonic() + seconds
 
@@ -90,7 +92,6 @@ class Stop:
                 self._begun = step + 1
                 return True
             self._changed.wait_for(lambda: self._last is not None)
-            assert self._last is not None
             return step < self._last
 
     def ask(self, why: str, status: int) -> None:
@@ -113,7 +114,9 @@ class Stop:
         if self._rank == 0 and store.check(self._all_begun):
             store.set("last", str(max(map(int, store.multi_get(self._all_begun)))))
         if store.check(["last"]):
-            self._decide(int(store.get("last")))
+            with self._changed:
+                self._last = int(store.get("last"))
+                self._changed.notify_all()
 
     def leave(self) -> None:
         """Answers before anybody asks: this rank has done its last step, and looks no more."""
@@ -139,62 +142,19 @@ class Stop:
             f"{found['why']}: the run ends after the step under way; a second signal ends it at once."
         )
 
-    def _decide(self, last: int) -> None:
-        with self._changed:
-            self._last = last
-            self._changed.notify_all()
-
-
-def status_of(number: int) -> int:
-    """The exit status of a run that stopped by a signal.
-
-    SIGUSR1 is a scheduler's warning that time is up (`sbatch --signal`): it is to start the job again. Who
-    sends another one knows what follows.
-    """
-    return EXIT_AGAIN if number == signal.SIGUSR1 else 128 + number
-
-
-def seconds_of(duration: str) -> float:
-    """`23:40:00` or `1-12:00:00` (days, as Slurm writes it) in seconds."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", duration)
-    if match is None:
-        raise UserError(
-            f'wlb.stop_after: "{duration}" is no duration. Write hours:minutes:seconds, such as "23:40:00".'
-        )
-    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
-
-
-SECONDS_BETWEEN_LOOKS = 1.0
-GRACE = 3.0  # seconds for a rank to say what it has met itself, after another has failed
-HEARD = 2.5  # seconds in which all others have looked, before the store may go with this host
-LOST = 30.0  # seconds without the store after which its host is taken for gone
-CONNECT = timedelta(seconds=120)
-SECONDS_WHILE_ALL_WAIT = 0.5  # between looks, until it is agreed when to stop
-
-EXIT_FAILED = 1
-EXIT_STOPPED = 128 + signal.SIGTERM
-HEARD_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
 
 class Alarm:
-    """A context manager: while it is open, this rank watches all others, and they watch it.
-
-    Args:
-        world_size: processes of the job; a job of one process has nobody to watch and needs no store.
-
-    Attributes:
-        stop: when the run is to end, if somebody asks.
-    """
+    """A context manager: while it is open, this rank watches all others, and they watch it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._host = socket.gethostname()
-        self._store: Store | None = _store(rank) if world_size > 1 else None
+        self._store = _store(rank) if world_size > 1 else None  # one process has nobody to watch
         self.stop = Stop(rank, world_size, self._store)
         self._asked: float | None = None
         self._launcher = os.getppid()
         self._failed = False
+        self._seen: dict[str, Any] | None = None  # the first failure, once it was looked at
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._woken, self._waker = socket.socketpair()
@@ -226,27 +186,6 @@ class Alarm:
         for number in HEARD_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
-    def share(self, name: str, find_out: Callable[[], Any], timeout: float = 300.0) -> Any:
-        """What rank 0 finds out, on every rank.
-
-        Args:
-            name: name of the fact; once only in a job.
-            find_out: called on rank 0; gives what JSON can hold.
-            timeout: seconds to wait for it.
-        """
-        if self._rank == 0 or self._store is None:
-            found = find_out()
-            if self._store is not None:
-                self._store.set(name, json.dumps(found))
-            return found
-        deadline, pause = time.monotonic() + timeout, 0.05
-        while not self._store.check([name]):  # `wait` would keep the watching thread from the store
-            if time.monotonic() > deadline:
-                raise UserError(f"Rank 0 has not said {name!r} within {timeout:.0f} s; look at its log.")
-            time.sleep(pause)
-            pause = min(2 * pause, SECONDS_BETWEEN_LOOKS)
-        return json.loads(self._store.get(name))
-
     def fail(self, error: BaseException) -> None:
         """Tells the error to the person and to all ranks; does nothing the second time.
 
@@ -263,11 +202,11 @@ class Alarm:
         if lost:
             message = "the other ranks do not answer any more; the log of rank 0's host says why"
         first = self._report(message)
-        who = f"rank {self._rank} on host {self._host}: " if self._store is not None else ""
         if first is not None and (first["message"] == message or _says_that_another_is_gone(error)):
             return
         if not (lost or isinstance(error, UserError)):
             traceback.print_exception(error, file=sys.stderr)
+        who = f"rank {self._rank} on host {self._host}: " if self._store is not None else ""
         print(f"error: {who}{message}", file=sys.stderr, flush=True)
 
     def _report(self, message: str) -> dict[str, Any] | None:
@@ -278,44 +217,45 @@ class Alarm:
         try:
             found = self._store.compare_set("failed", "", own).decode()
         except Exception:  # the store's host may be what failed
-            return None
+            return self._seen
         return None if found == own else json.loads(found)
 
     def _watch(self) -> None:
-        seen = time.monotonic()
+        looked = time.monotonic()
         while not self._closed.is_set():
             pause = SECONDS_WHILE_ALL_WAIT if self.stop.is_undecided else SECONDS_BETWEEN_LOOKS
             readable, _, _ = select.select([self._woken], [], [], pause)
             signals = self._woken.recv(64) if readable else b""
             # A launcher that was killed while the ranks stop leaves them to it.
             if os.getppid() != self._launcher and not self.stop.is_asked:
-                self._stop("ends, as its launcher is gone", EXIT_STOPPED)
+                self._end_at_once("ends, as its launcher is gone", EXIT_STOPPED)
             for number in signals:
-                self._hear(number)
-            failure = None
+                if number in HEARD_SIGNALS:
+                    self._hear(signal.Signals(number))
             try:
                 self.stop.look()
                 if self._store is not None and self._store.check(["failed"]):
-                    failure = json.loads(self._store.get("failed"))
-                seen = time.monotonic()
+                    self._seen = json.loads(self._store.get("failed"))
+                looked = time.monotonic()
             except Exception:  # the next look may find the store again
-                if time.monotonic() - seen > LOST and not self._closed.is_set():
-                    self._stop(f"ends, as rank 0's host has not answered for {LOST:.0f} s", EXIT_FAILED)
-            if failure is not None:
-                self._follow(failure)
+                if time.monotonic() - looked > LOST and not self._closed.is_set():
+                    self._end_at_once(
+                        f"ends, as rank 0's host has not answered for {LOST:.0f} s", EXIT_FAILED
+                    )
+            if self._seen is not None:
+                self._follow(self._seen)
 
-    def _hear(self, number: int) -> None:
-        """Takes a signal as its sender means it."""
-        if number not in HEARD_SIGNALS:
-            return
+    def _hear(self, heard: signal.Signals) -> None:
+        """SIGUSR1 is a scheduler's warning that time is up (`sbatch --signal`): it is to start the job again.
+        Who sends another one knows what follows."""
         again = self._asked is not None and time.monotonic() - self._asked > ONE_REQUEST
-        if number == signal.SIGINT or again:
-            self._stop(f"was told to stop at once ({signal.Signals(number).name})", 128 + number)
+        if heard == signal.SIGINT or again:
+            self._end_at_once(f"was told to stop at once ({heard.name})", 128 + heard)
         if self._asked is None:
             self._asked = time.monotonic()
-            name = signal.Signals(number).name
             # The launcher passes Ctrl-C on as SIGTERM.
-            self.stop.ask("Ctrl-C or SIGTERM" if number == signal.SIGTERM else name, status_of(number))
+            name = "Ctrl-C or SIGTERM" if heard == signal.SIGTERM else heard.name
+            self.stop.ask(name, EXIT_AGAIN if heard == signal.SIGUSR1 else 128 + heard)
 
     def _follow(self, failure: dict[str, Any]) -> None:
         """Ends this rank, as another has failed."""
@@ -330,14 +270,25 @@ class Alarm:
             )
         _end(EXIT_FAILED)
 
-    def _stop(self, what: str, code: int) -> None:
+    def _end_at_once(self, what: str, code: int) -> None:
         if self._report(what) is None and self._store is not None:
             time.sleep(HEARD)
         _end(code)
 
 
+def seconds_of(duration: str) -> float:
+    """`23:40:00` or `1-12:00:00` (days, as Slurm writes it) in seconds."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", duration)
+    if match is None:
+        raise UserError(
+            f'wlb.stop_after: "{duration}" is no duration. Write hours:minutes:seconds, such as "23:40:00".'
+        )
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
 def _store(rank: int) -> Store:
-    """The store of this job, by a connection of our own; of each restart anew."""
+    """The store of this job, by a connection of our own; each restart has its own keys."""
     launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -363,7 +314,7 @@ def _says_that_another_is_gone(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE) is not None
 
 
-def _end(code: int) -> None:
+def _end(code: int) -> NoReturn:
     """Ends the process whatever its threads wait for."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""The job and the documents of a torchtitan configuration."""
+"""From a torchtitan configuration to the job that is planned and predicted: model, degrees, batch, memory."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections import Counter
 
 import torch
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -11,37 +11,36 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.common.attention import BaseAttention, QKVLinear
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.linear import Linear
+from torchtitan.tools import utils
 
 from wlb_titan.cost.cluster import cluster_of_gpu, load_cluster
 from wlb_titan.cost.degrees import TORCHTITAN, Degrees, own_dimensions
+from wlb_titan.cost.models import ModelShape
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
-from wlb_titan.runtime.compat import batch_of, device_bytes
+from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.pipeline.schedules import canonical_name, stage_names
-from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
 
 
-def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
-    """The job that a configuration trains at the degrees of a number of processes."""
+def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
+    """The job that a configuration trains at these degrees."""
     return configured_job(config, dims).trained
 
 
-def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
+def configured_job(config: TrainerConfig, dims: ParallelDims) -> Job:
     """The job of a configuration, also where it is only planned (`wlb.packing.shadow`)."""
-    batch, wlb = batch_of(config), config.wlb
-    assert config.model_spec is not None
+    wlb, training = config.wlb, config.training
     model = config.model_spec.model
     memory = memory_settings(config)
     schedule, chunks, run, stage_layers = "1F1B", 1, None, ()
     if dims.pp_enabled:
         names = stage_names(config.parallelism, model)
         schedule = canonical_name(config.parallelism.pipeline_parallel_schedule)
-        chunks, run = len(names) // dims.pp, batch.run
+        chunks, run = len(names) // dims.pp, training.local_batch_size
         stage_layers = tuple(sum(name.startswith("layers.") for name in stage) for stage in names)
     degrees = {name: getattr(dims, one.axis) for name, one in TORCHTITAN.items()}
     if not has_experts(model):
@@ -49,13 +48,14 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
     job_degrees = Degrees(**degrees, own=tuple(wlb.dimensions))
     gpu = None if wlb.cluster else gpu_at_hand(wlb.device)
     cluster = cluster_of_gpu(*gpu) if gpu else load_cluster(wlb.cluster or "cpu")
+    total = training.global_batch_size if training.global_batch_size > 0 else None
     return Job(
         model=model_shape(model),
         degrees=job_degrees,
         cluster=cluster,
-        dtype=config.training.mixed_precision_param,
-        window=batch.window,
-        micro_batches=batch.total or batch.run * job_degrees.data,
+        dtype=training.mixed_precision_param,
+        window=training.seq_len,
+        micro_batches=total or training.local_batch_size * job_degrees.data,
         multiple=math.lcm(dims.tp if memory.sequence_parallel else 1, memory.loss_chunks),
         packing=wlb.packing,
         sharding=wlb.sharding,
@@ -73,7 +73,7 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
     )
 
 
-def configured_degrees(config: Trainer.Config) -> dict[str, int]:
+def configured_degrees(config: TrainerConfig) -> dict[str, int]:
     """The degrees whose product is the job's processes, by key; -1 is torchtitan's for all that are left."""
     known = [one.key for one in TORCHTITAN.values() if not one.borrows]
     found = {f"parallelism.{key}": getattr(config.parallelism, key) for key in known}
@@ -81,12 +81,12 @@ def configured_degrees(config: Trainer.Config) -> dict[str, int]:
     return found | {f"wlb.dimensions.{place}.degree": one.degree for place, one in own}
 
 
-def degrees_product(config: Trainer.Config) -> int:
+def degrees_product(config: TrainerConfig) -> int:
     """Processes that the configured degrees need, with a data-parallel degree of 1 where it is -1."""
     return math.prod(max(degree, 1) for degree in configured_degrees(config).values())
 
 
-def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> Dims:
+def parallel_dims(config: TrainerConfig, world_size: int | None = None) -> Dims:
     """The degrees of a job of so many processes; None: as many as the configured degrees need."""
     own = own_dimensions(config.wlb.dimensions)
     return Dims.of(config.parallelism, world_size or degrees_product(config), own)
@@ -99,16 +99,24 @@ def gpu_at_hand(device: str = "auto") -> tuple[str, int] | None:
     return torch.cuda.get_device_name(0), device_bytes()
 
 
-def memory_settings(config: Trainer.Config) -> MemorySettings:
+def device_bytes() -> int:
+    """Memory of this process's device."""
+    return utils.device_module.get_device_properties(0).total_memory
+
+
+def memory_settings(config: TrainerConfig) -> MemorySettings:
     """What of a configuration decides about memory."""
     checkpointing = config.activation_checkpoint
     kind = "selective" if checkpointing is not None else "none"
+    # float32 for each position and element of the head dim: torchtitan's ComplexRoPE has a complex number
+    # for two elements, its CosSinRoPE cosine and sine for each.
+    cos_sin = any(True for _ in config.model_spec.model.traverse(CosSinRoPE.Config))
     return MemorySettings(
         checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
         compute_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
         loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,
-        window=batch_of(config).window,
-        rotary_bytes=_rotary_bytes(config),
+        window=config.training.seq_len,
+        rotary_bytes=8 if cos_sin else 4,
         sequence_parallel=config.parallelism.enable_sequence_parallel,
         reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),
     )
@@ -120,11 +128,55 @@ def _memory_unknown(model: Decoder.Config) -> str:
     return "multi-head latent attention" if has_latent_attention(model) else ""
 
 
-def _rotary_bytes(config: Trainer.Config) -> int:
-    """Of a layer's table of rotary factors for each position and element of the head dim: float32 each.
+def model_shape(model: Decoder.Config) -> ModelShape:
+    """A model's numbers: of its mean layer, and of experts those that a token visits."""
+    attention = model.first_attention
+    if has_latent_attention(model):
+        kv_heads = attention.n_heads
+        head_dim, v_head_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
+    else:
+        kv_heads = attention.n_kv_heads or attention.n_heads
+        head_dim, v_head_dim = attention.head_dim or model.dim // attention.n_heads, None
+    windows = Counter(layer.attention.inner_attention.window for layer in model.layers)
+    moes = [layer.moe for layer in model.layers if layer.moe is not None]
+    dense = sum(layer.feed_forward.w1.out_features for layer in model.layers if layer.moe is None)
+    shared = sum(moe.shared_experts.w1.out_features for moe in moes if moe.shared_experts is not None)
+    widths = [moe.routed_experts.inner_experts.hidden_dim for moe in moes]
+    visits = [moe.router.top_k for moe in moes]
+    routed = sum(number * width for number, width in zip(visits, widths, strict=True))
+    every = sum(moe.num_experts * width for moe, width in zip(moes, widths, strict=True))
+    return ModelShape(
+        layers=len(model.layers),
+        hidden=model.dim,
+        heads=attention.n_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        feed_forward=(dense + shared + routed) // len(model.layers),
+        vocabulary=model.vocab_size,
+        unvisited_weights=3 * model.dim * (every - routed) // len(model.layers),
+        experts=max((moe.num_experts for moe in moes), default=0),
+        routed_width=routed // len(model.layers),
+        visits=sum(visits) / len(model.layers),
+        v_head_dim=v_head_dim,
+        projections=_projections(attention),
+        windows=tuple((window, layers) for window, layers in windows.items() if window is not None),
+        tied=model.enable_weight_tying,
+    )
 
-    torchtitan's ComplexRoPE has a complex number for two elements, its CosSinRoPE cosine and sine for each.
-    """
-    assert config.model_spec is not None
-    cos_sin = any(True for _ in config.model_spec.model.traverse(CosSinRoPE.Config))
-    return 8 if cos_sin else 4
+
+def has_experts(model: Decoder.Config) -> bool:
+    """Whether a layer of the model is a mixture of experts."""
+    return any(layer.moe is not None for layer in model.layers)
+
+
+def has_latent_attention(model: Decoder.Config) -> bool:
+    """Whether keys and values come from a latent vector (multi-head latent attention)."""
+    return hasattr(model.first_attention, "kv_lora_rank")
+
+
+def _projections(attention: BaseAttention.Config) -> int:
+    """Weights of an attention layer's matrix products."""
+    linears = [linear for _, linear, _, _ in attention.traverse(Linear.Config)]
+    if isinstance(qkv := getattr(attention, "qkv_linear", None), QKVLinear.Config):
+        linears.append(qkv.wkv)  # which stands for keys and for values
+    return sum(linear.in_features * linear.out_features for linear in linears)

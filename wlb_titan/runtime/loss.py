@@ -53,12 +53,9 @@ class WeightedCrossEntropyLoss(CrossEntropyLoss):
 def weighted_cross_entropy(
     pred: torch.Tensor, labels: torch.Tensor, *, global_vocab_size: int | None = None
 ) -> torch.Tensor:
-    """The weighted sum over the labels.
+    """The weighted sum over the labels, int64 (1, L, 2) as of `with_weights`.
 
-    Args:
-        pred: (1, L, vocabulary) logits, or this tensor-parallel rank's part of the vocabulary.
-        labels: int64 (1, L, 2) as of `with_weights`.
-        global_vocab_size: vocabulary of the whole model; not needed.
+    `pred`: (1, L, vocabulary) logits, or this tensor-parallel rank's part of the vocabulary.
     """
     weights = labels[..., 1].view(torch.float64).float()
     return -(compute_logprobs(pred, labels[..., 0].contiguous()) * weights).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest, usable_share
 from wlb_titan.memory.rank import GIB, TERMS, Passes, RankMemory
 from wlb_titan.plan import Plan
-from wlb_titan.runtime.choose import check_same
+from wlb_titan.runtime.agreement import check_same
 from wlb_titan.simulator.replicas import flow_memory, rank_memory
 
 FIRST_STEPS = 12
@@ -26,11 +26,10 @@ MOST_REPLICAS = 64
 """Data-parallel ranks that are looked at in these steps: one takes some milliseconds."""
 
 
-def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...] | None:
-    """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known: for
-    models with experts or latent attention, and schedules whose order of passes the planner does not know.
-    """
-    return _known(job, lambda: job.fitting.peak(Passes.of(lengths)))
+def predicted_memory(job: Job, length: int) -> tuple[RankMemory, ...] | None:
+    """The peak of each pipeline rank in a step of micro-batches of so many tokens. None where it is unknown:
+    with experts or latent attention, and in schedules whose order of passes the planner does not know."""
+    return _known(job, lambda: job.fitting.peak(Passes.of([length] * job.replica_micro_batches)))
 
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
@@ -48,14 +47,14 @@ def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[Rank
 
 
 def check_memory(job: Job, device_bytes: int) -> None:
-    """Refuses what cannot fit: a step of micro-batches of a context window each or, where documents are
-    sliced, of a document of the window, all of whose slices are in flight when its backward pass begins."""
-    if job.packing.owner.slices:  # type: ignore[attr-defined]
+    """Refuses what cannot fit: a step of micro-batches of one context window or, where documents are sliced,
+    a document of the window, all of whose slices are in flight when its backward pass begins."""
+    if job.packing.owner.slices:
         what = f"a document of {job.window} tokens"
         ranks = _known(job, lambda: job.fitting.document(job.window))
     else:
         what = f"micro-batches of {job.window} tokens"
-        ranks = predicted_memory(job, [job.window] * job.replica_micro_batches)
+        ranks = predicted_memory(job, job.window)
     if ranks is None:
         return
     most, (usable, room) = fullest(ranks), _room(job, device_bytes)
@@ -68,11 +67,7 @@ def check_memory(job: Job, device_bytes: int) -> None:
 
 
 def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_bytes: int) -> str | None:
-    """Refuses a step that is predicted not to fit.
-
-    Returns:
-        the arithmetic; None where it is not known.
-    """
+    """Refuses a step that is predicted not to fit; returns the arithmetic, None where it is not known."""
     ranks = planned_memory(job, plan, replica)
     if ranks is None:
         return None
@@ -84,7 +79,7 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
 
 def _room(job: Job, device_bytes: int) -> tuple[float, str]:
     """Bytes of a device that predictions may fill, and these in words."""
-    share = usable_share(job.packing.owner.slices)  # type: ignore[attr-defined]
+    share = usable_share(job.packing.owner.slices)
     words = (
         f"{share:.0%} of a device's {device_bytes / GIB:.2f} GiB (the rest is for CUDA, NCCL and fragments)"
     )
@@ -92,18 +87,17 @@ def _room(job: Job, device_bytes: int) -> tuple[float, str]:
 
 
 def describe_memory(job: Job, documents: Documents) -> list[str]:
-    """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become or, where
+    """A line on each pipeline rank's predicted peak, with the longest possible micro-batches or, where
     documents are sliced, in the largest of the first steps."""
     ranks: tuple[RankMemory, ...] | None
-    if job.packing.owner.slices:  # type: ignore[attr-defined]
+    if job.packing.owner.slices:
         solved = job.packing.planning_seconds > 0
         steps = 1 if solved else max(1, min(FIRST_STEPS, MOST_REPLICAS // job.degrees.data))
         ranks = None if job.memory_unknown else flow_memory(job, job.plans(documents, steps))
         most = f"the most of the first {steps} steps"
     else:
         length = job.longest_micro_batch
-        ranks = predicted_memory(job, [length] * job.replica_micro_batches)
-        most = f"micro-batches of {length} tokens"
+        ranks, most = predicted_memory(job, length), f"micro-batches of {length} tokens"
     if ranks is None:
         what = job.memory_unknown or job.schedule
         return [f"Memory of {what} is not predicted; `wlb-titan dryrun` traces it"]
@@ -112,10 +106,10 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
 
 def advise_checkpointing(job: Job) -> list[str]:
     """A line where a run without activation checkpointing is predicted to fit."""
-    if job.memory.checkpointing == "none" or job.packing.owner.slices:  # type: ignore[attr-defined]
+    if job.memory.checkpointing == "none" or job.packing.owner.slices:
         return []
     bare = replace(job, memory=replace(job.memory, checkpointing="none"))
-    ranks = predicted_memory(bare, [job.longest_micro_batch] * job.replica_micro_batches)
+    ranks = predicted_memory(bare, job.longest_micro_batch)
     if ranks is None or (most := fullest(ranks).total) > bare.fitting.usable:
         return []
     return [
@@ -125,11 +119,11 @@ def advise_checkpointing(job: Job) -> list[str]:
 
 
 def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
-    """The largest GiB of the ranks of each pipeline rank. Call it on every rank; in passing they compare
-    `digest`, that of their plans, and raise UserError if one has another.
+    """The largest GiB of each pipeline rank. Every rank calls it; by the same collective they compare the
+    `digest` of their plans.
 
-    Of an accelerator it is what was allocated at most since the last report; of the CPU what the process has
-    had resident at most since it started, the libraries included.
+    On an accelerator the peak is that of allocated memory since the last report, on the CPU that of
+    resident memory since the process started, libraries included.
     """
     if device.type == "cpu":
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -31,8 +31,8 @@ from wlb_titan.job import Job
 class Dims(ParallelDims):
     """torchtitan's degrees and meshes, with dimensions that it does not have.
 
-    Its own meshes are those of the ranks at one place along the others; only `batch` and `loss` go over the
-    dimensions that divide data too.
+    torchtitan's own meshes are those of ranks at one place along these dimensions. Only `batch` and `loss` go
+    over those of them that divide data, too.
     """
 
     own: tuple[Dimension, ...] = ()

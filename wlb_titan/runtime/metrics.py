@@ -1,6 +1,6 @@
 """The metrics of a run: one line a step on the console, one JSON object a step in metrics.jsonl.
 
-TensorBoard and W&B get the same numbers through torchtitan's own loggers.
+TensorBoard and W&B get the same numbers through torchtitan's own loggers. docs/metrics.md lists every key.
 """
 
 from __future__ import annotations
@@ -8,26 +8,18 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-import numpy as np
 import torch
 from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
-from wlb_titan.context import ContextStrategy, with_prefix
-from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import V_SHAPED
-from wlb_titan.plan import Plan, imbalance_by_pass, imbalance_degree
 from wlb_titan.runtime.compat import metrics_rank_of
 from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.pipeline.schedules import canonical_name
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.data.dataloader import Step
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:
@@ -48,8 +40,7 @@ class MetricsProcessor(titan.MetricsProcessor):
     class Config(titan.MetricsProcessor.Config):
         pass
 
-    last_step = 0
-    """The last step of the run, which the trainer sets; the time left follows from it."""
+    last_step = 0  # of the run; the trainer sets it
 
     def __init__(
         self, config: Config, *, parallel_dims: Any, dump_folder: str, pp_schedule: str, **kwargs: Any
@@ -65,17 +56,11 @@ class MetricsProcessor(titan.MetricsProcessor):
         )
         self._lines = JsonLines(Path(dump_folder) / METRICS_FILE)
         self._validation_lines = JsonLines(Path(dump_folder) / VALIDATION_FILE)
-        self._steps = self._tokens = 0  # since the last report
-        self._first: tuple[int, float] | None = None  # report: step, and when
-        self._flops = 0.0
+        self._steps, self._tokens, self._flops = 0, 0, 0.0  # since the last report
+        self._first: tuple[int, float] | None = None  # report of this process: its step, and when
 
     def count(self, tokens: int, flops: float) -> None:
-        """Takes note of a step.
-
-        Args:
-            tokens: tokens of documents in the whole job, without padding.
-            flops: FLOPs of the model on them.
-        """
+        """Takes note of a step: tokens of documents in the whole job, and the model's FLOPs on them."""
         self._steps += 1
         self._tokens += tokens
         self._flops += flops
@@ -95,14 +80,9 @@ class MetricsProcessor(titan.MetricsProcessor):
             global_max_loss: largest such loss of a rank.
             grad_norm: norm of the gradient before clipping.
             extra_metrics: what the plan says of the step; torchtitan's own, such as learning rates.
-
-        docs/metrics.md lists every key.
         """
         elapsed, steps = time.perf_counter() - self.time_last_log, max(self._steps, 1)
-        extra = dict(extra_metrics or {})
         flops = self._flops / elapsed
-        if self._peak_flops is not None:
-            extra["mfu_documents"] = flops / self._peak_flops
         memory = self.device_memory_monitor.get_peak_stats()
         record = {
             "step": step,
@@ -114,18 +94,19 @@ class MetricsProcessor(titan.MetricsProcessor):
             "model_tflops": flops / 1e12,
             "data_loading_seconds": sum(self.data_loading_times) / steps,
             "memory_gib": max(memory.max_reserved_gib, 0.0),  # not known on the CPU
-            **extra,
+            **(extra_metrics or {}),
         }
+        if self._peak_flops is not None:
+            record["mfu_documents"] = flops / self._peak_flops
         try:
             self.logger.log({k: v for k, v in record.items() if isinstance(v, int | float)}, step)
         except OSError as error:
             warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training goes on without.")
         if self._reports:
-            start = {"start": True} if self._first is None else {}  # this process's first line
+            start = {"start": True} if self._first is None else {}
             self._lines.write({**record, "steps": steps, **start})
             logger.info(_console_line(record, self.last_step, self._seconds_left(step)))
-        self._steps = self._tokens = 0
-        self._flops = 0.0
+        self._steps, self._tokens, self._flops = 0, 0, 0.0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
@@ -140,9 +121,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         return (self.last_step - step) * (now - then) / (step - first)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Reports a validation pass, as a line of validation.jsonl too.
+        """Reports a validation, as a line of validation.jsonl too.
 
-        torchtitan's would begin to count time and peak memory anew, between two reports of steps.
+        torchtitan's would count time and peak memory from here, between two reports of steps.
         """
         extra = extra_metrics or {}
         self.logger.log({"validation_metrics/loss": loss, **extra}, step)
@@ -164,6 +145,18 @@ def spoken(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
+ON_CONSOLE = {
+    "imbalance": "imbalance {:.3f}",
+    "shadow/imbalance": "in the shadow {:.3f}",
+    "measured_imbalance": "measured {:.3f}",
+    "bubble": "bubble {:.1%}",
+    "delay_mean": "delay {:.2f}",
+    "mfu_documents": "MFU {:.1%}",
+    "memory_gib": "memory {:.2f} GiB",
+}
+"""What the console shows besides, where it is there and not 0."""
+
+
 def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
     parts = [
         f"step {record['step']:{len(str(last))}d}" + (f" of {last}" if last else ""),
@@ -171,85 +164,10 @@ def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
         f"grad {record['grad_norm']:7.3f}",
         f"{record['tokens_per_second']:9,.0f} tokens/s",
     ]
-    if "imbalance" in record:
-        parts.append(f"imbalance {record['imbalance']:.3f}")
-    if "shadow/imbalance" in record:
-        parts.append(f"in the shadow {record['shadow/imbalance']:.3f}")
-    if "measured_imbalance" in record:
-        parts.append(f"measured {record['measured_imbalance']:.3f}")
-    if "bubble" in record:
-        parts.append(f"bubble {100 * record['bubble']:.1f} %")
-    if record.get("delay_mean"):
-        parts.append(f"delay {record['delay_mean']:.2f}")
-    if "mfu_documents" in record:
-        parts.append(f"MFU {100 * record['mfu_documents']:.1f} %")
-    if record["memory_gib"] > 0:
-        parts.append(f"memory {record['memory_gib']:.2f} GiB")
+    parts += [form.format(record[key]) for key, form in ON_CONSOLE.items() if record.get(key)]
     if left and left > 0:
         parts.append(f"{spoken(left)} left")
     return " | ".join(parts)
-
-
-def step_figures(step: Step, job: Job, shadow: Job | None) -> dict[str, Any]:
-    """What the plan of a step says of it, for metrics.jsonl; beside it that of the job's shadow."""
-    plan = step.plan
-    figures = {
-        "tokens": plan.tokens,
-        "labels": step.labels,
-        "padding": plan.padding,
-        **plan_figures(plan, job),
-    }
-    if step.shadow is not None and shadow is not None:
-        figures |= {f"shadow/{key}": value for key, value in plan_figures(step.shadow, shadow).items()}
-    return figures | step.source_figures
-
-
-def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:
-    """How well a plan balances, and what that costs, for metrics.jsonl.
-
-    Returns:
-        What docs/metrics.md lists from `imbalance` to `longest_micro_batch`.
-    """
-    return {
-        "imbalance": plan.imbalance,
-        **rank_imbalance(plan, job.strategy),
-        "cut_share": plan.cut_share(job.window),
-        "keys_per_token": plan.keys_per_token,
-        "delay_mean": plan.delay,
-        "delay_max": plan.max_delay,
-        "waiting_documents": plan.waiting_documents,
-        "waiting_tokens": plan.waiting_tokens,
-        "lost_tokens": plan.lost_tokens,
-        "longest_micro_batch": plan.longest,
-        "plan_ms": plan.plan_ms,
-    }
-
-
-def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, Any]:
-    """Largest over mean predicted work at each level; 1.0 is perfect balance.
-
-    Returns:
-        What docs/metrics.md lists as `imbalance_dp`, `imbalance_pp` and, with context parallelism, as
-        `imbalance_cp` and `sharding`, of the micro-batches that the plan divides.
-    """
-    replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
-    packs = [plan.of_rank(rank) for rank in replicas]
-    workloads = [[m.workload for m in own] for own in packs]
-    in_pipelines = [imbalance_by_pass(*replica) for replica in zip(packs, workloads, strict=True)]
-    figures: dict[str, Any] = {
-        "imbalance_dp": imbalance_degree([sum(own) for own in workloads]),
-        "imbalance_pp": float(np.mean(in_pipelines)),
-    }
-    divided = [
-        (m.sharding, with_prefix(m.ranks, m.prefix))
-        for m in plan.micro_batches
-        if m.ranks is not None and not m.merged
-    ]
-    if divided and strategy is not None:
-        times = [strategy.seconds(ranks).sum(axis=1) for _, ranks in divided]
-        figures["imbalance_cp"] = float(np.mean([imbalance_degree(t) for t in times]))
-        figures["sharding"] = dict(Counter(sharding for sharding, _ in divided))
-    return figures
 
 
 @functools.cache
@@ -260,8 +178,8 @@ def warn_once(message: str) -> None:
 class JsonLines:
     """A file of one JSON object a line, each with a `step`, which a resumed run goes on with.
 
-    A run resumed from a checkpoint repeats the steps since then: with the first line, old lines of that step
-    and later ones go, and lines that are none, as a crash leaves them. All others are kept.
+    A run resumed from a checkpoint repeats the steps since then. So the first line that it writes replaces
+    those of the same step and later ones, and what a crash has left half-written; all others are kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -272,29 +190,29 @@ class JsonLines:
         """Appends a line. On a full disk the line is lost, and the next one is tried again."""
         try:
             if self._file is None:
-                self._file = self._open_before(record["step"])
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                if self._path.exists():
+                    self._drop_from(record["step"])
+                self._file = self._path.open("a", buffering=1, encoding="utf-8")
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
             warn_once(f"{self._path} cannot be written: {error.strerror}. Training goes on, lines are lost.")
 
     def close(self) -> None:
-        if self._file is not None:
-            try:
+        try:
+            if self._file is not None:
                 self._file.close()
-            except OSError as error:
-                warn_once(f"{self._path} may lack its last lines: {error.strerror}.")
+        except OSError as error:
+            warn_once(f"{self._path} may lack its last lines: {error.strerror}.")
 
-    def _open_before(self, step: int) -> TextIO:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            writing = self._path.with_name(self._path.name + ".tmp")
-            with (
-                self._path.open(encoding="utf-8", errors="replace") as old,
-                writing.open("w", encoding="utf-8") as new,
-            ):
-                new.writelines(line for line in old if self._is_kept(line, step))
-            writing.replace(self._path)
-        return self._path.open("a", buffering=1, encoding="utf-8")
+    def _drop_from(self, step: int) -> None:
+        writing = self._path.with_name(self._path.name + ".tmp")
+        with (
+            self._path.open(encoding="utf-8", errors="replace") as old,
+            writing.open("w", encoding="utf-8") as new,
+        ):
+            new.writelines(line for line in old if self._is_kept(line, step))
+        writing.replace(self._path)
 
     def _is_kept(self, line: str, step: int) -> bool:
         try:

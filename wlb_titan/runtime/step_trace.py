@@ -28,7 +28,7 @@ from wlb_titan.simulator.trace import COMPUTED, Span, write_trace
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
-    from wlb_titan.runtime.trainer import Trainer
+    from wlb_titan.runtime.config import TrainerConfig
 
 
 class PassTimer:
@@ -119,7 +119,7 @@ class RankPasses:
 class StepTrace:
     """Measures every `trace_every`-th step; the rank that reports writes traces/step-N.json."""
 
-    def __init__(self, timer: PassTimer, config: Trainer.Config, parallel_dims: ParallelDims) -> None:
+    def __init__(self, timer: PassTimer, config: TrainerConfig, parallel_dims: ParallelDims) -> None:
         self._timer = timer
         self._every = config.wlb.trace_every
         self._dims = parallel_dims

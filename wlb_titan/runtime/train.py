@@ -6,20 +6,18 @@ Users start it through TorchX (`torchx run wlb.train`), which works out the numb
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from wlb_titan.errors import UserError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what needs torch is imported when the ranks watch each other
     from wlb_titan.config import Resolved
     from wlb_titan.runtime.ends import Alarm
-    from wlb_titan.runtime.trainer import Trainer
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -44,12 +42,10 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
 def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> int:
     """Runs one experiment in this process, one of those that the launcher started.
 
+    An experiment that cannot run as it is ends in a UserError before anything in the dump folder is changed.
+
     Returns:
         The exit status: 0 where all steps are done, `Stop.status` where the run stopped before.
-
-    Raises:
-        UserError: the experiment cannot run as it is; nothing was started, and nothing in the dump folder is
-            changed.
     """
     from wlb_titan.config.sources import read_sources, written
     from wlb_titan.runtime.cpu_device import hide_accelerators, use_cpu_without_accelerator
@@ -62,10 +58,9 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     from wlb_titan.kernels.implementations import device_of
     from wlb_titan.runtime.attention.implementation import check_implementation
-    from wlb_titan.runtime.checks.config import validate_devices, validate_inputs
-    from wlb_titan.runtime.compat import device_bytes
-    from wlb_titan.runtime.console import start_log
-    from wlb_titan.runtime.job import job_of, parallel_dims
+    from wlb_titan.runtime.checks.files import validate_devices, validate_inputs
+    from wlb_titan.runtime.job import device_bytes, job_of, parallel_dims
+    from wlb_titan.runtime.log import start_log
     from wlb_titan.runtime.memory import check_memory
     from wlb_titan.runtime.models.load import load_config
 
@@ -103,18 +98,33 @@ def allow_segments_to_grow() -> None:
 
 
 def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
-    """Trains, or makes a seed checkpoint, with the dump folder held by rank 0; returns as `train`."""
-    import torch
+    """Trains with the dump folder held by rank 0; returns as `train`."""
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger
 
-    from wlb_titan.runtime.checkpoints import explained
     from wlb_titan.runtime.dump_folder import held
     from wlb_titan.runtime.ends import seconds_of
 
     config = resolved.config
     if config.wlb.stop_after:
         alarm.stop.after(seconds_of(config.wlb.stop_after))
+    with held(Path(config.dump_folder)) if rank == 0 else contextlib.nullcontext():
+        structured_logger.init_structured_logger(
+            source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
+        )
+        # `record` hands this rank's traceback to the launcher.
+        return record(_build_and_train)(resolved, rank, alarm)
+
+
+def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
+    """Trains, or makes a seed checkpoint; returns as `train`."""
+    import torch
+
+    from wlb_titan.runtime.checkpoints import explained, move_broken_aside
+    from wlb_titan.runtime.dump_folder import note_beginning
+
+    trainer = resolved.check(lambda config: config.build())
+    config = resolved.config
     folder = Path(config.dump_folder)
     checkpoints = folder / config.checkpoint.folder
     begun = False
@@ -123,73 +133,28 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
         nonlocal begun
         begun = True
         if rank == 0:
-            _note(resolved, step, choice)
+            move_broken_aside(checkpoints, [broken for broken, _ in trainer.beginning.broken])
+            note_beginning(folder, resolved.to_toml(), step)
 
-    @record  # hands this rank's traceback to the launcher
-    def build_and_train() -> int:
-        trainer = resolved.check(lambda _: config.build())
-        trainer.begin, trainer.goes_on = begin, alarm.stop.goes_on
-        done = True
-        try:
-            if config.checkpoint.create_seed_checkpoint:
-                begin(0)
-                trainer.checkpointer.save(curr_step=0, last_step=True)
-            else:
-                trainer.train()
-                done = trainer.step >= trainer.config.training.steps  # epochs may have set it
-            alarm.stop.leave()
-            alarm.close()
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            better = explained(error, checkpoints, begun)
-            alarm.fail(better)  # before anything is waited for
-            raise better from error
-        finally:
-            trainer.close()
-        torch.distributed.destroy_process_group()
-        return 0 if done else alarm.stop.status
-
-    with held(folder) if rank == 0 else contextlib.nullcontext():
-        choice = alarm.share("checkpoint", lambda: _choose(config))
-        if choice["step"] >= 0:
-            # On all ranks the same, also where another one would see another folder.
-            config.checkpoint = dataclasses.replace(config.checkpoint, load_step=choice["step"])
-        structured_logger.init_structured_logger(
-            source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
-        )
-        return build_and_train()
-
-
-def _choose(config: Trainer.Config) -> dict[str, Any]:
-    """`beginning`, as JSON; newer checkpoints that are broken are told."""
-    from torchtitan.tools.logging import logger
-
-    from wlb_titan.runtime.checkpoints import beginning
-
-    choice = beginning(config)
-    folder = Path(config.dump_folder) / config.checkpoint.folder
-    for step, wrong in choice.broken:
-        logger.warning(
-            f"The checkpoint {folder / f'step-{step}'} is broken: {wrong}. The run goes on from step "
-            f"{choice.step}, and the broken one becomes broken-{step} beside it. If you have a whole copy, "
-            "stop this run and put it there."
-        )
-    return dataclasses.asdict(choice)
-
-
-def _note(resolved: Resolved, step: int, choice: dict[str, Any]) -> None:
-    """Writes into the dump folder that a run begins or goes on at `step`."""
-    from wlb_titan.runtime.checkpoints import move_broken_aside
-    from wlb_titan.runtime.dump_folder import begin
-
-    config = resolved.config
-    folder = Path(config.dump_folder)
-    move_broken_aside(folder / config.checkpoint.folder, [step for step, _ in choice["broken"]])
     try:
-        begin(folder, resolved.to_toml(), step)
-    except OSError as error:
-        raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
+        if config.checkpoint.create_seed_checkpoint:
+            begin(0)
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+            done = True
+        else:
+            done = trainer.train(begin, alarm.stop.goes_on)
+        alarm.stop.leave()
+        alarm.close()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        better = explained(error, checkpoints, saving=begun)
+        alarm.fail(better)  # before anything is waited for
+        raise better from error
+    finally:
+        trainer.close()
+    torch.distributed.destroy_process_group()
+    return 0 if done else alarm.stop.status
 
 
 if __name__ == "__main__":

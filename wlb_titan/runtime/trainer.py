@@ -13,68 +13,60 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.config as dist_config
-from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
-from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
-from wlb_titan.config.settings import WlbSettings
+from wlb_titan.config.documents import open_corpus
 from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
-from wlb_titan.runtime import console
+from wlb_titan.runtime.agreement import (
+    agreed_beginning,
+    agreed_job,
+    first_timeout,
+    set_timeouts,
+    train_timeout,
+)
 from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
-from wlb_titan.runtime.checkpoints import save_stopped
-from wlb_titan.runtime.choose import decided
-from wlb_titan.runtime.compat import batch_of
+from wlb_titan.runtime.checkpoints import exported, save_stopped
+from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.cpu_device import add_up_by_sums
-from wlb_titan.runtime.data.corpus import open_corpus
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
 from wlb_titan.runtime.dimension import OwnAxes
+from wlb_titan.runtime.hugging_face import complete_export
 from wlb_titan.runtime.job import configured_job, parallel_dims
+from wlb_titan.runtime.log import tell_beginning, tell_end
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims, context_meshes
-from wlb_titan.runtime.metrics import MetricsProcessor, step_figures
-from wlb_titan.runtime.models.compile import prepare_compiling
+from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
-from wlb_titan.runtime.timeouts import first_timeout, set_timeouts, train_timeout
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice
 
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
-
 
 class Trainer(TorchtitanTrainer):
-    """Trains on a prepared corpus under the packing and sharding policies of `config.wlb`.
+    """Trains on a prepared corpus under the packing and sharding policies of `config.wlb`."""
 
-    Attributes:
-        job: what trains.
-        shadow: the configured job where it is only planned; None where it trains.
-        choice: how the policies were chosen; None where they are configured.
-    """
+    Config = TrainerConfig
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(TorchtitanTrainer.Config):
-        wlb: WlbSettings = field(default_factory=WlbSettings)
-        """What wlb_titan adds: corpus, packing, sharding."""
+    job: Job  # what trains
+    shadow: Job | None  # the configured job where it is only planned
+    choice: Choice | None  # how the policies were chosen; None where they are configured
 
-        metrics: TitanMetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
-        validator: TitanValidator.Config = field(default_factory=Validator.Config)
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TrainerConfig) -> None:
         self._decide(configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"]))))
         config = with_our_parts(config, self.job)
         self.axes = OwnAxes()
@@ -89,14 +81,14 @@ class Trainer(TorchtitanTrainer):
         if self.device.type == "cpu":
             add_up_by_sums(self.model_parts)
         if config.validator.enable:
-            self.validator.prepare(self)
+            self.validator.prepare(config.wlb, config.dataloader, config.training.steps, self.device)
 
     def _decide(self, configured: Job, choice: Choice | None = None) -> None:
         self.job, self.choice = configured.trained, choice
         self.shadow = configured if configured.packing.shadow else None
 
     def init_distributed(self) -> ParallelDims:
-        """Starts the process groups, and then chooses the policies, before anything is built from them."""
+        """Starts the process groups, and then settles what is left open, before anything is built from it."""
         world_size = dist_utils.init_distributed(
             self.config.comm,
             enable_cpu_backend=self.config.training.enable_cpu_offload,
@@ -104,48 +96,66 @@ class Trainer(TorchtitanTrainer):
         )
         dist_config.pipeline_per_edge_p2p = True  # or a send waits behind receives from other ranks
         dims = parallel_dims(self.config, world_size)
-        self._decide(*decided(self.config, self.shadow or self.job))
+        self.beginning = agreed_beginning(self.config)
+        self._decide(*agreed_job(self.config, self.shadow or self.job))
         self.set_up(dims)
         return dims
 
     def set_up(self, dims: Dims) -> None:
-        """Makes what all ranks make together, and tells the parts of the configuration what the job is."""
+        """Makes what all ranks make together, and settings that follow from the job and this rank's place."""
+        config, wlb = self.config, self.config.wlb
         dims.build_mesh()
         self.axes.make(dims)
         self._meshes = context_meshes(self.job, dims)
-        self.config.comm.train_timeout_seconds, self.timeout_reason = train_timeout(self.config, self.job)
-        tell_the_job(self.config, self.job, self.shadow, dims)
+        config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
+        divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
+        config.dataloader = PlannedDataLoader.Config(
+            corpus=wlb.corpus,
+            job=self.job,
+            shadow=self.shadow,
+            context_rank=dims.place("cp"),
+            tensor_rank=(dims.place("tp"), dims.tp) if divided else (0, 1),
+            loss_weight=wlb.loss_weight,
+            hold_out=wlb.validation.hold_out,
+        )
 
     @property
     def planned(self) -> PlannedDataLoader:
-        return cast(PlannedDataLoader, self.dataloader)
+        return self.dataloader
 
-    begin: Callable[[int], None] = staticmethod(lambda step: None)
-    """Called on every rank when the run begins: after a checkpoint was loaded, with its step, or with 0."""
+    def train(
+        self, begin: Callable[[int], None] | None = None, goes_on: Callable[[int], bool] | None = None
+    ) -> bool:
+        """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
 
-    goes_on: Callable[[int], bool] = staticmethod(lambda step: True)
-    """Asked on every rank between two steps: whether a step follows on the one of this number."""
-
-    def should_continue_training(self) -> bool:
-        if self.step == self._first_step:  # torchtitan has waited for all ranks
-            self._give_up_after(self.config.comm.train_timeout_seconds)
-        if not super().should_continue_training():
+        Args:
+            begin: called with the step that a checkpoint was loaded of, or with 0, before the first step.
+            goes_on: asked between two steps whether another one follows on the step of this number.
+        """
+        self._begin, self._goes_on = begin, goes_on
+        comm = self.config.comm
+        self._give_up_after(first_timeout(comm))
+        tell_beginning(self.job, self.choice, self.planned.corpus, self.config.wlb)
+        compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
+        logger.info(
+            f"A rank that does not answer is given up after {first_timeout(comm)} s in the first step, "
+            f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
+        )
+        super().train()
+        if self.step < self.config.training.steps:
             return False
-        if self.goes_on(self.step):
-            return True
-        self.axes.stop(self)
-        save_stopped(self, self._first_step)
-        return False
-
-    def _give_up_after(self, seconds: int) -> None:
-        """Every group but that which writes checkpoints beside training, for as long as disks take."""
-        set_timeouts(seconds, without=getattr(self.checkpointer, "pg", None))
+        folder = exported(self.config, self.step)
+        if folder is not None and dist.get_rank() == 0:
+            complete_export(folder, self.config, self.planned.corpus)
+        tell_end(self.config, self.step, self._began if self.planned.plan is not None else None)
+        return True
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
         self._first_step, self._began = self.step + 1, time.monotonic()
         self.metrics_processor.last_step = self.config.training.steps
-        self.begin(self.step)
+        if self._begin is not None:
+            self._begin(self.step)
         return self._timed_steps(data_iterable)
 
     def _timed_steps(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
@@ -155,6 +165,22 @@ class Trainer(TorchtitanTrainer):
             step = next(steps)
             self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
             yield step
+
+    def should_continue_training(self) -> bool:
+        if self.step == self._first_step:  # torchtitan has waited for all ranks
+            self._give_up_after(self.config.comm.train_timeout_seconds)
+        if not super().should_continue_training():
+            return False
+        if self._goes_on is None or self._goes_on(self.step):
+            return True
+        self.axes.stop(self)
+        saved = save_stopped(self.checkpointer, self.step, new=self.step >= self._first_step)
+        logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
+        return False
+
+    def _give_up_after(self, seconds: int) -> None:
+        """Every group but that which writes checkpoints beside training, for as long as disks take."""
+        set_timeouts(seconds, without=getattr(self.checkpointer, "pg", None))
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, cache: KeyValueCache | None = None
@@ -180,7 +206,7 @@ class Trainer(TorchtitanTrainer):
         if (own_data := self.job.degrees.own_data) > 1:  # the mean of their gradients is the whole job's
             labels = labels / own_data
         if step.flow is None:
-            run = batch_of(self.config).run if self.parallel_dims.pp_enabled else 1
+            run = self.config.training.local_batch_size if self.parallel_dims.pp_enabled else 1
             groups = list(grouped(step.items, run))
             losses = []
             for number, group in enumerate(groups):
@@ -207,11 +233,6 @@ class Trainer(TorchtitanTrainer):
             self.report(step, torch.stack(losses).sum() / own_data, grad_norm, learning_rates, difference)
         self.step_trace.end(self.step, step.plan)  # where the step was not logged
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the model's blocks are."""
-        return self.config.compile.enable and "model" in self.config.compile.components
-
     def _reduce_gradients(self, now: bool) -> None:
         """Whether the next backward pass reduces gradients, or leaves them as they are for a later one.
 
@@ -220,8 +241,9 @@ class Trainer(TorchtitanTrainer):
         by themselves. A compiled model reduces every time: Dynamo refuses to compile for a second length
         while weights in bfloat16 have gradients in float32.
         """
-        dims = self.parallel_dims
-        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled or self.compiled)
+        dims, compiling = self.parallel_dims, self.config.compile
+        compiled = compiling.enable and "model" in compiling.components
+        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled or compiled)
         if not whole or now is self._reduces:
             return
         self._reduces = now
@@ -304,7 +326,7 @@ class Trainer(TorchtitanTrainer):
         figures = {
             "n_tokens_seen": dist_utils.dist_sum(seen, mesh),
             **learning_rates,
-            **step_figures(step, self.job, self.shadow),
+            **step.figures(self.job, self.shadow),
             **self.step_trace.end(self.step, step.plan),
             **measured_memory(self.parallel_dims, self.device, step.digest),
         }
@@ -319,20 +341,15 @@ class Trainer(TorchtitanTrainer):
             self.validator.close()
         super().close()
 
-    def train(self) -> None:
-        self._give_up_after(first_timeout(self.config.comm))
-        console.tell_beginning(self)
-        compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
-        console.tell_timeouts(self)
-        super().train()
-        console.end(self, time.monotonic() - self._began)
 
-
-def with_our_parts(config: Trainer.Config, job: Job) -> Trainer.Config:
-    """A copy that a trainer may change, with our tokenizer, loader, validator, loss and stages."""
+def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
+    """A copy that a trainer may change, with our attention, tokenizer, validator, loss and stages; the loader
+    follows when the ranks have settled what trains."""
     wlb, spec = config.wlb, config.model_spec
-    assert spec is not None
-    stages: Any = spec.pipelining_fn
+    for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
+        attention.implementation = wlb.attention.implementation
+        attention.sm_margin = wlb.attention.sm_margin
+    stages = spec.pipelining_fn
     if job.packing.regroups:
         stages = partial(regrouped_pipeline, stages)
     return dataclasses.replace(
@@ -341,29 +358,7 @@ def with_our_parts(config: Trainer.Config, job: Job) -> Trainer.Config:
         training=dataclasses.replace(config.training),
         hf_assets_path=str(open_corpus(wlb.corpus).tokenizer_path),
         tokenizer=Tokenizer.Config(),
-        dataloader=PlannedDataLoader.Config(
-            corpus=wlb.corpus, job=job, loss_weight=wlb.loss_weight, hold_out=wlb.validation.hold_out
-        ),
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
         model_spec=dataclasses.replace(spec, pipelining_fn=stages),
     )
-
-
-def tell_the_job(config: Trainer.Config, job: Job, shadow: Job | None, dims: Dims) -> None:
-    """Tells the loader what the job is, and this rank's place in it; and attention what computes it.
-
-    Args:
-        config: as of `with_our_parts`; is changed.
-        shadow: what is only planned; None for nothing.
-    """
-    assert config.model_spec is not None
-    for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
-        attention.implementation = config.wlb.attention.implementation
-        attention.sm_margin = config.wlb.attention.sm_margin
-    loader = config.dataloader
-    loader.job, loader.shadow = job, shadow
-    loader.context_rank = dims.place("cp")
-    if dims.tp_enabled and config.parallelism.enable_sequence_parallel:
-        mesh = dims.get_mesh("tp")
-        loader.tensor_rank = mesh.get_local_rank(), mesh.size()

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import ContextStrategy
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Least
 
@@ -38,22 +37,6 @@ MOST_MERGED = 16
 LIGHT = 1 / 8
 """Documents of less work than this share of C are ignored when choosing how many to merge: it keeps planning
 fast."""
-
-
-@dataclass(frozen=True, slots=True)
-class Merging:
-    """What it means that so many data-parallel ranks share a pack.
-
-    Attributes:
-        strategy: divides the pack over the context-parallel ranks of all of them.
-        divisor: packs are padded up to a multiple of it.
-        held: what a token of the pack holds in memory on each of these ranks, relative to one of a rank's
-            own pack: a share of the activations, and all of the document's keys and values.
-    """
-
-    strategy: ContextStrategy
-    divisor: int
-    held: float
 
 
 class Merge(NamedTuple):

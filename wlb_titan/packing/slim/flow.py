@@ -48,8 +48,10 @@ class Flows:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # What a token holds in memory, by how many data-parallel ranks share its pack.
-        self._held = {1: 1.0} | {size: merging.held for size, merging in job.merging.items()}
+        # What a token of a pack that ranks share holds on each of them, relative to one of a rank's own
+        # pack: a share of the activations, and all of the document's keys and values.
+        kept = job.token_bytes.kept_in_slices
+        self._held = {n: shared.token_bytes.kept_in_slices / kept for n, shared in job.merged.items()}
         self.limit: float | None = job.most_in_flight
 
     def of(self, step: Timed, slack: int) -> PackOrder:

@@ -43,10 +43,9 @@ class Packer:
         self._job, self._window, self._flows = job, window, flows
         # By how many data-parallel ranks share a pack, as that decides on what lengths are rounded to.
         self._tables = {
-            size: self._table(self._workload, merging.divisor, merging.strategy.ranks)
-            for size, merging in job.merging.items()
+            ranks: self._table(self._workload, shared.divisor, shared.degrees.context)
+            for ranks, shared in job.merged.items()
         }
-        self._tables[1] = self._table(self._workload, job.divisor, job.degrees.context)
 
     def at_most(self, batch: Pack, count: int) -> Packing:
         """As `packed`; half as many packs on all ranks, and half of these, while there are too few tokens."""
@@ -61,7 +60,7 @@ class Packer:
     def packed(self, batch: Pack, count: int) -> Packing:
         """`count` packs for each data-parallel rank."""
         works, whole = self._phase_1(batch)
-        merged = best_merging(works, self._job.replicas) if self._job.merging else None
+        merged = best_merging(works, self._job.replicas) if len(self._job.merged) > 1 else None
         if merged is None:
             return self._phase_2(batch, works, whole, count, self.place)
         found, packing = self._better(batch, works, merged, whole, count)

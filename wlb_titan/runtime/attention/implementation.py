@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,17 +19,14 @@ from wlb_titan.kernels.implementations import Device, chosen, device_of
 from wlb_titan.kernels.op import TOLERANCE, comparison
 from wlb_titan.kernels.segments import Options, Shape, Visibility
 from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
-from wlb_titan.runtime.shape import model_shape
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
-
+from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.job import model_shape
 
 POLL = 20.0
 """Seconds that ranks wait at a time for a machine's trial: each is a collective, which may time out."""
 
 
-def check_implementation(config: Trainer.Config, device: Device | None = None) -> tuple[str, str]:
+def check_implementation(config: TrainerConfig, device: Device | None = None) -> tuple[str, str]:
     """What computes forward and backward passes; refuses what cannot run the model's attention.
 
     Args:
@@ -52,21 +48,21 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
         raise UserError(f"wlb.attention.implementation: {error}.") from error
 
 
-def _dims(config: Trainer.Config) -> tuple[int, int]:
+def _dims(config: TrainerConfig) -> tuple[int, int]:
     assert config.model_spec is not None
     shape = model_shape(config.model_spec.model)
     return shape.head_dim, shape.v_head_dim or shape.head_dim
 
 
-def _dtype(config: Trainer.Config) -> torch.dtype:
+def _dtype(config: TrainerConfig) -> torch.dtype:
     return TORCH_DTYPE_MAP[config.training.mixed_precision_param]
 
 
-def _subject(config: Trainer.Config, device: torch.device) -> record.Subject:
+def _subject(config: TrainerConfig, device: torch.device) -> record.Subject:
     return record.subject(device, _dims(config), _dtype(config))
 
 
-def compile_attention(config: Trainer.Config, job: Job, device: torch.device, context_rank: int) -> None:
+def compile_attention(config: TrainerConfig, job: Job, device: torch.device, context_rank: int) -> None:
     """Compiles the kernels that the job's attention can meet, where it has some, and checks them on each GPU.
 
     Every rank takes part. The first of each machine goes first, and the others find its kernels in Triton's
@@ -95,7 +91,7 @@ def compile_attention(config: Trainer.Config, job: Job, device: torch.device, co
         dist.barrier()
 
 
-def _try_gluon(config: Trainer.Config, device: torch.device, first: bool) -> None:
+def _try_gluon(config: TrainerConfig, device: torch.device, first: bool) -> None:
     """Has Gluon's backward tried by the first rank of each machine that would take it but for a record."""
     missing = first and check_implementation(config, device_of(device)) == ("gluon", "triton")
     trial = record.trial(_subject(config, device), device) if missing else None
@@ -110,7 +106,7 @@ def _try_gluon(config: Trainer.Config, device: torch.device, first: bool) -> Non
 
 
 def _prepare(
-    config: Trainer.Config, shape: Shape, window: int | None, which: str, device: torch.device
+    config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device
 ) -> None:
     """Compiles and checks what layers with a window run."""
     options = Options(shape.dim**-0.5, Visibility(window=window), config.wlb.attention.implementation)

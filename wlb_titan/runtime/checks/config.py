@@ -7,30 +7,28 @@ added are the conditions that torchtitan would only meet in the middle of a run.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from dataclasses import fields
-from pathlib import Path
+from typing import Any
 
+import torch
+from torchtitan.components.loss import BaseLoss
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
 from wlb_titan.config.classes import full_name
+from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.values import shown
-from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.kernels.implementations import Device
 from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.runtime.attention.implementation import check_implementation
-from wlb_titan.runtime.checkpoints import beginning
-from wlb_titan.runtime.checks.files import check_resumed, validate_corpus, validate_plan
-from wlb_titan.runtime.checks.optimizer import check_optimizer
-from wlb_titan.runtime.checks.weights import check_weights
-from wlb_titan.runtime.compat import batch_of
-from wlb_titan.runtime.dump_folder import check_place
+from wlb_titan.runtime.compat import optimizer_factory, owner_of
+from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.ends import seconds_of
 from wlb_titan.runtime.job import configured_degrees, degrees_product, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
-from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, has_adapters, unsupported
@@ -41,79 +39,47 @@ from wlb_titan.runtime.pipeline.schedules import (
     check_stages,
     stage_names,
 )
-from wlb_titan.runtime.trainer import Trainer
-from wlb_titan.runtime.validator import Validator, rounds_of
+from wlb_titan.runtime.validator import Validator
+
+ONLY = {
+    "parallelism.spmd_backend": ("spmd_types", "our attention takes local tensors"),
+    "parallelism.pipeline_parallel_microbatch_size": (1, "a micro-batch is one packed sequence"),
+    "training.disable_cuda_graphs": (
+        True,
+        "a CUDA graph replays one length, and micro-batches differ in theirs",
+    ),
+    "debug.spmd_typechecking": (
+        False,
+        "torchtitan cannot follow the layouts of tensors through document attention",
+    ),
+    "comm.mode": ("default", "each rank here is a process with micro-batches of its own"),
+    "validator.enable": (
+        False,
+        "torchtitan's validation reads a dataset of the Hugging Face hub; hold out some of your documents, "
+        "wlb.validation.hold_out = 0.01, or name others with wlb.validation.path",
+    ),
+}
+"""torchtitan's settings that have one right value here, with the reason."""
 
 
-def validate(config: Trainer.Config, world_size: int | None) -> None:
+def validate(config: TrainerConfig, world_size: int | None) -> None:
     """Raises UserError, after a key, if it cannot run on so many processes (None: as many as it needs)."""
     _check_degrees(config, world_size)
     dims = parallel_dims(config, world_size)
     _check_experts(config, dims, world_size)
     _check_batch(config, dims)
     _check_settings(config)
-    if config.wlb.stop_after:
-        seconds_of(config.wlb.stop_after)
+    _check_own(config.wlb, config.loss)
     _check_checkpoint(config)
     _check_meetings(config, dims)
     _check_model(config)
     check_implementation(config)
     _check_pipeline(config, dims)
-    check_optimizer(config)
+    _check_optimizer(config)
     _check_job(config, dims)
 
 
-def validate_inputs(config: Trainer.Config) -> Corpus:
-    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder."""
-    corpus = validate_corpus(config)
-    if config.checkpoint.initial_load_in_hf:
-        assert config.model_spec is not None
-        check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
-    if config.wlb.validation.enabled:
-        try:
-            rounds_of(config.wlb)
-        except CorpusError as error:
-            raise UserError(f"wlb.validation.path: {error}") from error
-    check_place(Path(config.dump_folder))
-    return corpus
-
-
-def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
-    """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
-    find out itself, before it."""
-    corpus = validate_inputs(config)
-    validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
-    if beginning(config).step >= 0:
-        check_resumed(config, corpus)
-
-
-def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
-    """Refuses what the GPUs of a machine cannot run.
-
-    Args:
-        processes: processes of the job on that machine.
-        gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
-            which everything runs.
-
-    Raises:
-        UserError: there are more processes than GPUs; or as of `check_implementation`, on a GPU.
-    """
-    if gpus == 0 or config.wlb.device == "cpu":
-        return
-    if processes > gpus:
-        raise UserError(
-            f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
-            'lower the degrees, or set wlb.device = "cpu".'
-        )
-    check_implementation(config, Device("cuda"))
-
-
-def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
-    """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
-    check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
-
-
-def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
+def _check_degrees(config: TrainerConfig, world_size: int | None) -> None:
     p = config.parallelism
     if p.data_parallel_shard_degree < 1 and p.data_parallel_shard_degree != -1:
         raise UserError(
@@ -130,14 +96,9 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
             f"{next(own, 'parallelism')}: {world_size} processes do not fit the degrees: {needed} need "
             f"{product}" + (" or a multiple of it." if rest else ".")
         )
-    if p.spmd_backend != "spmd_types":
-        raise UserError(
-            f"parallelism.spmd_backend: wlb_titan's attention takes local tensors and needs 'spmd_types', "
-            f"torchtitan's default; got {p.spmd_backend!r}."
-        )
 
 
-def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int | None) -> None:
+def _check_experts(config: TrainerConfig, dims: ParallelDims, world_size: int | None) -> None:
     sharing = dims.dp_shard * dims.cp * dims.tp
     open_degree = config.parallelism.data_parallel_shard_degree == -1 and world_size is None
     if sharing % dims.ep and not open_degree:
@@ -148,68 +109,33 @@ def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int |
         )
 
 
-def _check_batch(config: Trainer.Config, dims: Dims) -> None:
-    _, local, total = batch_of(config)
+def _check_batch(config: TrainerConfig, dims: Dims) -> None:
+    local, total = config.training.local_batch_size, config.training.global_batch_size
     data_parallel = dims.data
-    if total and total % (local * data_parallel) != 0:
+    if total > 0 and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
             f"multiple of local_batch_size ({local}) x the data-parallel degree ({data_parallel})."
         )
-    if config.parallelism.pipeline_parallel_microbatch_size != 1:
-        raise UserError(
-            "parallelism.pipeline_parallel_microbatch_size: a micro-batch is one packed sequence, so this "
-            f"must be 1, got {config.parallelism.pipeline_parallel_microbatch_size}."
-        )
 
 
-def _check_settings(config: Trainer.Config) -> None:
+def _check_settings(config: TrainerConfig) -> None:
     """Refuses what torchtitan offers and packs of different lengths, or our attention, cannot do."""
-    if not config.training.disable_cuda_graphs:
-        raise UserError(
-            "training.disable_cuda_graphs: a CUDA graph replays one length, and micro-batches differ in "
-            "theirs; set it to true."
-        )
+    for key, (value, reason) in ONLY.items():
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) != value:
+            raise UserError(f"{key}: {reason}; set it to {shown(value)}.")
     if strangers := set(config.compile.components) - {"model", "loss"}:
         raise UserError(
             f'compile.components: torchtitan compiles "model" and "loss" and would leave out '
             f"{shown(sorted(strangers))} without a word."
         )
     profiler = config.profiler
-    if profiler.enable_profiling and profiler.profile_freq < (
-        steps := profiler.profiler_active + profiler.profiler_warmup
-    ):
+    profiled = profiler.profiler_active + profiler.profiler_warmup
+    if profiler.enable_profiling and profiler.profile_freq < profiled:
         raise UserError(
-            f"profiler.profile_freq: {steps} steps are profiled or warm up, so it must be at least {steps}, "
-            f"got {profiler.profile_freq}."
-        )
-    if config.debug.spmd_typechecking:
-        raise UserError(
-            "debug.spmd_typechecking: torchtitan cannot follow the layouts of tensors through document "
-            "attention; set it to false."
-        )
-    if config.comm.mode != "default":
-        raise UserError(
-            "comm.mode: each rank here is a process with micro-batches of its own, and all of them "
-            'communicate by torch\'s own process groups; set it to "default".'
-        )
-    if config.validator.enable:
-        raise UserError(
-            "validator.enable: torchtitan's validation reads a dataset of the Hugging Face hub; hold "
-            "out some of your own documents with wlb.validation.hold_out = 0.01, or name others with "
-            "wlb.validation.path."
-        )
-    if config.wlb.validation.path and config.wlb.validation.hold_out:
-        raise UserError(
-            "wlb.validation.hold_out: documents are held out only where no others are named by "
-            "wlb.validation.path; leave one of the two out."
-        )
-    if config.wlb.loss_weight == "conversation":
-        weighted(config.loss)  # complains about a loss that it cannot weigh
-    if config.wlb.epochs and config.wlb.corpus.sources:
-        raise UserError(
-            "wlb.epochs: sources of a mixture come round at different times, so it has no epochs; set "
-            "training.steps instead."
+            f"profiler.profile_freq: {profiled} steps are profiled or warm up, so it must be at least "
+            f"{profiled}, got {profiler.profile_freq}."
         )
     for section, needed in (("metrics", MetricsProcessor), ("validator", Validator)):
         if not isinstance(getattr(config, section), needed.Config):
@@ -219,7 +145,24 @@ def _check_settings(config: Trainer.Config) -> None:
             )
 
 
-def _check_checkpoint(config: Trainer.Config) -> None:
+def _check_own(wlb: WlbSettings, loss: BaseLoss.Config) -> None:
+    if wlb.validation.path and wlb.validation.hold_out:
+        raise UserError(
+            "wlb.validation.hold_out: documents are held out only where no others are named by "
+            "wlb.validation.path; leave one of the two out."
+        )
+    if wlb.epochs and wlb.corpus.sources:
+        raise UserError(
+            "wlb.epochs: sources of a mixture come round at different times, so it has no epochs; set "
+            "training.steps instead."
+        )
+    if wlb.loss_weight == "conversation":
+        weighted(loss)  # complains about a loss that it cannot weigh
+    if wlb.stop_after:
+        seconds_of(wlb.stop_after)
+
+
+def _check_checkpoint(config: TrainerConfig) -> None:
     """Refuses settings under which weights that the user names would not be loaded."""
     checkpoint = config.checkpoint
     named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
@@ -242,7 +185,7 @@ def _check_checkpoint(config: Trainer.Config) -> None:
         )
 
 
-def _check_meetings(config: Trainer.Config, dims: Dims) -> None:
+def _check_meetings(config: TrainerConfig, dims: Dims) -> None:
     """Refuses checkpoints between meetings of ranks whose weights are then each their own."""
     interval = config.checkpoint.interval
     for one in dims.own:
@@ -253,7 +196,7 @@ def _check_meetings(config: Trainer.Config, dims: Dims) -> None:
             )
 
 
-def _check_model(config: Trainer.Config) -> None:
+def _check_model(config: TrainerConfig) -> None:
     config = copy.deepcopy(config)
     assert config.model_spec is not None
     try:
@@ -276,7 +219,7 @@ def _check_model(config: Trainer.Config) -> None:
         )
 
 
-def _key_in(message: str, config: Trainer.Config) -> str:
+def _key_in(message: str, config: TrainerConfig) -> str:
     """The setting of which torchtitan speaks, by its name or in words; the base, if it speaks of none."""
     for section in ("training", "parallelism"):
         for field in fields(getattr(config, section)):
@@ -285,7 +228,7 @@ def _key_in(message: str, config: Trainer.Config) -> str:
     return "training.seq_len" if "sequence length" in message else "base"
 
 
-def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
+def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
     if not dims.pp_enabled:
         return
     assert config.model_spec is not None
@@ -312,13 +255,51 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
                 canonical_name(config.parallelism.pipeline_parallel_schedule),
                 dims.pp,
                 len(stage_names(config.parallelism, config.model_spec.model)),
-                batch_of(config).run,
+                config.training.local_batch_size,
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
 
 
-def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
+def _check_optimizer(config: TrainerConfig) -> None:
+    """Refuses optimizers that torch cannot make.
+
+    torchtitan hands keywords to the optimizer as a parameter group, in which torch looks up the names that it
+    knows and ignores all others: `lrr = 0.1` would train at the default rate. So each group is tried on one
+    parameter as what it means, the optimizer's own arguments, which torch checks.
+    """
+    if not isinstance(config.optimizer, OptimizersContainer.Config):
+        return
+    for number, group in enumerate(config.optimizer.param_groups):
+        key, given = f"optimizer.param_groups.{number}", group.optimizer_kwargs
+        try:
+            factory = optimizer_factory(owner_of(config.optimizer), group.optimizer_name)
+        except NotImplementedError as error:
+            raise UserError(f"{key}.optimizer_name: torchtitan says: {error}") from error
+        if "lr" not in given:
+            raise UserError(f"{key}.optimizer_kwargs: the learning rate is missing; add lr.")
+        known = inspect.signature(factory).parameters
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+            continue  # it looks at its arguments itself
+        # One alone, and then all: what is wrong with one of them is told at its own key.
+        for name, tried in [*((f".{name}", {name: given[name]}) for name in given), ("", given)]:
+            if said := _refusal(factory, tried):
+                raise UserError(
+                    f"{key}.optimizer_kwargs{name}: {group.optimizer_name} refuses this: {said}. It takes "
+                    f"{', '.join(list(known)[1:])}."
+                )
+
+
+def _refusal(factory: Any, keywords: dict[str, Any]) -> str:
+    """What an optimizer says against its arguments; empty if it takes them."""
+    try:
+        factory([torch.nn.Parameter(torch.zeros(1, 1))], **keywords)
+    except Exception as error:  # what an optimizer makes of arguments of a wrong type is anything
+        return str(error).rstrip(".")
+    return ""
+
+
+def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:
     try:
         job = job_of(config, dims)
     except PlanError as error:

@@ -1,35 +1,79 @@
-"""Checks of the files that a configuration names, without torch and torchtitan."""
+"""Checks of what surrounds a configuration: the files that it names, and the devices that it runs on."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from wlb_titan.config.documents import (
+    mixture_sources,
+    open_corpus,
+    open_source,
+    training_documents,
+    validated_documents,
+)
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import Sources, read_sources, written
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
-from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source, training_documents
-from wlb_titan.runtime.dump_folder import CONFIG_FILE
+from wlb_titan.kernels.implementations import Device
+from wlb_titan.runtime.attention.implementation import check_implementation
+from wlb_titan.runtime.checkpoints import beginning
+from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.dump_folder import CONFIG_FILE, check_place
+from wlb_titan.runtime.hugging_face import check_weights
+from wlb_titan.runtime.job import job_of, parallel_dims
+from wlb_titan.runtime.memory import check_memory
 from wlb_titan.simulator.choice import choose
 
 CORPUS = ("path", "column", "mask")
 
 
-def need_torch(config: Any) -> bool:
-    """Whether torch must look at what a configuration names: weights, checkpoints, validation."""
-    checkpoint = config.checkpoint
-    begun = any((Path(config.dump_folder) / checkpoint.folder).glob("step-*"))
-    named = begun or checkpoint.initial_load_path or checkpoint.load_step >= 0
-    return bool(config.wlb.validation.enabled or (checkpoint.enable and named))
+def validate_inputs(config: TrainerConfig) -> Corpus:
+    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder."""
+    corpus = validate_corpus(config)
+    if config.checkpoint.initial_load_in_hf:
+        assert config.model_spec is not None
+        check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+    if config.wlb.validation.enabled:
+        try:
+            validated_documents(config.wlb)
+        except CorpusError as error:
+            raise UserError(f"wlb.validation.path: {error}") from error
+    check_place(Path(config.dump_folder))
+    return corpus
 
 
-def validate_corpus(config: Any) -> Corpus:
-    """The corpus of a configuration, or of what `Facts` keep of it.
+def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
+    """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
+    find out itself, before it."""
+    corpus = validate_inputs(config)
+    validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
+    if beginning(config).step >= 0:
+        check_resumed(config, corpus)
 
-    Raises UserError if it is missing or its tokens do not fit the model's vocabulary.
+
+def validate_devices(config: TrainerConfig, processes: int, gpus: int) -> None:
+    """Refuses what a machine with that many GPUs and processes of the job cannot run. The CPU runs
+    everything, which is used without GPUs or where the configuration asks for it."""
+    if gpus == 0 or config.wlb.device == "cpu":
+        return
+    if processes > gpus:
+        raise UserError(
+            f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
+            'lower the degrees, or set wlb.device = "cpu".'
+        )
+    check_implementation(config, Device("cuda"))
+
+
+def validate_memory(config: TrainerConfig, world_size: int | None, device_gib: float) -> None:
+    """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
+    check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
+
+
+def validate_corpus(config: TrainerConfig) -> Corpus:
+    """The corpus of a configuration, whose tokens must fit the model's vocabulary.
 
     A prepared corpus has no ids beyond its tokenizer's; of others the ids are looked at.
     """
@@ -60,11 +104,9 @@ def validate_corpus(config: Any) -> Corpus:
     return corpus
 
 
-def check_resumed(config: Any, corpus: Corpus) -> None:
-    """Refuses to go on from a checkpoint with another stream of tokens than the run's config.toml tells.
-
-    Raises UserError with the key that was changed. A former corpus that is gone is left to the planner.
-    """
+def check_resumed(config: TrainerConfig, corpus: Corpus) -> None:
+    """Refuses to go on from a checkpoint with another stream of tokens than the run's config.toml tells. A
+    former corpus that is gone is left to the planner."""
     file = Path(config.dump_folder) / CONFIG_FILE
     if not file.is_file():
         return
@@ -102,9 +144,6 @@ def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
 
     Policies that take their time for a step, as the solver of `fixed_solver` does, are spared the step. The
     attention times are looked up in any case: without context parallelism only predictions read them.
-
-    Raises:
-        PlanError: the planner's own, with the setting that it blames.
     """
     try:
         documents = training_documents(wlb, corpus)

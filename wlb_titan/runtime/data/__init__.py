@@ -1,4 +1,1 @@
-"""From planned micro-batches to tensors.
-
-Read `corpus` first, then `dataloader` and `inputs`.
-"""
+"""From planned micro-batches to tensors: `dataloader` serves the steps, `inputs` cuts a rank's share."""

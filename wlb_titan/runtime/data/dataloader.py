@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.config.documents import documents_of, open_corpus
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
@@ -26,54 +28,50 @@ from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.planner import Planner
-from wlb_titan.runtime.compat import BaseDataLoader
-from wlb_titan.runtime.data.corpus import documents_of, open_corpus
 from wlb_titan.runtime.data.inputs import Item, rank_item
 from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.pipeline.regroup import regrouped_items
+from wlb_titan.summary import plan_figures
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank trains on in one optimizer step.
+    """What one rank trains on in one optimizer step."""
 
-    Attributes:
-        plan: plan of the whole job.
-        source_figures: figures of the plan by source of a mixture.
-        items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each; where
-            backward passes have others, those of forward passes without labels and then these.
-        labels: what the sum of losses is divided by: tokens with a label in the whole job, or their weights.
-        own_labels: the same of those in `items`.
-        flops: FLOPs of the model on the documents of the whole job.
-        state_after: state of the planners.
-        digest: of the plans up to this one, as of `Plan.digest`.
-        shadow: what the job's shadow would have made of the step; None without one.
-        flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
-        lowered: what runs them in that order in a pipeline.
-    """
+    plan: Plan  # of the whole job
+    source_figures: dict[str, float]  # of the plan, by source of a mixture
 
-    plan: Plan
-    source_figures: dict[str, float]
     items: list[Item]
+    """The micro-batches of this data-parallel rank, this context-parallel rank's share of each; where
+    backward passes have others, those of forward passes without labels and then these."""
+
     labels: float
-    own_labels: float
-    flops: float
-    state_after: dict[str, dict[str, Any]]
-    digest: int
-    flow: Flow | None = None
-    lowered: Any = None
-    shadow: Plan | None = None
+    """What the sum of losses is divided by: tokens with a label in the whole job, or their weights."""
+
+    own_labels: float  # the same of those in `items`
+    flops: float  # of the model, on the documents of the whole job
+    state_after: dict[str, dict[str, Any]]  # of the planners
+    digest: int  # of the plans up to this one, as of `Plan.digest`
+    flow: Flow | None = None  # the order of this data-parallel rank's passes; None leaves it to the schedule
+    lowered: Any = None  # what runs them in that order in a pipeline
+    shadow: Plan | None = None  # what the job's shadow would have made of the step
+
+    def figures(self, job: Job, shadow: Job | None) -> dict[str, Any]:
+        """What the plan says of the step, for metrics; beside it that of the job's shadow."""
+        plan = self.plan
+        found = {"tokens": plan.tokens, "labels": self.labels, "padding": plan.padding}
+        found |= plan_figures(plan, job)
+        if self.shadow is not None and shadow is not None:
+            found |= {f"shadow/{key}": value for key, value in plan_figures(self.shadow, shadow).items()}
+        return found | self.source_figures
 
 
 class PlannedDataLoader(BaseDataLoader):
     """Iterates over the steps of a corpus packed by the planner.
 
-    Positions start anew with every document. A label is the next token of the same document, also across a
+    Positions start from 0 in every document. A label is the next token of the same document, also across a
     cut, if the corpus' mask has it learned; a document's last token and padding have none. Padding lies at a
     sequence's end.
-
-    Attributes:
-        plan: plan of the step being served.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -102,7 +100,7 @@ class PlannedDataLoader(BaseDataLoader):
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
         assert dp_world_size == config.job.degrees.data
         self.corpus = open_corpus(config.corpus)
-        self.plan: Plan | None = None
+        self.plan: Plan | None = None  # of the step being served
         self._context_rank, self._tensor_rank = config.context_rank, config.tensor_rank
         self._job = config.job
         self._by_document = config.loss_weight == "conversation"
@@ -182,13 +180,13 @@ class PlannedDataLoader(BaseDataLoader):
         labels = np.full(micro_batch.shared_length, IGNORE_INDEX, dtype=np.int64)
         weights = np.zeros(micro_batch.shared_length)
         offset = 0
-        rows = self._planner.rows_of(micro_batch.documents[:, ID])
-        totals = self.corpus.lengths[rows]
+        ids, starts, lengths = micro_batch.documents[:, [ID, START, LENGTH]].T
+        rows, totals = self._planner.read(ids)
         labels_of = self._planner.labels_of(rows, totals) if self._by_document else np.ones_like(rows)
-        pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
         prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
-        for row, total, (start, length), before, of_document in zip(
-            rows, totals, pieces, prefix.tolist(), labels_of, strict=True
+        pieces = zip(*(column.tolist() for column in (starts, lengths, prefix)), strict=True)
+        for row, total, of_document, (start, length, before) in zip(
+            rows, totals, labels_of, pieces, strict=True
         ):
             read = self.corpus.tokens(row, start, min(length + 1, total - start))
             self.corpus.check_ids(int(row), read, self._job.model.vocabulary)
@@ -199,7 +197,6 @@ class PlannedDataLoader(BaseDataLoader):
             labels[offset:end] = np.where(learned, read[1:], IGNORE_INDEX)
             weights[offset:end] = learned / max(of_document, 1)
             offset += length
-        lengths = micro_batch.documents[:, LENGTH]
         return rank_item(
             tokens,
             with_weights(labels, weights) if self._by_document else labels,
@@ -240,7 +237,6 @@ class SharedAnswer:
         """What `ask` returns on rank 0, float64 (n,), on every rank."""
         answer = [ask() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(answer, src=0, group=self._group)
-        assert answer[0] is not None
         return answer[0]
 
 

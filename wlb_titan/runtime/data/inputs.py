@@ -18,7 +18,7 @@ from wlb_titan.context import ContextMask, ContextStrategy, Sharding, segments_a
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.kv_cache import BEFORE, HERE, NUMBER
 from wlb_titan.runtime.attention.module import DocumentMask
-from wlb_titan.runtime.models.compile import documents_vary
+from wlb_titan.runtime.models.blocks import documents_vary
 
 Item = tuple[dict[str, Any], torch.Tensor]
 """A micro-batch of one rank on the host: tensors "input" and "positions", OF_MASK, and for a backward pass

@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.config import Configurable
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.attention import (
     BaseAttention,
     FlexAttention,
@@ -29,9 +31,9 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 from wlb_titan.config.classes import full_name, short_name
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention.module import DocumentAttention
-from wlb_titan.runtime.compat import BaseDataLoader, HuggingFaceTextDataLoader, owner_of
+from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.metrics import MetricsProcessor
-from wlb_titan.runtime.models.activation_checkpoint import SelectiveDocumentAC
+from wlb_titan.runtime.models.blocks import SelectiveDocumentAC
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
@@ -73,14 +75,8 @@ WHAT_TO_DO = (
 
 
 def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
-    """A torchtitan configuration with our trainer, our metrics, and our attention inside its model.
-
-    Args:
-        base: fresh, for its model is changed in place.
-
-    Raises:
-        UserError: something of it would be lost; the message names all of that.
-    """
+    """A torchtitan configuration, whose model is changed in place, with our trainer, our metrics, and our
+    attention inside its model; refused with the names of all that would be lost."""
     if base.model_spec is None:
         raise UserError(f"the base {name!r} has no model.")
     model = base.model_spec.model

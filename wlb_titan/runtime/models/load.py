@@ -1,15 +1,18 @@
-"""From a TOML file and command-line overrides to a torchtitan configuration that is ready to run."""
+"""From a TOML file and overrides to a torchtitan configuration that is ready to run."""
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wlb_titan.config import Resolved, resolve
-from wlb_titan.config.load import LOCKED
-from wlb_titan.config.ranges import check_ranges, described_ranges
+
+BASES = "wlb_titan.runtime.models.bases"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
@@ -18,25 +21,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
     Args:
         overrides: `["--training.steps", "5", "--training.seq_len=4096"]`.
         world_size: the number of ranks, if known; the degrees of parallelism must then fit it.
-
-    Raises:
-        ConfigError: the user's mistake, with its place.
     """
+    resolved = resolve(path, overrides, _base_config)
+    from wlb_titan.runtime.checks.config import validate
 
-    # torchtitan takes seconds to import, so that is left until the files have been read without a mistake.
-    def base_config(name: str) -> Any:
-        from wlb_titan.runtime.models import registry
+    resolved.check(lambda config: validate(config, world_size))
+    return resolved
 
-        return registry.base_config(name)
 
-    def validate(config: Any) -> None:
-        from wlb_titan.runtime.checks import config as validation
+def _base_config(name: str) -> Any:
+    """A base; asked for when the files are read without a mistake, as torchtitan takes seconds to import."""
+    if BASES not in sys.modules:
+        # What an import makes stays to the end. Not to look through half a million objects for garbage again
+        # and again spares a second.
+        gc.disable()
+        importlib.import_module(BASES)
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+        gc.enable()
+    from wlb_titan.runtime.models.bases import base_config
 
-        validation.validate(config, world_size)
-
-    resolved = resolve(path, overrides, base_config)
-    from wlb_titan.runtime.models.ranges import RANGES
-
-    resolved.check(lambda config: check_ranges(config, RANGES, LOCKED))
-    resolved.check(validate)
-    return replace(resolved, ranges=described_ranges(resolved.config, RANGES, LOCKED))
+    return base_config(name)

@@ -1,28 +1,62 @@
-"""torch.compile for micro-batches whose lengths and documents change at every step.
+"""What torch.compile and activation checkpointing do to a transformer block that has our attention.
 
 torchtitan compiles each transformer block. The first length that a block meets is compiled as a constant, the
 second with symbols for whatever changed, and that graph serves every further length. The documents of a
 micro-batch are one tensor whose number of rows is a symbol from the start. What there are graphs of besides,
-`allow_graphs` says.
+`prepare_compiling` says.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
 import torch._inductor.config
+from torch import nn
 from torch.fx import Graph
+from torchtitan.distributed import activation_checkpoint as titan
 
+import wlb_titan.runtime.attention.kv_cache  # noqa: F401 - registers the ops named below
 from wlb_titan.job import Job
 from wlb_titan.runtime.compat import CustomGraphPass, get_custom_graph_passes, mark_unbacked
 
+NEVER_KEPT = ("feed_forward.w2", "shared_experts.w2")
+"""Linear layers whose output no backward pass needs, and which are as wide as the model: what follows adds it
+to the residual. Under tensor parallelism it has the full width on every rank, before it is reduced."""
+
+
+class SelectiveDocumentAC(titan.SelectiveAC):
+    """torchtitan's SelectiveAC, which also keeps what document attention computed, and never w2's output.
+
+    torchtitan keeps the output of every second matrix product. Counting them, w2 is the fifth of a layer with
+    fused QKV and the seventh of others, so that it would be kept. The forward pass is repeated only as far as
+    the backward pass needs it, which is to w2's input.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.SelectiveAC.Config):
+        pass
+
+    def __init__(self, config: Config, dump_folder: str = "") -> None:
+        names = [*config.force_recompute_mm_shapes_by_fqns, *NEVER_KEPT]
+        super().__init__(dataclasses.replace(config, force_recompute_mm_shapes_by_fqns=names), dump_folder)
+
+    def get_save_ops(self) -> set[Any]:
+        return super().get_save_ops() | {
+            torch.ops.wlb_titan.varlen_attention.default,
+            torch.ops.wlb_titan.sliced_attention.default,
+        }
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapped: Any = super()._wrap_block(module, base_fqn=base_fqn)
+        wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, early_stop=True)
+        return wrapped
+
 
 def prepare_compiling(job: Job) -> None:
-    """Sets what torch.compile needs for the model of a job."""
-    allow_graphs(job)
-    keep_inputs()
-
-
-def allow_graphs(job: Job) -> None:
     """Lets compiled code have a graph for each set of collectives that a micro-batch may use.
 
     A micro-batch uses those that gather keys for which it has documents, and no others. torch gives up at its
@@ -30,6 +64,7 @@ def allow_graphs(job: Job) -> None:
     """
     graphs = sum(2 ** (1 + len(shared.exchanging.moves)) for shared in job.merged.values())
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
+    keep_inputs()
 
 
 def documents_vary(segments: torch.Tensor) -> torch.Tensor:

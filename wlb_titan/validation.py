@@ -1,32 +1,30 @@
-"""Documents packed once, whole and balanced, with nothing that waits: what validation reads.
+"""The packing of validation: every document once, whole and balanced, and none waits.
 
-A document above the context window is cut at its multiples; all others stay whole. The steps after the last
-one begin anew. To make their number a multiple of the micro-batches, so that every one has something, pieces
-of one token are added: the last of a document, which has no label.
+A document above the context window is cut at multiples of the window; all others stay whole. After the last
+step the first comes again. So that no micro-batch is empty, the number of pieces is made a multiple of the
+micro-batches by pieces of one token: the last of a document, which has no label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from wlb_titan.balancing import balance
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream, Pieces
+from wlb_titan.job import Job
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH, START
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 BLOCK = 1 << 20  # documents whose lengths are looked at together
 
 
 class Once(PackingPolicy):
-    """All documents of the corpus once, in micro-batches of at most the context window."""
+    """Micro-batches of at most the context window, the same number on every rank and in every step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):

@@ -1,26 +1,25 @@
-"""What a run says: torchtitan's log of the rank that knows the loss, warnings and errors of all, and what is
-told before the first step and behind the last."""
+"""The log of a run: torchtitan's on the rank that knows the loss, and warnings and errors of all ranks; what
+it says before the first step and after the last."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from wlb_titan.runtime.data.corpus import training_documents
-from wlb_titan.runtime.export import complete_export
+from wlb_titan.config.documents import training_documents
+from wlb_titan.config.settings import WlbSettings
+from wlb_titan.corpus import Corpus
+from wlb_titan.job import Job
+from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.memory import advise_checkpointing, describe_memory
 from wlb_titan.runtime.metrics import metrics_rank, spoken
-from wlb_titan.runtime.timeouts import first_timeout
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
-
+from wlb_titan.simulator.choice import Choice
 
 MISLEADING = (
     # Said of every configuration that keeps the default.
@@ -42,7 +41,6 @@ MISLEADING = (
 OF_NO_USE = (
     "CPU capacity",
     "Structured logging",
-    "Building device mesh",
     "Successfully created meshes",
     "Building ",
     "Applied ",
@@ -87,49 +85,30 @@ def _applies(record: logging.LogRecord) -> bool:
     return not any(text in message for text in MISLEADING)
 
 
-def tell_beginning(trainer: Trainer) -> None:
-    """The corpus, what was chosen, and what memory and time are predicted."""
+def tell_beginning(job: Job, choice: Choice | None, corpus: Corpus, wlb: WlbSettings) -> None:
+    """The corpus, what was chosen, and what memory is predicted."""
     if not logger.isEnabledFor(logging.INFO):
         return  # nobody reads it on this rank, and whole steps are planned for it
-    corpus, choice, job = trainer.planned.corpus, trainer.choice, trainer.job
-    logger.info(f"Corpus {corpus}: {len(corpus):,} documents, {corpus.lengths.sum():,} tokens")
+    lines = [f"Corpus {corpus}: {len(corpus):,} documents, {corpus.lengths.sum():,} tokens"]
     if choice is not None:
         for row in choice.rows():
-            logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
-        for line in choice.remarks():
-            logger.info(line)
-    for line in describe_memory(job, training_documents(trainer.config.wlb, corpus)):
-        logger.info(line)
-    for line in advise_checkpointing(job):
+            lines.append(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
+        lines += choice.remarks()
+    lines += describe_memory(job, training_documents(wlb, corpus))
+    for line in [*lines, *advise_checkpointing(job)]:
         logger.info(line)
 
 
-def tell_timeouts(trainer: Trainer) -> None:
-    """When a rank that does not answer is given up."""
-    comm = trainer.config.comm
-    logger.info(
-        f"A rank that does not answer is given up after {first_timeout(comm)} s in the first step, "
-        f"{comm.train_timeout_seconds} s from then on ({trainer.timeout_reason})"
-    )
-
-
-def end(trainer: Trainer, seconds: float) -> None:
-    """Completes what was exported where all steps are done, and tells what came of the run."""
-    config = trainer.config
-    if trainer.step < config.training.steps:
-        return
-    checkpoint = config.checkpoint
-    folder = Path(config.dump_folder) / checkpoint.folder / f"step-{trainer.step}"
-    exports = checkpoint.last_save_in_hf and checkpoint.enable and not checkpoint.load_only
-    if exports and dist.get_rank() == 0 and folder.is_dir():
-        complete_export(folder, config, trainer.planned.corpus)
-    if trainer.planned.plan is not None:
+def tell_end(config: TrainerConfig, step: int, began: float | None) -> None:
+    """What came of a run whose last step is done; `began`: when it trained its first; None: it had none."""
+    if began is not None:
+        seconds = time.monotonic() - began
         logger.info(
-            f"Done: step {trainer.step} was the last, after {spoken(seconds)}. All is in {config.dump_folder}"
+            f"Done: step {step} was the last, after {spoken(seconds)}. All is in {config.dump_folder}"
         )
     elif dist.get_rank() == 0:
         logger.warning(
-            f"Nothing was left to do: the checkpoint in {config.dump_folder} is of step "
-            f"{trainer.step}, and training.steps is {config.training.steps}. Raise it to go on, or "
-            "name another dump_folder to start anew."
+            f"Nothing was left to do: the checkpoint in {config.dump_folder} is of step {step}, and "
+            f"training.steps is {config.training.steps}. Raise it to go on, or name another dump_folder to "
+            "start anew."
         )

@@ -1,16 +1,16 @@
-"""The corpus of a run, where it meets the planner: its documents, what is held out, and its epochs."""
+"""The documents that [wlb.corpus] and [wlb.validation] name: those that are trained on, those that are
+validated on, and how many steps an epoch is."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-
-import numpy as np
 
 from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
-from wlb_titan.documents.mixture import Divided, Source
-from wlb_titan.errors import PlanError
+from wlb_titan.documents.mixture import Divided, Lengths, Source
+from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.plan import ID, LENGTH
 
@@ -64,6 +64,38 @@ def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Docume
     return documents_of(wlb.corpus, corpus or open_corpus(wlb.corpus), wlb.validation.hold_out)
 
 
+def validated_documents(settings: WlbSettings) -> tuple[CorpusSettings, dict[str, Documents]]:
+    """The corpus of [wlb.validation], and the documents of each source by name; "" where there is one."""
+    validation = settings.validation
+    if validation.path:
+        corpus_settings = dataclasses.replace(
+            settings.corpus, path=validation.path, mask=validation.mask, sources=[]
+        )
+        corpus = open_corpus(corpus_settings)
+        return corpus_settings, {"": _in_order(corpus, corpus.lengths)}
+    corpus = open_corpus(settings.corpus)
+    sources = mixture_sources(settings.corpus, corpus)
+    found, first = {}, 0
+    for name, count in [(source.name, source.documents) for source in sources] or [("", len(corpus))]:
+        rows = range(first, first + count)
+        first += count
+        found[name] = _in_order(
+            corpus, Divided(corpus.lengths, validation.hold_out, held_out=True, rows=rows)
+        )
+        try:
+            found[name].mixture()
+        except PlanError as error:
+            raise UserError(
+                f"wlb.validation.hold_out: of the {count:,} documents of {name or corpus} none with a token "
+                "to predict is held out; raise it, or name other documents with wlb.validation.path."
+            ) from error
+    return settings.corpus, found
+
+
+def _in_order(corpus: Corpus, lengths: Lengths) -> Documents:
+    return Documents(lengths=lengths, name=str(corpus), seed=None, learned=corpus.count_learned)
+
+
 def steps_of_epochs(job: Job, documents: Documents, epochs: int) -> int:
     """The first step after which every document was trained on `epochs` times.
 
@@ -81,7 +113,7 @@ def steps_of_epochs(job: Job, documents: Documents, epochs: int) -> int:
     end, steps = epochs * len(documents.lengths), 0
     while missing > 0:
         plan = planner.next(sharded=())
-        pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
-        missing -= int(pieces[pieces[:, ID] < end, LENGTH].sum()) + plan.lost_tokens
+        trained = (pack.documents[pack.documents[:, ID] < end, LENGTH].sum() for pack in plan.packs)
+        missing -= int(sum(trained)) + plan.lost_tokens
         steps += 1
     return steps

@@ -1,43 +1,52 @@
-"""Weights of Hugging Face's format: whether a folder of them is the model that a configuration trains.
+"""Models in Hugging Face's format: a folder of weights read, and one written so that others can open it.
 
-torchtitan loads tensors by name and shape. What has neither, such as the base of the rotary positions, would
-go unnoticed if it differed, and the corpus could be of another tokenizer.
+torchtitan reads and writes tensors by name and shape (`*.safetensors`). What has neither, such as the base of
+the rotary positions, would go unnoticed if it differed, and the corpus could be of another tokenizer: so
+`config.json` and the tokenizer are compared before weights are loaded. transformers, vLLM and
+`checkpoint.initial_load_path` want both beside saved weights: they are copied from where the weights came, or
+written for models that are trained from nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
+from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.shape import has_latent_attention
+from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.job import has_latent_attention
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
+
 
 KEY = "checkpoint.initial_load_path"
-TOKENIZER = "tokenizer.json"
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template.*", "vocab.*", "merges.txt")
+LLAMA = ("llama", "LlamaForCausalLM")
+KINDS = {"llama": LLAMA, "llama3": LLAMA, "qwen3": ("qwen3", "Qwen3ForCausalLM")}
+"""Dense models whose config.json is written here: torchtitan's name, and transformers' two."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as Qwen, gpt-oss and DeepSeek call them
+ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
-    """Compares a folder of weights with the model and the corpus.
-
-    Args:
-        folder: as it comes from the Hugging Face hub: config.json, *.safetensors, tokenizer.json.
-        corpus: whose tokenizer must be that of the weights.
-
-    Raises:
-        UserError: something is missing or differs; the message begins with the key concerned.
-    """
+    """Refuses a folder of weights (config.json, *.safetensors, tokenizer.json) that are of another model, or
+    of another tokenizer than the corpus."""
     if not folder.is_dir():
         raise UserError(f"{KEY}: there is no folder {str(folder)!r}.")
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{KEY}: the folder {str(folder)!r} has no *.safetensors.")
     try:
-        theirs = read_description(folder / "config.json")
+        theirs = read_description(folder / CONFIG)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{KEY}: which model the weights are of cannot be seen: {error}. Copy the config.json of the "
@@ -57,7 +66,7 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
 
 
 def differences(model: Decoder.Config, theirs: dict[str, Any]) -> list[str]:
-    """What a model's description, as of `read_description`, says otherwise than a base."""
+    """What a description, as of `read_description`, says otherwise than a model."""
     return [
         f"{name} is {theirs[name]} there and {value} in the base"
         for name, value in described(model).items()
@@ -121,6 +130,61 @@ def read_description(path: Path) -> dict[str, Any]:
     values = {name: value for name, value in {**config, **rope}.items() if value is not None}
     values["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     return values
+
+
+def complete_export(folder: Path, config: TrainerConfig, corpus: Corpus) -> None:
+    """Writes beside the weights in a folder what makes a model of them.
+
+    The ranks' own shards, of which torchtitan has put the weights together, go: they are as large again.
+    """
+    if any(folder.glob("*.safetensors")):
+        shutil.rmtree(folder / "sharded", ignore_errors=True)
+    assert config.model_spec is not None
+    checkpoint, published = config.checkpoint, None
+    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path:
+        published = Path(checkpoint.initial_load_path)
+    for place in [*([published] if published else []), corpus.tokenizer_path]:
+        for pattern in TOKENIZER_FILES:
+            for file in filter(Path.is_file, place.glob(pattern)):
+                shutil.copyfile(file, folder / file.name)
+    if published:
+        model = json.loads((published / CONFIG).read_text(encoding="utf-8"))
+        if (published / GENERATION).is_file():
+            shutil.copyfile(published / GENERATION, folder / GENERATION)
+    else:
+        tokenizer = CorpusTokenizer(corpus.tokenizer_path)
+        generation = {"eos_token_id": tokenizer.end_of_text_id}
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+        model = model_config(config.model_spec)
+        if model is None:
+            logger.warning(
+                f"{folder} has no {CONFIG}: how transformers calls a model like "
+                f"{config.model_spec.name} is not known here. Copy that of the published model there."
+            )
+            return
+        model["eos_token_id"] = tokenizer.end_of_text_id
+    model = {**model, "torch_dtype": checkpoint.export_dtype}
+    model.pop("dtype", None)  # as newer versions call it
+    (folder / CONFIG).write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
+    logger.info(f"{folder} is a model in Hugging Face's format, with its tokenizer")
+
+
+def model_config(spec: ModelSpec) -> dict[str, Any] | None:
+    """The config.json of a model that is trained from nothing; None if its kind is not known."""
+    values = described(spec.model)
+    if spec.name not in KINDS or "moe_intermediate_size" in values:
+        return None
+    kind, architecture = KINDS[spec.name]
+    rope = {name: values.pop(name) for name in ROPE if name in values}
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        **values,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "max_position_embeddings": spec.model.first_attention.rope.max_seq_len,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
 
 
 def _digest(path: Path) -> bytes:

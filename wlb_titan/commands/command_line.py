@@ -1,0 +1,301 @@
+"""What subcommands share: arguments and options, the job that they name, and what is printed.
+
+torch, torchtitan and rich are imported where they are needed: `--help` and mistakes in arguments need none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from wlb_titan.config.load import Resolved
+from wlb_titan.config.sources import COMMAND_LINE
+from wlb_titan.cost.cluster import shipped
+from wlb_titan.documents import Documents
+from wlb_titan.documents.lengths import NAMED, named_or_read
+from wlb_titan.errors import ConfigError, PlanError, UserError
+from wlb_titan.job import Job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from wlb_titan.simulator.choice import Choice
+
+OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}
+"""Settings of a command: options that click does not know are overrides of the configuration and are passed
+through; `--help` shows defaults."""
+
+NUMBER = click.IntRange(0)
+POSITIVE = click.IntRange(1)
+SIZE = click.FloatRange(0, min_open=True)
+MANY = click.IntRange(1, 1 << 20)
+
+Command = Callable[..., Any]
+Rows = list[dict[str, str]]
+"""A table: cells by heading, the same headings in all rows."""
+
+
+class TomlFile(click.Path):
+    """A file that is there, which is seen before torch is imported."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if str(value).startswith("--"):
+            raise ConfigError(
+                f"{value}: the file comes first, without an option's name: {ctx.command_path} FILE "
+                "[--SECTION.KEY VALUE]..."
+            )
+        if not Path(value).exists():
+            raise ConfigError(f"{value}: there is no file {value}.")
+        return super().convert(value, param, ctx)
+
+
+class Output(click.Path):
+    """A file or folder that is written at the end, refused at the start where it cannot be."""
+
+    def __init__(self, *, folder: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self._folder = folder
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+        place = path.absolute()
+        with writing(f"{param.opts[0]}: {path}"):
+            while self._folder and not place.exists():
+                place = place.parent
+            if not place.parent.is_dir():
+                raise NotADirectoryError(0, f"there is no folder {path.parent}")
+            if place.exists() and place.is_dir() != self._folder:
+                raise FileExistsError(0, f"{place} is a {'folder' if place.is_dir() else 'file'}")
+            if not os.access(place if place.exists() else place.parent, os.W_OK):
+                raise PermissionError(0, "this user may not write there")
+        return path
+
+
+class ReportFolder(Output):
+    """The folder of a page, which vl-convert draws."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if find_spec("vl_convert") is None:
+            raise UserError("A report needs vl-convert. Install it with: pip install 'wlb-titan[report]'")
+        return super().convert(value, param, ctx)
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Says what could not be written where the file system refuses it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror}.") from error
+
+
+def write_json(output: Path, results: Any) -> None:
+    """Writes what `--output` asks for."""
+    with writing(f"--output: {output}"):
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def of_file(command: Command) -> Command:
+    """The arguments `file` and `overrides`."""
+    overrides = click.argument(
+        "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]..."
+    )
+    return click.argument("file", type=TomlFile(), metavar="FILE")(overrides(command))
+
+
+def of_job(command: Command) -> Command:
+    """What `load_job` takes."""
+    options = (
+        of_file,
+        click.option(
+            "--lengths",
+            metavar="|".join([*NAMED, "FILE"]),
+            help="Documents of these lengths instead of a corpus: a named distribution (docs/simulator.md), "
+            "or a text file with one document's length in tokens a line.",
+        ),
+        click.option(
+            "--cluster",
+            metavar="NAME|FILE.toml",
+            help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster]",
+        ),
+        click.option("--gpus", type=MANY, help="GPUs of the job."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+report_option = click.option(
+    "--report", type=ReportFolder(folder=True), metavar="DIR", help="Draw DIR/report.html."
+)
+json_option = click.option("--output", type=Output(), metavar="FILE.json", help="Write the results as JSON.")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line names."""
+
+    job: Job
+    documents: Documents
+    resolved: Resolved
+    """The configuration that job and documents come from."""
+    lengths: str | None
+    """As given by --lengths."""
+    typed: tuple[str, ...]
+    """All of that in words, for other commands."""
+
+    @property
+    def overridden(self) -> list[str]:
+        """The dotted keys that the command line sets."""
+        return [key for key, source in self.resolved.provenance.items() if source == COMMAND_LINE]
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Puts before an error in planning where the setting that it blames was written."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except UserError as error:
+            if not error.setting:
+                raise
+            if error.setting == "corpus.path" and self.lengths is not None:
+                raise PlanError(f"--lengths: {error}") from error
+            raise ConfigError(self.resolved.placed(error)) from error
+
+
+def load_job(
+    file: Path,
+    overrides: Sequence[str] = (),
+    *,
+    lengths: str | None = None,
+    cluster: str | None = None,
+    gpus: int | None = None,
+) -> Asked:
+    """What a command's arguments name.
+
+    Args:
+        lengths: as of `named_or_read`, instead of the file's corpus.
+        cluster: as of `load_cluster`, instead of the file's.
+        gpus: what the degrees must multiply to, if that is said.
+    """
+    from wlb_titan.config.documents import training_documents
+
+    words = [*overrides, *(("--wlb.cluster", cluster) if cluster is not None else ())]
+    job, resolved = resolved_job(file, words, gpus)
+    wlb = resolved.config.wlb
+    if lengths is None:
+        return Asked(job, training_documents(wlb), resolved, None, (str(file), *words))
+    found, name = named_or_read(lengths)
+    given = resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE
+    documents = Documents(lengths=found, name=name, seed=wlb.corpus.seed if given else None)
+    return Asked(job, documents, resolved, lengths, (str(file), *words, "--lengths", lengths))
+
+
+def load(file: Path, overrides: Sequence[str], world_size: int | None = None) -> Resolved:
+    """The configuration of a file with overrides; on a terminal it says what takes the seconds."""
+    from rich.console import Console
+
+    from wlb_titan.runtime.models.load import load_config
+
+    with Console(stderr=True).status("Importing torchtitan ..."):
+        return load_config(file, overrides, world_size)
+
+
+def resolved_job(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[Job, Resolved]:
+    """The job that a file with overrides describes, also where it is only planned, and its configuration.
+
+    A data-parallel degree of -1, as many as the job turns out to have, is 1 without a world size.
+    """
+    resolved = load(file, overrides, world_size)
+    from wlb_titan.runtime.job import configured_job, parallel_dims
+
+    return resolved.check(lambda config: configured_job(config, parallel_dims(config, world_size))), resolved
+
+
+def describe_job(job: Job, documents: Documents) -> str:
+    """What is planned or simulated: a line on the corpus, one on the job, and of a mixture its sources."""
+    head, *sources = documents.describe(job.window, job.micro_batches * job.window)
+    pipeline = f", {job.schedule}" if job.degrees.pipeline > 1 else ""
+    line = (
+        f"{head} {job.micro_batches} micro-batches a step, context window {job.window:,} tokens, "
+        f"{job.degrees} = {job.degrees.ranks} ranks{pipeline}, {job.memory.checkpointing} checkpointing, on "
+        f"{job.cluster.name}. Work by {job.packing.cost_model}."
+    )
+    return "\n".join([line, *sources])
+
+
+UNBOUNDED = 100_000  # characters
+TABLE_WIDTH = 128  # characters, where no terminal tells its own
+LEFT = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure", "")
+"""Headings of words, which are aligned to the left; figures to the right."""
+
+
+def make_console() -> Console:
+    """A console as wide as its terminal, or `TABLE_WIDTH` characters where none tells its own width."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, TABLE_WIDTH)
+    return console
+
+
+def say(*lines: str) -> None:
+    """Prints lines as they are, however long."""
+    console = make_console()
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def show_table(rows: Rows, console: Console | None = None) -> None:
+    """Prints a table; where a terminal is too narrow, as plain lines.
+
+    What is piped gets the whole table, however wide.
+    """
+    import rich.box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=rich.box.SIMPLE_HEAD)
+    for heading in rows[0]:
+        table.add_column(Text(heading), justify="left" if heading in LEFT else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row.values()))  # as they are: brackets are no markup
+    console = console or make_console()
+    needed = console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum
+    if console.is_terminal and needed > console.width:
+        for row in rows:
+            cells = "  ".join(f"{heading} {cell}" for heading, cell in row.items() if cell)
+            console.print(cells, markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.width = max(needed, console.width)
+        console.print(table)
+
+
+def print_choice(choice: Choice) -> None:
+    """What `auto` stands for, and the predictions of all that it may."""
+    show_table(choice.rows())
+    say(*choice.remarks())
+
+
+@contextmanager
+def warnings_once() -> Iterator[None]:
+    """Collects the UserWarnings of a block and prints each of them once, to stderr, when it ends."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        click.echo(f"Warning: {message}", err=True)

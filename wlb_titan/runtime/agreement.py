@@ -1,0 +1,177 @@
+"""What all ranks settle as soon as they have met: the checkpoint to go on from, the hardware that is planned
+for, policies that are `auto`, the steps of `wlb.epochs`; and how long they wait for each other.
+
+Each rank plans by itself, and nothing would notice if two planned differently. So they compare what plans
+follow from.
+
+torchtitan gives up a rank that does not answer after 300 seconds until the first step is done, after 100 from
+then on. A job of balanced micro-batches needs a bound of its own: a rank may wait for another that compiles,
+in any of the first steps, or that works on a longer micro-batch, through the whole depth of a pipeline.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torchtitan.config import CommConfig
+from torchtitan.tools.logging import logger
+
+from wlb_titan.config.documents import steps_of_epochs, training_documents
+from wlb_titan.cost.cluster import Cluster, cluster_of_device, cluster_of_gpu
+from wlb_titan.cost.passes import JobCost
+from wlb_titan.cost.workload import workload
+from wlb_titan.documents import Documents
+from wlb_titan.errors import UserError
+from wlb_titan.job import Job
+from wlb_titan.memory.rank import GIB
+from wlb_titan.runtime.checkpoints import Beginning, beginning
+from wlb_titan.runtime.compat import process_groups
+from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.data.dataloader import SharedAnswer
+from wlb_titan.runtime.job import gpu_at_hand
+from wlb_titan.simulator.choice import Choice, choose
+
+GRAPHS = 6  # that a compiled model needs in all, each forward and backward
+COMPILE_SECONDS = 90  # of one of them, at the most seen
+STEPS = 10  # predicted steps that a rank may fall behind
+
+
+def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
+    """A configured job on the hardware of all ranks, with its policies chosen, and how they were;
+    `training.steps` is set to those of `wlb.epochs`. UserError where ranks differ.
+    """
+    choice, epochs, documents = None, config.wlb.epochs, training_documents(config.wlb)
+    gpus = _gathered(None if config.wlb.cluster else gpu_at_hand(config.wlb.device))
+    if all(gpus):
+        cluster, warning = common_cluster(gpus)
+        if warning and dist.get_rank() == 0:
+            logger.warning(warning)
+        job = job.on(cluster)
+    check_same(_facts(job, documents))
+    if job.undecided:
+        choice = choose(job, documents, on_one_rank=SharedAnswer())
+        job = choice.job
+    if epochs:
+        trained = job.trained
+        # A solver that is stopped by its time limit finds other packings on other ranks.
+        if trained.packing.planning_seconds:
+            trained = replace(trained, on_one_rank=SharedAnswer())
+        config.training.steps = steps_of_epochs(trained, documents, epochs)
+        logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
+    return job, choice
+
+
+def agreed_beginning(config: TrainerConfig) -> Beginning:
+    """What rank 0 finds that the run goes on from, also where another rank would see another folder;
+    `checkpoint.load_step` is set to it. Newer checkpoints that are broken are told.
+    """
+    found = [beginning(config) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    (agreed,) = found
+    folder = Path(config.dump_folder) / config.checkpoint.folder
+    for step, wrong in agreed.broken if dist.get_rank() == 0 else ():
+        logger.warning(
+            f"The checkpoint {folder / f'step-{step}'} is broken: {wrong}. The run goes on from step "
+            f"{agreed.step}, and the broken one becomes broken-{step} beside it. If you have a whole copy, "
+            "stop this run and put it there."
+        )
+    if agreed.step >= 0:
+        config.checkpoint = replace(config.checkpoint, load_step=agreed.step)
+    return agreed
+
+
+def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
+    """What is planned for on GPUs of these names and bytes where no cluster is named: the first's hardware
+    with the least memory; and a warning, empty for none."""
+    names, cluster = {name for name, _ in gpus}, cluster_of_gpu(gpus[0][0], min(bytes_ for _, bytes_ in gpus))
+    if len(names) == 1 and cluster_of_device(*names):
+        return cluster, ""
+    return cluster, (
+        f"No one cluster that ships has {' and '.join(sorted(names))}: planned for is {cluster.name}, with "
+        f"the least memory there is, {cluster.memory / GIB:.1f} GiB. Name the hardware with [wlb] cluster."
+    )
+
+
+def check_same(mine: Mapping[str, Any]) -> None:
+    """Compares what every rank has of these. Every rank takes part."""
+    ranks = _gathered((socket.gethostname(), mine))
+    first_host, first = ranks[0]
+    different = [rank for rank, (_, its) in enumerate(ranks) if its != first]
+    if not different:
+        return
+    host, its = ranks[different[0]]
+    both = [(key, its.get(key), first.get(key)) for key in first | its]
+    what = "; ".join(f"{key} is {one}, not {other}" for key, one, other in both if one != other)
+    more = ", ..." * (len(different) > 8)
+    raise UserError(
+        f"Rank {', '.join(map(str, different[:8]))}{more} (host {host}) would not train what rank 0 (host "
+        f"{first_host}) does: {what}. Each rank plans by itself, so all need the same configuration, corpus, "
+        "profiles and packages, and no policy may plan by rank."
+    )
+
+
+def _facts(job: Job, documents: Documents) -> dict[str, str]:
+    """What plans follow from."""
+    facts = {field.name: repr(getattr(job, field.name)) for field in fields(job) if field.repr}
+    facts["cluster"] = repr(replace(job.cluster, attention_profile=""))  # which lies where packages do
+    facts["attention"] = repr(job.strategy and job.latency)
+    auto = (one for one in (job.packing, job.sharding) if one.owner.automatic)
+    facts["auto"] = repr([one.family.candidates for one in auto])
+    facts["corpus"] = f"{documents.fingerprint} of {len(documents.lengths):,} documents"
+    facts["order of documents"] = repr((documents.seed, documents.sources))
+    return facts
+
+
+def _gathered(mine: Any) -> list[Any]:
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+def set_timeouts(seconds: int, without: dist.ProcessGroup | None = None) -> None:
+    """Has every process group of this rank, `without` one of them, give others up after so many seconds.
+
+    torch gives the groups of a mesh, and those that FSDP makes, their backend's default, and torchtitan tells
+    only some of them, after its first step.
+    """
+    for group in process_groups():
+        if group is not without:
+            dist.set_timeout(timedelta(seconds=seconds), group)
+
+
+def first_timeout(comm: CommConfig) -> int:
+    """Seconds after which a collective is given up until the first step is done: never fewer than later."""
+    return max(comm.init_timeout_seconds, comm.train_timeout_seconds)
+
+
+def train_timeout(config: TrainerConfig, job: Job) -> tuple[int, str]:
+    """Seconds after which a collective is given up in training, and the reason.
+
+    What the user set (`comm.train_timeout_seconds`) holds. Otherwise it is torchtitan's default, or ten times
+    the predicted step if that is longer, with the time of all graphs of torch.compile and of planning a step.
+    """
+    default = CommConfig().train_timeout_seconds
+    if config.comm.train_timeout_seconds != default:
+        return config.comm.train_timeout_seconds, "as comm.train_timeout_seconds says"
+    step = STEPS * predicted_step(job)
+    seconds, reasons = (step, [f"{STEPS} predicted steps"]) if step > default else (default, ["the default"])
+    if config.compile.enable:
+        seconds += GRAPHS * COMPILE_SECONDS
+        reasons.append(f"{GRAPHS * COMPILE_SECONDS} for compiling")
+    if planning := job.packing.planning_seconds:
+        seconds += planning
+        reasons.append(f"{planning:.0f} for the solver")
+    return round(seconds), " and ".join(reasons)
+
+
+def predicted_step(job: Job) -> float:
+    """Seconds of a rank's micro-batches, if all are as long as they may be, of whole windows."""
+    windows = job.replica_micro_batches * job.longest_micro_batch / job.window
+    return windows * float(workload(JobCost(job), np.array([job.window]))[0])

@@ -1,0 +1,228 @@
+"""Base configurations: what a TOML file's `base` key names.
+
+A base is a function without arguments that returns a torchtitan Trainer.Config. Ours are the functions
+below, by their short names; any other is named "package.module:function", torchtitan's own registry
+functions among them, or by the config.json of a published model, which finds the one of its sizes.
+
+Our models are Llamas in LLaMA-2 style, from a debug size to the paper's Table 1; its 7B is LLaMA-2 7B. The
+others keep that architecture (multi-head attention, SwiGLU of about 8/3 of the width, rotary positions with
+theta 10000, untied embeddings) with layers and width scaled in proportion. 70B keeps as many key heads as
+query heads, so that the paper's tensor-parallel degree of 16 divides them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from functools import partial
+from pathlib import Path
+
+import torch.nn as nn
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.models.common import Embedding, Linear, RMSNorm
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.param_init import depth_scaled_std
+from torchtitan.models.llama3 import Llama3Model, parallelize_llama
+from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer as TorchtitanTrainer
+
+from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.errors import UserError
+from wlb_titan.runtime.attention.module import DocumentAttention
+from wlb_titan.runtime.attention.rotary import PairwiseRoPE
+from wlb_titan.runtime.hugging_face import differences, read_description
+from wlb_titan.runtime.log import drop_misleading_warnings
+from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.models.adoption import adopt
+from wlb_titan.runtime.models.blocks import SelectiveDocumentAC
+from wlb_titan.runtime.pipeline.build import pipeline
+from wlb_titan.runtime.trainer import Trainer
+
+SHAPES = {
+    "debug": ModelShape(
+        layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, feed_forward=384, vocabulary=4096
+    ),
+    **PAPER_MODELS,
+}
+MAX_CONTEXT = 2**20  # of the rotary table, which is cut to training.seq_len when the model is built
+
+
+PUBLISHED = ("torchtitan.models.llama3.config_registry", "torchtitan.models.qwen3.config_registry")
+"""Modules with the bases of published models."""
+
+
+def _llama(size: str) -> Trainer.Config:
+    spec = llama_spec(size)
+    return Trainer.Config(
+        model_spec=spec,
+        loss=ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
+        ),
+        optimizer=default_adamw(lr=3e-4),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=200),
+        training=TrainingConfig(local_batch_size=4, seq_len=65536, steps=1000, disable_cuda_graphs=True),
+        parallelism=ParallelismConfig(spmd_backend="spmd_types"),
+        metrics=MetricsProcessor.Config(disable_color_printing=True),
+        checkpoint=CheckpointManager.Config(interval=500, last_save_model_only=False),
+        activation_checkpoint=SelectiveDocumentAC.Config(),
+    )
+
+
+def llama3_debug() -> Trainer.Config:
+    """A Llama of 2 M parameters that trains in seconds on two CPU cores, in float32."""
+    config = _llama("debug")
+    config.training = TrainingConfig(
+        local_batch_size=4,
+        seq_len=1024,
+        steps=20,
+        mixed_precision_param="float32",
+        disable_cuda_graphs=True,
+    )
+    config.optimizer = default_adamw(lr=3e-3)
+    config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=2)
+    config.metrics.log_freq = 1
+    return config
+
+
+def qwen3_8b() -> Trainer.Config:
+    """Qwen3 8B, which torchtitan has no base of, with its settings for 14B; both have 151,936 tokens."""
+    from torchtitan.models.qwen3 import model_registry
+    from torchtitan.models.qwen3.config_registry import qwen3_14b
+
+    config = qwen3_14b()
+    config.model_spec = model_registry("8B")
+    return adopt(config, "qwen3_8b")
+
+
+BASES = {
+    "llama3_debug": llama3_debug,
+    **{f"llama2_{size.lower()}": partial(_llama, size) for size in PAPER_MODELS},
+    "qwen3_8b": qwen3_8b,
+}
+"""Ours by short name; those of llama2 are the models of the paper's Table 1, of which 7B is LLaMA-2's."""
+
+
+def base_config(name: str) -> Trainer.Config:
+    """The configuration that a TOML file starts from.
+
+    Args:
+        name: one of BASES, "package.module:function", or the config.json of a published model.
+    """
+    drop_misleading_warnings()
+    if name in BASES:
+        return BASES[name]()
+    if name.endswith(".json"):
+        return _published(name)
+    if ":" not in name:
+        near = difflib.get_close_matches(name, BASES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(
+            f"no base is called {name!r}: {hint}Known bases: {', '.join(BASES)}; or name any registry "
+            'function as "package.module:function", such as '
+            '"torchtitan.models.llama3.config_registry:llama3_8b", or a published model\'s config.json.'
+        )
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise UserError(f"the base {name!r} cannot be imported: {error}.") from error
+    try:
+        base = function()
+    except Exception as error:  # whatever a base needs and does not find
+        raise UserError(f"the base {name!r} cannot be made: {error}") from error
+    if not isinstance(base, TorchtitanTrainer.Config):
+        raise UserError(f"the base {name!r} returns {type(base).__name__}, not a torchtitan Trainer.Config.")
+    return base if isinstance(base, Trainer.Config) else adopt(base, name)
+
+
+def _published(path: str) -> Trainer.Config:
+    """The first base that differs in nothing that a config.json tells."""
+    try:
+        theirs = read_description(Path(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"the base {path!r} cannot be read: {error}.") from error
+    for module in PUBLISHED:
+        for name, function in inspect.getmembers(importlib.import_module(module), inspect.isfunction):
+            if function.__module__ != module or inspect.signature(function).parameters:
+                continue
+            try:
+                config = base_config(f"{module}:{name}")
+            except UserError:
+                continue
+            assert config.model_spec is not None
+            if not differences(config.model_spec.model, theirs):
+                return config
+    raise UserError(
+        f"torchtitan has no base of the model that {path!r} describes; name a registry function of your "
+        'own, as "package.module:function".'
+    )
+
+
+def llama_spec(size: str) -> ModelSpec:
+    """The torchtitan model of one of SHAPES, with document attention inside."""
+    shape = SHAPES[size]
+    dim = shape.hidden
+    rope = PairwiseRoPE.Config(dim=shape.head_dim, max_seq_len=MAX_CONTEXT, theta=10000.0)
+    model = Llama3Model.Config(
+        dim=dim,
+        vocab_size=shape.vocabulary,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.vocabulary,
+            embedding_dim=dim,
+            param_init={"weight": partial(nn.init.normal_, std=1.0)},
+        ),
+        norm=_norm(dim),
+        lm_head=Linear.Config(
+            in_features=dim, out_features=shape.vocabulary, param_init=_linear_init(dim**-0.5)
+        ),
+        layers=[
+            Llama3TransformerBlock.Config(
+                attention_norm=_norm(dim),
+                ffn_norm=_norm(dim),
+                attention=make_gqa_config(
+                    dim=dim,
+                    n_heads=shape.heads,
+                    n_kv_heads=shape.kv_heads,
+                    wqkv_param_init=_linear_init(0.02),
+                    wo_param_init=_linear_init(depth_scaled_std(0.02, layer)),
+                    inner_attention=DocumentAttention.Config(),
+                    fuse_qkv=True,
+                    rope=rope,
+                ),
+                feed_forward=make_ffn_config(
+                    dim=dim,
+                    hidden_dim=shape.feed_forward,
+                    w1_param_init=_linear_init(0.02),
+                    w2w3_param_init=_linear_init(depth_scaled_std(0.02, layer)),
+                ),
+            )
+            for layer in range(shape.layers)
+        ],
+    )
+    return ModelSpec(
+        name="llama",
+        flavor=size,
+        model=model,
+        parallelize_fn=parallelize_llama,
+        pipelining_fn=pipeline,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=Llama3StateDictAdapter,
+    )
+
+
+def _norm(dim: int) -> RMSNorm.Config:
+    # One object each: torchtitan writes the sharding of a module into its config.
+    return RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_})
+
+
+def _linear_init(std: float) -> dict[str, object]:
+    return {
+        "weight": partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std),
+        "bias": nn.init.zeros_,
+    }
