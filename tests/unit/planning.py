@@ -1,4 +1,4 @@
-"""Planners and strategies for tests, by the few arguments that a test is about."""
+"""Jobs, planners and strategies for tests, by the few arguments that a test is about."""
 
 from dataclasses import replace
 
@@ -6,9 +6,12 @@ import numpy as np
 
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
+from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import ModelShape
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
+from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.summary import Summary
@@ -18,6 +21,37 @@ _OWN_TILES = KernelCost(
 )
 UNMERGED = AttentionLatency(_OWN_TILES, replace(_OWN_TILES, block=4.7e-6), 132, 32, "own tiles")
 """A kernel that does not merge short segments, about as fast as FlashAttention-3."""
+
+
+MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=2, head_dim=4, feed_forward=16, vocabulary=32)
+LAYER = 4 * 8 * 8 + 3 * 8 * 16  # weights in matrix products
+CLUSTER = Cluster(
+    name="test",
+    memory=1e9,
+    peak_flops=1e12,
+    linear_flops=1e9,
+    attention_flops=1e9,
+    attention_backward_flops=1e9,
+    memory_bandwidth=float("inf"),
+    gpus_per_node=8,
+    node=Link(float("inf"), 0.0),
+    network=Link(float("inf"), 0.0),
+)
+# One query a tile, one key a block: forward 1 microsecond a pair of tokens and head, backward 2.
+_PAIR = KernelCost(Tiling(1, 1), launch=0, key=0, segment=0, tile=0, block=1e-6, masked=0)
+PAIRS = AttentionLatency(_PAIR, replace(_PAIR, block=2e-6), units=1, heads=2, source="test")
+NONE, FULL = MemorySettings(checkpointing="none"), MemorySettings(checkpointing="full")
+
+
+def job(**changes):
+    """A job of round numbers, whose steps can be worked out by hand: nothing travels, nothing is repeated."""
+    facts = {"model": MODEL, "cluster": CLUSTER, "attention": PAIRS, "memory": NONE}
+    return Job(**{"window": 64, "micro_batches": 8, **facts, **changes})
+
+
+def pairs(length):
+    """Pairs of a token and one that it sees, of a document."""
+    return length * (length + 1) / 2
 
 
 def make_planner(

@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, reject, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_pack_slim import planner
-from test_simulator import LAYER, NONE, job, pairs
+from planning import LAYER, job, pairs
+from slicing import PACKINGS, planner, sliced, slim
 
-from wlb_titan.context import sequence_positions
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Packing
-from wlb_titan.packing.predicted import pass_seconds
+from wlb_titan.packing.predicted import attention_seconds, pass_seconds, passing
 from wlb_titan.packing.slim.dp_merge import (
     LIGHT,
     MOST_MERGED,
@@ -28,20 +28,13 @@ from wlb_titan.packing.slim.dp_merge import (
 )
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.slices import sliced_document
-from wlb_titan.packing.slim.slim import Slim
-from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.simulator.replicas import (
-    check_slices,
-    planned_times,
-    rank_memory,
-    replicas_of,
-    transfer_seconds,
-)
+from wlb_titan.pipeline.packflow import packflow
+from wlb_titan.plan import LENGTH, PREFIX, TOTAL
+from wlb_titan.simulator.replicas import planned_times, rank_memory, replicas_of, transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
-ALWAYS = Slim.Config(micropacks=6, dp_merge=True)
-NEVER = replace(ALWAYS, dp_merge=False)
+ALWAYS, NEVER = PACKINGS["merged"], PACKINGS["slim"]
 
 
 def one_long(short=8, count=24):
@@ -121,98 +114,9 @@ def test_ranks_with_nothing_else_fill_all_their_packs():
 # ---- plans
 
 
-def run_all(plan, stages_of_rank):
-    """Runs the passes of all ranks of the job; a shared pass only where all of its sharers are about to."""
-    queues = {
-        (dp, pp): list(actions) for dp, flow in enumerate(plan.flows) for pp, actions in enumerate(flow)
-    }
-    stages = stages_of_rank * len(plan.flows[0])
-    done = set()
-
-    def needed(dp, action):
-        kind, stage, place = action
-        if kind == "F":
-            return stage == 0 or (dp, "F", stage - 1, place) in done
-        if stage == stages - 1:
-            return (dp, "F", stage, place) in done
-        return (dp, "B", stage + 1, place) in done
-
-    moved = True
-    while moved:
-        moved = False
-        for (dp, pp), queue in queues.items():
-            if not queue:
-                continue
-            action = queue[0]
-            sharers = plan.of_rank(dp)[action.place].merged or [dp]
-            if all(
-                queues[one, pp] and queues[one, pp][0] == action and needed(one, action) for one in sharers
-            ):
-                for one in sharers:
-                    done.add((one, *queues[one, pp].pop(0)))
-                moved = True
-    return not any(queues.values())
-
-
-@given(
-    lengths=st.lists(st.one_of(*[st.integers(4, 12)] * 5, st.integers(30, 64)), min_size=24, max_size=50),
-    data_parallel=st.sampled_from([2, 3, 4]),
-    context=st.sampled_from([1, 2]),
-    pipeline=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
-    micropacks=st.integers(4, 6),
-)
-@settings(max_examples=40)
-def test_plans_have_every_token_once_and_ranks_meet(lengths, data_parallel, context, pipeline, micropacks):
-    ranks, chunks = pipeline
-    try:
-        made = planner(
-            [64, *lengths],
-            micro_batches=data_parallel,
-            seed=None,
-            data_parallel=data_parallel,
-            context_parallel=context,
-            pipeline=ranks,
-            schedule="Interleaved1F1B" if chunks > 1 else "1F1B",
-            chunks=chunks,
-            slim=replace(ALWAYS, micropacks=micropacks),
-            sharding="hybrid",
-        )
-        plans = [made.next(), made.next()]
-    except PlanError:  # too few tokens, with or without
-        reject()
-    assume(any(m.merged for m in plans[0].micro_batches))
-    for plan in plans:
-        seen = {}
-        for m in plan.micro_batches:
-            if m.merged:
-                assert m.dp_rank in m.merged
-                others = [plan.of_rank(rank)[m.index] for rank in m.merged]
-                assert all((other.documents == m.documents).all() for other in others)
-                assert all(other.merged == m.merged and other.length == m.length for other in others)
-                assert m.shared_length - sum(o.padding for o in others) == m.documents[:, LENGTH].sum()
-            if m.ranks is not None:
-                assert len(m.ranks) == m.sharers * context
-                positions = sequence_positions(m.ranks, m.documents[:, LENGTH], m.shared_length)
-                assert positions.shape == (len(m.ranks), m.length // context)
-                assert sorted(positions.ravel().tolist()) == list(range(m.shared_length))
-        for m in plan.packs:
-            for row, (prefix, total) in zip(m.documents.tolist(), m.slices.tolist(), strict=True):
-                piece = row[ID], row[START] - prefix, total
-                assert seen.get(piece, 0) == prefix  # each token once, in order
-                seen[piece] = prefix + row[LENGTH]
-        assert all(upto == total for (_, _, total), upto in seen.items())
-        assert plan.tokens == sum(seen.values()) == plan.document_lengths.sum()
-        assert plan.delay == 0
-        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
-        assert all(other == kinds[0] for other in kinds)
-        for rank, flow in enumerate(plan.flows):
-            check_slices(flow, plan.of_rank(rank))
-        assert run_all(plan, chunks)
-
-
 def test_what_is_counted_is_the_same_as_without():
-    degrees = {"data_parallel": 4, "context_parallel": 2}
-    made, without = (planner(one_long(), **degrees, seed=None, slim=slim) for slim in (ALWAYS, NEVER))
+    degrees = Degrees(shard=4, context=2, pipeline=2)
+    made, without = (planner(one_long(), packing, degrees=degrees, seed=None) for packing in (ALWAYS, NEVER))
     plan, other = made.next(), without.next()
     assert not any(m.merged for m in other.micro_batches)
     merged = [m for m in plan.micro_batches if m.merged]
@@ -226,58 +130,37 @@ def test_what_is_counted_is_the_same_as_without():
     assert max(loads) < 0.7 * max(without_loads)
     record = json.loads(json.dumps(plan.to_json()))["micro_batches"]
     assert [one.get("merged") for one in record] == [list(m.merged) or None for m in plan.micro_batches]
-    (sliced,) = {sliced_document(m) for m in merged}
+    assert {sliced_document(m) for m in merged} == {0}
     assert sum(m.documents[0, LENGTH] for m in plan.packs if m.merged) == 64 == merged[0].slices[0, TOTAL]
-    assert sliced >= 0
-
-
-def test_a_rank_of_the_group_has_the_share_that_it_asks_for():
-    plan = planner(one_long(), data_parallel=4, seed=None, slim=ALWAYS).next(sharded=[1])
-    shared = [m for m in plan.micro_batches if m.merged]
-    assert [m.ranks is not None for m in shared] == [m.dp_rank == 1 for m in shared]
-    assert all(m.ranks is None for m in plan.of_rank(1) if not m.merged)  # no context parallelism
-
-
-def test_resumes_where_it_was_saved():
-    made, again = (planner(one_long() * 2, data_parallel=4, seed=3, slim=ALWAYS) for _ in range(2))
-    made.next()
-    again.load_state_dict(json.loads(json.dumps(made.state_dict(), default=np.ndarray.tolist)))
-    following = [one.next().to_json() | {"plan_ms": 0} for one in (made, again)]
-    assert following[0] == following[1]
 
 
 @pytest.mark.parametrize("policy", ["ulysses", "own_policies.ulysses_gather:UlyssesGather"])
 def test_strategies_that_divide_heads_are_refused_by_name(policy):
-    made = {"data_parallel": 2, "context_parallel": 2, "sharding": policy}
+    made = {"degrees": Degrees(shard=2, context=2), "sharding": STRATEGIES.configure(policy)}
     with pytest.raises(PlanError, match=f"cannot share a document under .* {policy}, which") as error:
-        planner(one_long(), slim=ALWAYS, **made)
+        planner(one_long(), ALWAYS, **made)
     assert error.value.setting == "packing.dp_merge"
-    plan = planner(one_long(), slim=replace(ALWAYS, dp_merge="auto"), **made).next()
+    plan = planner(one_long(), slim(), **made).next()
     assert not any(m.merged for m in plan.micro_batches)
 
 
 # ---- predictions
 
 
-def predicted(slim, *, data_parallel=4, lengths=(), micro_batches=4, **changes):
-    changes = {"degrees": Degrees(shard=data_parallel, pipeline=2), **changes}
-    slim = replace(slim, cost_model="quadratic:1,40")
-    made = job(packing=slim, micro_batches=micro_batches, **changes)
+def predicted(packing, *, lengths=(), **changes):
+    made = sliced(packing, **{"degrees": Degrees(shard=4, pipeline=2), **changes})
     lengths = np.array(lengths or one_long())
     return made, made.plans(Documents(lengths=lengths, seed=None), 1)
 
 
 def test_a_shared_document_by_hand():
     """Two ranks and a document of 8 tokens, of which each has two chunks of 2."""
-    slim = Slim.Config(micropacks=1, dp_merge=True)
     node = Link(1e6, 1e-3)
-    two_ranks = {
-        **{"data_parallel": 2, "lengths": [8] + [2] * 4, "micro_batches": 2, "window": 8},
-        **{"degrees": Degrees(shard=2), "cluster": replace(job().cluster, node=node)},
-    }
-    made, (plan,) = predicted(slim, **two_ranks)
+    cluster = replace(job().cluster, node=node)
+    two_ranks = {"lengths": [8] + [2] * 4, "micro_batches": 2, "window": 8, "degrees": Degrees(shard=2)}
+    _, (plan,) = predicted(replace(ALWAYS, micropacks=1), cluster=cluster, **two_ranks)
     assert not any(m.merged for m in plan.micro_batches)  # the other document would have no pack
-    made, (plan,) = predicted(replace(slim, micropacks=2), **two_ranks)
+    made, (plan,) = predicted(replace(ALWAYS, micropacks=2), cluster=cluster, **two_ranks)
     first, last = plan.of_rank(0)
     assert first.merged == range(0, 2) and not last.merged and first.length == 4
     assert plan.of_rank(1)[0].length == 4 and plan.tokens == 16
@@ -289,6 +172,21 @@ def test_a_shared_document_by_hand():
     received = 8 * made.model.key_elements(1) / 2 * 2 / node.bandwidth  # of 8 tokens half, 2 bytes each
     layer = matrices + attention + received + node.latency
     assert times.forward[0, 0] == pytest.approx([4 * layer + 2 * 8 * 32 * 4 / 1e9] * 2)
+
+
+def test_each_rank_of_a_group_has_its_own_share_of_the_attention():
+    made, (plan,) = predicted(ALWAYS, degrees=Degrees(shard=4, context=2), lengths=[61] + [8] * 24)
+    shared = next(m for m in plan.micro_batches if m.merged and m.padding)
+    group = made.merged[shared.sharers]
+    everyone = attention_seconds(shared, group)
+    assert len(everyone) == 2 * shared.sharers and len(set(everyone[:, 0].tolist())) > 1
+    for dp_rank in shared.merged:
+        own = plan.of_rank(dp_rank)[shared.index]
+        for context_rank in range(2):
+            found = passing([own], group, context_rank)
+            number = 2 * (dp_rank - shared.merged.start) + context_rank
+            assert (found.forward[0], found.backward[0]) == tuple(everyone[number])
+    assert passing([shared], group).forward[0] == everyone[:, 0].max()
 
 
 def joint_ends(made, plan):
@@ -327,27 +225,28 @@ def joint_ends(made, plan):
     return max(ends.values())
 
 
-@pytest.mark.parametrize("data_parallel, seed", [(2, 0), (4, 1), (4, 2)])
-def test_ranks_that_share_wait_for_each_other(data_parallel, seed):
-    random = np.random.default_rng(seed)
-    lengths = [64, *random.integers(2, 14, size=40).tolist()]
-    made, plans = predicted(ALWAYS, data_parallel=data_parallel, lengths=lengths, micro_batches=data_parallel)
+@pytest.mark.parametrize("replicas, pipeline, seed", [(2, 2, 1), (4, 2, 5), (2, 4, 1)])
+def test_ranks_that_share_wait_for_each_other(replicas, pipeline, seed):
+    lengths = [64, *np.random.default_rng(seed).integers(2, 40, size=30).tolist()]
+    degrees = Degrees(shard=replicas, pipeline=pipeline)
+    made, plans = predicted(ALWAYS, lengths=lengths, micro_batches=replicas, degrees=degrees)
     assert any(m.merged for m in plans[0].micro_batches)
     found = simulate(made, plans)
     assert found.pipeline[0] == pytest.approx(joint_ends(made, plans[0]), rel=1e-6)
+    times, tokens = planned_times(made, plans[0].micro_batches, len(plans[0].of_rank(0)))
+    replicas = replicas_of(made, plans[0], times, transfer_seconds(made, tokens))
+    alone = [one.ends(np.zeros(len(one.graph.actions))).max() for one in replicas]
+    assert found.pipeline[0] > 1.001 * max(alone)  # had none waited for another
     spans, curves = step_timeline(made, plans[0])
     assert max(s.start + s.duration for s in spans) == pytest.approx(found.pipeline[0])
     assert all(curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6) for curve in curves)
-
-
-def test_the_timeline_names_the_ranks_that_share():
-    made, plans = predicted(ALWAYS)
+    groups = {(m.merged[0], m.merged[-1]) for m in plans[0].of_rank(0) if m.merged}
     spans, _ = step_timeline(made, plans[0], dp_rank=0)
-    assert {span.args.get("merged") for span in spans} == {"dp 0-1", None}
+    assert {span.args.get("merged") for span in spans} == {f"dp {a}-{b}" for a, b in groups} | {None}
 
 
 def test_auto_shares_where_that_is_predicted_to_be_faster():
-    auto = replace(ALWAYS, dp_merge="auto")
+    auto = slim()
     fast, plans = predicted(auto)
     alone, without = predicted(NEVER)
     assert any(m.merged for m in plans[0].micro_batches)
@@ -359,20 +258,19 @@ def test_auto_shares_where_that_is_predicted_to_be_faster():
 
 def test_auto_asks_for_the_times_of_few_packs(monkeypatch):
     """However many data-parallel ranks there are."""
-    auto = replace(ALWAYS, dp_merge="auto")
     asked = []
 
     def counted(job, packs):
         asked.append(len(packs))
         return pass_seconds(job, packs)
 
-    job, plans = predicted(auto)
+    made, plans = predicted(slim())
     monkeypatch.setattr("wlb_titan.packing.slim.flow.pass_seconds", counted)
-    flows = Flows(job)
+    flows = Flows(made)
     packs = list(plans[0].packs)
     assigned = [
         [number for number, m in enumerate(packs) if rank in (m.merged or [m.dp_rank])]
-        for rank in range(job.degrees.data)
+        for rank in range(made.degrees.data)
     ]
     packing = Packing(packs, assigned=assigned)
     _, forward, backward = flows.timed(packing, PREDICTED_IN_STEP)
@@ -380,12 +278,12 @@ def test_auto_asks_for_the_times_of_few_packs(monkeypatch):
     _, exact, _ = flows.timed(packing, len(packs))
     assert forward.sum() == pytest.approx(exact.sum(), rel=0.25)
     assert (backward > forward).all()
-    np.testing.assert_array_equal(exact, pass_seconds(job, list(map(job.sharded, packs)))[0].sum(axis=0))
+    np.testing.assert_array_equal(exact, pass_seconds(made, list(map(made.sharded, packs)))[0].sum(axis=0))
 
 
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():
-    made, (plan,) = predicted(ALWAYS, memory=NONE, degrees=Degrees(shard=4))
-    alone, (other,) = predicted(NEVER, memory=NONE, degrees=Degrees(shard=4))
+    made, (plan,) = predicted(ALWAYS, degrees=Degrees(shard=4))
+    alone, (other,) = predicted(NEVER, degrees=Degrees(shard=4))
     (shared,) = rank_memory(made, plan, 0)
     peaks = [rank_memory(alone, other, rank)[0] for rank in range(4)]
     whole = max(peaks, key=lambda one: one.cache)
@@ -395,8 +293,24 @@ def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations()
     assert shared.activations < 0.75 * whole.activations
 
 
-def test_tokens_in_flight_count_the_share_that_memory_takes():
-    made, _ = predicted(ALWAYS)
-    assert set(made.merged) == {1, 2, 4}
+def test_a_step_is_ordered_by_its_slowest_rank_and_by_what_ranks_hold_on_average(monkeypatch):
+    asked = []
+    order = "wlb_titan.packing.slim.flow.packflow"
+    monkeypatch.setattr(
+        order, lambda packs, *rest, **more: asked.append(packs) or packflow(packs, *rest, **more)
+    )
+    made, (plan,) = predicted(ALWAYS)
     held = Flows(made)._held
     assert 1 == held[1] > held[2] > held[4] > 0.25
+    ranks = [plan.of_rank(rank) for rank in range(4)]
+    backs = [[a.place for a in flow[-1] if a.kind == "B"] for flow in plan.flows]
+    work = np.array([[m.workload for m in packs] for packs in ranks])
+    tokens = np.array([[held[m.sharers] * m.lengths.sum() for m in packs] for packs in ranks])
+    found = asked[-1]
+    assert found.tokens == pytest.approx(tokens.mean(axis=0))
+    assert found.freed == pytest.approx(np.take_along_axis(tokens, np.array(backs), axis=1).mean(axis=0))
+    for passes, own in (
+        (found.forward, work),
+        (found.backward, np.take_along_axis(work, np.array(backs), axis=1)),
+    ):
+        assert passes / passes.sum() == pytest.approx(own.max(axis=0) / own.max(axis=0).sum())

@@ -1,54 +1,25 @@
 """Peak memory by hand: a model of round numbers, each schedule's micro-batches in flight, each term."""
 
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
-
+import planning
 import pytest
+from planning import FULL, MODEL, NONE, job
 
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import USABLE, Fitting
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.memory.rank import GIB, Passes, weighted_tokens
-from wlb_titan.packing.plain import Plain
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
 
-MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=32)
-LAYER = 8 * 4 * (2 * 2 + 2) + 3 * 8 * 16 + 2 * 8  # weights of one: attention, MLP, norms
+LAYER = planning.LAYER + 2 * 8  # weights of one: attention, MLP, norms
 
 
-@dataclass
-class MemoryJob:
-    """What of a job memory looks at, without context parallelism's exchange."""
-
-    model: ModelShape
-    degrees: Degrees
-    memory: MemorySettings
-    shape: PipelineShape
-    layers: tuple[int, ...]
-    token_bytes_of: Any
-    run: int | None
-    packing: Any = field(default_factory=Plain.Config)
-    window: int = 1024
-    replica_micro_batches: int = 1
-    divisor: int = 32
-
-
-def memory_job(model, degrees, settings=None, schedule="1F1B", chunks=1, layers=(), run=None):
+def memory_job(model, degrees, settings=None, layers=(), **changes):
     """Selective checkpointing, and layers as torchtitan divides them, if nothing else is said."""
-    settings = settings or MemorySettings()
-    shape = PipelineShape(schedule, degrees.pipeline, chunks, splits=settings.checkpointing == "none")
-    return MemoryJob(
-        model=model,
-        degrees=degrees,
-        memory=settings,
-        shape=shape,
-        layers=tuple(layers or layers_of_stages(model.layers, shape.stages)),
-        token_bytes_of=cache(lambda _, keys: TokenBytes.of(model, degrees, settings, keys=keys)),
-        run=run,
-    )
+    facts = {"model": model, "degrees": degrees, "memory": settings or MemorySettings(), **changes}
+    number = degrees.data * (facts.get("run") or 1)
+    return job(stage_layers=tuple(layers), window=1024, micro_batches=number, multiple=32, **facts)
 
 
 def pipeline_memory(model, degrees, lengths, **job):
@@ -64,7 +35,7 @@ def peak_tokens(schedule, lengths, ranks=4, chunks=1):
         [1000 * length for length in lengths],  # so that weights do not matter
         schedule=schedule,
         chunks=chunks,
-        settings=MemorySettings(checkpointing="none"),
+        settings=NONE,
         layers=[1] * (ranks * chunks),
     )
     return [rank.tokens / 1000 for rank in memory]
@@ -104,14 +75,14 @@ def test_terms_by_hand():
     assert first.gathered == weights / 2 * (2 + 4) + 8 * 16 / 2 * (2 + 4)
     # The inputs of two layers and the stage's output, sharded by TP; and int64 inputs, of both micro-batches.
     assert first.activations == 64 * (3 * 8 * 2 / 4) + 2 * 64 * (3 * 8 / 2 + 8)
-    g, q, k, f = 8 * 2 / 2, 8 * 2 / 4, 4 * 2 / 4, 16 * 2 / 4
-    keys = 2 * 4 * 2 / 2
+    g, q, f = 8 * 2 / 2, 8 * 2 / 4, 16 * 2 / 4
+    keys = 2 * 8 * 2 / 2
     log_sum_exp, rotary = 4 * 2 / 4, 4 * 4 / 2
     # The fullest moment is the gradient of silu, with w1's output, attention's output and q made again.
     moments = (4 * g, 3 * g + 5 * f, 4 * g + 4 * f, 2 * g + 6 * f, 4 * g + 2 * f, g + 2 * q + keys)
     assert max(moments) == 2 * g + 6 * f == 4 * g + 4 * f
     at_hand = 2 * g / 2 + q + rotary + q + log_sum_exp + keys + max(moments)
-    assert k == q / 2 and first.backward == 64 * at_hand
+    assert first.backward == 64 * at_hand
     assert first.loss == 0
     # The last stage's output is gathered; the last norm's input, the input of a micro-batch that is done and
     # its gradient are kept. Its head's gradient is reduced at each micro-batch.
@@ -124,7 +95,7 @@ def test_terms_by_hand():
 
 
 def test_gradients_are_there_once_they_were_reduced():
-    settings = MemorySettings(checkpointing="full")
+    settings = FULL
     # Without a pipeline after the first micro-batch, with one after the first run.
     alone = [pipeline_memory(MODEL, Degrees(shard=2), [64] * n, settings=settings)[0] for n in (1, 2)]
     assert [one.gradients for one in alone] == [0, alone[0].weights]
@@ -169,10 +140,11 @@ def test_activations_grow_with_tokens_and_weights_shrink_with_shards(pipeline, c
 
 
 def test_keys_and_values_are_those_of_all_context_parallel_ranks():
-    settings = MemorySettings(checkpointing="none")
+    settings = NONE
     alone, shared = (TokenBytes.of(MODEL, Degrees(context=cp), settings) for cp in (1, 4))
     # Alone: rotated keys and values. Shared: K and V of all tokens.
-    assert shared.kept - 2 * 4 * 2 == pytest.approx((alone.kept - 2 * 4 * 2) / 4)
+    keys = 2 * 8 * 2
+    assert shared.kept - keys == pytest.approx((alone.kept - keys) / 4)
 
 
 def test_activations_wait_for_the_gradients_of_weights():
@@ -186,6 +158,9 @@ def test_activations_wait_for_the_gradients_of_weights():
 
     whole, split = live("none")
     assert split.tokens == whole.tokens + 64000
+    # Beside what four micro-batches in flight keep, gradients of linear layers' outputs wait for W.
+    token = TokenBytes.of(MODEL, Degrees(pipeline=2), NONE)
+    assert split.activations - whole.activations > 64000 * (token.kept + 2 * token.waiting)
     for checkpointing in ("selective", "full"):
         whole, same = live(checkpointing)
         assert same.tokens == whole.tokens

@@ -1,50 +1,45 @@
 """`slim`: documents in slices, shared by data-parallel ranks and MicroPacks."""
 
 import itertools
-import json
 import warnings
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
-from planning import make_planner
-from test_simulator import CLUSTER, MODEL, PAIRS
+from planning import CLUSTER
+from slicing import (
+    PACKINGS,
+    WINDOW,
+    assert_shares_cover,
+    left_waiting,
+    planner,
+    sliced,
+    slim,
+    tokens_once,
+)
 
+from wlb_titan.context import STRATEGIES
+from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import Quadratic, cost_model, workload
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE_IN_SLICES
 from wlb_titan.packing.slim.dp_merge import assignment
 from wlb_titan.packing.slim.micropacks import Slots, SolvedPlacing, micropacks, place_greedily
-from wlb_titan.packing.slim.slices import PrefixWork, kind
+from wlb_titan.packing.slim.slices import PrefixWork
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.simulator.replicas import check_slices, rank_memory
+from wlb_titan.plan import LENGTH, PREFIX, TOTAL
+from wlb_titan.simulator.replicas import rank_memory
 
 COST = cost_model("quadratic:1,40", None)
-WINDOW = 64
 documents = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 64)), min_size=1, max_size=25)
-
-
-def planner(lengths, micro_batches=4, *, pipeline=2, seed=7, fingerprint="corpus", slim=None, **job):
-    return make_planner(
-        lengths,
-        window=WINDOW,
-        micro_batches=micro_batches,
-        packing=slim or Slim.Config(micropacks=6),
-        pipeline_parallel=pipeline,
-        seed=seed,
-        fingerprint=fingerprint,
-        **{"model": MODEL, "cluster": CLUSTER, "attention": PAIRS, **job},
-    )
 
 
 def work(length):
@@ -162,23 +157,9 @@ def test_a_solved_packing_of_real_lengths_is_never_worse_than_the_greedy_one():
         assert max(levels(solved)) <= max(levels(greedy)) * 1.05  # cuts are rounded to tokens
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_all_data_parallel_ranks_run_the_same_kinds_of_passes_at_the_same_places(pipeline):
-    lengths = np.random.default_rng(1).integers(2, 65, size=60)
-    job = planner(lengths, micro_batches=6, data_parallel=3, pipeline=pipeline)
-    for _ in range(3):
-        plan = job.next()
-        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
-        assert kinds[0] == kinds[1] == kinds[2]
-        assert any(flow != plan.flows[0] for flow in plan.flows)
-        for rank, flow in enumerate(plan.flows):
-            check_slices(flow, plan.of_rank(rank))
-            PipelineGraph(PipelineShape("1F1B", pipeline), 6, flow)
-
-
 def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
-    slim = Slim.Config(micropacks=4)
-    plan = planner([64, 64, 5, 5], micro_batches=2, seed=None, pipeline=1, slim=slim).next()
+    alone = {"micro_batches": 2, "degrees": Degrees()}
+    plan = planner([64, 64, 5, 5], slim(micropacks=4, slack=0), seed=None, **alone).next()
     (actions,) = plan.flows[0]
     assert [f"{a.kind}{a.place}" for a in actions] == ["F0", "F1", "B1", "B0", "F2", "F3", "B3", "B2"]
 
@@ -191,47 +172,71 @@ def test_ranks_get_nearly_the_same_work(works, ranks):
     assert max(loads) - min(loads) <= max(works)
 
 
+PIPELINES = st.sampled_from([(1, 1), (2, 1), (2, 2)])
+
+
+@pytest.mark.parametrize("name", PACKINGS)
 @given(
-    lengths=st.lists(st.integers(2, 150), min_size=8, max_size=40),
-    data_parallel=st.sampled_from([1, 2]),
-    context_parallel=st.sampled_from([1, 2]),
+    lengths=st.lists(st.one_of(*[st.integers(4, 12)] * 5, st.integers(30, 150)), min_size=24, max_size=50),
+    replicas=st.sampled_from([2, 4]),
+    context=st.sampled_from([1, 2]),
+    pipeline=PIPELINES,
+    micropacks=st.integers(4, 6),
+    slack=st.integers(0, 3),
+    limit=st.none() | st.integers(1, 100),
 )
 @settings(max_examples=30)
-def test_plans_keep_every_token_and_every_slice_knows_its_prefix(lengths, data_parallel, context_parallel):
-    divisor = 4 if context_parallel == 2 else 1
-    job = planner(lengths, data_parallel=data_parallel, context_parallel=context_parallel)
-    seen = []
-    for _ in range(3):
-        plan = job.next()
-        json.dumps(plan.to_json())
+def test_every_token_is_trained_once_and_no_pass_waits_for_ever(
+    name, lengths, replicas, context, pipeline, micropacks, slack, limit
+):
+    ranks, chunks = pipeline
+    assume(ranks > 1 or name != "asymmetric")
+    packing = replace(PACKINGS[name], micropacks=micropacks, slack=slack, tokens_in_flight=limit)
+    planned = planner(
+        [WINDOW, *lengths],
+        packing,
+        seed=None,
+        micro_batches=replicas,
+        degrees=Degrees(shard=replicas, context=context, pipeline=ranks),
+        schedule="Interleaved1F1B" if chunks > 1 else "1F1B",
+        chunks=chunks,
+        sharding=STRATEGIES.configure("hybrid"),
+    )
+    trained = {}
+    for _ in range(2):
+        try:
+            plan = planned.next()
+        except PlanError as error:
+            assert "documents" in str(error)  # too few tokens for so many ranks
+            reject()
+        pieces = tokens_once(plan)
+        assert not trained.keys() & pieces.keys()
+        trained |= pieces
+        assert_shares_cover(plan, context)
+        assert all(m.length % (4 if context == 2 else 1) == 0 for m in plan.packs)
         assert plan.delay == 0
-        assert [len(plan.of_rank(rank)) for rank in range(data_parallel)] == [6] * data_parallel
-        for rank in range(data_parallel):
-            upto = {}
-            for m in plan.of_rank(rank):
-                assert m.length % divisor == 0
-                assert kind(m) in ("slim", "mix", "pack")
-                for row, (prefix, total) in zip(m.documents.tolist(), m.slices.tolist(), strict=True):
-                    piece = row[ID], row[START] - prefix
-                    assert upto.get(piece, 0) == prefix  # earlier slices are in earlier packs of this rank
-                    upto[piece] = prefix + row[LENGTH]
-                    assert total <= WINDOW and row[DELAY] == 0
-            totals = {
-                (row[ID], row[START] - prefix): total
-                for m in plan.of_rank(rank)
-                for row, (prefix, total) in zip(m.documents.tolist(), m.slices.tolist(), strict=True)
-            }
-            assert upto == totals
-            seen += [(id_, start, total) for (id_, start), total in totals.items()]
-    runs = sorted(seen)
-    assert len(set(runs)) == len(runs)
-    for id_, own in itertools.groupby(runs, lambda run: run[0]):
-        own = list(own)
-        assert all(
-            start + total == following for (_, start, total), (_, following, _) in itertools.pairwise(own)
-        )
-        if id_ < runs[-1][0]:
-            assert own[0][1] == 0
+        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
+        assert all(own == kinds[0] for own in kinds)
+        assert not left_waiting(plan, ranks * chunks)
+        assume(name != "merged" or plan.iteration or any(m.merged for m in plan.micro_batches))
+    begins = sorted(trained.items())
+    for ((document, start), total), ((following, then), _) in itertools.pairwise(begins):
+        assert then == (start + total if following == document else 0)
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_every_rank_plans_the_same_and_divides_and_orders_its_own(name):
+    lengths = [WINDOW] + [8] * 40
+    facts = {"degrees": Degrees(shard=2, context=2, pipeline=2), "micro_batches": 2}
+    plans = [planner(lengths, PACKINGS[name], **facts).next(sharded=ranks) for ranks in ([0, 1], [0], [1])]
+    whole, *alone = plans
+    assert len({plan.digest(0) for plan in plans}) == 1
+    for rank, plan in enumerate(alone):
+        assert plan.flows[rank] == whole.flows[rank] and plan.flows[1 - rank] == ()
+        assert [m.ranks is not None for m in plan.micro_batches] == [
+            m.dp_rank == rank for m in plan.micro_batches
+        ]
+        assert [m.to_json() for m in plan.of_rank(rank)] == [m.to_json() for m in whole.of_rank(rank)]
 
 
 def test_work_of_slices_adds_up_to_that_of_documents():
@@ -246,7 +251,7 @@ def test_work_of_slices_adds_up_to_that_of_documents():
 
 
 def test_a_plan_of_slices_as_json():
-    plan = planner([64, 10, 10, 10], micro_batches=2, seed=None, slim=Slim.Config(micropacks=6)).next()
+    plan = planner([64, 10, 10, 10], seed=None, micro_batches=2).next()
     plan = plan.to_json()
     first = plan["micro_batches"][0]["documents"][0]
     assert first["prefix"] == 0 and first["total"] == 64 > first["length"]
@@ -254,33 +259,15 @@ def test_a_plan_of_slices_as_json():
     assert sorted(plan["order"][0][1]) == sorted(f"{kind}{pack}.1" for kind in "FB" for pack in range(6))
 
 
-def test_resumes_where_it_was_saved():
-    lengths = np.random.default_rng(0).integers(2, 150, size=40)
-    job, again = planner(lengths, data_parallel=2), planner(lengths, data_parallel=2)
-    for _ in range(3):
-        job.next()
-    again.load_state_dict(json.loads(json.dumps(job.state_dict(), default=np.ndarray.tolist)))
-
-    def without_time(plan):
-        return plan.to_json() | {"plan_ms": 0}
-
-    for _ in range(3):
-        assert without_time(job.next()) == without_time(again.next())
-
-
-def test_ranks_order_their_own_passes_only():
-    lengths = [64, 10, 10, 10, 20, 20]
-    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next(sharded=[1]).flows] == [False, True]
-    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next().flows] == [True, True]
-
-
 def test_auto_takes_more_packs_where_they_shrink_the_bubble():
     lengths = np.random.default_rng(0).integers(2, 64, size=200)
-    auto = Slim.Config()
-    alone = planner(lengths, pipeline=1, slim=auto).next()
-    deep = planner(lengths, pipeline=4, slim=auto).next()
+    auto = slim(micropacks="auto", slack="auto")
+    alone, deep = (planner(lengths, auto, degrees=Degrees(pipeline=ranks)).next() for ranks in (1, 4))
     assert len(alone.micro_batches) == 4  # without a bubble the fewest
     assert len(deep.micro_batches) > 16
+    grouped = replace(auto, asymmetric=True)
+    plan = planner(lengths, grouped, degrees=Degrees(pipeline=4)).next()
+    assert len(plan.micro_batches) == 2 * len(plan.forward) > 16
 
 
 def in_flight(plan):
@@ -300,7 +287,7 @@ def seconds(plan):
 def test_least_has_fewer_tokens_in_flight_for_hardly_more_time():
     lengths = ([64] + [4] * 48) * 6
     most, least = (
-        planner(lengths, seed=None, slim=Slim.Config(micropacks=32, slack=0, tokens_in_flight=bound))
+        planner(lengths, slim(micropacks=32, slack=0, tokens_in_flight=bound), seed=None)
         for bound in (None, "least")
     )
     for _ in range(3):
@@ -313,7 +300,7 @@ def test_least_has_fewer_tokens_in_flight_for_hardly_more_time():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"slim": Slim.Config(micropacks=1)}, "fewer than the 2 pipeline stages"),
+        ({"packing": slim(micropacks=1)}, "fewer than the 2 pipeline stages"),
         ({"schedule": "ZBVZeroBubble", "chunks": 2}, "ZBVZeroBubble, in whose order"),
         ({"schedule": "GPipe"}, "GPipe, in whose order"),
     ],
@@ -324,15 +311,18 @@ def test_what_cannot_be_is_named(changes, message):
 
 
 def test_fewer_packs_where_there_are_too_few_tokens():
-    plan = planner([64, 10, 10, 10], micro_batches=2, slim=Slim.Config(micropacks=300)).next()
+    plan = planner([64, 10, 10, 10], slim(micropacks=300), micro_batches=2).next()
     assert len(plan.micro_batches) == 150 < plan.tokens < 300
+    plan = planner([64, 10, 10, 10], slim(micropacks=300, asymmetric=True)).next()
+    assert len(plan.micro_batches) == 2 * len(plan.forward) < 600
+    assert all(m.length > m.padding for m in plan.micro_batches)
     with pytest.raises(PlanError, match="3 documents of 30 tokens cannot be cut into 31 MicroPacks"):
         micropacks(np.full(3, 10), np.full(3, 10.0), PrefixWork(partial(workload, COST), 64, 1), 31)
 
 
 def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
-    packing = Slim.Config(micropacks=4, slack=0, cost_model="quadratic:1,40")
-    made = Job(window=WINDOW, micro_batches=4, packing=packing, model=MODEL, cluster=CLUSTER, attention=PAIRS)
+    packing = slim(micropacks=4, slack=0)
+    made = sliced(packing, degrees=Degrees())
     documents = Documents(lengths=np.random.default_rng(3).choice([8, 16, 64], 400))
 
     def planned(usable):

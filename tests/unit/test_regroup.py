@@ -1,8 +1,10 @@
 """From the shares of forward micro-batches to those of backward micro-batches, token by token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from test_asymmetric import planner, slim
+from slicing import PACKINGS, planner
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -10,7 +12,8 @@ use_cpu_without_accelerator()
 
 import torch  # noqa: E402
 
-from wlb_titan.context import sequence_positions  # noqa: E402
+from wlb_titan.context import STRATEGIES, sequence_positions  # noqa: E402
+from wlb_titan.cost.degrees import Degrees  # noqa: E402
 from wlb_titan.packing.slim.asymmetric import token_moves  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
 from wlb_titan.runtime.pipeline.regroup import Regrouping, gathered  # noqa: E402
@@ -35,7 +38,9 @@ def share(micro_batch, tensor_ranks, rank):
 @pytest.mark.parametrize("context, tensor", [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
     lengths = np.random.default_rng(context + tensor).integers(2, 90, size=40)
-    planned = planner(lengths, context_parallel=context, sharding="per_document", multiple=tensor)
+    degrees = Degrees(pipeline=2, context=context)
+    facts = {"degrees": degrees, "sharding": STRATEGIES.configure("per_document"), "multiple": tensor}
+    planned = planner(lengths, PACKINGS["asymmetric"], **facts)
     ranks = context * tensor
     for _ in range(2):
         plan = planned.next()
@@ -64,7 +69,8 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
 
 
 def test_rows_are_gathered():
-    plan = planner(np.random.default_rng(0).integers(2, 90, size=40), packing=slim(length_multiple=4)).next()
+    lengths = np.random.default_rng(0).integers(2, 90, size=40)
+    plan = planner(lengths, replace(PACKINGS["asymmetric"], length_multiple=4)).next()
     packs = plan.of_rank(0)
     forward, backward = plan.forward, packs[len(plan.forward) :]
     numbers = {token: i for i, token in enumerate(t for m in forward for t in share(m, 1, 0) if t)}

@@ -4,17 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from planning import CLUSTER, LAYER, MODEL, NONE, PAIRS, job, pairs
 
 from wlb_titan.context import per_sequence
-from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
-from wlb_titan.cost.cluster import Cluster, Link, load_cluster
+from wlb_titan.cost.cluster import Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.passes import JobCost, MicroBatches, pass_times
 from wlb_titan.cost.profile import AttentionShape, cluster_latency
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.memory.rank import Passes
 from wlb_titan.packing.predicted import passing
@@ -22,31 +21,6 @@ from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.replicas import transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
-
-MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=2, head_dim=4, feed_forward=16, vocabulary=32)
-LAYER = 4 * 8 * 8 + 3 * 8 * 16  # weights in matrix products
-CLUSTER = Cluster(
-    name="test",
-    memory=1e9,
-    peak_flops=1e12,
-    linear_flops=1e9,
-    attention_flops=1e9,
-    attention_backward_flops=1e9,
-    memory_bandwidth=float("inf"),
-    gpus_per_node=8,
-    node=Link(float("inf"), 0.0),
-    network=Link(float("inf"), 0.0),
-)
-# One query a tile, one key a block: forward 1 microsecond a pair of tokens and head, backward 2.
-TILING = Tiling(1, 1)
-PAIRS = AttentionLatency(
-    KernelCost(TILING, launch=0, key=0, segment=0, tile=0, block=1e-6, masked=0),
-    KernelCost(TILING, launch=0, key=0, segment=0, tile=0, block=2e-6, masked=0),
-    units=1,
-    heads=2,
-    source="test",
-)
-NONE = MemorySettings(checkpointing="none")
 
 
 def plan(replicas, context=1):
@@ -64,15 +38,6 @@ def plan(replicas, context=1):
                 )
             )
     return Plan(0, tuple(micro_batches), 0.0)
-
-
-def job(**changes):
-    given = {"model": MODEL, "degrees": Degrees(), "cluster": CLUSTER, "attention": PAIRS, "memory": NONE}
-    return Job(**{"window": 64, "micro_batches": 8, **given, **changes})
-
-
-def pairs(length):
-    return length * (length + 1) / 2
 
 
 def test_one_gpu_by_hand():
@@ -134,20 +99,28 @@ def test_tensor_and_context_collectives():
     assert (slow.weights == fast.weights).all()
 
 
-@pytest.mark.parametrize(("overlap", "matrices"), [(0.0, 1e9), (0.5, 1e9), (1.0, 1e9), (1.0, 1e12)])
-def test_tensor_collectives_hide_behind_matrix_products(overlap, matrices):
-    """Two ranks, four collectives of half of 1024 hidden states of 8 in bfloat16, at 1 MB/s and 1 ms each."""
-    cluster = replace(CLUSTER, node=Link(1e6, 1e-3), linear_flops=matrices)
-    batch = np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1))
-    hidden = job(degrees=Degrees(tensor=2), cluster=cluster, tensor_overlap=overlap)
-    bare = replace(hidden, cluster=replace(cluster, node=Link(float("inf"), 0.0)))
-    waited = [imagined_times(one, batch) for one in (hidden, bare)]
-    bytes_seconds = 4 * 1024 * 8 * 2 / 2 / 1e6
-    products = 1024 * 2 * LAYER / 2 / matrices
-    expected = bytes_seconds - min(overlap * bytes_seconds, products) + (1 - overlap) * 4 * 1e-3
-    assert (waited[0].forward - waited[1].forward)[0, 0, 0] == pytest.approx(4 * expected)
-    assert (waited[0].inputs - waited[1].inputs)[0, 0, 0] == pytest.approx(4 * expected)
-    assert (waited[0].weights == waited[1].weights).all()
+def test_tensor_collectives_hide_behind_matrix_products():
+    """As far as they may, and as long as these take: of their bytes' time, and of their latency."""
+    tokens = np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1))
+
+    def waited(overlap, node, matrices=1e9):
+        cluster = replace(CLUSTER, node=node, linear_flops=matrices)
+        one = job(degrees=Degrees(tensor=2), cluster=cluster, tensor_overlap=overlap)
+        bare = one.on(replace(cluster, node=CLUSTER.node))
+        times, without = imagined_times(one, tokens), imagined_times(bare, tokens)
+        assert (times.weights == without.weights).all()
+        forward = (times.forward - without.forward)[0, 0, 0]
+        assert (times.inputs - without.inputs)[0, 0, 0] == pytest.approx(forward)
+        return forward
+
+    exposed = waited(0.0, Link(1e6, 1e-3))
+    assert exposed == pytest.approx(4 * 4 * (1024 * 8 * 2 / 2 / 1e6 + 1e-3))
+    assert waited(0.0, Link(2e6, 0.5e-3)) == pytest.approx(exposed / 2)
+    assert waited(0.0, Link(1e6, 0.0)) + 4 * 4 * 1e-3 == pytest.approx(exposed)
+    assert waited(0.25, Link(1e6, 1e-3), 1e6) == pytest.approx(0.75 * exposed)
+    assert waited(1.0, Link(1e6, 1e-3), 1e6) == pytest.approx(0, abs=1e-9)
+    products = 1024 * 2 * LAYER / 2 / 1e12
+    assert waited(1.0, Link(1e6, 0.0), 1e12) == pytest.approx(exposed - 4 * 4 * 1e-3 - 4 * products)
 
 
 EXPERTS = replace(MODEL, feed_forward=16, experts=8, routed_width=12, visits=2.0, unvisited_weights=900)

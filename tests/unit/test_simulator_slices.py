@@ -4,32 +4,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_simulator import MODEL, NONE, job
+from planning import MODEL, job
+from slicing import PACKINGS, sliced, slim
 
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import MemorySettings, TokenBytes
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.packing.predicted import held
 from wlb_titan.packing.slim.slices import piece_numbers
-from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import TOTAL, Action, MicroBatch, Plan
-from wlb_titan.simulator.replicas import check_slices, rank_memory
+from wlb_titan.simulator.replicas import cache_bytes, check_slices, rank_memory
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
-
-FULL = MemorySettings(checkpointing="full")
-
-
-def slim(micropacks=8, micro_batches=4, asymmetric=False, **changes):
-    packing = Slim.Config(micropacks=micropacks, slack=1, cost_model="quadratic:1,40", asymmetric=asymmetric)
-    return job(packing=packing, micro_batches=micro_batches, **changes)
 
 
 def plans(simulated, steps=2):
     lengths = np.random.default_rng(0).integers(4, 65, size=100)
-    planner = simulated.planner(Documents(lengths=lengths))
-    return [planner.next() for _ in range(steps)]
+    return simulated.plans(Documents(lengths=lengths), steps)
 
 
 def two_slices(first, rest):
@@ -47,7 +40,7 @@ def two_slices(first, rest):
 
 
 def test_a_document_in_two_slices_by_hand():
-    simulated = job(degrees=Degrees(pipeline=2), memory=NONE)
+    simulated = job(degrees=Degrees(pipeline=2))
     plan = two_slices(6, 4)
     prediction = simulate(simulated, [plan])
     # Attention: 6 x 7 / 2 pairs and 6 x 4 + 4 x 5 / 2; all work once, as of the document of 10.
@@ -65,57 +58,73 @@ def test_a_document_in_two_slices_by_hand():
     assert prediction.longest == 10 and prediction.tokens[0] == 10
 
 
-def oracle_memory(simulated, plan, dp_rank):
-    """Most bytes of the cache on every pipeline rank, by a walk that keeps every tensor's size."""
+def walked(simulated, plan, dp_rank):
+    """What every pipeline rank has of keys and values, and of their gradients, by a walk that keeps the size
+    of every tensor.
+
+    Returns:
+        For each rank the bytes after each action, the most within each, and those of all moments: a backward
+        pass makes its gradients of prefixes layer by layer.
+    """
     token = TokenBytes.of(simulated.model, simulated.degrees, simulated.memory)
     packs = plan.of_rank(dp_rank)
     numbers = piece_numbers(packs)
     cut = {n for own, m in zip(numbers, packs, strict=True) for n in own[m.slices[:, TOTAL] > m.lengths]}
-    peaks = []
     for actions in plan.flows[dp_rank]:
-        held, most = {}, 0.0
+        there, after, most, moments = {}, [], [], set()
         for kind, stage, place in actions:
-            pack, own = packs[place], numbers[place]
             layers = simulated.layers[stage]
+            before = sum(there.values())
             here = [
-                (n, prefix, length, total)
-                for n, length, (prefix, total) in zip(own, pack.lengths, pack.slices, strict=True)
-                if n in cut
+                (number, prefix, prefix + length == total, total)
+                for number, length, (prefix, total) in zip(
+                    numbers[place], packs[place].lengths, packs[place].slices, strict=True
+                )
+                if number in cut
             ]
-            for n, prefix, length, total in here:
+            for number, prefix, ends, total in here:
                 if kind == "F":
-                    held["kv", stage, n] = total * token.cached * layers
-                elif prefix + length == total:
-                    held["gradients", stage, n] = prefix * token.cached_gradients * layers
-            most = max(most, sum(held.values()))
-            for n, prefix, _, _ in here if kind == "B" else ():
+                    there["keys", stage, number] = total * token.cached * layers
+                elif ends:
+                    there["gradients", stage, number] = prefix * token.cached_gradients * layers
+            most.append(sum(there.values()))
+            moments |= {most[-1]} if kind == "F" else set(np.linspace(before, most[-1], layers + 1).tolist())
+            for number, prefix, _, _ in here if kind == "B" else ():
                 if prefix == 0:
-                    del held["kv", stage, n], held["gradients", stage, n]
-        assert not held
-        peaks.append(most)
-    return peaks
+                    del there["keys", stage, number], there["gradients", stage, number]
+            after.append(sum(there.values()))
+        assert not there
+        yield np.array(after), np.array(most), moments
 
 
-@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("name", ["slim", "asymmetric"])
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("schedule, chunks", [("1F1B", 1), ("Interleaved1F1B", 2)])
-def test_cache_over_time_against_an_oracle(context, schedule, chunks, asymmetric):
+def test_the_cache_over_time_is_that_of_an_oracle(context, schedule, chunks, name):
+    """After every pass; and the peak is a moment that there is, and no less than what stays after any."""
     degrees = Degrees(pipeline=2, context=context, shard=2)
-    memory = FULL if asymmetric else NONE
-    simulated = slim(asymmetric=asymmetric, degrees=degrees, schedule=schedule, chunks=chunks, memory=memory)
+    simulated = sliced(
+        replace(PACKINGS[name], micropacks=8, slack=1), degrees=degrees, schedule=schedule, chunks=chunks
+    )
     for plan in plans(simulated):
-        for rank in range(2):
-            expected = oracle_memory(simulated, plan, rank)
-            _, curves = step_timeline(simulated, plan, dp_rank=rank)
-            peaks = rank_memory(simulated, plan, rank)
-            assert all(0 < peak.cache <= most + 1 for peak, most in zip(peaks, expected, strict=True))
-            assert all(curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6) for curve in curves)
+        for dp_rank, flow in enumerate(plan.flows):
+            packs = held(simulated, plan.of_rank(dp_rank))
+            _, curves = step_timeline(simulated, plan, dp_rank=dp_rank)
+            peaks = rank_memory(simulated, plan, dp_rank)
+            walks = walked(simulated, plan, dp_rank)
+            for actions, curve, peak, walk in zip(flow, curves, peaks, walks, strict=True):
+                after, most, moments = walk
+                assert cache_bytes(simulated, actions, packs) == pytest.approx(after)
+                assert min(abs(peak.cache - bytes_) for bytes_ in moments) <= 1 and peak.cache > 0
+                least = (curve.bytes_[1:] - after + most).max()
+                assert peak.activations + peak.backward + peak.loss + peak.cache >= least - 4
+                assert curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_more_packs_hold_less():
     few, many = (
         simulate(simulated, plans(simulated))
-        for simulated in (slim(m, degrees=Degrees(pipeline=2)) for m in (4, 24))
+        for simulated in (sliced(slim(micropacks=number, slack=1)) for number in (4, 24))
     )
     assert many.peak_memory.activations < few.peak_memory.activations
     assert many.tokens.tolist() == few.tokens.tolist()
@@ -123,12 +132,12 @@ def test_more_packs_hold_less():
 
 
 def test_the_timeline_names_slices():
-    simulated = slim(degrees=Degrees(pipeline=2))
+    simulated = sliced(slim(micropacks=8))
     (plan,) = plans(simulated, steps=1)
-    slices, _ = step_timeline(simulated, plan)
-    states = {slice_.args["MicroPack"] for slice_ in slices}
+    spans, _ = step_timeline(simulated, plan)
+    states = {span.args["MicroPack"] for span in spans}
     assert "slim" in states and states <= {"slim", "mix", "pack"}
-    assert any(slice_.args.get("slice", "").startswith("0-") for slice_ in slices)
+    assert any(span.args.get("slice", "").startswith("0-") for span in spans)
 
 
 @pytest.mark.parametrize(

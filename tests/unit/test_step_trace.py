@@ -5,11 +5,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
+from slicing import PACKINGS, planner
 
+from wlb_titan.cost.degrees import Degrees
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.runtime.step_trace import PassTimer, RankPasses, bubble, measured_imbalance, spans
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.simulator.measured import Pass
+from wlb_titan.summary import rank_imbalance
+
+use_cpu_without_accelerator()
+
+import torch  # noqa: E402
+
+from wlb_titan.runtime.step_trace import (  # noqa: E402
+    PassTimer,
+    RankPasses,
+    bubble,
+    measured_imbalance,
+    spans,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +36,6 @@ PASSES = (
     ],
 )
 FIRST, SECOND = (RankPasses(0, stage, 0, 0, passes) for stage, passes in enumerate(PASSES))
-
 
 DOCUMENTS = np.array([[0, 0, 7, 0], [1, 0, 1, 0]])
 
@@ -84,6 +97,19 @@ def test_passes_may_have_micro_batches_of_their_own():
     assert [(s.name, s.args["tokens"]) for s in drawn[4:7]] == [("F0", 8), ("L2", 16), ("B2", 16)]
     # Forward passes take 1.5 and 4 seconds on both ranks, the others 4.5 and 8.
     assert measured_imbalance(ranks, plan) == pytest.approx((4 + 8) / (2.75 + 6.25))
+
+
+def test_imbalance_is_of_both_passes():
+    lengths = np.random.default_rng(1).integers(4, 64, size=200)
+    plan = planner(
+        lengths, PACKINGS["asymmetric"], micro_batches=16, degrees=Degrees(shard=2, pipeline=2)
+    ).next()
+    work = np.array([[m.workload for m in plan.micro_batches if m.passes == kind] for kind in "FB"])
+    assert plan.imbalance == pytest.approx(work.max(axis=1).sum() / work.mean(axis=1).sum())
+    figures = rank_imbalance(plan, None)
+    replicas = work.reshape(2, 2, 6).sum(axis=(0, 2))
+    assert figures["imbalance_dp"] == pytest.approx(replicas.max() / replicas.mean())
+    assert plan.longest == max(m.length for m in plan.micro_batches)
 
 
 def test_the_timer_measures_only_while_it_is_on():
