@@ -202,7 +202,7 @@ class PrefixWork:
 
         Args:
             length: tokens of the document.
-            shares: float64 (k,), work of its slices, k at most `most_slices`.
+            shares: float64 (k,), work of its slices, k at most `most_slices`; the last one gets the rest.
 
         Returns:
             k + 1 numbers from 0 to `length`.
