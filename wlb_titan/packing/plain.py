@@ -71,12 +71,12 @@ class Auto(Plain):
 
 
 STEPS = 32
-WARM_UP = 8  # steps in which queues fill
-MOST_MICRO_BATCHES = 64  # so that a trial takes less than half a second
+WARM_UP = 8  # steps before, in which queues fill
+MOST_MICRO_BATCHES = 64  # of a trial, which so takes less than half a second
 
 
 def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
-    """The mean imbalance of some of the policy's next steps."""
+    """The mean imbalance of STEPS steps of the policy, after WARM_UP others."""
     degrees = []
     for _ in range(WARM_UP + STEPS):
         works = policy.next().work(partial(workload, cost_model))
@@ -85,9 +85,7 @@ def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
 
 
 def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
-    """The mean imbalance of `plain` on these documents, whose stream is left as it is.
-
-    At most 64 of the job's micro-batches are tried. With more of them `plain` is worse, not better.
-    """
+    """The mean imbalance of `plain` on these documents; does not read from the stream itself."""
+    # With more micro-batches `plain` is worse, not better.
     few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
-    return mean_imbalance(Plain(Plain.Config(), stream.anew(), few), job.cost_model)
+    return mean_imbalance(Plain(Plain.Config(), stream.from_start(), few), job.cost_model)

@@ -250,7 +250,7 @@ class Slim(PackingPolicy):
         if len(numbers) == len(slacks) == 1 and not least:
             self.micropacks, self.slack = numbers[0], slacks[0]
             return
-        arrivals = Arrivals(stream.anew(), self._job)
+        arrivals = Arrivals(stream.from_start(), self._job)
         batches = [_batch(arrivals) for _ in range(STEPS)]
         trials = Trials(batches, self._packer, self._flows, self._job, numbers, slacks)
         self.micropacks, self.slack = trials.micropacks, trials.slack
