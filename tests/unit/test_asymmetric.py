@@ -122,7 +122,7 @@ def test_every_token_goes_forward_once_and_backward_once_and_no_order_waits_for_
         chunks=chunks,
     )
     degrees = Degrees(pipeline=2, shard=data_parallel, context=context_parallel)
-    whole = simulated_job(degrees=degrees, schedule=planned._policy._job.shape.schedule, chunks=chunks)
+    whole = simulated_job(degrees=degrees, schedule=planned.policy._job.shape.schedule, chunks=chunks)
     for _ in range(2):
         plan = planned.next()
         json.dumps(plan.to_json())
