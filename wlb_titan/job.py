@@ -68,7 +68,7 @@ class Job:
 
     window: int  # context window in tokens
     micro_batches: int
-    """N, those of the whole job in one step: pipeline micro-batches x gradient accumulation x data-parallel
+    """N, of the whole job in a step: pipeline micro-batches x gradient accumulation x data-parallel
     degree."""
 
     model: ModelShape = PAPER_MODELS["7B"]
@@ -79,7 +79,7 @@ class Job:
     order: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))
     dtype: str = "bfloat16"  # of activations, as torch names it
     multiple: int = 1
-    """A context-parallel rank's tokens are a multiple of it, for sequence parallelism and chunks of the
+    """A context-parallel rank's tokens are a multiple of it: for sequence parallelism and the chunked
     loss."""
 
     schedule: str = "1F1B"  # one of `pipeline.schedule.SCHEDULES` where predictions are wanted
@@ -168,8 +168,7 @@ class Job:
         return -(-tokens // divisor) * divisor
 
     def sized(self, draft: MicroBatch, dp_rank: int | None = None) -> MicroBatch:
-        """The draft with length and padding; if ranks share it, as `dp_rank`, or the first of them, has
-        it."""
+        """The draft with length and padding; if ranks share it, those of `dp_rank`, or of the first rank."""
         tokens, sharers = int(draft.lengths.sum()), draft.sharers
         length = self.padded(tokens if self.packing.owner.variable_length else self.window, sharers)
         place = dp_rank - draft.merged.start if draft.merged and dp_rank is not None else 0
@@ -177,8 +176,7 @@ class Job:
         return replace(draft, length=length // sharers, padding=padding)
 
     def sharded(self, sized: MicroBatch) -> MicroBatch:
-        """The micro-batch divided over the context-parallel ranks of all data-parallel ranks that share
-        it."""
+        """The micro-batch divided over the context-parallel ranks of all its sharers."""
         strategy = self.merged[sized.sharers].strategy if sized.merged else self.strategy
         if strategy is None:
             return sized
@@ -213,8 +211,7 @@ class Job:
 
     @cached_property
     def merged(self) -> dict[int, Job]:
-        """For 1, 2, 4, ... data-parallel ranks the job that describes micro-batches that they share
-        (DP-Merge).
+        """For 1, 2, 4, ... ranks the job that describes micro-batches which they share (DP-Merge).
 
         It has as many times the context-parallel ranks; without context parallelism documents are divided
         `per_document`. There is only the job itself, as 1, where micro-batches are not shared.

@@ -58,8 +58,7 @@ class Slices(NamedTuple):
     """int64 (n,), tokens of each document that lie in earlier micro-batches and that its queries see."""
 
     cached: Bools
-    """bool (n,), documents whose keys every context-parallel rank keeps, as any of them may have queries of
-    another slice."""
+    """bool (n,), documents with slices elsewhere, whose keys every context-parallel rank keeps for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class MicroBatch:
 
     @property
     def sharers(self) -> int:
-        """How many data-parallel ranks run it."""
+        """How many data-parallel ranks share it."""
         return len(self.merged) or 1
 
     @property
@@ -171,8 +170,8 @@ class Plan:
     lost_tokens: int = 0  # left out for good in this step (`tail = "drop"`)
     gap: float | None = None  # how far a solver's packing may be from the best, relatively; 0 is optimal
     flows: tuple[Flow, ...] | None = None
-    """For each data-parallel rank the order of its passes, empty where it was not asked for; None where the
-    pipeline schedule decides."""
+    """The order of each data-parallel rank's passes, empty if not asked for; None leaves it to the
+    schedule."""
 
     @property
     def imbalance(self) -> float:

@@ -224,8 +224,7 @@ def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) 
     Args:
         runs: each rank's runs, as in a sharding.
         rows: tokens that each rank sends.
-        late: int64 (ranks,), by how many rows a rank would send beyond its last token; it then starts that
-            much earlier.
+        late: int64 (ranks,), rows that a rank would send beyond its last token if it did not start earlier.
     """
     documents, renumbered = np.unique(np.concatenate(runs)[:, DOCUMENT], return_inverse=True)
     cuts = np.cumsum([len(of_rank) for of_rank in runs])[:-1]
@@ -252,8 +251,7 @@ def key_shares(
 
 
 def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
-    """int64 (ranks,), keys that a rank has: those that stay on it, and those that it gathers, with
-    padding."""
+    """int64 (ranks,), keys that stay on a rank or are gathered, with padding."""
     held: Ints = sent[-1].copy()
     for tokens, size in zip(sent, levels, strict=False):
         held += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)

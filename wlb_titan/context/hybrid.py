@@ -33,8 +33,7 @@ from wlb_titan.context.strategy import MoveSeconds
 from wlb_titan.cost.attention_latency import AttentionLatency
 
 BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
-"""A document's share of a rank's work, relative to the mean rank's. With 0 all long documents go over all
-ranks."""
+"""Most work of a document on a rank, over the mean rank's. With 0 all long documents go over all ranks."""
 
 TRIES = 2
 GAP = 0.1  # LPT misses the mean by about this much of the largest share
@@ -55,8 +54,7 @@ def levels_of(ranks: int) -> tuple[int, ...]:
 
 
 def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeconds]) -> float:
-    """Seconds of a layer's collectives, on each level those of the group that sends most; `sent` as of
-    `sent_tokens`."""
+    """Seconds of a layer's collectives in the groups that send most, by the result of `sent_tokens`."""
     return sum(
         move.token * size * int(tokens.max()) + move.each
         for tokens, size, move in zip(sent, levels, moves, strict=False)

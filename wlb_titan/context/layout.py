@@ -83,8 +83,7 @@ def chunk_sizes(lengths: Ints, ranks: int) -> Ints:
 def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) -> Sharding:
     """The sharding in which ranks hold these runs of the packed sequence.
 
-    Runs are cut where documents end, adjacent ones are joined, padding is left out, and each rank's runs are
-    sorted.
+    Runs are sorted and cut where documents end, adjacent ones are joined, and padding is left out.
 
     Args:
         owner: int64 (n,), the rank that holds each run.

@@ -48,8 +48,7 @@ class ContextMask(NamedTuple):
     """A micro-batch as the attention of one rank needs it."""
 
     segments: NDArray[np.int32]
-    """int32 (S, 4), as `wlb_titan.kernels.varlen_attention` takes them; each begins with its document's first
-    key."""
+    """int32 (S, 4), as `wlb_titan.kernels.varlen_attention` takes them; keys from the document's first."""
 
     exchange: tuple[Any, ...]
     """What the strategy's `attention` needs besides: nested tuples of int64 arrays, which reach it as
@@ -98,8 +97,7 @@ class Exchange:
     sent: float  # held while they travel, beside what the model has anyway
     keys: float  # and values; a rank may have those of some tokens only (`ContextStrategy.keys`)
     outputs: float = 0.0
-    """Queries, and as much output, where attention works on copies because its tokens are not the rank's
-    own."""
+    """Queries, and as many outputs, that attention copies because its tokens are not the rank's own."""
 
     @property
     def kept(self) -> float:
@@ -217,8 +215,7 @@ class ContextStrategy(Plugin, ABC):
     """The half that moves tensors, as "module:Class"; see `runtime/attention/module.py`."""
 
     merges: ClassVar[bool] = False
-    """Whether data-parallel ranks may share a micro-batch (DP-Merge): it must work with any number of
-    ranks."""
+    """Whether data-parallel ranks may share a micro-batch (DP-Merge): if any number of ranks will do."""
 
     def __init__(
         self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
@@ -284,8 +281,8 @@ class ContextStrategy(Plugin, ABC):
     def seconds(self, sharding: Sharding) -> Floats:
         """float64 (ranks, 2), forward and backward seconds of one layer's attention on each rank.
 
-        A run's queries see all tokens of their document up to themselves, even if its first tokens are in no
-        run (`layout.with_prefix`).
+        A run's queries see all tokens of their document up to themselves, also those before the first run
+        (`layout.with_prefix`).
         """
 
     def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:

@@ -240,8 +240,7 @@ def _blocks(lengths: Lengths, start: int, stop: int) -> Iterator[tuple[int, NDAr
 def _parts(
     lengths: Lengths, first: int, number: int, source: Source, share: float
 ) -> tuple[list[_Part], int]:
-    """The one or two parts of a source whose rows begin at `first`, and the tokens of its longest
-    document."""
+    """The parts of a source whose rows begin at `first`, and the tokens of its longest document."""
     tokens = documents = longest = long_tokens = 0
     rows: list[NDArray[np.integer[Any]]] = []
     for begin, block in _blocks(lengths, first, first + source.documents):

@@ -39,8 +39,7 @@ class _Block(NamedTuple):
 
 
 class DocumentStream:
-    """The documents of a mixture, without end, in pieces of at most `window` tokens; empty ones are
-    skipped."""
+    """The documents of a mixture, without end, in pieces of at most `window` tokens; skips empty ones."""
 
     def __init__(self, mixture: Mixture, window: int) -> None:
         if window < 2:
@@ -99,7 +98,8 @@ class DocumentStream:
         if tokens < 0:
             rest = pieces[-1:].copy()
             pieces[-1, LENGTH] += tokens
-            rest[0, START:] += pieces[-1, LENGTH], -pieces[-1, LENGTH]
+            rest[0, START] += pieces[-1, LENGTH]
+            rest[0, LENGTH] = -tokens
             self.give_back(rest)
         parts = [pieces]
         while tokens > 0:

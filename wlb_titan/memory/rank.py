@@ -342,6 +342,5 @@ class RankPeak:
         )
 
     def _output(self, token: TokenBytes, stage: int) -> float:
-        """Bytes per token of a stage's output, which it keeps, and on the last stage of the last norm's
-        input."""
+        """Bytes per token of a stage's output, which it keeps, and of the last norm's input."""
         return token.hidden_gathered + token.hidden if stage == self._last else token.hidden

@@ -54,8 +54,7 @@ class Least:
     def topped_up(self, assigned: Ints, lengths: Ints) -> Ints:
         """`assigned`, the micro-batch of each document, with short ones moved to where there is too little.
 
-        Example: micro-batches have documents of [4, 2, 3] and [1] tokens and need 2: the second gets the
-        document of 2.
+        Example: of micro-batches with documents of [4, 2, 3] and [1] tokens the second gets the one of 2.
         """
         tokens = _counted(lengths)
         filled = np.bincount(assigned, tokens, self._micro_batches)

@@ -193,8 +193,7 @@ class Milp:
         minimise z   subject to   sum_j x_ij = 1,   sum_i size_i x_ij <= room_j,
                                   load_j + sum_i work_i x_ij <= width_j z
 
-    The time limit includes building the model, which takes a few tenths of a second with `MOST_VARIABLES` and
-    may overrun it.
+    The time limit includes building the model: a few tenths of a second with `MOST_VARIABLES`.
     """
 
     def __init__(self, time_limit: float, gap: float, *, user: str, setting: str) -> None:

@@ -1,7 +1,6 @@
 """Predicted seconds of micro-batches' passes, and a rank's memory.
 
-Micro-batches may be drafts or planned: packing policies that compare packings, the simulator and timelines
-all ask here.
+Micro-batches may be drafts, of policies that compare packings, or planned, in the simulator and timelines.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ s mod ranks, which `runtime.pipeline.build.PackFlowSchedule` relies on."""
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """The n MicroPacks of a data-parallel rank, as float64 (n,) each; backward passes in the order of
-    running.
+    """The n MicroPacks of a data-parallel rank, float64 (n,); backward passes in the order of running.
 
     Times are those through all stages of one rank, in any unit.
     """

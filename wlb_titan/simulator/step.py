@@ -157,8 +157,7 @@ def _joined(steps: Sequence[Ints], parts: Sequence[Prediction]) -> Prediction:
 
 
 def step_seconds(job: Job, passing: MicroBatches) -> float:
-    """Seconds of a step of equal replicas, each with these micro-batches, arrays (n, 1), in one pipeline
-    run."""
+    """Seconds of a step in which each replica has these micro-batches, arrays (n, 1), in one pipeline run."""
     times = _with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
     seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
@@ -345,8 +344,7 @@ class TimedMeeting(NamedTuple):
 
 
 def meetings(job: Job, rank: int | None = None) -> list[TimedMeeting]:
-    """The meetings of the user's own dimensions, on a pipeline rank; None: on the one with the most
-    weights."""
+    """The meetings of the user's own dimensions, on a pipeline rank or on the one with the most weights."""
     found = []
     for one in own_dimensions(job.degrees.own):
         if one.degree > 1 and (met := one.meeting(job, own_weights(job, rank))) is not None:

@@ -111,8 +111,7 @@ class AsymmetricPacker(Packer):
 
 
 class TokenMoves(NamedTuple):
-    """How a rank's share of a backward micro-batch is assembled from hidden states of forward
-    micro-batches."""
+    """How a rank gets its share of a backward micro-batch from hidden states of forward micro-batches."""
 
     sources: tuple[int, ...]  # forward micro-batches of which this rank sends tokens, rising
     sent: Ints  # int64 (rows,), rows of the concatenated shares of the sources, by the rank they go to

@@ -130,8 +130,8 @@ def _candidates(packing: Packing, flow: Flow, orders: Sequence[Sequence[int]]) -
 
 
 def dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
-    """For each data-parallel rank the packs of its backward passes, in order, and the forward passes that
-    these wait for."""
+    """For each data-parallel rank the packs of backward passes, in order, and the forward passes they
+    need."""
     assert packing.assigned is not None
     found = [_dependencies(packing.of_rank(rank)) for rank in range(len(packing.assigned))]
     return [order for order, _ in found], [needed for _, needed in found]

@@ -133,8 +133,7 @@ class PrefixWork:
         self._table = np.maximum.accumulate(np.concatenate([[0.0], work_of(grid)]))
 
     def most_slices(self, lengths: Ints) -> Ints:
-        """int64 (n,), the most slices that documents can be cut into; 0 if a document is too short for
-        one."""
+        """int64 (n,), the most slices that documents can be cut into; 0 for those too short for one."""
         return np.maximum((lengths - self.least) // self.grain + 1, 0)
 
     def check(self, lengths: Ints, count: int) -> None:
@@ -166,7 +165,6 @@ class PrefixWork:
         return cuts
 
     def cuts(self, length: int, shares: Floats) -> list[int]:
-        """Where to cut a document so that its k slices have about the work `shares`: k + 1 numbers from 0 to
-        `length`."""
+        """Where to cut a document into k slices of about the work `shares`: k + 1 numbers from 0 on."""
         places = self.places(np.array([length]), np.cumsum(shares[:-1]))
         return [0, *(places * self.grain).tolist(), length]
