@@ -77,7 +77,7 @@ class Planner:
         }
 
     def labels(self, plan: Plan, *, by_document: bool = False) -> float:
-        """How many labels a step has: what the sum of its losses is divided by.
+        """How many labels a step has; the sum of its losses is divided by it.
 
         A token's label is the next token of its document, if that is learned. With `by_document` a label
         counts as one over the labels of its document, so that all documents weigh the same.

@@ -28,7 +28,7 @@ Pack = Ints
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
 
 MOST_TOKENS = 1 << 27
-"""Longest context window that a setting may ask for: no device holds more, and it still plans in seconds."""
+"""Longest context window that a setting may ask for: beyond any device, and still planned in seconds."""
 
 POLICIES = Family(
     kind="packing policy",

@@ -291,7 +291,7 @@ def _collectives(job: Job, weights: float, groups: int, ranks: int, stride: int)
 
 
 def _optimizer(job: Job) -> float:
-    """Seconds of AdamW on the rank with the most weights; reading and writing them takes longest."""
+    """Seconds of AdamW on the rank with the most weights, bound by memory bandwidth."""
     bytes_ = own_weights(job) * job.memory.parameter_bytes
     return bytes_ * OPTIMIZER_READS_AND_WRITES / job.cluster.memory_bandwidth
 

@@ -195,7 +195,7 @@ class Slim(PackingPolicy):
             try:
                 packing = (self._packer.packed if least else self._packer.at_most)(batch, count)
             except PlanError:
-                break  # the documents have too few tokens for so many
+                break  # the documents have too few tokens
             works = packing.pass_work(self._job.cost_model)
             self._flow = self._flows.of((packing, *works), self.slack).flow
             peak = self._flows.peak(packing, self._flow)
