@@ -1,8 +1,8 @@
-"""The job: everything besides the documents that its plans and predictions follow from.
+"""The job: everything besides the documents that plans and predictions depend on.
 
-It is put together once, from a configuration (`runtime/job.py`) or from options (`commands`), and is the only
-way to a planner. So `plan`, `simulate`, `dryrun` and training make the same plans from the same TOML file, if
-it names the cluster or they see the same GPUs.
+It is made once, from a configuration (`runtime/job.py`) or from options (`commands`), and is the only way to
+a planner. So `plan`, `simulate`, `dryrun` and training make the same plans from the same TOML file, if it
+names the cluster or they see the same GPUs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from wlb_titan.planner import Planner
 
 
 class Policy(NamedTuple):
-    """The names of a job's policies: how micro-batches are packed, sharded over context-parallel ranks and
-    ordered in the pipeline."""
+    """The names of a job's policies."""
 
     packing: str
     sharding: str = "per_sequence"
@@ -65,59 +64,47 @@ def policy_parts(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Model, parallelism, policies and hardware of a training run.
+    """Model, parallelism, policies and hardware of a training run."""
 
-    Attributes:
-        cluster: the hardware that predictions are for.
-        window: context window in tokens.
-        micro_batches: N, those of the whole job in one step (pipeline micro-batches x gradient accumulation x
-            data-parallel degree).
-        packing, sharding, order: the policies, with their settings.
-        dtype: data type of activations, as torch names it.
-        multiple: what the tokens of a context-parallel rank must be a multiple of, for sequence parallelism
-            and the chunks of the loss.
-        schedule: schedule of the pipeline, one of `pipeline.schedule.SCHEDULES` where predictions are wanted.
-        chunks: stages of each pipeline rank.
-        run: micro-batches of one run through the pipeline; a replica with more in a step makes several runs,
-            as gradient accumulation does. None: all in one run.
-        stage_layers: layers of each stage; empty divides them as torchtitan does.
-        memory: data types and activation checkpointing, which also costs time.
-        memory_unknown: what of the model keeps memory from being predicted, such as "a model with experts".
-        overlap: whether weights are gathered and gradients reduced while ranks compute.
-        tensor_overlap: share of tensor parallelism's collectives that runs while the layer's matrix products
-            do: 0 exposes all of them, 1 hides what lasts no longer than these products.
-        routing_imbalance: tokens that the busiest rank's experts get over those of the mean rank.
-        attention: the attention of one layer on one tensor-parallel rank; None: as [wlb.sharding] profile
-            says, or the cluster's.
-        sm_margin: multiprocessors that attention leaves to other kernels.
-        planned: data-parallel ranks that are planned, where some stand for all of them; None: all.
-            `micro_batches` are theirs.
-        on_one_rank: asks what may differ from rank to rank, such as a solver that a clock stops.
-    """
-
-    window: int
+    window: int  # context window in tokens
     micro_batches: int
+    """N, of the whole job in a step: pipeline micro-batches x gradient accumulation x data-parallel
+    degree."""
+
     model: ModelShape = PAPER_MODELS["7B"]
     degrees: Degrees = field(default_factory=Degrees)
     cluster: Cluster = field(default_factory=lambda: load_cluster("h100_roce"))
     packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
     sharding: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
     order: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of activations, as torch names it
     multiple: int = 1
-    schedule: str = "1F1B"
-    chunks: int = 1
+    """A context-parallel rank's tokens are a multiple of it: for sequence parallelism and the chunked
+    loss."""
+
+    schedule: str = "1F1B"  # one of `pipeline.schedule.SCHEDULES` where predictions are wanted
+    chunks: int = 1  # stages of each pipeline rank
     run: int | None = None
-    stage_layers: tuple[int, ...] = ()
+    """Micro-batches of one run through the pipeline; with more in a step there are several runs, as in
+    gradient accumulation. None: all in one run."""
+
+    stage_layers: tuple[int, ...] = ()  # layers of each stage; empty divides them as torchtitan does
     memory: MemorySettings = field(default_factory=MemorySettings)
-    memory_unknown: str = ""
-    overlap: bool = True
+    memory_unknown: str = ""  # why memory cannot be predicted, such as "a model with experts"
+    overlap: bool = True  # whether weights are gathered and gradients reduced while ranks compute
     tensor_overlap: float = 0.0
-    routing_imbalance: float = 1.0
-    attention: AttentionLatency | None = None
-    sm_margin: int = 0
+    """How much of tensor parallelism's collectives runs beside the layer's matrix products: 0 exposes all of
+    them, 1 hides what lasts no longer than these products."""
+
+    routing_imbalance: float = 1.0  # tokens of the busiest rank's experts over those of the mean rank
+    attention: AttentionLatency | None = None  # None: from [wlb.sharding] profile, or the cluster
+    sm_margin: int = 0  # multiprocessors that attention leaves to other kernels
     planned: int | None = None
+    """Data-parallel ranks that are planned where some stand for all, and to which `micro_batches` then
+    refers; None: all."""
+
     on_one_rank: AskRank0 = field(default=ask_locally, compare=False, repr=False)
+    """For results that may differ between ranks, such as those of a solver with a time limit."""
 
     def __post_init__(self) -> None:
         for dimension in self.degrees.dimensions:
@@ -135,20 +122,17 @@ class Job:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel ranks that plans are for."""
+        """How many data-parallel ranks are planned."""
         return self.planned or self.degrees.data
 
     @property
     def replica_micro_batches(self) -> int:
-        """Micro-batches of one data-parallel rank in a step."""
         return self.micro_batches // self.replicas
 
     def sample(self, most: int) -> Job:
-        """This job with only as many data-parallel ranks planned as have `most` micro-batches in a step.
-
-        It is one at least. What ranks hold and communicate stays what it is among all of them. Those of
-        dimensions of one's own meet in their own way, and so all are planned.
-        """
+        """This job with fewer data-parallel ranks planned, if possible so few that they have at most `most`
+        micro-batches in a step. Memory and communication remain those of all ranks."""
+        # Ranks of the user's own dimensions meet in their own way, so all of them are planned.
         planned = self.replicas
         while planned % 2 == 0 and planned * self.replica_micro_batches > most and not self.degrees.own:
             planned //= 2
@@ -156,7 +140,6 @@ class Job:
 
     @property
     def policy(self) -> Policy:
-        """The names of its policies."""
         return Policy(self.packing.name, self.sharding.name, self.order.name)
 
     @property
@@ -171,34 +154,29 @@ class Job:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of each stage."""
         return self.stage_layers or layers_of_stages(self.model.layers, self.shape.stages)
 
     @cached_property
     def divisor(self) -> int:
-        """What the tokens of a micro-batch are a multiple of."""
+        """A micro-batch's tokens are a multiple of it."""
         context = self.strategy.divisor if self.strategy is not None else 1
         return math.lcm(self.packing.length_multiple, context, self.degrees.context * self.multiple)
 
     def padded(self, tokens: int, sharers: int = 1) -> int:
-        """Tokens of a micro-batch that so many data-parallel ranks share, with its padding."""
+        """Tokens, with padding, of a micro-batch that this many data-parallel ranks share."""
         divisor = self.divisor if sharers == 1 else self.merged[sharers].divisor
         return -(-tokens // divisor) * divisor
 
     def sized(self, draft: MicroBatch, dp_rank: int | None = None) -> MicroBatch:
-        """A micro-batch with length and padding.
-
-        Args:
-            dp_rank: which of the ranks that share it has this entry; None takes the first.
-        """
+        """The draft with length and padding; if ranks share it, those of `dp_rank`, or of the first rank."""
         tokens, sharers = int(draft.lengths.sum()), draft.sharers
         length = self.padded(tokens if self.packing.owner.variable_length else self.window, sharers)
         place = dp_rank - draft.merged.start if draft.merged and dp_rank is not None else 0
-        padding = (length - tokens + place) // sharers  # equal but for one token, and together all of it
+        padding = (length - tokens + place) // sharers  # shares differ by one token at most
         return replace(draft, length=length // sharers, padding=padding)
 
     def sharded(self, sized: MicroBatch) -> MicroBatch:
-        """A micro-batch divided over the context-parallel ranks of all that share it."""
+        """The micro-batch divided over the context-parallel ranks of all its sharers."""
         strategy = self.merged[sized.sharers].strategy if sized.merged else self.strategy
         if strategy is None:
             return sized
@@ -210,7 +188,7 @@ class Job:
 
     @cached_property
     def latency(self) -> AttentionLatency:
-        """The attention of one layer on one tensor-parallel rank, with all of its heads."""
+        """Predicts the attention of one layer on one tensor-parallel rank."""
         if self.attention is not None:
             return self.attention
         found = configured_latency(self.cluster, self.attention_shape, self.sharding.profile)
@@ -218,7 +196,6 @@ class Job:
 
     @property
     def attention_shape(self) -> AttentionShape:
-        """The attention of one layer on one tensor-parallel rank."""
         return AttentionShape.of(self.model, self.degrees.tensor, self.dtype)
 
     @cached_property
@@ -234,11 +211,10 @@ class Job:
 
     @cached_property
     def merged(self) -> dict[int, Job]:
-        """This job as a micro-batch sees it that 1, 2, 4, ... data-parallel ranks share (DP-Merge).
+        """For 1, 2, 4, ... ranks the job that describes micro-batches which they share (DP-Merge).
 
-        They are together what a data-parallel rank is otherwise, with so many times the context-parallel
-        ranks; without context parallelism documents are divided `per_document`. There is only the job itself
-        where micro-batches are not shared.
+        It has as many times the context-parallel ranks; without context parallelism documents are divided
+        `per_document`. There is only the job itself, as 1, where micro-batches are not shared.
         """
         jobs = {1: self}
         if not self.packing.merges or (self.strategy is not None and not self.strategy.merges):
@@ -258,7 +234,7 @@ class Job:
             degrees = replace(self.degrees, context=ranks * self.degrees.context)
             try:
                 jobs[ranks] = replace(self, degrees=degrees, sharding=sharding)
-            except PlanError:  # a strategy that cannot have so many ranks
+            except PlanError:  # the strategy cannot have that many ranks
                 if self.packing.merges is True:
                     raise
                 break
@@ -266,28 +242,26 @@ class Job:
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What a rank holds of each token of a micro-batch of which it has all keys."""
+        """Bytes that a rank holds for each token of a micro-batch of its own, with all keys."""
         return self.token_bytes_of(1, ALL_KEYS)
 
     @cached_property
     def token_bytes_of(self) -> Callable[[int, KeyShares], TokenBytes]:
-        """What a rank holds of each token of a micro-batch, by how many data-parallel ranks share it and by
-        what the rank has of its keys."""
+        """(data-parallel ranks that share a micro-batch, a rank's share of its keys) -> bytes that the rank
+        holds for each token."""
 
-        def worked_out(sharers: int, keys: KeyShares) -> TokenBytes:
+        def token_bytes(sharers: int, keys: KeyShares) -> TokenBytes:
             job = self if sharers == 1 else self.merged[sharers]
             return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys)
 
-        return cache(worked_out)
+        return cache(token_bytes)
 
     @cached_property
     def exchange(self) -> Exchange | None:
-        """What context parallelism moves and holds in a layer."""
         return None if self.strategy is None else self.strategy.exchange(self.model, self.degrees.tensor)
 
     @cached_property
     def exchanging(self) -> ExchangeCost:
-        """What context parallelism's collectives take."""
         return self._exchange_cost(self.strategy)
 
     def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
@@ -296,24 +270,23 @@ class Job:
 
     @cached_property
     def token(self) -> TokenSeconds:
-        """What one token of a micro-batch costs a rank."""
         return TokenSeconds.of(self, measured_cluster(self.cluster, self.sharding.profile))
 
     @cached_property
     def cost_model(self) -> CostModel:
-        """What packing balances by."""
+        """The work of documents that packing balances."""
         return cost_model(self.packing.cost_model, self)
 
     @cached_property
     def fitting(self) -> Fitting:
-        """Peaks of steps, and what of them fits a device."""
+        """Predicts peaks of memory, and what fits a device."""
         usable = self.cluster.memory * usable_share(self.packing.owner.slices)
         known = not self.memory_unknown and self.cluster != load_cluster("cpu")
         return Fitting(self, usable, known)
 
     @property
     def most_in_flight(self) -> int | None:
-        """Tokens of documents in slices that a pipeline rank may have in flight: as set, or what fits; None
+        """Most tokens of documents in slices that a pipeline rank may have in flight, as set or as fit; None
         where memory is not predicted."""
         if self.packing.most_in_flight is not None or self.memory_unknown:
             return self.packing.most_in_flight
@@ -321,23 +294,21 @@ class Job:
 
     @property
     def longest_micro_batch(self) -> int:
-        """Tokens that a micro-batch may have under the packing policy."""
         return self.packing.longest(self)
 
     def planner(self, documents: Documents) -> Planner:
-        """A planner at the beginning of the stream."""
         assert not self.undecided, "no policy has been chosen for `auto`"
         return Planner(documents, self)
 
     def plans(self, documents: Documents, steps: int, *, after: int = 0) -> list[Plan]:
-        """The plans of so many steps, after some others that are left out."""
+        """The plans of `steps` steps, after the first `after`."""
         planner = self.planner(documents)
         for _ in range(after):
             planner.next(sharded=())
         return [planner.next() for _ in range(steps)]
 
     def under(self, policy: Policy) -> Job:
-        """This job under other policies; settings that both policies have stay as they are."""
+        """This job under other policies, with the settings that both have."""
         return replace(
             self,
             packing=self.packing.named(policy.packing),
@@ -347,9 +318,8 @@ class Job:
 
     @property
     def trained(self) -> Job:
-        """What trains: the same job under the baseline's policies where its own are a shadow, else itself."""
+        """The job that trains: this one, or with the baseline's policies where its own are only a shadow."""
         return self.under(Policy("plain")) if self.packing.shadow else self
 
     def on(self, cluster: Cluster) -> Job:
-        """This job on another cluster."""
         return replace(self, cluster=cluster)

@@ -8,12 +8,12 @@ Every rank computes the same plan from the same lengths, so a plan is never comm
         "documents": [{"id": 17, "start": 0, "length": 4084, "delay": 0}],
         "sharding": "per_sequence", "ranks": [[[0, 0, 1024], [0, 3072, 1012]], ...]}]}
 
-Where micro-batches are MicroPacks (policy `slim`) a document has "prefix" and "total" besides, and the plan
-has "order", of each data-parallel rank and pipeline rank what it runs, pass, micro-batch and stage:
-[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. A micro-batch that data-parallel
-ranks share stands there once for each of them, with "merged", these ranks: "documents" and "ranks" are the
-same for all, "length", "padding" and "workload" are a rank's own share. One that runs in forward or in
-backward passes only (the asymmetric partition) has "passes", "F" or "B".
+Where micro-batches are MicroPacks (policy `slim`) a document also has "prefix" and "total", and the plan has
+"order": for each data-parallel rank and each of its pipeline ranks the passes that it runs, as pass,
+micro-batch and stage: [[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. A micro-batch that
+data-parallel ranks share is listed once for each of them, with these ranks as "merged": "documents" and
+"ranks" are the same for all, "length", "padding" and "workload" are each rank's share. One that runs only
+forward or only backward (the asymmetric partition) has "passes", "F" or "B".
 """
 
 from __future__ import annotations
@@ -33,94 +33,77 @@ DOCUMENT, OFFSET, COUNT = range(3)  # columns of MicroBatch.ranks[r]
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through one stage.
+    """One pass of one micro-batch through one stage."""
 
-    Attributes:
-        kind: F forward, B whole backward, I gradient of the inputs, W gradient of the weights.
-        stage: from 0 at the embedding.
-        place: index of the micro-batch among those of its data-parallel rank.
-    """
-
-    kind: Literal["F", "B", "I", "W"]
-    stage: int
-    place: int
+    kind: Literal["F", "B", "I", "W"]  # forward, whole backward, gradient of inputs, gradient of weights
+    stage: int  # 0 has the embedding
+    place: int  # the micro-batch's index on its data-parallel rank
 
     def __str__(self) -> str:
         return f"{self.kind}{self.place} of stage {self.stage}"
 
     def short(self) -> str:
-        """As plans in JSON have it: `F3.2` is the forward pass of micro-batch 3 through stage 2."""
+        """`F3.2`, the forward pass of micro-batch 3 through stage 2, as plans in JSON write it."""
         return f"{self.kind}{self.place}.{self.stage}"
 
 
 Flow = tuple[tuple[Action, ...], ...]
-"""What each pipeline rank runs, in order."""
+"""The passes of each pipeline rank, in the order in which it runs them."""
 
 
 class Slices(NamedTuple):
-    """What other micro-batches have of the documents of one.
-
-    Attributes:
-        prefix: int64 (n,), tokens before each document's own, which its queries see too.
-        cached: bool (n,), documents whose keys every context-parallel rank keeps, as any of them may have
-            queries of another slice.
-    """
+    """How the documents of a micro-batch continue in other micro-batches."""
 
     prefix: Ints
+    """int64 (n,), tokens of each document that lie in earlier micro-batches and that its queries see."""
+
     cached: Bools
+    """bool (n,), documents with slices elsewhere, whose keys every context-parallel rank keeps for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The documents of one forward and backward pass, in the order in which they lie in the sequence.
 
-    A packing policy hands it out as a draft of `documents`, where they are sliced `slices`, and who shares
-    it. `Job.sized` adds length and padding, `Job.sharded` what each context-parallel rank holds, and the
-    planner the rest. Memory, times and timelines are predicted of drafts as of whole plans.
+    A packing policy makes a draft: the first four fields. `Job.sized` adds length and padding, `Job.sharded`
+    the sharding, and the planner the rest. Times and memory can be predicted from a draft too.
 
     Several data-parallel ranks may share one (DP-Merge). Each then has an entry of its own with the same
-    documents, and length, padding and workload are its share of them.
-
-    Attributes:
-        documents: int64 (n, 4), columns ID (position in the stream), START (first token of this piece
-            within the document), LENGTH (tokens), DELAY (iterations since the piece arrived).
-        slices: int64 (n, 2), for each row of `documents` PREFIX (tokens of the piece before it, which other
-            micro-batches have) and TOTAL (tokens of the whole piece); None where documents are not sliced.
-        merged: the data-parallel ranks that share it, `dp_rank` among them; empty where it is that rank's.
-        passes: which passes it runs in: both, or F or B alone under the asymmetric partition, where those of
-            backward passes hold the same tokens, otherwise divided.
-        length: tokens, padding included; divisible by what context and tensor parallelism need.
-        padding: tokens at the sequence's end that belong to no document.
-        dp_rank: data-parallel rank that runs it.
-        index: its place among that rank's micro-batches of the step, from 0.
-        workload: predicted work of its passes, in the cost model's unit.
-        sharding: name of the sharding chosen for it; None where a single rank has all of it.
-        ranks: for each context-parallel rank an int64 (m, 3), columns DOCUMENT (row of `documents`), OFFSET
-            (first token within that piece), COUNT (tokens), in the order in which the rank holds them;
-            what is left of the rank's length / context_parallel tokens is padding, at its end. Where
-            data-parallel ranks share it, those of the first of them, then those of the second, ...
+    documents, and with its share of length, padding and workload.
     """
 
     documents: Ints
+    """int64 (n, 4), columns ID (position in the stream), START (first token of this piece within the
+    document), LENGTH (tokens), DELAY (iterations since the piece arrived)."""
+
     slices: Ints | None = None
-    merged: range = range(0)
+    """int64 (n, 2), for each row of `documents` PREFIX (tokens of the piece that lie in earlier
+    micro-batches) and TOTAL (tokens of the whole piece); None where documents are not sliced."""
+
+    merged: range = range(0)  # data-parallel ranks that share it, with dp_rank; empty if none do
     passes: Literal["FB", "F", "B"] = "FB"
-    length: int = 0
-    padding: int = 0
+    """Under the asymmetric partition a micro-batch runs forward only or backward only; the two kinds divide
+    the same tokens differently."""
+
+    length: int = 0  # tokens, padding included
+    padding: int = 0  # tokens at the sequence's end that belong to no document
     dp_rank: int = 0
-    index: int = 0
-    workload: float = 0.0
-    sharding: str | None = None
+    index: int = 0  # among the micro-batches of dp_rank in the step
+    workload: float = 0.0  # predicted work of its passes, in the cost model's unit
+    sharding: str | None = None  # name of the sharding chosen; None where a single rank has all of it
     ranks: tuple[Ints, ...] | None = None
+    """For each context-parallel rank an int64 (m, 3), columns DOCUMENT (row of `documents`), OFFSET (first
+    token within that piece), COUNT (tokens), in the order in which the rank holds them; the rest of the
+    rank's length / context_parallel tokens is padding. Where data-parallel ranks share it, the first one's
+    context-parallel ranks come first, then the second one's, ..."""
 
     @property
     def lengths(self) -> Ints:
-        """int64 (n,), tokens of each row of `documents`."""
         return self.documents[:, LENGTH]
 
     @property
     def sharers(self) -> int:
-        """Data-parallel ranks that share it."""
+        """How many data-parallel ranks share it."""
         return len(self.merged) or 1
 
     @property
@@ -130,27 +113,24 @@ class MicroBatch:
 
     @property
     def prefix(self) -> Ints | None:
-        """int64 (n,), tokens before each row of `documents` that its queries see too; None for none."""
         return None if self.slices is None else self.slices[:, PREFIX]
 
     @property
     def elsewhere(self) -> Slices | None:
-        """What other micro-batches have of its documents; None where they are not sliced.
-
-        Where the other direction has other micro-batches, any document may be cut there.
-        """
+        """How its documents continue in other micro-batches; None where they are not sliced."""
         if self.slices is None:
             return None
+        # Where backward passes have micro-batches of their own, any document may be cut in the other pass.
         cut = (self.slices[:, TOTAL] > self.lengths) | (self.passes != "FB")
         return Slices(self.slices[:, PREFIX], cut)
 
     @property
     def document_lengths(self) -> Ints:
-        """int64 (k,), tokens of the documents that begin here, with their slices elsewhere."""
+        """int64 (k,), whole tokens of the documents whose first slice is here."""
         if self.slices is None:
             return self.lengths
-        begins: Ints = self.slices[self.slices[:, PREFIX] == 0, TOTAL]
-        return begins
+        totals: Ints = self.slices[self.slices[:, PREFIX] == 0, TOTAL]
+        return totals
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, as in the module's example."""
@@ -180,32 +160,18 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All micro-batches of one optimizer step, ordered by (dp_rank, index).
+    """All micro-batches of one optimizer step, ordered by (dp_rank, index)."""
 
-    Attributes:
-        iteration: counts steps from 0.
-        micro_batches: those of all data-parallel ranks.
-        plan_ms: milliseconds that planning took.
-        waiting_documents: pieces that had arrived and were left for later steps.
-        waiting_tokens: tokens of these.
-        lost_tokens: tokens that packing left out for good in this step (`tail = "drop"`).
-        gap: how far a solver's packing may be from the best, relatively; 0 is a proven optimum.
-        flows: what the pipeline ranks of each data-parallel rank run, in order, where the micro-batches are
-            MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
-            asked for.
-        backward: micro-batches of backward passes, of the same tokens; their index is the place of B in
-            `flows`. The same object as `micro_batches`, unless others are given; the `workload` of either is
-            then that of its own pass.
-    """
-
-    iteration: int
+    iteration: int  # counts steps from 0
     micro_batches: tuple[MicroBatch, ...]
-    plan_ms: float
-    waiting_documents: int = 0
+    plan_ms: float  # milliseconds that planning took
+    waiting_documents: int = 0  # pieces that had arrived and were left for later steps
     waiting_tokens: int = 0
-    lost_tokens: int = 0
-    gap: float | None = None
+    lost_tokens: int = 0  # left out for good in this step (`tail = "drop"`)
+    gap: float | None = None  # how far a solver's packing may be from the best, relatively; 0 is optimal
     flows: tuple[Flow, ...] | None = None
+    """The order of each data-parallel rank's passes, empty if not asked for; None leaves it to the
+    schedule."""
 
     @property
     def imbalance(self) -> float:
@@ -214,7 +180,6 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest micro-batch, padding included."""
         return max(m.length for m in self.micro_batches)
 
     @property
@@ -224,7 +189,7 @@ class Plan:
 
     @property
     def packs(self) -> tuple[MicroBatch, ...]:
-        """Those without repetition: of one that ranks share only the first rank's."""
+        """Those of forward passes without repetition: one that ranks share counts once."""
         return tuple(m for m in self.forward if not m.merged or m.dp_rank == m.merged[0])
 
     @property
@@ -234,12 +199,15 @@ class Plan:
 
     @property
     def document_lengths(self) -> Ints:
-        """int64 (n,), tokens of the pieces of documents that the step trains, slices put together."""
+        """int64 (n,), tokens of the documents that the step trains, slices put together."""
         return np.concatenate([micro_batch.document_lengths for micro_batch in self.packs])
 
     def cut_share(self, window: int) -> float:
-        """Share of the tokens that lie in pieces which begin in mid-document, so that they do not see what is
-        before them; documents longer than the window, which have to be cut, begin anew at its multiples."""
+        """Share of the tokens in pieces that begin in mid-document and so do not see what precedes them.
+
+        Documents longer than the window have to be cut: a piece that begins at a multiple of the window does
+        not count.
+        """
         pieces = np.concatenate([m.documents[:, [START, LENGTH]] for m in self.packs])
         before = [np.zeros(len(m.documents), int) if m.prefix is None else m.prefix for m in self.packs]
         cut = (pieces[:, 0] - np.concatenate(before)) % window > 0
@@ -247,39 +215,31 @@ class Plan:
 
     @property
     def keys_per_token(self) -> float:
-        """Keys that a token attends to, itself among them, averaged over the step's tokens; in a model with
-        windows of attention only in its layers without."""
+        """Keys that a token attends to, itself included, on average; sliding windows are not considered."""
         d = self.document_lengths.astype(np.float64)
         return float((d * (d + 1)).sum() / (2 * d.sum()))
 
     @property
     def padding(self) -> int:
-        """Tokens of padding in all micro-batches."""
         return sum(micro_batch.padding for micro_batch in self.forward)
 
     @property
     def delay(self) -> float:
-        """Iterations that a token waited, averaged over the step's tokens."""
+        """Iterations that a token of the step waited, on average."""
         waited = sum(int(m.lengths @ m.documents[:, DELAY]) for m in self.packs)
         return waited / self.tokens
 
     @property
     def max_delay(self) -> int:
-        """Iterations that the step's latest document waited."""
         return max(int(micro_batch.documents[:, DELAY].max()) for micro_batch in self.micro_batches)
 
     def of_rank(self, dp_rank: int) -> tuple[MicroBatch, ...]:
-        """The micro-batches of one data-parallel rank, by their index: the `place` of its actions."""
+        """The micro-batches of one data-parallel rank, indexed by the `place` of its actions."""
         return tuple(m for m in self.micro_batches if m.dp_rank == dp_rank)
 
     def digest(self, before: int) -> int:
-        """48 bits, which float64 holds exactly, that tell this plan and all before it from others.
-
-        What not all ranks know is left out of it: how others divide their micro-batches.
-
-        Args:
-            before: digest of the plan before this one.
-        """
+        """48 bits, which float64 holds exactly, that identify this plan and, by the digest `before` it, all
+        earlier ones. The shardings are left out, since a rank knows only its own."""
         found = hashlib.blake2b(str(before).encode(), digest_size=6)
         for m in self.micro_batches:
             found.update(str((m.dp_rank, m.index, m.length, m.padding, m.merged)).encode())
@@ -299,22 +259,13 @@ class Plan:
 
 
 def imbalance_by_pass(micro_batches: Sequence[MicroBatch], values: Sequence[float]) -> float:
-    """Largest over mean value of micro-batches; where passes have their own, maxima and means of both passes
-    add up.
-
-    Args:
-        values: work or time of each of the micro-batches.
-    """
+    """`imbalance_degree` of each micro-batch's work or time, by pass where passes have their own."""
     pairs = list(zip(micro_batches, values, strict=True))
     return imbalance_degree(*([value for m, value in pairs if kind in m.passes] for kind in "FB"))
 
 
 def imbalance_degree(*passes: Sequence[float] | Floats) -> float:
-    """max / mean; 1.0 is perfect balance. Of nothing at all it is 1.0 too.
-
-    Args:
-        passes: what one pass after the other takes of each micro-batch; both maxima and means add up.
-    """
+    """max / mean, 1.0 for perfect balance or no work; maxima and means of several passes add up."""
     values = [np.asarray(one, dtype=np.float64) for one in passes]
     mean = sum(float(one.mean()) for one in values if one.size)
     return sum(float(one.max()) for one in values if one.size) / mean if mean > 0 else 1.0

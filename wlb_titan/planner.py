@@ -1,8 +1,8 @@
 """The planner: from the lengths of a corpus to one `Plan` a step, the same on every rank.
 
-Lengths, settings and state fix the plan, so nothing is communicated. The state to save is a cursor and the
-pieces that wait, the same on every rank, and nothing that is worked out: whatever a job goes on with, degrees
-or policy, it trains the documents that were left.
+Lengths, settings and state determine the plan, so nothing is communicated. The state to save, the same on
+every rank, is a cursor and the pieces that wait, and nothing that follows from degrees or policy: a job can
+continue with others, and trains the documents that were left.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATE_VERSION = 4
 
 
 class Planner:
-    """Plans a job's steps one after the other. `Job.planner` makes one."""
+    """Plans a job's steps one after the other."""
 
     def __init__(self, documents: Documents, job: Job) -> None:
         self._stream = DocumentStream(documents.mixture(), job.window)
@@ -41,8 +41,8 @@ class Planner:
                 setting="corpus.path",
             )
         packing = job.packing
-        self._policy: PackingPolicy = packing.make(self._stream, job)
-        self.fixed_length = not self._policy.variable_length
+        self.policy: PackingPolicy = packing.make(self._stream, job)
+        self.fixed_length = not self.policy.variable_length
         if self.fixed_length and job.window % job.divisor:
             raise PlanError(
                 f"Policy {packing.name!r} makes micro-batches of exactly the context window, {job.window} "
@@ -56,17 +56,12 @@ class Planner:
         self._learned = documents.learned
         self._iteration = 0
 
-    @property
-    def policy(self) -> PackingPolicy:
-        """What makes the packs."""
-        return self._policy
-
     def read(self, ids: Ints) -> tuple[Ints, Ints]:
-        """Corpus rows and tokens of planned documents, int64 (n,) each, also of earlier epochs."""
+        """Corpus rows and tokens of planned documents, int64 (n,) each."""
         return self._stream.mixture.read(ids)
 
     def source_figures(self, plan: Plan) -> dict[str, float]:
-        """For each source of a mixture: tokens that the plan trains, and epochs that had arrived after it."""
+        """For each source of a mixture the tokens that the plan trains, and the epochs read so far."""
         mixture = self._stream.mixture
         if not mixture.sources[0].name:
             return {}
@@ -82,16 +77,10 @@ class Planner:
         }
 
     def labels(self, plan: Plan, *, by_document: bool = False) -> float:
-        """What the losses of a step's tokens are divided by.
+        """How many labels a step has; the sum of its losses is divided by it.
 
-        A token's label is the next token of its document, if that is learned.
-
-        Args:
-            by_document: each label weighs one over the labels of its document, so that documents weigh the
-                same however many they have; otherwise it weighs one.
-
-        Returns:
-            The sum of these weights over all labels, a whole number where they weigh one.
+        A token's label is the next token of its document, if that is learned. With `by_document` a label
+        counts as one over the labels of its document, so that all documents weigh the same.
         """
         pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
         rows, lengths = self.read(pieces[:, ID])
@@ -102,25 +91,24 @@ class Planner:
         return float((labels / np.maximum(self.labels_of(rows, lengths), 1)).sum())
 
     def labels_of(self, rows: Ints, lengths: Ints) -> Ints:
-        """int64 (n,), labels of whole documents, by corpus rows and their tokens."""
+        """int64 (n,), labels of whole documents with these corpus rows and tokens."""
         return self._learned(rows, np.ones_like(lengths), lengths)
 
     def next(self, sharded: Collection[int] | None = None) -> Plan:
         """The plan of the next step.
 
         Args:
-            sharded: the data-parallel ranks whose micro-batches are divided over context-parallel ranks, and
-                whose order of passes is given; the others' `ranks` stay None, which spares a large job most
-                of the time. None is all of them.
+            sharded: data-parallel ranks whose micro-batches get `ranks` and whose passes get an order, None
+                for all. To leave the others out saves a large job most of the time.
         """
         begin = time.perf_counter()
         sharded = range(self._job.replicas) if sharded is None else sharded
-        packing = self._policy.next()
+        packing = self.policy.next()
         forward, backward = packing.pass_work(self._job.cost_model)
         workloads = forward + backward
         if packing.assigned is not None:
             assigned = packing.assigned
-        elif self._policy.balances:
+        elif self.policy.balances:
             assigned = balanced(workloads, self._job.replicas)
         else:
             assigned = in_order(self._job.micro_batches, self._job.replicas)
@@ -132,8 +120,8 @@ class Planner:
             for dp_rank, packs in enumerate(assigned)
             for index, pack in enumerate(packs)
         )
-        waiting = self._policy.waiting
-        flows = self._policy.flows(packing, sharded)
+        waiting = self.policy.waiting
+        flows = self.policy.flows(packing, sharded)
         plan = Plan(
             iteration=self._iteration,
             micro_batches=micro_batches,
@@ -148,30 +136,27 @@ class Planner:
         return plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists, and arrays that are not written to afterwards: all that the coming plans
-        depend on besides the arguments. In JSON arrays are lists."""
+        """All that the coming plans depend on besides documents and job: numbers, strings, lists, and arrays
+        that are not written to later. JSON may turn arrays into lists."""
         return {
             "version": STATE_VERSION,
-            **self._facts(),
-            **self._way(),
+            **self._corpus_facts(),
+            **self._packing_facts(),
             "iteration": self._iteration,
             "stream": self._stream.state_dict(),
-            "waiting": self._policy.waiting,
-            "packing": self._policy.state_dict(),
+            "waiting": self.policy.waiting,
+            "packing": self.policy.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken, with all documents that were left then.
-
-        Call it before the first step. Under another policy or number of micro-batches what waited comes first
-        once more; all other settings and all degrees may be others too.
-        """
+        """Continues where `state_dict` was taken, before the first step. All degrees and most settings may
+        differ. Under another policy or number of micro-batches the documents that waited come first again."""
         if (version := state.get("version")) != STATE_VERSION:
             raise PlanError(
                 f"The saved planner state has version {version}, and this wlb_titan reads version "
                 f"{STATE_VERSION}. Continue with the version that wrote it, or start in another dump folder."
             )
-        for fact, value in self._facts().items():
+        for fact, value in self._corpus_facts().items():
             if state[fact] != value:
                 raise PlanError(
                     f"The saved planner state cannot be continued: its {fact.replace('_', ' ')} is "
@@ -181,13 +166,13 @@ class Planner:
         self._iteration = int(state["iteration"])
         self._stream.load_state_dict(state["stream"])
         waiting = np.array(state["waiting"], dtype=np.int64).reshape(-1, 4)
-        if all(state[name] == value for name, value in self._way().items()):
-            self._policy.load_state_dict({**state["packing"], "waiting": waiting})
+        if all(state[name] == value for name, value in self._packing_facts().items()):
+            self.policy.load_state_dict({**state["packing"], "waiting": waiting})
         else:
             self._stream.give_back(waiting[:, : LENGTH + 1])
 
-    def _facts(self) -> dict[str, Any]:
-        """What fixes the stream of tokens: a state cannot be continued without."""
+    def _corpus_facts(self) -> dict[str, Any]:
+        """All that determines the stream of tokens: a state can be continued only with the same."""
         return {
             "corpus_fingerprint": self._fingerprint,
             "documents": self._stream.documents,
@@ -196,13 +181,12 @@ class Planner:
             "context_window": self._job.window,
         }
 
-    def _way(self) -> dict[str, Any]:
-        """How the stream becomes steps: under another one the policy's own state says nothing."""
+    def _packing_facts(self) -> dict[str, Any]:
+        """The policy's own state can be continued only with the same."""
         return {"packing_policy": self._job.packing.name, "micro_batches": self._job.micro_batches}
 
     def _placed(
         self, draft: MicroBatch, dp_rank: int, index: int, workload: float, shard: bool
     ) -> MicroBatch:
-        """A micro-batch at its place in the plan."""
         placed = replace(self._job.sized(draft, dp_rank), dp_rank=dp_rank, index=index, workload=workload)
         return self._job.sharded(placed) if shard else placed

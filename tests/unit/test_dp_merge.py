@@ -21,8 +21,8 @@ from wlb_titan.packing.slim.dp_merge import (
     LIGHT,
     MOST_MERGED,
     Merge,
-    assignment,
     best_merging,
+    dealt,
     group_sizes,
     numbers_of_packs,
 )
@@ -51,7 +51,7 @@ def test_the_docstrings_example():
     assert found.merges == (Merge(0, range(0, 2)),)
     assert [own.tolist() for own in found.own] == [[], [], [1, 3], [2, 4]]
     assert found.loads.tolist() == [6.0] * 4
-    assert assignment(works, 4).loads.max() == 12.0
+    assert dealt(works, 4).loads.max() == 12.0
 
 
 works_of_documents = st.lists(st.integers(1, 200), min_size=8, max_size=30)
@@ -61,7 +61,7 @@ works_of_documents = st.lists(st.integers(1, 200), min_size=8, max_size=30)
 def test_every_document_is_of_one_rank_or_of_one_group(works, ranks, merged):
     works = np.array(works, dtype=float)
     merged = merged if ranks > 1 else 0
-    found = assignment(works, ranks, merged)
+    found = dealt(works, ranks, merged)
     everything = np.concatenate([*found.own, [merge.document for merge in found.merges]])
     assert sorted(everything.tolist()) == list(range(len(works))) and len(found.merges) == merged
     loads = np.array([works[own].sum() for own in found.own])
@@ -87,14 +87,14 @@ def test_only_a_document_beyond_the_capacity_makes_ranks_merge(works, ranks):
     capacity = works.sum() / ranks
     heavy = int((works > capacity / 2).sum())
     assert all(works[merge.document] > capacity / 2 for merge in found.merges)
-    others = [assignment(works, ranks, n).loads.max() for n in range(1, min(heavy, MOST_MERGED) + 1)]
+    others = [dealt(works, ranks, n).loads.max() for n in range(1, min(heavy, MOST_MERGED) + 1)]
     assert found.loads.max() <= max(min(others), capacity) + capacity * LIGHT
 
 
 def test_packs_of_merged_documents_are_as_heavy_as_others():
     # C = 100, in 10 packs of 10: 60 of a rank's work in 6 packs, and of a group within it 20 in 2.
     works = np.array([240.0, 40.0, *[10.0] * 12])
-    found = assignment(works, 4, merged=2)
+    found = dealt(works, 4, merged=2)
     assert [len(merge.ranks) for merge in found.merges] == [4, 2]
     assert numbers_of_packs(works, [100, 100], found, 10) == [6, 2]
     assert numbers_of_packs(works, [4, 100], found, 10) == [4, 2]  # no more than it can be cut into
@@ -102,13 +102,13 @@ def test_packs_of_merged_documents_are_as_heavy_as_others():
 
 def test_ranks_with_nothing_else_fill_all_their_packs():
     works = np.array([30.0, 1.0, 1.0])
-    assert numbers_of_packs(works, [100], assignment(works, 2, merged=1), 5) == [4]
-    alone = assignment(np.array([30.0]), 2, merged=1)
+    assert numbers_of_packs(works, [100], dealt(works, 2, merged=1), 5) == [4]
+    alone = dealt(np.array([30.0]), 2, merged=1)
     assert numbers_of_packs(np.array([30.0]), [100], alone, 5) == [5]
     with pytest.raises(PlanError, match="cannot be filled"):
         numbers_of_packs(np.array([30.0]), [3], alone, 5)
     with pytest.raises(PlanError, match="without documents"):
-        numbers_of_packs(works[:2], [100], assignment(works[:2], 6, merged=1), 5)
+        numbers_of_packs(works[:2], [100], dealt(works[:2], 6, merged=1), 5)
 
 
 # ---- plans

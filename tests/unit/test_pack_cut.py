@@ -126,7 +126,7 @@ def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
     state = stream.state_dict()
     found = imbalance_of_plain(stream, job)
     assert stream.state_dict() == state
-    assert found == imbalance_of_plain(stream.anew(), job) > 1
+    assert found == imbalance_of_plain(stream.from_start(), job) > 1
 
 
 def test_a_trial_plans_some_of_many_data_parallel_ranks():

@@ -29,7 +29,7 @@ from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import USABLE_IN_SLICES
-from wlb_titan.packing.slim.dp_merge import assignment
+from wlb_titan.packing.slim.dp_merge import dealt
 from wlb_titan.packing.slim.micropacks import Slots, SolvedPlacing, micropacks, place_greedily
 from wlb_titan.packing.slim.slices import PrefixWork
 from wlb_titan.packing.slim.slim import Slim
@@ -166,7 +166,7 @@ def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
 
 @given(works=st.lists(st.integers(1, 50), min_size=4, max_size=30), ranks=st.integers(1, 4))
 def test_ranks_get_nearly_the_same_work(works, ranks):
-    found = assignment(np.array(works, dtype=float), ranks).own
+    found = dealt(np.array(works, dtype=float), ranks).own
     assert sorted(np.concatenate(found).tolist()) == list(range(len(works)))
     loads = [sum(works[i] for i in share) for share in found]
     assert max(loads) - min(loads) <= max(works)

@@ -1,12 +1,12 @@
 """All-gather context parallelism (paper section 5): a rank attends with its own queries to everybody's keys.
 
 Keys and values of documents that lie on several ranks are gathered in every layer, as Llama 3 does with all
-of them; a document that lies whole on one rank stays there. What a rank's queries cost depends on which
-tokens it holds, and that is what the four shardings differ in.
+documents; a document that lies whole on one rank stays there. The four shardings differ in which tokens a
+rank holds, and so in the work of its queries.
 
-Each rank holds the tokens whose keys travel first, and sends as many rows as the rank with most of them has:
-one regular collective, in which rows that nobody needs are padding. The keys that it then
-has are those gathered, document by document, the padding, and those of its own documents:
+Each rank holds the tokens whose keys travel first, and sends as many rows as the rank with most of them: one
+regular collective, in which excess rows are padding. A rank then has the gathered keys, document by document,
+the padding, and the keys of its own documents:
 
     rank 0 holds  a0 a1 | b b b      gathered  a0 a1 a2 -     keys of rank 0  a0 a1 a2 - b b b
     rank 1 holds  a2 | c c c c                 (3 of 2 x 2)   keys of rank 1  a0 a1 a2 - c c c c
@@ -45,11 +45,11 @@ from wlb_titan.plan import DOCUMENT, Slices
 
 
 class AllGather(ContextStrategy):
-    """What the shardings have in common; a sharding is a subclass with a `divide` of its own."""
+    """The base of shardings: each is a subclass with its own `divide`."""
 
     attention = "wlb_titan.runtime.attention.all_gather:AllGatherAttention"
     merges = True
-    spares: ClassVar[bool] = False  # keeps most documents from travelling
+    keeps_short: ClassVar[bool] = False  # most documents do not travel
 
     @property
     def divisor(self) -> int:
@@ -59,7 +59,6 @@ class AllGather(ContextStrategy):
         return self.latency.seconds(sharding, held_keys(self._sent(sharding), self.levels))
 
     def _sent(self, sharding: Sharding, slices: Slices | None = None) -> Ints:
-        """`sent_tokens` of its levels."""
         return sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
 
     def shard(
@@ -92,11 +91,11 @@ class AllGather(ContextStrategy):
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
     ) -> ContextMask:
-        """Segments of the rank's own queries; `exchange` is a `KeyExchange`."""
+        """As of the base; `exchange` is a `KeyExchange`."""
         return gathered_mask(sharding, lengths, total, rank, self.levels, slices)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        return all_gather_exchange(model, tensor, self.ranks, self.levels, always=not self.spares)
+        return all_gather_exchange(model, tensor, self.ranks, self.levels, always=not self.keeps_short)
 
 
 class PerSequence(AllGather):
@@ -132,14 +131,14 @@ class Adaptive(AllGather):
     def candidates(
         self, lengths: Ints, total: int, cached: Bools | None = None
     ) -> list[tuple[str, Sharding]]:
-        """Shardings with their names; the fastest is taken, the first of equally fast ones."""
+        """Shardings to choose from, with their names; the first of equally fast ones is taken."""
         return [
             ("per_sequence", per_sequence(lengths, total, self.ranks)),
             ("per_document", per_document(lengths, total, self.ranks)),
         ]
 
     def _predicted(self, sharding: Sharding, slices: Slices | None = None) -> float:
-        """Seconds of a layer's attention on the slowest rank, and those in which it waits for keys."""
+        """Seconds of a layer's attention on the slowest rank, and of gathering its keys."""
         sent, seen = self._sent(sharding), sharding
         held = held_keys(sent, self.levels)
         if slices is not None:
@@ -151,7 +150,7 @@ class Adaptive(AllGather):
 class Hybrid(Adaptive):
     """Long documents over some ranks or all, short ones whole on one, where that is predicted fastest."""
 
-    spares = True
+    keeps_short = True
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -165,19 +164,19 @@ class Hybrid(Adaptive):
 
 
 class Level(NamedTuple):
-    """What is gathered within the rank's group of one size."""
+    """The keys that are gathered within the rank's group of one size."""
 
     order: Ints
-    """int64 (gathered,), where each key lies among those gathered rank by rank, in document order and padding
-    last; empty where nothing is gathered."""
+    """int64 (gathered,), for keys in document order, padding last, their places among those gathered rank by
+    rank; empty where nothing is gathered."""
     sent: int  # how many of this rank's tokens are among them
 
 
 class KeyExchange(NamedTuple):
-    """The keys of a rank: those that it gathers, and the tokens whose keys stay with it."""
+    """Where a rank's keys come from."""
 
     levels: tuple[Level, ...]
-    kept: int
+    kept: int  # tokens whose keys stay on the rank
 
 
 def gathered_mask(
@@ -188,14 +187,14 @@ def gathered_mask(
     levels: Sequence[int],
     slices: Slices | None = None,
 ) -> ContextMask:
-    """The mask of one rank of a sharding in which runs of the widest `spans` come first."""
+    """The mask of one rank; the sharding is in the order of `widest_first`."""
     share = total // len(sharding)
     span = spans(sharding, levels, slices)
     assert (np.diff(span[sharding[rank][:, DOCUMENT]]) <= 0).all(), "widest first, as of `shard`"
     sent = sent_tokens(sharding, span, len(levels))
-    offset = np.zeros(len(sharding), dtype=np.int64)  # of what a rank sends on the level, among its tokens
+    offset = np.zeros(len(sharding), dtype=np.int64)  # the first token that each rank sends on the level
     exchange: list[Level] = []
-    numbers: list[Ints] = []  # of the documents whose keys the rank has, -1 for padding
+    numbers: list[Ints] = []  # documents whose keys the rank has, -1 for padding
     tokens: list[Ints] = []
     for place, size in reversed(list(enumerate(levels))):
         first = rank // size * size
@@ -220,14 +219,12 @@ def gathered_mask(
 
 
 def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) -> tuple[Ints, Ints]:
-    """The documents of a group's runs, and where each of their tokens lies among those gathered rank by rank,
-    in document order.
+    """The documents of a group's runs, and `Level.order` for them.
 
     Args:
-        runs: per rank an int64 (m, 3), as of a sharding.
+        runs: each rank's runs, as in a sharding.
         rows: tokens that each rank sends.
-        late: int64 (ranks,), rows by which what a rank sends would reach beyond its last token; its rows
-            then begin that much earlier.
+        late: int64 (ranks,), rows that a rank would send beyond its last token if it did not start earlier.
     """
     documents, renumbered = np.unique(np.concatenate(runs)[:, DOCUMENT], return_inverse=True)
     cuts = np.cumsum([len(of_rank) for of_rank in runs])[:-1]
@@ -244,7 +241,7 @@ def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) 
 def key_shares(
     sharding: Sharding, total: int, levels: Sequence[int], slices: Slices | None = None
 ) -> KeyShares:
-    """What ranks have of the keys whose order `gathered_mask` says, at the most; arguments as there."""
+    """The largest shares of the keys that a rank gathers and has; arguments as of `gathered_mask`."""
     sent = sent_tokens(sharding, spans(sharding, levels, slices), len(levels))
     held = held_keys(sent, levels)
     gathered = held - sent[-1]
@@ -254,8 +251,7 @@ def key_shares(
 
 
 def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
-    """int64 (ranks,), tokens whose keys a rank has: its own that stay with it, and those that it gathers,
-    with padding between them."""
+    """int64 (ranks,), keys that stay on a rank or are gathered, with padding."""
     held: Ints = sent[-1].copy()
     for tokens, size in zip(sent, levels, strict=False):
         held += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)

@@ -1,19 +1,19 @@
 """Hybrid sharding: long documents over as many ranks as they need, short ones whole, by predicted time.
 
 The paper names this as future work. Cutting a long document keeps the ranks equal, but its keys travel among
-all ranks that have a part of it; cutting a short one wastes most of each tile besides. So a document goes
-over 1, 2, 8, ... neighbouring ranks (`levels_of`), as few as keep its share of work and tokens on each below
-a bound. Neighbours have the fastest links.
+all ranks that have a part of it; cutting a short one also wastes most of each tile. So a document goes over
+1, 2, 8, ... neighbouring ranks (`levels_of`), which have the fastest links: as few as keep its share of each
+rank's work and tokens below a bound.
 
-- Bound: the lower it is, the better the balance and the more travels. Of some bounds the `TRIES` with the
-  least expected time are tried: mean attention and collectives, and a part of the largest share, by which
-  balance is missed.
+- Bound: the lower it is, the better the balance, and the more keys travel. Of several bounds the `TRIES` with
+  the least expected time are tried: mean attention, collectives, and a part of the largest share, for the
+  imbalance.
 - Widest first, documents go to the group with the least work that has room for their tokens; heaviest first
   within a width (LPT). Where no group has room a document goes over more ranks.
-- Equal tokens: a rank has room for total / ranks. Documents that fit nowhere whole are cut over the rooms
-  that are left, and padding fills the smallest of these, so that at most `ranks` documents are cut this way.
-- Neighbours in the sequence that are short even together are dealt as one item. A kernel that merges
-  neighbours into one tile can then still do so, and items are few however many documents there are.
+- Equal tokens: a rank has room for total / ranks. Documents that fit nowhere whole are cut to fill the
+  remaining room, and padding fills the smallest rooms, so that at most `ranks` documents are cut this way.
+- Neighbours in the sequence that are short even together are dealt as one item: a kernel can still merge them
+  into one tile, and there are few items however many documents there are.
 
 Example: documents of 8192, 100 and 100 tokens on 2 ranks, 8 tokens of padding: the long one is cut into four
 chunks, and each rank keeps one short one whole.
@@ -33,18 +33,18 @@ from wlb_titan.context.strategy import MoveSeconds
 from wlb_titan.cost.attention_latency import AttentionLatency
 
 BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
-"""Of the mean rank's work: what a document's share may be. With 0 all long documents go over all ranks."""
+"""Most work of a document on a rank, over the mean rank's. With 0 all long documents go over all ranks."""
 
 TRIES = 2
-GAP = 0.1  # by how much of its largest share LPT misses the mean, about
-ROOM = 0.8  # of a rank's tokens a document's share may have, as others must fit beside it
+GAP = 0.1  # LPT misses the mean by about this much of the largest share
+ROOM = 0.8  # largest share of a rank's tokens for one document, as others must fit beside it
 NEGLIGIBLE = 0.02  # documents below this share of a rank's mean work need not be cut for balance
-ITEMS_PER_RANK = 32  # neighbours are dealt together up to this share of a rank's tokens
+ITEMS_PER_RANK = 32  # neighbours are dealt together up to 1 / 32 of a rank's tokens
 
 
 def levels_of(ranks: int) -> tuple[int, ...]:
-    """Sizes of the groups of neighbours among which a document may be exchanged: 2, 8, 32, ... as far as they
-    divide the next, and all ranks."""
+    """Sizes of the groups of neighbours within which documents may be exchanged: 2, 8, 32, ... as far as they
+    divide `ranks`, and all ranks."""
     sizes = []
     size = 2
     while size < ranks and ranks % size == 0:
@@ -54,12 +54,7 @@ def levels_of(ranks: int) -> tuple[int, ...]:
 
 
 def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeconds]) -> float:
-    """Seconds of a layer's collectives, one for each level, of the group that sends most.
-
-    Args:
-        sent: tokens as `sent_tokens` gives them.
-        moves: what each takes; empty where that does not count.
-    """
+    """Seconds of a layer's collectives in the groups that send most, by the result of `sent_tokens`."""
     return sum(
         move.token * size * int(tokens.max()) + move.each
         for tokens, size, move in zip(sent, levels, moves, strict=False)
@@ -83,7 +78,7 @@ def tries(
         lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
         total: tokens of the sequence with its padding; a multiple of 2 x ranks.
         levels: over how many ranks a document may go besides one.
-        moves: what collectives take on each of the levels; empty where that does not count.
+        moves: seconds of collectives on each of the levels; empty if they do not count.
         cached: bool (n,), documents that have to go over all ranks; None for none.
     """
     assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
@@ -101,7 +96,7 @@ def _widths(
     moves: Sequence[MoveSeconds],
     cached: Bools | None,
 ) -> list[Ints]:
-    """int64 (n,), over how many ranks each document goes, for the bounds with the least expected time."""
+    """int64 (n,), over how many ranks each document goes, for each of the most promising bounds."""
     ranks, mean = levels[-1], work.sum() / levels[-1]
     long = (work > NEGLIGIBLE * mean) | (lengths > share // ITEMS_PER_RANK)
     if cached is not None:
@@ -112,7 +107,7 @@ def _widths(
     rest = work.sum() - work[rows].sum()
     _, begin, end = document_chunks(np.zeros(len(rows), dtype=np.int64), lengths[rows], ranks)
     pieces = latency.work(np.maximum(end - begin, 1), np.maximum(end, 1)).sum(axis=0)
-    cut_work = pieces.reshape(ranks, len(rows), 2).sum(axis=(0, 2))  # among few ranks: as if they were whole
+    cut_work = pieces.reshape(ranks, len(rows), 2).sum(axis=(0, 2))  # over all ranks; over fewer, as if whole
     token_seconds, each = np.zeros((2, len(sizes)))
     for place, move in enumerate(moves, start=1):
         token_seconds[place], each[place] = move
@@ -139,7 +134,7 @@ def _widths(
 def _shard(
     lengths: Ints, widths: Ints, work: Floats, total: int, ranks: int, sizes: Sequence[int]
 ) -> Sharding:
-    """The sharding in which each document goes over `widths` ranks, or more where there is no room."""
+    """The sharding with each document over `widths` ranks, or more where there is no room."""
     begins = np.cumsum(lengths) - lengths
     share = total // ranks
     groups, loads, left = _place(lengths, widths, work, share, sizes)
@@ -169,15 +164,15 @@ def _shard(
 def _place(
     lengths: Ints, widths: Ints, work: Floats, share: int, sizes: Sequence[int]
 ) -> tuple[dict[tuple[int, int], Ints], list[float], list[int]]:
-    """Gives documents that are cut to groups of ranks.
+    """Gives the documents that go over several ranks to groups.
 
     Returns:
-        Rows of the documents of each group, which is named by its size and its place among those of this
-        size; work of each rank; and documents for which there is no room.
+        Rows of the documents of each group, by its size and its place among groups of that size; work of each
+        rank; and documents without room.
     """
     ranks = sizes[-1]
     loads = [0.0] * ranks
-    rooms = [float(share - len(sizes))] * ranks  # on each level a rank may be one token ahead of others
+    rooms = [float(share - len(sizes))] * ranks  # on each level a rank may have one token more
     groups: dict[tuple[int, int], list[int]] = {}
     left = []
     (rows,) = np.nonzero(widths > 1)
@@ -198,7 +193,7 @@ def _place(
 
 
 def _items(lengths: Ints, begins: Ints, is_long: Bools, work: Floats, most: int) -> tuple[Ints, Ints, Floats]:
-    """First token, end and work of the short documents; neighbours with some `most` tokens are one."""
+    """First token, end and work of the items: neighbouring short documents of about `most` tokens."""
     short = np.flatnonzero(~is_long)
     if not short.size:
         return short, short, np.zeros(0)
@@ -213,8 +208,7 @@ def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tup
     """Gives items, most work first, to the least loaded rank with room for them.
 
     Returns:
-        int64 (items,), the rank of each, -1 for those that fit nowhere; int64 (ranks,), the room left; and
-        the items that fit nowhere.
+        The rank of each item, or -1; the room left on each rank; and the items that fit nowhere.
     """
     owner = np.full(len(tokens), -1, dtype=np.int64)
     rooms, sizes, works = room.tolist(), tokens.tolist(), work.tolist()
@@ -240,7 +234,7 @@ def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tup
 
 
 def _fill(begins: Ints, ends: Ints, room: Ints, padding: int) -> tuple[Ints, Ints, Ints]:
-    """Cuts runs over the ranks' rooms, the smallest of which take the padding: runs as of `from_runs`."""
+    """Cuts runs to fill the ranks' rooms, after padding the smallest: owner, begin, end as of `from_runs`."""
     order = np.argsort(room, kind="stable").tolist()
     rooms = room.tolist()
     for rank in order:

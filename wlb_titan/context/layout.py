@@ -3,15 +3,14 @@
 Per-document sharding (paper section 5.1): every document is cut into 2 x ranks chunks, and rank i takes
 chunks i and 2 ranks - 1 - i of each. Per-sequence sharding cuts the packed sequence as one long document.
 
-A document's length is rarely a multiple of 2 x ranks. The paper cuts the multiple and deals the remaining
-tokens out one by one, and each of these is a query tile of its own that reads the whole document. Here all
-chunks have floor(length / 2 ranks) or one token more, so that there is nothing left to deal. The longer
-chunks come to the ranks in turn, 0, 1, 2 ..., over the documents: first to a rank's early chunk, in the next
-round to its late one. So no rank is ever more than one token ahead, and what padding there is makes them
-equal.
+A document's length is rarely a multiple of 2 x ranks. The paper cuts the multiple and deals out the remaining
+tokens one by one, each a query tile of its own that reads the whole document. Here all chunks have
+floor(length / 2 ranks) tokens or one more, and nothing remains. Over the documents, ranks get the longer
+chunks in turn, 0, 1, 2 ...: in one round their early chunk is longer, in the next their late one. So no rank
+is ever more than one token ahead, and padding makes them equal.
 
-Attention work differs by that one token too. For one document of chunks of c tokens the ranks' query-key
-pairs are within 1 / c of each other; over several documents that averages out.
+Attention work differs by that one token too: for a document cut into chunks of c tokens the ranks' query-key
+pairs are within 1 / c of each other, and over several documents that averages out.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from wlb_titan.arrays import Ints
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 Sharding = tuple[Ints, ...]
-"""Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT: its runs of tokens, in order."""
+"""For each rank its runs of tokens: int64 (m, 3), columns DOCUMENT, OFFSET, COUNT, in order."""
 
 
 def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:
-    """The pairs of chunks of the whole sequence.
+    """Each rank has a pair of chunks of the whole sequence.
 
     Example: documents of 6 and 2 tokens on 2 ranks: the chunks are 0-1, 2-3, 4-5 and 6-7, so rank 0 holds
     [(0, 0, 2), (1, 0, 2)] and rank 1 [(0, 2, 4)].
@@ -43,7 +42,7 @@ def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:
 
 
 def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
-    """The pairs of chunks of each document; arguments as of `per_sequence`.
+    """Each rank has a pair of chunks of every document; arguments as of `per_sequence`.
 
     Example: documents of 9 and 7 tokens on 2 ranks have chunks of 3, 2, 2, 2 and 1, 2, 2, 2 tokens: rank 0
     holds [(0, 0, 3), (0, 7, 2), (1, 0, 1), (1, 5, 2)] and rank 1 [(0, 3, 4), (1, 1, 4)], 8 tokens each.
@@ -57,11 +56,11 @@ def _check(total: int, ranks: int) -> None:
 
 
 def document_chunks(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
-    """The 2 x ranks chunks of each document, as runs for `from_runs`: owner, begin and end, each int64
-    (ranks x documents x 2,), ordered by rank, document and place, so that sorting them takes no time.
+    """The 2 x ranks chunks of each document: owner, begin and end as of `from_runs`, each int64
+    (ranks x documents x 2,), sorted by rank, document and place.
 
     Args:
-        begins: int64 (documents,), where they lie in the sequence.
+        begins: int64 (documents,), where they begin in the sequence.
     """
     sizes = chunk_sizes(lengths, ranks)
     ends = begins + np.cumsum(sizes, axis=0)
@@ -72,20 +71,19 @@ def document_chunks(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints
 
 
 def chunk_sizes(lengths: Ints, ranks: int) -> Ints:
-    """int64 (2 x ranks, documents), tokens of the chunks of each; ranks get the longer ones in turn."""
+    """int64 (2 x ranks, documents), tokens of each chunk; ranks get the longer ones in turn."""
     floor, longer = np.divmod(lengths, 2 * ranks)
     dealt = np.cumsum(longer) - longer  # longer chunks of earlier documents
     early = np.arange(ranks)
-    turn = np.concatenate([early, 2 * ranks - 1 - early])[:, None]  # of each chunk to be a longer one
+    turn = np.concatenate([early, 2 * ranks - 1 - early])[:, None]  # when each chunk is next to be longer
     sizes: Ints = floor + ((turn - dealt) % (2 * ranks) < longer)
     return sizes
 
 
 def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) -> Sharding:
-    """The sharding in which ranks hold runs of the packed sequence.
+    """The sharding in which ranks hold these runs of the packed sequence.
 
-    Runs are cut where documents end, those that touch are joined, padding is left out, and each rank gets
-    what remains in the order of the sequence.
+    Runs are sorted and cut where documents end, adjacent ones are joined, and padding is left out.
 
     Args:
         owner: int64 (n,), the rank that holds each run.
@@ -94,7 +92,7 @@ def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) ->
     """
     ends = np.cumsum(lengths)
     end = np.minimum(end, ends[-1])
-    order = np.argsort(owner * (ends[-1] + 1) + begin, kind="stable")  # quick, as runs come mostly in order
+    order = np.argsort(owner * (ends[-1] + 1) + begin, kind="stable")  # fast, as runs are mostly sorted
     order = order[begin[order] < end[order]]
     owner, begin, end = owner[order], begin[order], end[order]
     breaks = (begin[1:] != end[:-1]) | (owner[1:] != owner[:-1])
@@ -114,7 +112,7 @@ def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) ->
 
 
 def segments(shard: Ints, lengths: Ints) -> NDArray[np.int32]:
-    """What each run of a rank's queries sees, for `wlb_titan.kernels.varlen_attention`.
+    """The keys that each run of a rank's queries sees, for `wlb_titan.kernels.varlen_attention`.
 
     Args:
         shard: int64 (m, 3), one rank's entry of a sharding.
@@ -139,22 +137,22 @@ def segments_among(shard: Ints, begins: Ints) -> NDArray[np.int32]:
 
 
 def spans(sharding: Sharding, levels: Sequence[int], slices: Slices | None = None) -> Ints:
-    """Among how many neighbours each document's keys travel.
+    """How far each document's keys travel.
 
-    Ranks are in groups of each of the `levels`, a group of n beginning at a multiple of n. A document is
-    exchanged within the smallest one that has all of its tokens, or among all ranks where they keep it.
+    On each of the `levels` ranks are in groups of that size, side by side. A document's keys are exchanged
+    within the smallest group that has all of its tokens, or among all ranks if they are cached.
 
     Args:
         levels: sizes of groups, rising, each a divisor of the next; the last one is all ranks.
 
     Returns:
-        int64 (documents,), places in `levels`; -1 where a rank has all of the document.
+        int64 (documents,), places in `levels`; -1 where one rank has all of the document.
     """
     ranks = len(sharding)
     owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
     document = np.concatenate(sharding)[:, DOCUMENT]
     first, last = np.zeros((2, int(document.max()) + 1), dtype=np.int64)
-    first[document[::-1]] = owner[::-1]  # of several values the last one stays
+    first[document[::-1]] = owner[::-1]  # the last of several assignments stays
     last[document] = owner
     result = np.full(len(first), len(levels) - 1, dtype=np.int64)
     for place in range(len(levels) - 2, -1, -1):
@@ -166,14 +164,14 @@ def spans(sharding: Sharding, levels: Sequence[int], slices: Slices | None = Non
 
 
 def widest_first(sharding: Sharding, span: Ints) -> Sharding:
-    """The runs of a sharding, on each rank those of documents with the widest `spans` first."""
-    key = (-span).astype(np.int8)  # which sorts in linear time
+    """The sharding with each rank's runs sorted by the `spans` of their documents, widest first."""
+    key = (-span).astype(np.int8)  # int8 sorts in linear time
     return tuple(shard[np.argsort(key[shard[:, DOCUMENT]], kind="stable")] for shard in sharding)
 
 
 def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
-    """int64 (levels + 1, ranks), tokens of each rank whose keys travel within its group of each level, and at
-    the end those whose keys stay."""
+    """int64 (levels + 1, ranks), how many of a rank's tokens have keys that travel on each level; last, how
+    many have keys that stay."""
     ranks, pieces = len(sharding), np.concatenate(sharding)
     owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
     row = span[pieces[:, DOCUMENT]]
@@ -183,11 +181,8 @@ def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
 
 
 def with_prefix(sharding: Sharding, prefix: Ints | None) -> Sharding:
-    """The runs of a sharding where each document has a prefix that lies elsewhere, and its queries see it.
-
-    Args:
-        prefix: int64 (n,), tokens of each document's prefix; None for none.
-    """
+    """The sharding with runs counted from the start of each document's prefix, int64 (n,) tokens, which lies
+    elsewhere and which its queries see."""
     if prefix is None:
         return sharding
     shifted = tuple(shard.copy() for shard in sharding)
@@ -197,9 +192,9 @@ def with_prefix(sharding: Sharding, prefix: Ints | None) -> Sharding:
 
 
 def segments_after(seen: NDArray[np.int32], lengths: Ints, prefix: Ints) -> NDArray[np.int32]:
-    """Segments among keys with a prefix before each document's own.
+    """Segments among keys where each document's prefix comes before its own.
 
-    Example: documents of 2 and 3 tokens, the second after a prefix of 10, seen as a whole:
+    Example: documents of 2 and 3 tokens, the second after a prefix of 10:
 
         >>> seen = np.array([[0, 2, 0, 2], [2, 3, 2, 3]], dtype=np.int32)
         >>> segments_after(seen, np.array([2, 3]), np.array([0, 10])).tolist()
@@ -212,7 +207,7 @@ def segments_after(seen: NDArray[np.int32], lengths: Ints, prefix: Ints) -> NDAr
     """
     begins = np.cumsum(lengths) - lengths
     document = np.searchsorted(begins, seen[:, 2], side="right") - 1
-    assert (begins[document] == seen[:, 2]).all(), "keys of a segment begin with their document"
+    assert (begins[document] == seen[:, 2]).all(), "a segment's keys begin with their document"
     result = seen.copy()
     result[:, 2] += (np.cumsum(prefix) - prefix)[document].astype(np.int32)
     result[:, 3] += prefix[document].astype(np.int32)
@@ -220,13 +215,10 @@ def segments_after(seen: NDArray[np.int32], lengths: Ints, prefix: Ints) -> NDAr
 
 
 def sequence_positions(sharding: Sharding, lengths: Ints, total: int) -> Ints:
-    """Where each token that the ranks hold lies in the sequence.
+    """int64 (ranks, total / ranks), the position in the sequence of each token that the ranks hold.
 
-    Padding takes the positions after the last document, in the order of the ranks.
-
-    Returns:
-        int64 (ranks, total / ranks): a permutation of 0 .. total - 1. Its inverse, over the flattened
-        array, brings keys gathered rank by rank into document order.
+    Padding takes the positions after the last document, rank by rank. The inverse of this permutation,
+    flattened, brings keys gathered rank by rank into document order.
     """
     begins = np.cumsum(lengths) - lengths
     share = total // len(sharding)
@@ -243,6 +235,6 @@ def sequence_positions(sharding: Sharding, lengths: Ints, total: int) -> Ints:
 
 
 def whole_sequence(lengths: Ints) -> Ints:
-    """The shard of a rank that holds the whole sequence: every document in one run."""
+    """The shard of a rank that holds the whole sequence."""
     documents = np.arange(len(lengths))
     return np.stack([documents, np.zeros_like(documents), lengths], axis=1)

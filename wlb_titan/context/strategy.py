@@ -2,8 +2,8 @@
 
 A micro-batch is one packed sequence. A strategy divides its tokens over the context-parallel ranks, and says
 what the ranks send each other so that every query meets its keys. Planner, memory, cost model, simulator and
-training ask it and know none by name; the half that moves tensors is a class of its own (`attention`), as
-planning needs no torch.
+training know none by name. The half that moves tensors is a class of its own (`attention`), as planning needs
+no torch.
 """
 
 from __future__ import annotations
@@ -45,68 +45,62 @@ STRATEGIES = Family(
 
 
 class ContextMask(NamedTuple):
-    """What the attention of one rank needs to know of a micro-batch.
-
-    Attributes:
-        segments: int32 (S, 4), as `wlb_titan.kernels.varlen_attention` takes them; each segment's keys from
-            its document's first.
-        exchange: what the strategy's `attention` gets besides: int64 arrays and numbers, in tuples. It gets
-            tensors on its device, for a number n an empty one, (n, 0): compiled code then serves any number.
-        keys: int64 (k, 2), the documents whose keys the rank has, in the order in which they lie there:
-            number (-1 for padding between documents) and tokens. Behind the last there is padding.
-    """
+    """A micro-batch as the attention of one rank needs it."""
 
     segments: NDArray[np.int32]
+    """int32 (S, 4), as `wlb_titan.kernels.varlen_attention` takes them; keys from the document's first."""
+
     exchange: tuple[Any, ...]
+    """What the strategy's `attention` needs besides: nested tuples of int64 arrays, which reach it as
+    tensors, and numbers, which reach it as empty tensors (n, 0) so that compiled code serves any number."""
+
     keys: Ints
+    """int64 (k, 2), number and tokens of the documents whose keys the rank has, in the order of the keys; -1
+    for padding between documents. After the last there is padding too."""
 
     @classmethod
     def of_sequence(cls, lengths: Ints) -> ContextMask:
-        """The mask of a rank with all documents, queries and keys in the order of the sequence."""
+        """The mask of a rank that has all queries and keys, in the order of the sequence."""
         keys = np.stack([np.arange(len(lengths)), lengths], axis=1)
         return cls(segments(whole_sequence(lengths), lengths), (), keys)
 
 
 class KeyShares(NamedTuple):
-    """Keys and values of a micro-batch that the context-parallel rank with most of them has, over those of
-    all of its tokens: what collectives bring, and what attention reads."""
+    """Largest shares of a micro-batch's keys and values on any context-parallel rank."""
 
-    gathered: float
-    held: float
+    gathered: float  # what collectives bring
+    held: float  # what attention reads
 
 
 ALL_KEYS = KeyShares(1.0, 1.0)
-"""Every rank gathers all: the most that may be needed."""
 
 
 class Move(NamedTuple):
     """Collectives of a layer, in the forward pass and again for gradients in the backward pass."""
 
     received: float  # elements from other ranks, for each token that travels
-    collectives: int  # that they come in
-    ranks: int  # of the group
-    stride: int = 1  # context-parallel ranks that neighbours in the group lie apart
+    collectives: int  # how many bring them
+    ranks: int  # size of the group
+    stride: int = 1  # distance of neighbours in the group, in context-parallel ranks
     kept: float = 0.0
-    """Elements of its result that selective activation checkpointing keeps for the backward pass, instead of
-    moving them again. torchtitan's keeps what all-to-alls bring."""
+    """Elements of the result, for each token, that selective activation checkpointing keeps for the backward
+    pass instead of moving them again. torchtitan's keeps the results of all-to-alls."""
     always: bool = True
-    """Whether it moves all tokens of every micro-batch, about; packing counts on that."""
+    """Whether it moves nearly all tokens of every micro-batch, so that packing can count it as work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """What a rank's attention moves and holds in one layer, in elements for each token of the micro-batch."""
+    """What a rank's attention moves and holds in one layer, in elements per token of the micro-batch."""
 
     moves: tuple[Move, ...]
     sent: float  # held while they travel, beside what the model has anyway
     keys: float  # and values; a rank may have those of some tokens only (`ContextStrategy.keys`)
     outputs: float = 0.0
-    """Queries and attention's output each, where attention works on others than the rank's own tokens and so
-    has copies of both; 0 where it works on the rank's own."""
+    """Queries, and as many outputs, that attention copies because its tokens are not the rank's own."""
 
     @property
     def kept(self) -> float:
-        """What selective activation checkpointing keeps of it."""
         return sum(move.kept for move in self.moves)
 
 
@@ -118,32 +112,25 @@ def all_gather_exchange(
     *,
     always: bool = True,
 ) -> Exchange:
-    """The exchange where every rank holds the keys and values of all `ranks`, or of some in its groups.
-
-    Args:
-        model, tensor: as of `ContextStrategy.exchange`.
-        levels: sizes of groups within which they may be gathered; empty: all ranks.
-        always: as of `Move`.
-    """
+    """The exchange of strategies that gather keys and values within groups of `levels` ranks, or of all."""
     keys = model.key_elements(tensor)
     moves = tuple(Move(keys * (size - 1) / size, 1, size, always=always) for size in levels or (ranks,))
     return Exchange(moves=moves, sent=keys / ranks, keys=keys)
 
 
 class MoveSeconds(NamedTuple):
-    """What a collective of context parallelism takes in a layer: seconds for each token of the group that
-    travels, and each time besides."""
+    """Seconds of a collective in a layer."""
 
-    token: float
-    each: float
+    token: float  # for each token of the group that travels
+    each: float  # for each time that it runs
 
 
 class ExchangeSeconds(NamedTuple):
-    """What context parallelism's collectives in a layer take for a micro-batch, in seconds."""
+    """Seconds of context parallelism's collectives in a layer, for a micro-batch."""
 
-    moving: float  # of one pass, by bandwidth
-    repeated: float  # of those that activation checkpointing repeats in the backward pass
-    latency: float  # of one pass
+    moving: float  # in one pass, by bandwidth
+    repeated: float  # the part of `moving` that activation checkpointing repeats in the backward pass
+    latency: float  # in one pass
 
 
 @dataclass(frozen=True)
@@ -152,8 +139,8 @@ class ExchangeCost:
 
     moves: tuple[Move, ...]  # none without context parallelism
     cluster: Cluster
-    stride: int  # ranks that two context-parallel neighbours are apart
-    repeats: bool  # whether activation checkpointing moves again what it does not keep
+    stride: int  # distance of context-parallel neighbours, in ranks
+    repeats: bool  # whether activation checkpointing repeats the moves whose results it does not keep
 
     @classmethod
     def of(
@@ -169,21 +156,20 @@ class ExchangeCost:
         return cls(moves, cluster, degrees.strides["cp"], repeats)
 
     def price(self, move: Move, passes: int) -> MoveSeconds:
-        """What a collective takes in a number of passes."""
         link = self.cluster.link(move.ranks, self.stride * move.stride)
         token = BYTES * move.received / link.bandwidth
         return MoveSeconds(passes * token, passes * move.collectives * link.latency)
 
     def passes(self, move: Move) -> int:
-        """How often it runs for a micro-batch: forward, backward, and once more where it is not kept."""
+        """How often it runs for a micro-batch: forward, backward, and perhaps repeated."""
         return 3 if self.repeats and not move.kept else 2
 
     def of_moves(self) -> list[MoveSeconds]:
-        """In all passes, of each move."""
+        """The price of each move in all passes."""
         return [self.price(move, self.passes(move)) for move in self.moves]
 
     def seconds(self, travelling: Sequence[float]) -> ExchangeSeconds:
-        """For a micro-batch, by the tokens that travel in each move."""
+        """For a micro-batch of which these tokens travel in each move."""
         moving = repeated = latency = 0.0
         for tokens, move in zip(travelling, self.moves, strict=True):
             price = self.price(move, 1)
@@ -194,12 +180,11 @@ class ExchangeCost:
 
     @cached_property
     def always(self) -> ExchangeSeconds:
-        """For each token of a micro-batch, of those that move all of them."""
+        """For each token of a micro-batch, by the moves that are `always` made."""
         return self.seconds([float(move.always) for move in self.moves])
 
     def in_all_passes(self, travelling: Sequence[float]) -> tuple[float, float]:
-        """Seconds of all passes of a micro-batch, the repeated ones too, and bytes that a rank receives in
-        them."""
+        """Seconds of all moves for a micro-batch, repeated ones too, and bytes that a rank receives."""
         seconds = received = 0.0
         for tokens, move, price in zip(travelling, self.moves, self.of_moves(), strict=True):
             seconds += tokens * price.token + price.each if tokens else 0.0
@@ -212,8 +197,8 @@ class ContextStrategy(Plugin, ABC):
 
     Args:
         ranks: context-parallel degree, at least 2.
-        latency: predicts attention time; of all query heads that a tensor-parallel rank has.
-        moves: what each of the moves of its `exchange` takes in all passes; empty where that does not count.
+        latency: predicts attention on all heads of a tensor-parallel rank.
+        moves: seconds of each move of its `exchange` in all passes; empty if they do not count.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -230,8 +215,7 @@ class ContextStrategy(Plugin, ABC):
     """The half that moves tensors, as "module:Class"; see `runtime/attention/module.py`."""
 
     merges: ClassVar[bool] = False
-    """Whether data-parallel ranks may join its ranks for some micro-batches (DP-Merge): if it works on any
-    number of them, wherever they are."""
+    """Whether data-parallel ranks may share a micro-batch (DP-Merge): if any number of ranks will do."""
 
     def __init__(
         self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
@@ -242,15 +226,14 @@ class ContextStrategy(Plugin, ABC):
 
     @property
     def divisor(self) -> int:
-        """What the tokens of a micro-batch must be a multiple of."""
+        """A micro-batch's tokens must be a multiple of it."""
         return self.ranks
 
     @property
     def meshes(self) -> Sequence[Mapping[str, int]]:
-        """The meshes that its `attention` is made with, each by names and sizes of its axes.
+        """Names and sizes of the axes of each mesh that its `attention` needs.
 
-        Ranks of the last axis are neighbours. A mesh smaller than all of the ranks is one of several side by
-        side, that in which the rank is.
+        Ranks of the last axis are neighbours. A mesh of fewer than all ranks is one of several side by side.
         """
         return ({"cp": self.ranks},)
 
@@ -270,10 +253,10 @@ class ContextStrategy(Plugin, ABC):
         Args:
             lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
             total: tokens of the sequence with its padding, which comes last; a multiple of `divisor`.
-            slices: what lies elsewhere of these documents; None where all of them are whole.
+            slices: how documents continue elsewhere; None where all of them are whole.
 
         Returns:
-            How it is divided in the end, for reports; and per rank its runs. What is left of a rank's
+            The name of the sharding chosen, for reports; and each rank's runs. The rest of a rank's
             total / ranks tokens is padding.
         """
         tokens = int(lengths.sum())
@@ -288,41 +271,38 @@ class ContextStrategy(Plugin, ABC):
 
     @abstractmethod
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        """`shard` of what has been found possible."""
+        """`shard`, after its checks."""
 
     def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
-        """`divide` where documents have slices elsewhere; the same unless a strategy weighs times."""
+        """`divide` where documents continue elsewhere, for strategies that compare times."""
         return self.divide(lengths, total)
 
     @abstractmethod
     def seconds(self, sharding: Sharding) -> Floats:
         """float64 (ranks, 2), forward and backward seconds of one layer's attention on each rank.
 
-        A run's queries see all tokens of its document up to themselves, also where no run begins with the
-        first (`layout.with_prefix`).
+        A run's queries see all tokens of their document up to themselves, also those before the first run
+        (`layout.with_prefix`).
         """
 
     def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
-        """The tokens for which a group of ranks exchanges what each move of `exchange` says.
-
-        Of groups side by side the one with most of them counts.
-        """
+        """For each move of `exchange` the tokens that travel in the group where most do."""
         return (total,)
 
     def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
-        """What of the keys of a micro-batch a rank has at the most; arguments as of `travelling`."""
+        """The share of a micro-batch's keys that ranks have."""
         return ALL_KEYS
 
     @abstractmethod
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
     ) -> ContextMask:
-        """What the attention of a rank needs to know of a micro-batch."""
+        """The mask of one rank."""
 
     @abstractmethod
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        """What it moves and holds, where tensor parallelism of this degree divides the heads."""
+        """What it moves and holds, with the heads divided over `tensor` tensor-parallel ranks."""
 
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
-        """Query and key heads of a rank's calls of the kernel, of those that tensor parallelism leaves it."""
+        """Query and key heads in a rank's calls of the kernel, out of a tensor-parallel rank's."""
         return heads, kv_heads

@@ -1,8 +1,8 @@
 """The documents that a job trains on, as planning sees them: their lengths, and the endless order in which a
 corpus, or a mixture of several, is read.
 
-The place of a document in that order is its id, from 0. Everything about it is computed from the id alone, so
-nothing is stored however many documents there are, and the state of a stream is one number:
+A document's place in that order is its id, from 0. All else is computed from the id, so nothing is stored
+however many documents there are, and the state of a stream is one number:
 
     id  ->  part of the mixture, and how many documents of that part came before
         ->  epoch of that part, and place in the epoch
@@ -15,13 +15,12 @@ tokens, so a part's share of the documents is its share of the tokens over its m
 Upsampling by length splits a source in two parts: the documents of at least `long_length` tokens, which get
 `long_share` of the source's tokens, and all others.
 
-Example: two sources of 3 and 2 documents, of which every second document shall come from the first. Not
-shuffled, the ids 0, 1, 2, ... are the rows 3, 0, 4, 1, 3, 2, 4, 0, ...: a source that is used up starts
-again.
+Example: sources of 3 and 2 documents, half of all documents from each. Not shuffled, the ids 0, 1, 2, ... are
+the rows 3, 0, 4, 1, 3, 2, 4, 0, ...: a source that is used up starts again.
 
-Documents that are held out to validate on have length 0, and documents of length 0 are passed over. Which
-ones are held out follows from the row alone (SplitMix64 of it, as a number from 0 to 1, is below the
-share), so every rank and every run knows them without a list, whatever seed, policy or degrees it has.
+Documents that are held out for validation have length 0, and documents of length 0 are skipped. A row is held
+out if its SplitMix64 hash, as a number from 0 to 1, is below the share: every rank and every run knows them
+without a list, whatever its seed, policy or degrees.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from wlb_titan.arrays import Bools, Ints
 from wlb_titan.documents.permutation import permuted
 from wlb_titan.errors import PlanError
 
-BLOCK = 1 << 20  # lengths that are looked at together where all of them are
+BLOCK = 1 << 20  # lengths that are read at a time when all of them are
 SAMPLE = 1 << 20  # documents whose lengths stand for those of a larger corpus
 UNIT = 1 << 30  # shares of documents are whole multiples of 1 / UNIT
 
@@ -54,12 +53,12 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Consecutive rows of the corpus and their part in the mixture."""
+    """Consecutive rows of the corpus and their share of the mixture."""
 
     name: str  # for reports
-    documents: int  # rows; the first source has those from 0 on, each other those that follow
-    weight: float = 1.0  # share of the tokens, over the sum of all weights
-    long_length: int | None = None  # upsamples documents of this many tokens or more; None: none
+    documents: int  # number of rows; sources follow each other
+    weight: float = 1.0  # share of the tokens, relative to the sum of all weights
+    long_length: int | None = None  # upsamples documents of at least this many tokens
     long_share: float | None = None  # share of the source's tokens that they get
 
     def __post_init__(self) -> None:
@@ -87,19 +86,17 @@ class Documents:
 
     lengths: Lengths  # tokens of every corpus row
     name: str = ""  # where they come from, for reports
-    sources: tuple[Source, ...] = ()  # what the rows belong to, and their shares; none: one source of all
-    seed: int | None = 0  # of the epochs' orders; None reads the corpus in its own order
+    sources: tuple[Source, ...] = ()  # empty: all rows are one source
+    seed: int | None = 0  # shuffles each epoch; None reads the corpus in its own order
     learned: Callable[[Ints, Ints, Ints], Ints] = all_learned
-    """Learned tokens of pieces, int64 (n,), by their corpus rows, first tokens and the tokens after their
-    last ones, int64 (n,) each."""
-    fingerprint: str = ""  # names the content; a planner's state continues only with its own
+    """(rows, starts, stops) of pieces -> how many of their tokens are learned; int64 (n,) each."""
+    fingerprint: str = ""  # identifies the content; a planner continues only with the same one
 
     def mixture(self) -> Mixture:
-        """The order in which they are read."""
         return Mixture(self.lengths, self.sources, seed=self.seed)
 
     def describe(self, window: int, tokens: int) -> list[str]:
-        """A sentence on the corpus, and for a mixture one on each source; `tokens` are those of a step."""
+        """A sentence on the corpus, and for a mixture one on each source, for steps of `tokens` tokens."""
         mixture = self.mixture()
         blocks = _blocks(self.lengths, 0, len(self.lengths))
         long = sum(int(np.count_nonzero(block > window)) for _, block in blocks)
@@ -110,21 +107,20 @@ class Documents:
 
 @dataclass(slots=True)
 class _Part:
-    """Documents that are read in one order: `count` places an epoch, some of which may hold nothing."""
+    """A source, or its long or short documents: `count` places an epoch, some of which may be empty."""
 
     source: int
     first: int  # row of the corpus
     count: int
     share: float  # of the mixture's tokens
     tokens: int  # of an epoch
-    documents: int  # that have some, and so are not held out
-    rows: NDArray[np.integer[Any]] | None = None  # of those that are long, from `first`
-    below: int | None = None  # only documents shorter than this; the place of another is empty
+    documents: int  # that have tokens
+    rows: NDArray[np.integer[Any]] | None = None  # of the long documents, counted from `first`
+    below: int | None = None  # documents of at least this many tokens leave their place empty
 
 
 class Mixture:
-    """The order of the documents of `lengths`. No `sources` are one source of all; no `seed` keeps the
-    rows' own order."""
+    """The order of the documents; arguments as in `Documents`."""
 
     def __init__(self, lengths: Lengths, sources: Sequence[Source] = (), *, seed: int | None) -> None:
         self._lengths = lengths
@@ -152,7 +148,7 @@ class Mixture:
         ]
 
     def read(self, ids: Ints) -> tuple[Ints, Ints]:
-        """Rows and tokens of documents by id, int64 (n,) each; tokens are 0 where a place is passed over."""
+        """Rows and tokens of documents by id, int64 (n,) each; tokens are 0 where a place is empty."""
         rows = np.empty(len(ids), dtype=np.int64)
         tokens = np.empty(len(ids), dtype=np.int64)
         for number, mine, before in self._divided(ids):
@@ -168,14 +164,13 @@ class Mixture:
         return rows, tokens
 
     def sources_of(self, ids: Ints) -> Ints:
-        """int64 (n,), number of the source of documents by id."""
         result = np.empty(len(ids), dtype=np.int64)
         for number, mine, _ in self._divided(ids):
             result[mine] = self._parts[number].source
         return result
 
     def epochs(self, id_: int) -> list[float]:
-        """How often each source has been read when the stream comes to this id, by its tokens."""
+        """How often each source has been read when the stream comes to this id, in tokens over its tokens."""
         read = [0.0] * len(self.sources)
         tokens = [0] * len(self.sources)
         for part, share in zip(self._parts, [*self._turns, UNIT], strict=True):
@@ -186,7 +181,7 @@ class Mixture:
         return [done / whole for done, whole in zip(read, tokens, strict=True)]
 
     def sample(self) -> Ints:
-        """int64 (n,), lengths as they come in the stream: all of one small corpus, else a million."""
+        """int64 (n,), lengths with the stream's distribution: all of one small corpus, else a million."""
         if len(self._parts) == 1 and self.documents <= SAMPLE:
             lengths = np.asarray(self._lengths[: self.documents], dtype=np.int64)
         else:
@@ -194,11 +189,11 @@ class Mixture:
         return lengths[lengths > 0]
 
     def facts(self) -> list[list[Any]]:
-        """What the order depends on besides lengths and seed; JSON-able."""
+        """All that the order depends on besides lengths and seed; JSON-able."""
         return [[s.documents, s.weight, s.long_length, s.long_share] for s in self.sources]
 
     def describe(self, tokens_a_step: int) -> list[str]:
-        """A line a source: its share, and in how many steps it is read once. None of a single source."""
+        """For each source of a mixture its share, and in how many steps it is read once."""
         lines = []
         for number, source in enumerate(self.sources):
             parts = [part for part in self._parts if part.source == number]
@@ -218,7 +213,8 @@ class Mixture:
         return lines if self.sources[0].name else []
 
     def _divided(self, ids: Ints) -> Iterator[tuple[int, Any, Ints]]:
-        """For each part with some of the ids: its number, their places in `ids`, their numbers in it."""
+        """For each part that has some of the ids: its number, their places in `ids`, and how many of its
+        documents come before each of them."""
         where: Any = slice(None)
         for number, share in enumerate(self._turns):
             before = _multiplied(ids, share)
@@ -244,8 +240,7 @@ def _blocks(lengths: Lengths, start: int, stop: int) -> Iterator[tuple[int, NDAr
 def _parts(
     lengths: Lengths, first: int, number: int, source: Source, share: float
 ) -> tuple[list[_Part], int]:
-    """The parts of the source with the rows from `first` on, which has this share of the mixture's tokens;
-    and the tokens of its longest document."""
+    """The parts of a source whose rows begin at `first`, and the tokens of its longest document."""
     tokens = documents = longest = long_tokens = 0
     rows: list[NDArray[np.integer[Any]]] = []
     for begin, block in _blocks(lengths, first, first + source.documents):
@@ -281,7 +276,7 @@ def _parts(
 
 
 def is_held_out(rows: Ints, share: float) -> Bools:
-    """bool (n,), whether documents are held out, by their rows, int64 (n,), and the share that is."""
+    """bool (n,), whether the documents with these rows, int64 (n,), are held out."""
     with np.errstate(over="ignore"):
         bits = rows.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -292,7 +287,7 @@ def is_held_out(rows: Ints, share: float) -> Bools:
 
 
 class Divided:
-    """The `Lengths` of documents that are held out, or of those that are not, within `rows`; 0 for others."""
+    """`Lengths` of only the held-out documents, or only the others, within `rows`; 0 for the rest."""
 
     def __init__(self, lengths: Lengths, share: float, *, held_out: bool, rows: range | None = None) -> None:
         self._lengths = lengths

@@ -1,9 +1,9 @@
 """The endless stream of documents that all packing policies read.
 
-The order of the documents is a mixture's (`mixture`): a document's id is its place in it, counted from 0. The
+A `Mixture` fixes the order of the documents, and a document's id is its place in that order, from 0. The
 stream looks lengths up a block of documents at a time and keeps a few blocks, so it takes the same memory for
-10^3 and for 10^10 documents. All that has to be saved is where the next token lies: a document's id and an
-offset in it; and pieces that were given back (`give_back`), which come before it.
+10^3 and for 10^10 documents. Its state is the document and offset of the next token, and the pieces that were
+given back (`give_back`), which come before it.
 
 Example: three documents of 5, 2 and 4 tokens, not shuffled, window 4. `arrive(4)` gives [(0, 0, 4)], the
 first piece of document 0; the next `arrive(4)` gives [(0, 4, 1), (1, 0, 2), (2, 0, 4)]: the pieces that
@@ -39,8 +39,7 @@ class _Block(NamedTuple):
 
 
 class DocumentStream:
-    """Documents of a mixture, without end; those of 0 tokens are passed over. `arrive` cuts documents that
-    are longer than the window, at least 2 tokens, into pieces of it."""
+    """The documents of a mixture, without end, in pieces of at most `window` tokens; skips empty ones."""
 
     def __init__(self, mixture: Mixture, window: int) -> None:
         if window < 2:
@@ -53,9 +52,9 @@ class DocumentStream:
         self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
         self._next = 0  # id of the document that holds the next token
         self._offset = 0  # the next token's place in it
-        self._first: Pieces = np.empty((0, 3), dtype=np.int64)  # given back, to come before it
+        self._returned: Pieces = np.empty((0, 3), dtype=np.int64)  # given back, to come before it
 
-    def anew(self) -> DocumentStream:
+    def from_start(self) -> DocumentStream:
         """A stream of these documents at its start, for another reader."""
         return DocumentStream(self.mixture, self.window)
 
@@ -65,7 +64,6 @@ class DocumentStream:
 
     @property
     def next_document(self) -> int:
-        """Id of the document that holds the next token."""
         return self._next
 
     def lengths_of(self, ids: Ints) -> Ints:
@@ -73,11 +71,8 @@ class DocumentStream:
         return self.mixture.read(ids)[1]
 
     def has_label(self, pieces: Ints) -> Bools:
-        """bool (n,), whether a piece has a token to predict.
-
-        A token's label is the next token of its document, so only a document's very last token has none.
-        Only the columns ID, START, LENGTH of `pieces` are read.
-        """
+        """bool (n,), whether a piece has a token to predict: all do but the last token of a document by
+        itself. Only the columns ID, START, LENGTH are read."""
         result = pieces[:, LENGTH] > 1
         if not result.all():  # single tokens are rare, and only for them must the document be looked up
             single = pieces[~result]
@@ -86,24 +81,25 @@ class DocumentStream:
 
     def give_back(self, pieces: Pieces) -> None:
         """Takes pieces back that were read before and are still to be trained: they come next, in order."""
-        pieces = np.concatenate([pieces, self._first])
-        self._first = pieces[np.lexsort((pieces[:, START], pieces[:, ID]))]
+        pieces = np.concatenate([pieces, self._returned])
+        self._returned = pieces[np.lexsort((pieces[:, START], pieces[:, ID]))]
 
-    def _returned(self, tokens: int) -> Pieces:
+    def _take_returned(self, tokens: int) -> Pieces:
         """Those of the pieces given back that start within the next `tokens` tokens."""
-        begins = np.cumsum(self._first[:, LENGTH]) - self._first[:, LENGTH]
-        count = int(np.searchsorted(begins, tokens, side="left"))
-        pieces, self._first = self._first[:count], self._first[count:]
+        starts = np.cumsum(self._returned[:, LENGTH]) - self._returned[:, LENGTH]
+        count = int(np.searchsorted(starts, tokens, side="left"))
+        pieces, self._returned = self._returned[:count], self._returned[count:]
         return pieces
 
     def fill(self, tokens: int) -> Pieces:
         """Exactly the next `tokens` tokens; the next call continues a document that was cut at the end."""
-        pieces = self._returned(tokens).copy()
+        pieces = self._take_returned(tokens).copy()
         tokens -= int(pieces[:, LENGTH].sum())
         if tokens < 0:
             rest = pieces[-1:].copy()
             pieces[-1, LENGTH] += tokens
-            rest[0, START:] += pieces[-1, LENGTH], -pieces[-1, LENGTH]
+            rest[0, START] += pieces[-1, LENGTH]
+            rest[0, LENGTH] = -tokens
             self.give_back(rest)
         parts = [pieces]
         while tokens > 0:
@@ -122,12 +118,11 @@ class DocumentStream:
         return np.concatenate(parts)
 
     def skip_rest(self) -> int:
-        """Passes over the rest of a piece that `fill` cut; returns how many tokens that were.
+        """Skips the rest of a piece that `fill` cut, and returns how many tokens it had.
 
-        If the document is longer than the window, only what lies before the next multiple of the window is
-        skipped. What was given back stays.
+        In a document longer than the window it ends at the next multiple of the window.
         """
-        if not self._offset or len(self._first):
+        if not self._offset or len(self._returned):
             return 0
         block, place = self._here()
         length = int(block.begins[place + 1] - block.begins[place])
@@ -137,11 +132,9 @@ class DocumentStream:
         return skipped
 
     def arrive(self, tokens: int, enough: Callable[[Pieces], bool] = lambda pieces: True) -> Pieces:
-        """The whole documents, in pieces of at most the window, that begin within the next `tokens`
-        tokens, and whatever it takes until the pieces are `enough`.
+        """Whole pieces that begin within the next `tokens` tokens, and more until they are `enough`.
 
-        The last piece may reach past `tokens`; the stream continues after it, and the caller takes what
-        was read too much off its next budget.
+        The last one may reach past `tokens`; the caller subtracts the excess from its next budget.
         """
         pieces = self._arrive(tokens)
         while not enough(pieces):
@@ -149,7 +142,7 @@ class DocumentStream:
         return pieces
 
     def _arrive(self, tokens: int) -> Pieces:
-        parts = [self._returned(tokens)]
+        parts = [self._take_returned(tokens)]
         tokens -= int(parts[0][:, LENGTH].sum())
         while tokens > 0:
             block, first = self._here()
@@ -172,14 +165,14 @@ class DocumentStream:
         return np.concatenate(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"document": self._next, "offset": self._offset, "first": self._first}
+        return {"document": self._next, "offset": self._offset, "first": self._returned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next, self._offset = int(state["document"]), int(state["offset"])
-        self._first = np.array(state["first"], dtype=np.int64).reshape(-1, 3)
+        self._returned = np.array(state["first"], dtype=np.int64).reshape(-1, 3)
 
     def _move(self, block: _Block, piece: Ints) -> None:
-        """Sets the next token behind a piece of a document of the block."""
+        """Moves on to the token after a piece of a document of the block."""
         id_, offset = int(piece[ID]), int(piece[START] + piece[LENGTH])
         place = id_ - block.first
         if offset == block.begins[place + 1] - block.begins[place]:
@@ -187,7 +180,7 @@ class DocumentStream:
         self._next, self._offset = id_, offset
 
     def _here(self) -> tuple[_Block, int]:
-        """The block of the next token, and its document's place there."""
+        """The block of the next token, and the place of its document in the block."""
         while True:
             number, place = divmod(self._next, self._block_size)
             block = self._block(number)

@@ -6,34 +6,29 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
 
 - weights, optimizer   this GPU's shards of them, always there; the optimizer's state from its first step on
 - rotary               every layer's table of rotary factors for the whole context window
-- gathered             what FSDP has whole beside the shards (`layer.FsdpWhole`)
-- gradients            shards, once gradients were reduced before: by an earlier run through the pipeline or,
-                       without one, an earlier micro-batch
-- activations          a forward pass adds what its micro-batch keeps in each layer and its stage's output, a
-                       backward pass frees them, layer by layer. Micro-batches differ in length, so it is not
-                       their number that counts but the largest sum of those in flight together. The last
-                       stage has its output gathered over the tensor-parallel ranks and the input of the last
-                       norm; in a pipeline it keeps the inputs of micro-batches that are done until the step
-                       is over, because it keeps their losses, and the gradient of the last of them. Where the
-                       gradients of weights wait (zero bubble), what a layer keeps waits with them, and the
-                       gradients of its linear layers' and norms' outputs. Token ids, positions and labels are
-                       there throughout
+- gathered             parameters and gradients that FSDP has whole beside the shards (`layer.FsdpWhole`)
+- gradients            shards, once an earlier run through the pipeline or, without one, an earlier
+                       micro-batch has reduced them
+- activations          a forward pass adds those kept in each layer and its stage's output, a backward pass
+                       frees them, layer by layer. Micro-batches differ in length, so not their number counts
+                       but the largest sum of those in flight together. The last stage has its output gathered
+                       over the tensor-parallel ranks and the input of the last norm; in a pipeline it keeps
+                       the inputs of finished micro-batches until the step is over, because it keeps their
+                       losses, and the gradient of the last of them. Where the gradients of weights wait (zero
+                       bubble), a layer's activations wait with them, and the gradients of its linear layers'
+                       and norms' outputs. Token ids, positions and labels are there throughout
 - cache                K and V of documents in slices, from the first slice's forward pass to its backward
                        pass, and their gradients, in float32, from the backward pass of the last slice on,
                        which makes them layer by layer while it frees its activations
-- backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
-                       a forward pass makes and does not keep
-- dimensions           what dimensions of one's own hold beside all passes ([[wlb.dimensions]])
-- loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
-                       in float32, and its copy in the compute type
+- backward             of the current layer: recomputed activations, gradients, K and V; or what a forward
+                       pass makes and does not keep
+- dimensions           memory of the user's own dimensions throughout ([[wlb.dimensions]])
+- loss                 logits of one chunk and the softmax; the gradient of the whole hidden state in float32,
+                       and its copy in the compute type
 
-`layer.py` has the bytes of a layer and of the loss, and what FSDP has whole. The peak is that of the fullest
-pass. Not counted: the allocator's fragmentation, CUDA's and NCCL's own memory; `fits.USABLE` leaves room for
-them.
-`wlb-titan dryrun` compares all of this with a trace of the program itself (docs/dryrun.md).
-
-Pure arithmetic on lengths and shapes; training, the simulator and `wlb-titan dryrun` use it, and the bound on
-the length of micro-batches (L_max) where none is set.
+`layer.py` has the bytes of a layer, of the loss and of FSDP. Not counted: the allocator's fragmentation,
+CUDA's and NCCL's own memory; `fits.USABLE` leaves room for them. `wlb-titan dryrun` compares all of this
+with a trace of the program itself (docs/dryrun.md).
 """
 
 from __future__ import annotations
@@ -58,14 +53,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """The peak of one pipeline rank, term by term as above, in bytes of one GPU.
-
-    Attributes:
-        rank: pipeline-parallel rank.
-        parameters: weights of the rank's stages, of all tensor-parallel and FSDP ranks together.
-        layers: layers of the rank's stages.
-        tokens: tokens of the micro-batches in flight at the peak, summed over the rank's stages.
-    """
+    """The peak of one pipeline rank, term by term as above, in bytes of one GPU."""
 
     rank: int
     weights: int
@@ -78,16 +66,16 @@ class RankMemory:
     loss: int
     cache: int = 0
     dimensions: int = 0
-    parameters: int
-    layers: int
-    tokens: int
+    parameters: int  # number of weights of the rank's stages, over all tensor-parallel and FSDP ranks
+    layers: int  # of the rank's stages
+    tokens: int  # in flight at the peak, summed over the rank's stages
 
     @property
     def total(self) -> int:
         return sum(getattr(self, name) for name in TERMS)
 
     def explain(self) -> str:
-        """One line a term that is not zero, largest first, and the facts they come from."""
+        """The terms, largest first."""
         head = (
             f"pipeline rank {self.rank}: {self.total / GIB:.2f} GiB with {self.layers} layers of "
             f"{self.parameters:,} weights and {self.tokens:,} tokens in flight"
@@ -103,58 +91,38 @@ TERMS = tuple(
 
 
 class CachedSlice(NamedTuple):
-    """A slice of a document whose keys and values are cached.
+    """A slice of a document whose keys and values are cached, in tokens."""
 
-    Attributes:
-        prefix: tokens of the document before it.
-        length: its tokens.
-        total: tokens of the whole document.
-    """
-
-    prefix: int
+    prefix: int  # of the document, before the slice
     length: int
-    total: int
+    total: int  # of the whole document
 
 
 class Held(NamedTuple):
-    """A micro-batch as memory sees it.
+    """The properties of a micro-batch that memory depends on."""
 
-    Attributes:
-        length: tokens, padding included; a rank's share of one that ranks share.
-        sharers: data-parallel ranks that share it.
-        keys: what a rank has of its keys.
-        slices: slices in it whose keys and values are cached; none where documents are not sliced.
-    """
-
-    length: int
-    sharers: int = 1
+    length: int  # tokens of one data-parallel rank, padding included
+    sharers: int = 1  # data-parallel ranks that share it
     keys: KeyShares = ALL_KEYS
     slices: Sequence[CachedSlice] = ()
 
 
 class Passes(NamedTuple):
-    """What a replica runs in a step, as memory sees it.
+    """A replica's run through the pipeline."""
 
-    Attributes:
-        packs: its micro-batches, by the `place` of its actions.
-        flow: what its pipeline ranks run, in one run; None is the schedule's own order.
-    """
-
-    packs: Sequence[Held]
-    flow: Flow | None = None
+    packs: Sequence[Held]  # by the `place` of its actions
+    flow: Flow | None = None  # None is the schedule's order
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Passes:
-        """The passes of micro-batches of these lengths, without slices."""
         return cls([Held(length) for length in lengths])
 
 
 def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[float]) -> list[Any]:
-    """Tokens in flight on a rank after each of its actions, times the layers of their stages.
+    """Tokens in flight on a rank after each of its actions, weighted with the layers of their stages.
 
     Args:
-        lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
-        layers: layers of each stage, or another weight.
+        lengths: tokens of the micro-batches; or an array (n, k) for k steps.
     """
     live: Any = 0
     result = []
@@ -169,26 +137,22 @@ def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[fl
 
 
 class SliceCache:
-    """Keys and values that slices of documents leave to later slices, and their gradients, on one pipeline
-    rank; followed from pass to pass as `runtime.attention.kv_cache` keeps them.
-
-    Attributes:
-        bytes_: held after the latest pass.
-    """
+    """Keys and values that slices leave to later slices, and their gradients, on one pipeline rank; from pass
+    to pass, as `runtime.attention.kv_cache` keeps them."""
 
     def __init__(self, token: TokenBytes, layers: Sequence[int]) -> None:
         self._token, self._layers = token, layers
-        # Bytes by stage, of the documents that go backward there, first in first out.
+        # For each stage, bytes of each document that is going backward there, first in first out.
         self._gradients: dict[int, deque[float]] = defaultdict(deque)
-        self.bytes_ = 0.0
+        self.bytes_ = 0.0  # after the latest pass
 
     def begin(self, action: Action, slices: Sequence[CachedSlice], tokens: int) -> tuple[float, float]:
         """A pass begins.
 
         Returns:
-            Bytes that the layer at hand has beside what it has without a prefix: the gradients of prefixes,
-            and a copy of the keys where other documents stand beside them. And bytes of gradients that the
-            pass leaves in the cache: they are made layer by layer, and are in `bytes_` when it is over.
+            Additional bytes of the current layer: gradients of prefixes, and a copy of the keys if the pass
+            has other documents too. And bytes of gradients that the pass leaves in the cache: it makes them
+            layer by layer, and `end` adds them to `bytes_`.
         """
         token, layers = self._token, self._layers[action.stage]
         alone = len(slices) == 1 and tokens <= slices[0].length
@@ -199,7 +163,7 @@ class SliceCache:
         return shared + sum(s.prefix for s in slices) * token.cached, sum(self._made(action, slices))
 
     def end(self, action: Action, slices: Sequence[CachedSlice]) -> None:
-        """A pass is over: the backward pass of a document's first slice frees all of the document."""
+        """A pass is over; the backward pass of a document's first slice frees the document."""
         made = self._made(action, slices)
         self._gradients[action.stage].extend(made)
         self.bytes_ += sum(made)
@@ -209,7 +173,7 @@ class SliceCache:
                 self.bytes_ -= self._gradients[action.stage].popleft()
 
     def _made(self, action: Action, slices: Sequence[CachedSlice]) -> list[float]:
-        """Bytes of gradients by document: the backward pass of its last slice makes them."""
+        """Bytes of gradients of each document whose last slice goes backward."""
         if action.kind == "F":
             return []
         each = self._token.cached_gradients * self._layers[action.stage]
@@ -227,13 +191,9 @@ class Moment(NamedTuple):
 
 
 class RankPeak:
-    """Follows the memory of one pipeline rank from pass to pass.
+    """Follows the memory of one pipeline rank from pass to pass."""
 
-    Attributes:
-        loss_in_forward: whether forward passes of the last stage make the loss.
-    """
-
-    loss_in_forward: ClassVar[bool] = True
+    loss_in_forward: ClassVar[bool] = True  # forward passes of the last stage compute the loss
 
     @staticmethod
     def layer_bytes(token: TokenBytes) -> float:
@@ -242,7 +202,7 @@ class RankPeak:
 
     @staticmethod
     def kept_layers(layers: Sequence[int]) -> Sequence[int]:
-        """How often each stage keeps `layer_bytes` of a token: in each of its layers."""
+        """How often each stage keeps `layer_bytes` of a token."""
         return layers
 
     def __init__(self, job: Job, number: int) -> None:
@@ -258,8 +218,7 @@ class RankPeak:
         self._whole = FsdpWhole(job.model, job.degrees, job.memory, job.layers, self._stages)
 
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
-        """Memory at this rank's fullest moment of one run; `reduced` says whether there are gradients from
-        before it."""
+        """Memory at the fullest moment of one run; `reduced`: there are gradients of earlier runs."""
         tokens, layers = self._job.token_bytes_of, self._job.layers
         slice_cache = SliceCache(tokens(1, ALL_KEYS), layers)
         live = self._inputs(passes)
@@ -322,7 +281,7 @@ class RankPeak:
         )
 
     def _forward(self, token: TokenBytes, stage: int, length: int, went_back: set[int]) -> Iterator[Moment]:
-        """A forward pass in its last layer, and in the loss."""
+        """The fullest moments of a forward pass: in its last layer, and in the loss."""
         gathered = self._whole.weights(1) if self._alone else self._whole.in_pipeline(went_back)
         yield Moment(backward=length * token.forward, gathered=gathered)
         if stage == self._last:
@@ -339,12 +298,12 @@ class RankPeak:
         went_back: set[int],
         whole: Callable[..., float],
     ) -> Iterator[Moment]:
-        """A backward pass in its first layers and in its last: it frees activations and makes gradients of
-        prefixes layer by layer, and without a pipeline FSDP gathers weights and reduces gradients so.
+        """The fullest moments of a backward pass, in its first two layers and in its last. Layer by layer it
+        frees activations, makes gradients of prefixes and, without a pipeline, FSDP gathers and reduces.
 
         Args:
             beside, made: as of `SliceCache.begin`.
-            whole: `FsdpWhole.in_backward` of this pass, by layer and `behind`.
+            whole: `FsdpWhole.in_backward` of this pass.
         """
         layers = max(self._job.layers[stage], 1)
         ends = length * self._output(token, stage) if self._alone else 0.0  # free before the first layer
@@ -377,12 +336,11 @@ class RankPeak:
         )
 
     def _kept(self, token: TokenBytes, stage: int) -> float:
-        """Bytes a token that a stage keeps from a forward pass to the backward pass."""
+        """Bytes per token that a stage keeps from the forward to the backward pass."""
         return self.layer_bytes(token) * self.kept_layers(self._job.layers)[stage] + self._output(
             token, stage
         )
 
     def _output(self, token: TokenBytes, stage: int) -> float:
-        """Bytes a token of what a stage hands on, which it keeps as well, and in the last one of the input
-        of the norm before it."""
+        """Bytes per token of a stage's output, which it keeps, and of the last norm's input."""
         return token.hidden_gathered + token.hidden if stage == self._last else token.hidden

@@ -1,10 +1,10 @@
 """Global batches as they arrive, how arrival becomes delay, and the least that a micro-batch holds.
 
-Every micro-batch needs a token for each of the ranks that share it, and one to predict: it holds at least
-max(ranks, 2) tokens, those of documents of a single token not counted, as they have none to predict. A
-document that has as many tokens by itself can lead a micro-batch. The first N of them are packed before all
-others into N empty micro-batches, so none of these has too little, whatever else is packed. Only where there
-are fewer than N, because all documents are very short, may some be moved afterwards.
+Every micro-batch needs a token for each context-parallel rank, and one to predict. So it holds at least
+max(ranks, 2) tokens, not counting documents of a single token, which have none to predict. A document with
+that many tokens can lead a micro-batch. The first N of them are packed before all others, into N empty
+micro-batches, so each has enough whatever follows. Only if there are fewer than N, because all documents are
+very short, are some moved afterwards.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ NOTHING: Waiting = np.empty((0, 4), dtype=np.int64)
 
 
 class Least:
-    """The least that each of N micro-batches holds, which `ranks` share."""
+    """The fewest tokens of each of N micro-batches, which `ranks` context-parallel ranks divide."""
 
     def __init__(self, micro_batches: int, ranks: int) -> None:
         self._micro_batches = micro_batches
         self.tokens = max(ranks, 2)
 
     def filled(self, lengths: Ints) -> int:
-        """How many micro-batches documents of these lengths can fill, however they are packed: as many as can
-        lead one, and as many as the shorter ones fill twice. More may be possible."""
+        """How many micro-batches documents of these lengths fill at least, however they are packed: one for
+        each that can lead one, and as many as the shorter ones would fill twice."""
         tokens = _counted(lengths)
         leads = tokens >= self.tokens
         return int(leads.sum()) + int(tokens[~leads].sum()) // (2 * self.tokens)
 
     def leading_first(self, lengths: Ints) -> Ints:
-        """int64 (n,), numbers of documents, the first N that can lead a micro-batch before all others."""
+        """int64 (n,), an order of the documents: the first N that can lead a micro-batch, then all others."""
         leading = lengths >= self.tokens
         leading &= np.cumsum(leading) <= self._micro_batches
         return np.argsort(~leading, kind="stable")
 
     def topped_up(self, assigned: Ints, lengths: Ints) -> Ints:
-        """The micro-batch of each document, once short ones have been moved to where there is too little.
+        """`assigned`, the micro-batch of each document, with short ones moved to where there is too little.
 
-        Example: of micro-batches of [4, 2, 3] and [1] tokens, least 2, the second gets the document of 2.
+        Example: of micro-batches with documents of [4, 2, 3] and [1] tokens the second gets the one of 2.
         """
         tokens = _counted(lengths)
         filled = np.bincount(assigned, tokens, self._micro_batches)
@@ -79,9 +79,9 @@ def _counted(lengths: Ints) -> Ints:
 def next_window(stream: DocumentStream) -> tuple[Pieces, int]:
     """One full window of the stream, and the tokens left out to give it a token to predict.
 
-    A window of nothing but documents of one token would have no label. Its last place is then kept for the
-    first token of a longer document; the single tokens met before one comes are left out. They have no label
-    and no other token sees them, so nothing learns less for it.
+    A window of nothing but documents of one token would have no label. Its last token is then replaced by
+    the first token of the next longer document. Nothing is lost: single tokens have no label, and no other
+    token sees them.
     """
     pieces = stream.fill(stream.window)
     left_out = 0
@@ -94,9 +94,9 @@ def next_window(stream: DocumentStream) -> tuple[Pieces, int]:
 class Arrivals:
     """Cuts the stream into global batches of micro_batches x window tokens.
 
-    A document belongs to the batch in which its first token lies, whole: batches differ by less than one
-    window, and keep to their size on average. With the documents that wait there is always enough for N
-    micro-batches. That is nearly always so by itself, as documents are at most a window long.
+    A document belongs, whole, to the batch in which its first token lies: batches differ by less than one
+    window, and have the right size on average. Together with the documents that wait each is enough for N
+    micro-batches.
     """
 
     def __init__(self, stream: DocumentStream, job: Job) -> None:
@@ -110,11 +110,11 @@ class Arrivals:
         """The pieces of the next global batch, in stream order.
 
         Args:
-            waiting: pieces that have arrived before and may be packed with these.
-            left: tokens that did not fit into the last step. What exceeds a global batch makes the next one
-                smaller, or else packs that are hardly longer than the window would leave ever more.
+            waiting: pieces that arrived earlier and may be packed with these.
+            left: tokens that did not fit into the last step.
         """
         size = self._micro_batches * self._stream.window
+        # If more than a global batch is left the next one is smaller, else ever more would be left.
         budget = max(size - self._surplus - max(left - size, 0), 0)
 
         def enough(pieces: Ints) -> bool:
@@ -135,20 +135,18 @@ class Arrivals:
 
 
 def arrived(pieces: Pieces, iteration: int) -> Waiting:
-    """Pieces with the iteration at which they arrived."""
     return np.insert(pieces, ARRIVAL, iteration, axis=1)
 
 
 def delayed(packed: Waiting, iteration: int) -> Pack:
-    """What is packed at `iteration`: arrivals become delays."""
+    """Documents that are packed at `iteration`: the column ARRIVAL becomes DELAY."""
     documents = packed.copy()
     documents[:, DELAY] = iteration - packed[:, ARRIVAL]
     return documents
 
 
 def split(documents: Pack, assigned: Ints, packs: int) -> list[Pack]:
-    """The documents of each pack, in the order in which they stand in `documents`; `assigned` has the pack of
-    each document, 0 to packs - 1."""
+    """The documents of each pack, in their order; `assigned` has the pack of each document."""
     order = np.argsort(assigned, kind="stable")
     ends = np.cumsum(np.bincount(assigned, minlength=packs))
     return np.split(documents[order], ends[:-1])

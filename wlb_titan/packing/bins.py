@@ -1,11 +1,10 @@
-"""Micro-batches being filled by least work, and packs dealt to data-parallel ranks.
+"""Filling micro-batches by least work, and dealing packs to data-parallel ranks.
 
 `pack_by_work` is lines 18 to 35 of the paper's Algorithm 1; other policies use `Bins.place`. Both give a
-document to the micro-batch of least work. They differ in where it goes if there is no room for it.
+document to the micro-batch of least work, and differ in where it goes if there is no room for it.
 
-Micro-batches wait in heaps, by work and by length. Both only grow, so an entry that a micro-batch has
-outgrown is put right when it comes up. Ties go to the lower index. n documents and N micro-batches take
-O(n log N).
+Heaps keep the micro-batches sorted by work and by length. Both only grow, so outdated entries are corrected
+when they reach the top. Ties go to the lower index. n documents and N micro-batches take O(n log N).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.plan import imbalance_degree
 
 REMAINS = -1
-PORTIONS = 9  # ceilings that are looked at
+PORTIONS = 9  # ceilings that `Bins.portions` compares
 
 
 def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: int) -> Ints:
@@ -28,14 +27,14 @@ def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: i
     Each document goes to the micro-batch of least work; if it does not fit there, to the shortest one; if it
     does not fit there either, it remains.
 
-    The paper's text and equation 2 bound a micro-batch by "at most L_max" where the pseudo-code has "<". Here
-    it is at most L_max, else a document of a full window would never fit where L_max is the window.
+    A micro-batch has at most L_max tokens, as in the paper's text and equation 2; with the pseudo-code's "<"
+    a document of a full window would never fit where L_max is the window.
 
     Example: lengths 6, 4, 3, 3 with work equal to length, 2 micro-batches of at most 8 tokens give
     [0, 1, 1, REMAINS]: the last finds 6 and 7 tokens, and 3 more fit nowhere.
 
     Args:
-        lengths: int64 (n,), tokens in the order of packing, longest first but for a few.
+        lengths: int64 (n,), tokens in the order of packing, mostly longest first.
         works: float64 (n,), W_a + W_l of each document, positive.
 
     Returns:
@@ -58,7 +57,7 @@ def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: i
 
 
 def _least(heap: list[tuple[float, int]], values: Sequence[float]) -> int:
-    """Index of the least of values that only grow. The heap has an entry for each, which may be outgrown."""
+    """Index of the least of values that only grow, by a heap of (value, index) with outdated values."""
     while heap[0][0] != values[heap[0][1]]:
         index = heap[0][1]
         heapq.heapreplace(heap, (values[index], index))
@@ -83,9 +82,8 @@ class Bins:
     def place(self, lengths: Ints, works: Floats) -> Ints:
         """Puts each document into the micro-batch of least work among those with room for it.
 
-        A bin that has no room is put aside into a heap by room until a document comes that it can hold:
-        documents come longest first, but for a few, so a bin is put aside seldom. Arguments and result are
-        those of `pack_by_work`.
+        Arguments and result as of `pack_by_work`. A bin without room for a document is put aside, into a heap
+        by room, until one comes that fits. That is rare, as documents come mostly longest first.
         """
         by_load = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(by_load)
@@ -108,11 +106,11 @@ class Bins:
         return np.array(assigned, dtype=np.int64)
 
     def pour(self, lengths: Ints, works: Floats, ceiling: float = np.inf) -> Ints:
-        """Puts many short documents in at once, class by class of similar length, as if each were a liquid.
+        """Puts in many short documents at once, like a liquid, one class of similar length after the other.
 
-        A class is poured to the level at which it fits (`level`), and a run of its documents goes to each bin
-        below; that misses the level by less than one document. The next class, of half the length, evens
-        that out. Arrays only: 200,000 documents take some 20 ms.
+        A class fills the bins up to a common `level`: each bin below it gets a run of the documents. That
+        misses the level by less than one document, and the next class, of half the length, evens it out.
+        200,000 documents take some 20 ms.
 
         Lengths descend. Bins are filled up to `ceiling` of work; what lies above it or has no room REMAINS.
         """
@@ -127,7 +125,7 @@ class Bins:
 
     def _pour_class(self, lengths: Ints, works: Floats, ceiling: float) -> Ints:
         loads, filled = np.array(self.loads), np.array(self.lengths)
-        # A run may exceed what its bin lacks by one document, so room for one is set aside.
+        # A run may overshoot by one document, so room for one is set aside.
         least = float((works / lengths).min())  # work per token; the more tokens, the less
         room = np.maximum(self._max_length - filled - float(works.max()) / least, 0.0)
         capacities = np.maximum(np.minimum(loads + room * least, ceiling), loads)
@@ -144,14 +142,14 @@ class Bins:
         return np.where(fits, assigned, REMAINS)
 
     def portions(self, work: float, tokens: int) -> tuple[Floats, Floats, Floats]:
-        """What comes of pouring more or less of a liquid into the bins.
+        """Compares pouring all of a liquid of this work and these tokens into the bins with pouring less.
 
-        Once bins that are full of tokens lag behind in work, what is still poured lifts only the others. It
-        may then be better to leave some. `work` and `tokens` are those of all of the liquid.
+        Bins that are full of tokens may lag behind in work. What is still poured then lifts only the others,
+        and it may be better to leave some.
 
         Returns:
-            float64 (n,) each, for n ascending ceilings up to which bins are filled: the ceiling, imbalance of
-            the bins then, and tokens left. The last one takes all that has room.
+            float64 (n,) each, for n rising ceilings up to which bins are filled: the ceiling, the imbalance
+            of the bins, and the tokens left. The last ceiling is infinite.
         """
         loads = np.array(self.loads)
         highest = loads.max()
@@ -172,8 +170,8 @@ class Bins:
 def level(loads: Floats, capacities: Floats, work: float) -> float:
     """The level to which bins are filled if `work` is poured where the load is least.
 
-    A bin below the level is filled up to it, or to its capacity. Computed exactly: the work that fits below a
-    level is piecewise linear, with corners at the loads and capacities.
+    A bin below the level is filled up to it, or to its capacity. Exact: the work that fits below a level is
+    piecewise linear, with corners at the loads and capacities.
 
     Example: loads 1, 4 and 2 with capacities 9, 9 and 2.5 and 4.5 units of work give level 4.5: the bins
     then hold 4.5, 4.5 and 2.5.
@@ -195,7 +193,7 @@ def level(loads: Floats, capacities: Floats, work: float) -> float:
 
 
 def in_order(packs: int, ranks: int) -> list[list[int]]:
-    """Consecutive packs go to one rank, in stream order: what a plain data loader does."""
+    """Consecutive packs go to one rank, as in a plain data loader."""
     count = packs // ranks
     return [list(range(rank * count, (rank + 1) * count)) for rank in range(ranks)]
 
@@ -204,8 +202,8 @@ def balanced(workloads: Floats, ranks: int) -> list[list[int]]:
     """Equal counts and nearly equal sums: the heaviest pack left goes to the least loaded rank with room.
 
     Each rank runs its packs heaviest first. Under FSDP ranks meet in a collective at every layer of every
-    micro-batch, so what counts is not only their sums but that their k-th packs are alike, and sorted
-    sequences are. The order of equal packs is that of their numbers, so the result is one on all ranks.
+    micro-batch, so not only their sums but also their k-th packs should be alike. Equal packs keep their
+    order, so all ranks find the same result.
 
     Example: workloads 5, 1, 4, 2 on 2 ranks give [[0, 1], [2, 3]], sums 6 and 6.
     """

@@ -1,16 +1,14 @@
 """`fixed_greedy` and `fixed_solver`: fixed-length packing, the baseline of section 3.2.
 
 The documents of several global batches, cut at the ends of context windows as a plain loader cuts them, are
-packed into as many micro-batches of at most the context window, so that the largest sum of squared lengths,
-the attention work, is as small as possible (equation 1). Micro-batches are padded up to the window, so all
-have one shape.
+packed into micro-batches of at most the window so that the largest sum of squared lengths, the attention
+work, is as small as possible (equation 1). All micro-batches are padded up to the window.
 
-Nothing is cut once more, so a few short documents fit nowhere; they are left for the next packing, which then
-takes that many tokens less from the stream. After `PATIENCE` packings they come first, so that none is left
-out for ever.
+No other cuts are made, so a few short documents fit nowhere. They are left for the next packing, which reads
+that many tokens less from the stream; after `PATIENCE` packings they come first.
 
 `fixed_greedy` gives each document to the micro-batch of least work that has room. `fixed_solver` then solves
-equation 1 as a mixed-integer program by HiGHS (extra `solver`).
+equation 1 as a mixed-integer program with HiGHS (extra `solver`).
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ class FixedGreedy(PackingPolicy):
 
     The packs are sorted by work and dealt out N at a time, so that the packs of one step are alike. The paper
     does not say which packs share a step, but its imbalance of 1.22, 1.11 and 1.08 over 2, 4 and 8 global
-    batches (Table 2) needs this: on our lengths it is 1.23, 1.12 and 1.06, and dealt in the order of the
-    stream 1.35, 1.32 and 1.31. The price is that heavy steps come before light ones. Documents arrive when
-    their global batches are read, so the delay of the k-th step after that is k.
+    batches (Table 2) needs this: on our lengths it is 1.23, 1.12 and 1.06, and 1.35, 1.32 and 1.31 in stream
+    order. The price is that heavy steps come before light ones. Documents arrive when their global batches
+    are read, so in the k-th step after that the delay is k.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -89,18 +87,18 @@ class FixedGreedy(PackingPolicy):
         documents, lengths, works = documents[fits], lengths[fits], works[fits]
         assigned = self._least.topped_up(assigned[fits], lengths)
         better, gap = self._improved(lengths, assigned)
-        if self._least.topped_up(better, lengths) is better:  # of which equation 1 says nothing
+        if self._least.topped_up(better, lengths) is better:  # equation 1 allows packs with too few tokens
             assigned, self._gap = better, gap
         packs = split(documents, assigned, self._packs)
         order = np.argsort(-np.bincount(assigned, works, self._packs), kind="stable")
         self._ready = [packs[pack] for pack in order]
 
     def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:
-        """A better packing, and how far it may be from the best; the greedy one as it is."""
+        """A packing at least as good, and its gap if known."""
         return assigned, None
 
     def _read(self) -> Waiting:
-        """What was left, and as much of the stream as fills the packs, or is enough for all of them."""
+        """The documents that remained, and as much of the stream as fills the packs."""
         window = self._stream.window
         documents = self._remained
         budget = self._packs * window - int(documents[:, LENGTH].sum())
@@ -156,19 +154,17 @@ class FixedSolver(FixedGreedy):
 
 
 def solved(milp: Milp, lengths: Ints, start: Ints, packs: int, window: int) -> tuple[Ints, float]:
-    """Minimises the largest sum of squared lengths of a pack of at most `window` tokens.
-
-    Packs may be renamed at will, so the longest document stays where it is: the solver need not look at all
-    mirror images.
+    """Minimises the largest sum of squared lengths of packs of at most `window` tokens.
 
     Returns:
-        The best packing found, never worse than `start`, which fits; and the relative gap that remains
-        between it and what the solver could prove, 0 for a proven optimum.
+        The best packing found, never worse than `start`, which fits; and the relative gap between it and the
+        bound that was proven.
     """
     share = lengths / window
     work = share**2
     longest = int(lengths.argmax())
     alike = np.ones(packs)
+    # All packs are alike: with the longest document fixed the solver skips many mirror images.
     found, bound = milp(
         work, share, (0 * alike, alike, alike), start=start, kept=(longest, int(start[longest]))
     )
@@ -186,19 +182,18 @@ def solved(milp: Milp, lengths: Ints, start: Ints, packs: int, window: int) -> t
 
 
 MOST_VARIABLES = 1 << 18
-"""Pairs of a document and a bin; of more nothing is looked for."""
+"""Pairs of a document and a bin; larger problems are not tried."""
 
 
 class Milp:
-    """HiGHS, which puts documents into bins so that the highest level is as low as possible.
+    """Puts documents into bins with HiGHS, so that the highest level is as low as possible.
 
     The variables are z and x_ij, document i in bin j, document by document:
 
         minimise z   subject to   sum_j x_ij = 1,   sum_i size_i x_ij <= room_j,
                                   load_j + sum_i work_i x_ij <= width_j z
 
-    It is bounded in time, the making of the model included, and in size: by the time that it takes to write
-    down `MOST_VARIABLES`, a few tenths of a second, the limit may be overrun.
+    The time limit includes building the model: a few tenths of a second with `MOST_VARIABLES`.
     """
 
     def __init__(self, time_limit: float, gap: float, *, user: str, setting: str) -> None:
@@ -224,13 +219,13 @@ class Milp:
 
         Args:
             work, size: float64 (documents,).
-            bins: load, width and room, float64 (bins,) each. A bin may have room without bound.
+            bins: load, width and room, float64 (bins,) each; room may be infinite.
             start: a packing, int64 (documents,).
             kept: a document, and the bin that it stays in.
 
         Returns:
-            int64 (documents,), the best packing found, if any, and a bound that no packing's z is below. What
-            the solver calls a packing may miss a condition by its tolerance.
+            int64 (documents,), the best packing found, if any; and a lower bound of z. The packing may
+            violate a condition by the solver's tolerance.
         """
         end = time.perf_counter() + self._time_limit
         load, width, room = bins

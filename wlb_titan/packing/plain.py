@@ -71,12 +71,12 @@ class Auto(Plain):
 
 
 STEPS = 32
-WARM_UP = 8  # steps in which queues fill
-MOST_MICRO_BATCHES = 64  # so that a trial takes less than half a second
+WARM_UP = 8  # steps before, in which queues fill
+MOST_MICRO_BATCHES = 64  # of a trial, which so takes less than half a second
 
 
 def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
-    """The mean imbalance of some of the policy's next steps."""
+    """The mean imbalance of STEPS steps of the policy, after WARM_UP others."""
     degrees = []
     for _ in range(WARM_UP + STEPS):
         works = policy.next().work(partial(workload, cost_model))
@@ -90,4 +90,4 @@ def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
     Only as many data-parallel ranks are tried as have 64 micro-batches: with more, `plain` is not better.
     """
     few = job.sample(MOST_MICRO_BATCHES)
-    return mean_imbalance(Plain(Plain.Config(), stream.anew(), few), job.cost_model)
+    return mean_imbalance(Plain(Plain.Config(), stream.from_start(), few), job.cost_model)

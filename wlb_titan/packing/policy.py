@@ -1,4 +1,4 @@
-"""The base of packing policies: a class that turns the stream into one step's packs after the other."""
+"""The base of packing policies: classes that turn the stream of documents into the packs of each step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pack = Ints
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
 
 MOST_TOKENS = 1 << 27
-"""Of a context window or micro-batch: beyond what any device holds, and what plans in seconds."""
+"""Longest context window that a setting may ask for: beyond any device, and still planned in seconds."""
 
 POLICIES = Family(
     kind="packing policy",
@@ -49,25 +49,20 @@ POLICIES = Family(
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The packs of one step.
-
-    Attributes:
-        packs: drafts of micro-batches, N or, where ranks share some or passes have their own, another number;
-            each has at least one token to predict, and one token for each context-parallel rank.
-        lost_tokens: tokens that this step's packing left out for good.
-        gap: how far the largest work of a solver's packing may be above the least possible, relatively; 0
-            is a proven optimum.
-        assigned: numbers of each data-parallel rank's packs in the order of their index, where the policy
-            decides on that. A pack that ranks share (DP-Merge) stands at the same place of each.
-    """
+    """The packs of one step."""
 
     packs: list[MicroBatch]
+    """Drafts: N of them, or another number where ranks share some or backward passes have their own. Each has
+    a token to predict, and a token for each context-parallel rank."""
+
     lost_tokens: int = 0
-    gap: float | None = None
+    gap: float | None = None  # as of `Plan`
     assigned: list[list[int]] | None = None
+    """Numbers of each data-parallel rank's packs, in order; None leaves that to the planner. A pack that
+    ranks share (DP-Merge) has the same place on all of them."""
 
     def work(self, work_of: WorkOf) -> Floats:
-        """float64 (packs,), each rank's share, by a work of whole documents such as `CostModel.forward`."""
+        """float64 (packs,), each rank's share of the work that `work_of` gives for whole documents."""
         slices = [pack.slices for pack in self.packs if pack.slices is not None]
         documents = np.concatenate([pack.documents for pack in self.packs])
         firsts = np.cumsum([0] + [len(pack.documents) for pack in self.packs[:-1]])
@@ -76,26 +71,21 @@ class Packing:
 
     @property
     def sharers(self) -> Ints:
-        """int64 (packs,), data-parallel ranks that share each pack."""
         return np.array([pack.sharers for pack in self.packs])
 
     def pass_work(self, model: CostModel) -> tuple[Floats, Floats]:
-        """float64 (packs,) each, work of forward and of backward passes; 0 where a pack has none.
-
-        Where passes have packs of their own the backward passes compute the forward pass again.
-        """
+        """float64 (packs,) each, work of forward and of backward passes; 0 where a pack has none."""
         forward, backward = (np.array([kind in pack.passes for pack in self.packs]) for kind in "FB")
+        # Backward passes with packs of their own compute the forward pass again.
         of_backward = model.backward if forward.all() else model.recomputed
         return self.work(model.forward) * forward, self.work(of_backward) * backward
 
     def of_rank(self, dp_rank: int) -> list[MicroBatch]:
-        """The packs of a data-parallel rank, by their index."""
         assert self.assigned is not None
         return [self.packs[number] for number in self.assigned[dp_rank]]
 
 
 def drafts(packs: Iterable[Pack]) -> list[MicroBatch]:
-    """Micro-batches of whole documents."""
     return [MicroBatch(documents) for documents in packs]
 
 
@@ -104,23 +94,12 @@ AskRank0 = Callable[[Callable[[], Floats]], Floats]
 
 
 def ask_locally(ask: Callable[[], Floats]) -> Floats:
-    """The `AskRank0` of a planner that is alone."""
+    """The `AskRank0` of a planner without other ranks."""
     return ask()
 
 
 class PackingPolicy(Plugin, ABC):
-    """Packs the documents of one step after the other.
-
-    Args:
-        stream: documents in pieces of at most the context window.
-
-    Attributes:
-        variable_length: micro-batches may differ in length; otherwise each is exactly as long as the context
-            window.
-        balances: packs may be given to any data-parallel rank; otherwise they stay in stream order.
-        slices: long documents are computed in slices, of which a pipeline rank may have those of one document
-            of the context window in flight together.
-    """
+    """Packs the documents of one step after the other."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PluginConfig):
@@ -143,12 +122,12 @@ class PackingPolicy(Plugin, ABC):
 
         @property
         def planning_seconds(self) -> float:
-            """How much longer than other policies one step of planning may take."""
+            """How much longer planning a step may take than under other policies."""
             return 0.0
 
         @property
         def merges(self) -> bool | Literal["auto"]:
-            """Whether data-parallel ranks may share a micro-batch; `auto` where the job can."""
+            """Whether data-parallel ranks may share a micro-batch (DP-Merge); `auto` where the job allows."""
             return False
 
         @property
@@ -158,11 +137,11 @@ class PackingPolicy(Plugin, ABC):
 
         @property
         def rank_memory(self) -> type[RankPeak]:
-            """What follows the memory of a rank that runs its packs."""
+            """Predicts the memory of a rank that runs its packs."""
             return RankPeak
 
         def pass_times(self, job: Job, micro_batches: MicroBatches) -> PassTimes:
-            """How long its packs take, as of the function of this name."""
+            """As `cost.passes.pass_times`, for its packs."""
             return pass_times(job, micro_batches)
 
         @property
@@ -171,19 +150,20 @@ class PackingPolicy(Plugin, ABC):
             return None
 
         def check(self, job: Job) -> None:
-            """Checks what can be checked without documents.
-
-            Raises:
-                PlanError: it cannot pack for this job.
-            """
+            """Raises PlanError if it cannot pack for this job, whatever the documents."""
 
         def longest(self, job: Job) -> int:
-            """Tokens that a micro-batch may have."""
+            """Most tokens of a micro-batch."""
             return job.window
 
     variable_length: ClassVar[bool]
+    """Micro-batches may differ in length; otherwise each is exactly as long as the context window."""
+
     balances: ClassVar[bool]
+    """Packs may go to any data-parallel rank; otherwise they stay in stream order."""
+
     slices: ClassVar[bool] = False
+    """Long documents are computed in slices, all of which a pipeline rank may have in flight together."""
 
     @abstractmethod
     def __init__(self, config: Any, stream: DocumentStream, job: Job) -> None: ...
@@ -193,30 +173,26 @@ class PackingPolicy(Plugin, ABC):
         """The packs of the next step."""
 
     def flows(self, packing: Packing, ranks: Collection[int]) -> tuple[Flow, ...] | None:
-        """What the pipeline ranks run, as of `Plan.flows`; None leaves it to the schedule.
-
-        Args:
-            packing: what `next` gave last.
-            ranks: the data-parallel ranks that it is asked for; the others' are empty.
-        """
+        """`Plan.flows` of the packing that `next` gave last, for these data-parallel ranks; None leaves the
+        order to the pipeline schedule."""
         return None
 
     @property
     def waiting(self) -> Ints:
-        """int64 (n, 4), the pieces that have arrived and not yet been packed: columns ID, START, LENGTH and
-        the iteration of arrival. States keep the array, so it is not written to any more."""
+        """int64 (n, 4), the pieces that have arrived and are not packed yet: columns ID, START, LENGTH and
+        the iteration of arrival. Saved states share the array, so it must not be written to later."""
         return np.empty((0, 4), dtype=np.int64)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that `next` depends on besides the stream, the settings and what waits; JSON-able.
+        """All that `next` depends on besides the stream, the settings and `waiting`; JSON-able.
 
-        Nothing of it is worked out from settings, degrees or devices, which may be others afterwards.
+        Nothing that follows from settings, degrees or devices, as a run may continue with others.
         """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken, of which `state["waiting"]` is what waited then."""
+        """Continues where `state_dict` was taken; `state["waiting"]` is `waiting` as it was then."""
 
 
 class VariableLengthPolicy(PackingPolicy):
@@ -237,11 +213,7 @@ class VariableLengthPolicy(PackingPolicy):
 
     @staticmethod
     def bound(job: Job) -> int:
-        """L_max, rounded down so that padding does not exceed it.
-
-        Raises:
-            PlanError: the longest documents would not fit.
-        """
+        """L_max, rounded down so that padding does not exceed it."""
         window, longest = job.window, job.longest_micro_batch
         if longest < window:
             raise PlanError(

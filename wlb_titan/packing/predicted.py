@@ -1,7 +1,6 @@
-"""What micro-batches are predicted to take and to hold: seconds of their passes, and a rank's memory.
+"""Predicted seconds of micro-batches' passes, and a rank's memory.
 
-Of drafts and of planned micro-batches alike: a packing policy that tries several packings, the simulator and
-timelines all ask here.
+Micro-batches may be drafts, of policies that compare packings, or planned, in the simulator and timelines.
 """
 
 from __future__ import annotations
@@ -23,13 +22,10 @@ if TYPE_CHECKING:
 
 
 def pass_seconds(job: Job, micro_batches: Sequence[MicroBatch], context_rank: int | None = None) -> Floats:
-    """Seconds of passes through each stage, of micro-batches that are divided over context-parallel ranks.
+    """float64 (3, stages, micro-batches), seconds of forward passes, gradients of inputs and of weights.
 
     Args:
-        context_rank: the rank whose attention counts; None takes the slowest of each micro-batch.
-
-    Returns:
-        float64 (3, stages, micro-batches): forward passes, gradients of inputs and of weights.
+        context_rank: the rank whose attention counts; None takes the slowest for each micro-batch.
     """
     sharers = np.array([m.sharers for m in micro_batches])
     found = np.empty((3, len(job.layers), len(sharers)))
@@ -42,7 +38,7 @@ def pass_seconds(job: Job, micro_batches: Sequence[MicroBatch], context_rank: in
 
 
 def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | None = None) -> MicroBatches:
-    """What the passes of micro-batches follow from, as arrays (n,)."""
+    """Tokens, attention and exchange of micro-batches, as arrays (n,)."""
     attention = np.array([_on_rank(attention_seconds(m, job), m, context_rank) for m in micro_batches])
     tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
     exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
@@ -50,14 +46,13 @@ def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | N
 
 
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
-    """float64 (ranks, 2), seconds of one layer's attention on each context-parallel rank, both passes."""
+    """float64 (ranks, 2), forward and backward seconds of one layer's attention on each rank."""
     if job.strategy is None or micro_batch.ranks is None:
         return job.latency.seconds(with_prefix((whole_sequence(micro_batch.lengths),), micro_batch.prefix))
     return job.strategy.seconds(with_prefix(micro_batch.ranks, micro_batch.prefix))
 
 
 def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | None) -> Floats:
-    """Seconds of both passes, float64 (2,), from those of all ranks."""
     if context_rank is None or len(attention) == 1:
         return np.asarray(attention.max(axis=0))
     first = (micro_batch.dp_rank - micro_batch.merged.start) if micro_batch.merged else 0
@@ -65,14 +60,13 @@ def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | Non
 
 
 def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
-    """Tokens of a micro-batch that travel by each of the job's moves."""
     if job.strategy is None or micro_batch.ranks is None:
         return ()
     return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
 
 
 def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
-    """What a context-parallel rank has of a micro-batch's keys at the most; of a draft all of them."""
+    """Shares of a micro-batch's keys; all of them for a draft."""
     strategy = job.merged[micro_batch.sharers].strategy
     if strategy is None or micro_batch.ranks is None:
         return ALL_KEYS
@@ -80,7 +74,6 @@ def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
 
 
 def held(job: Job, micro_batches: Sequence[MicroBatch]) -> list[Held]:
-    """Micro-batches of one data-parallel rank as memory sees them."""
     cached: list[tuple[CachedSlice, ...]] = [()] * len(micro_batches)
     if micro_batches[0].slices is not None:
         cached = [
@@ -96,9 +89,5 @@ def held(job: Job, micro_batches: Sequence[MicroBatch]) -> list[Held]:
 def replica_memory(
     job: Job, micro_batches: Sequence[MicroBatch], flow: Flow | None
 ) -> tuple[RankMemory, ...]:
-    """The peak of each pipeline rank of one data-parallel rank in a step.
-
-    Args:
-        flow: what its pipeline ranks run; None is the schedule's own order.
-    """
+    """The peak of each pipeline rank of one data-parallel rank; no `flow` is the schedule's order."""
     return job.fitting.peak(Passes(held(job, micro_batches), flow))

@@ -2,25 +2,23 @@
 
 Documents of at least L_1 tokens are outliers and wait, first in, first out, in the queue of their length. A
 queue that holds N documents gives N of them to the step, one for each micro-batch; all other documents are
-packed in the step in which they arrive, by least work. `Wlb.next` has the numbers of Algorithm 1's lines.
+packed in the step in which they arrive, by least work. Comments give the line numbers of Algorithm 1.
 
-Two rules are added, for cases of which the paper does not speak:
+Two rules cover cases that the paper leaves open:
 
-- Where outliers leave a step with too little for N micro-batches (`arrivals`), those that have waited longest
-  join it. Every micro-batch has enough, as the N longest documents go to N different ones.
+- If too little is left for N micro-batches once outliers wait (`arrivals`), the outliers that have waited
+  longest join the step.
 - A document that fitted nowhere is packed again in the next step, but as one of the shortest it would come
   last there too. After `PATIENCE` steps it comes first.
 
-`thresholds = "auto"` finds thresholds much as the paper does: several are tried on a sample of the corpus,
-and those with the best balance at a low delay are taken. The candidates are multiples of an eighth of the
-window. What is least is delay + ((imbalance - 1) / tolerance)^2, averaged over steps, the price that
-`wlb_lazy` minimises.
+`thresholds = "auto"` finds thresholds much as the paper does: of several sets of multiples of an eighth of
+the window it takes, on a sample of the corpus, the one with the least delay + ((imbalance - 1) /
+tolerance)^2, averaged over steps. `wlb_lazy` minimises the same cost.
 
-The trial is a likeness of Algorithm 1. Its queues are the same. But long documents go to the least loaded
-micro-batch with room (`Bins.place`), and short ones, which are never outliers and serve to fill, are poured
-on top as a liquid; and what fits nowhere is left out, where the algorithm would pack it in the next step. So
-where L_max is near the window the delay comes out too low. The sample is drawn with a fixed seed: all ranks
-find the same thresholds.
+The trial simplifies Algorithm 1. The queues are the same, but long documents go to the least loaded
+micro-batch with room (`Bins.place`), short ones are poured on top as a liquid, and what fits nowhere is left
+out instead of being packed in the next step, so the delay comes out too low where L_max is near the window.
+The sample is drawn with a fixed seed: all ranks find the same thresholds.
 """
 
 from __future__ import annotations
@@ -99,16 +97,15 @@ class Wlb(VariableLengthPolicy):
         return Packing(drafts(split(delayed(doc_set[packed], iteration), assigned, n)))  # 36
 
     def _sorted(self, documents: Waiting, iteration: int) -> Waiting:
-        """Longest first, behind those that have remained for too long, which stand in front."""
+        """Longest first, after those that have remained for too long."""
         overdue = np.arange(len(documents)) < len(self._remained)
         overdue &= iteration - documents[:, ARRIVAL] >= PATIENCE
         documents = documents[np.lexsort((-documents[:, LENGTH], ~overdue))]
         return documents[self._least.leading_first(documents[:, LENGTH])]
 
     def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        """Compares the best thresholds found to `plain`, in a trial of both."""
         few = job.sample(MOST_MICRO_BATCHES)
-        trial = Wlb(replace(config, thresholds=self.thresholds), stream.anew(), few)
+        trial = Wlb(replace(config, thresholds=self.thresholds), stream.from_start(), few)
         queues = mean_imbalance(trial, job.cost_model)
         plain = imbalance_of_plain(stream, job)
         if queues > plain:
@@ -128,7 +125,7 @@ class Wlb(VariableLengthPolicy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._arrivals.load_state_dict(state["arrivals"])
-        # Thresholds may be others, so the waiting outliers are queued again, in stream order.
+        # Thresholds may have changed, so the waiting outliers are queued again, in stream order.
         remained, queued = np.split(state["waiting"], [state["remained"]])
         self._queues = Queues(self.thresholds, self._micro_batches)
         freed = self._queues.add(queued[np.lexsort((queued[:, START], queued[:, ID]))])
@@ -136,7 +133,7 @@ class Wlb(VariableLengthPolicy):
 
 
 class Queues:
-    """Q of Algorithm 1: outliers wait, first in, first out, each in the queue of its length."""
+    """Q of Algorithm 1: for each threshold a queue of the outliers of that length."""
 
     def __init__(self, thresholds: list[int], micro_batches: int) -> None:
         self._thresholds, self._micro_batches = thresholds, micro_batches
@@ -158,7 +155,6 @@ class Queues:
         return np.concatenate(popped)
 
     def pop_oldest(self, count: int) -> Waiting:
-        """The `count` documents that have waited longest."""
         level = np.repeat(np.arange(len(self.waiting)), [len(queue) for queue in self.waiting])
         waiting = np.concatenate(self.waiting)
         oldest = np.lexsort((level, waiting[:, ARRIVAL]))[:count]
@@ -168,8 +164,7 @@ class Queues:
 
 
 def check(thresholds: list[int], lengths: Ints, window: int) -> None:
-    """Refuses thresholds that are not ascending or that no document could reach; warns where a queue will
-    grow for ever."""
+    """Refuses thresholds that are out of order or out of reach; warns of a queue that will grow for ever."""
     named = ", ".join(map(str, thresholds))
     if any(low >= high for low, high in pairwise(thresholds)):
         raise PlanError(
@@ -191,17 +186,17 @@ def check(thresholds: list[int], lengths: Ints, window: int) -> None:
 
 
 def drains(lengths: Ints, thresholds: Sequence[int], window: int) -> bool:
-    """Whether no queue gets more documents than the N a step that it can give away.
+    """Whether every queue gets fewer documents than the N in each step that can leave it.
 
-    A step brings N window / (mean length) documents; those of a queue must be fewer than N.
+    A step brings N window / (mean length) documents.
     """
-    pieces = np.minimum(lengths, window)  # what is cut off a longer document adds no more than itself again
+    pieces = np.minimum(lengths, window)
     counts = np.histogram(pieces, bins=[*thresholds, window + 1])[0] + 0.0
     counts[-1] += float((-(-lengths // window) - 1).sum())
     return bool((counts / lengths.sum() * window).max() < 1)
 
 
-GRID = 8  # thresholds that are tried are multiples of window / GRID
+GRID = 8  # automatic thresholds are multiples of window / GRID
 
 
 def tune(config: Wlb.Config, lengths: Ints, window: int, max_length: int, job: Job) -> list[int]:
@@ -221,11 +216,11 @@ def tune(config: Wlb.Config, lengths: Ints, window: int, max_length: int, job: J
             "packing policy.",
             setting="packing.queues",
         )
-    return min(tried, key=Trial(lengths, window, max_length, config.tolerance, job).cost)
+    return min(tried, key=ThresholdTrial(lengths, window, max_length, config.tolerance, job).cost)
 
 
-class Trial:
-    """Global batches of documents drawn at random, on which thresholds are tried."""
+class ThresholdTrial:
+    """Global batches of documents drawn at random, on which thresholds are compared."""
 
     STEPS = 48
     WARM_UP = 8  # steps until queues are usually filled
@@ -238,7 +233,7 @@ class Trial:
         self._max_length, self._tolerance = max_length, tolerance
         self._cost_model = job.cost_model
         rng = np.random.default_rng(0)
-        self._batches = []  # long documents; work and tokens of the short ones
+        self._batches = []  # (long documents, work of the short ones, their tokens)
         for _ in range(self.STEPS):
             pieces = self._drawn(lengths, window, rng)
             long = pieces >= window // self.LONG
@@ -249,7 +244,7 @@ class Trial:
             self._batches.append((documents, work, int(short.sum())))
 
     def _drawn(self, lengths: Ints, window: int, rng: np.random.Generator) -> Ints:
-        """The documents of a global batch, as pieces of at most the window."""
+        """Lengths of the pieces of a global batch."""
         expected = int(self._tokens / lengths.mean()) + 1
         drawn = np.empty(0, dtype=np.int64)
         while drawn.sum() < self._tokens:
@@ -259,7 +254,7 @@ class Trial:
         return np.concatenate([np.full(int(whole.sum()), window), rest[rest > 0]])
 
     def cost(self, thresholds: list[int]) -> float:
-        """delay + ((imbalance - 1) / tolerance)^2 under these thresholds, summed over steps."""
+        """delay + ((imbalance - 1) / tolerance)^2, summed over steps."""
         queues = Queues(thresholds, self._micro_batches)
         cost = 0.0
         for step, (long, work, tokens) in enumerate(self._batches):

@@ -8,38 +8,37 @@ one that makes
     held tokens / (N window)  +  ((imbalance - 1) / tolerance)^2
 
 least. The first term is what holding back costs: by Little's law the mean delay of a token is the mean number
-of tokens that wait over the number that arrive per step. The second is what the step's imbalance costs. So
-a small imbalance is accepted at once where it spares a long wait, and a large one never.
+of tokens that wait over the number that arrive per step. The second is what the step's imbalance costs: a
+small imbalance is accepted where it spares a long wait, a large one never.
 
-Why the h longest? A step can be balanced only if its longest document's work is at most the mean, and to hold
+Why the h longest? A step can be balanced only if its longest document's work is at most the mean, and holding
 back any other document would cost delay and lower that mean. As outliers collect, the work in the pool grows
-until h = 0 is best, and all of them run together, each with as many short documents beside it as level the
-work: the release of Algorithm 1, but of mixed lengths and as early as the balance allows.
+until h = 0 is best, and all of them run together, each with as many short documents as level the work: the
+release of Algorithm 1, but of mixed lengths and as early as the balance allows.
 
 The imbalance for a given h is predicted by packing the long documents alone and pouring the short ones on top
-as a liquid. A lower bound, the longest document's work over the mean, is known for all h at once; the h are
-tried from the least bound on until no bound is below the best cost found, mostly one or two of them.
+as a liquid. A lower bound, the longest document's work over the mean, is known for all h at once. They are
+tried from the least bound on, until no bound is below the best cost found: mostly one or two.
 
 When outliers run together, micro-batches without one may reach max_length before they have their share of
 work, and what is still poured lifts only the others. So the level up to which short documents are poured is
-chosen by the same cost; the few shortest that lie above it wait for the next step.
+chosen by the same cost; the few shortest above it wait for the next step.
 
-Where long documents are the rule, a batch may have too few short ones to level anything. Then N neighbours
-in the pool may be best run alone, and all others, shorter ones too, wait. That is looked at for every place
-in the pool and done where it costs less.
+Where long documents are the rule, a batch may have too few short ones to level anything. Then it may be best
+to run only N neighbours in the pool, and let all others wait, shorter ones too. That is tried for every place
+in the pool.
 
-A document that has waited `max_delay` iterations is released with all that are shorter than it, whatever that
-does to the balance, and is packed first. If max_length is at least two windows it always fits then.
+A document that has waited `max_delay` iterations is released with all shorter ones, whatever that does to the
+balance, and is packed first. If max_length is at least two windows it always fits.
 
-With N = 4 chance decides which documents meet, matches are rare and waiting for one is long; with N = 64 the
-law of large numbers makes every step alike. The tolerance is therefore widened to tolerance x (1 + 4.5 / N).
-docs/packing.md has the measurements behind this and the ideas that did worse.
+With N = 4 good matches are rare, and waiting for one is long; with N = 64 the law of large numbers makes
+every step alike. The tolerance is therefore widened to tolerance x (1 + 4.5 / N). docs/packing.md has the
+measurements behind this and the ideas that did worse.
 
-Where whole documents balance worse than `plain`, micro-batches are levelled by cutting some. `plain` cuts the
-document that a window's end falls into, so where work is nearly proportional to tokens (windows of a few
-thousand tokens, large models) its micro-batches are nearly equal, while whole documents leave gaps of about
-half a document. A step that comes out worse than `plain` is on average gives the tails of documents from
-heavy micro-batches to light ones; where whole documents balance as well, none is cut.
+Where work is nearly proportional to tokens (windows of a few thousand tokens, large models) `plain`, which
+cuts the document at a window's end, makes nearly equal micro-batches, while whole documents leave gaps of
+about half a document. So in a step that comes out worse than the mean step of `plain`, tails of documents
+move from heavy micro-batches to light ones.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ if TYPE_CHECKING:
 
 
 PLACED = 128  # documents of at least window / 128 tokens are packed one by one, shorter ones poured
-TRIALS = 24  # most numbers h that are tried in a step
-FORESEEN = 24  # documents of at least window / 24 tokens count one by one in the prediction
+TRIALS = 24  # most values of h that are tried in a step
+FORESEEN = 24  # documents of at least window / 24 tokens are placed one by one in these trials
 
 
 class WlbLazy(VariableLengthPolicy):
@@ -95,13 +94,13 @@ class WlbLazy(VariableLengthPolicy):
         self._max_length = self.bound(job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
         self._max_delay = config.max_delay
-        self._limit = imbalance_of_plain(stream, job)  # steps above it are levelled by cutting documents
+        self._limit = imbalance_of_plain(stream, job)  # above it documents are cut
         self._waiting: Waiting = NOTHING
-        self._left = 0  # tokens of those that were released and did not fit
+        self._left = 0  # tokens of documents that were released and did not fit
 
     def next(self) -> Packing:
         iteration = self._arrivals.iteration
-        # Longest first; of equal ones those that came last first, as the first ones are held back.
+        # Longest first; among equal ones the latest first, so that it is held back.
         pool = np.concatenate([self._arrivals.next(self._waiting, self._left), self._waiting])
         pool = pool[np.argsort(-pool[:, LENGTH], kind="stable")]
         works = workload(self._cost_model, pool[:, LENGTH])
@@ -128,10 +127,7 @@ class WlbLazy(VariableLengthPolicy):
         return Packing(drafts(split(delayed(documents, iteration), assigned, self._micro_batches)))
 
     def _choose(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, int]:
-        """The documents to run, from the first number to before the second; they fill N micro-batches.
-
-        Lengths descend. Those that are overdue must run.
-        """
+        """Start and stop of the documents to run. Lengths descend, and those that are overdue must run."""
         hold, cost = self._hold(lengths, works, overdue)
         if not overdue.any():
             alone, cost_alone = self._alone(lengths, works)
@@ -140,7 +136,7 @@ class WlbLazy(VariableLengthPolicy):
         return hold, len(lengths)
 
     def _alone(self, lengths: Ints, works: Floats) -> tuple[int, float]:
-        """The first of the N neighbours that are best run without any other document, and what that costs."""
+        """The first of the N neighbours that are best to run without all others, and the cost of that."""
         n = self._micro_batches
         starts = np.arange(int(np.count_nonzero(lengths >= self._least.tokens)) - n + 1)
         if not len(starts):
@@ -152,7 +148,7 @@ class WlbLazy(VariableLengthPolicy):
         return best, float(costs[best])
 
     def _hold(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, float]:
-        """How many of the longest documents to hold back if all others run, and what that costs."""
+        """How many of the longest documents to hold back if all others run, and the cost of that."""
         most = self._least.filled(lengths) - self._micro_batches
         most = min(most, int(np.count_nonzero(lengths >= self._least.tokens)))
         if overdue.any():
@@ -180,22 +176,19 @@ class WlbLazy(VariableLengthPolicy):
         return best, best_cost
 
     def _cost(self, imbalance: Floats, waiting: NDArray[Any]) -> Floats:
-        """What a step with this imbalance costs that leaves tokens waiting, in iterations of delay."""
+        """The module's cost of a step, in iterations of delay; `waiting` are tokens that wait after it."""
         excess = np.maximum(imbalance - 1, 0) / self._tolerance
         return waiting / (self._micro_batches * self._window) + excess**2
 
     def _pack(self, lengths: Ints, works: Floats, placed: int) -> Ints:
-        """The bin of each document.
-
-        The first `placed`, all long ones, and N at least, are placed one by one, the rest, longest first, is
-        poured. The first N documents find N empty bins.
-        """
+        """The bin of each document: the first `placed`, all long ones, and N at least, are placed one by one,
+        the others, longest first, are poured."""
         long = int(np.searchsorted(-lengths[placed:], -(self._window // PLACED), side="right"))
         long = max(placed + long, self._micro_batches)
         bins = Bins(self._micro_batches, self._max_length)
         assigned = bins.place(lengths[:long], works[:long])
         ceilings, imbalance, left = bins.portions(float(works[long:].sum()), int(lengths[long:].sum()))
-        # Of equal costs the last, which leaves least.
+        # Among equal costs the last ceiling, which leaves least.
         ceiling = ceilings[::-1][self._cost(imbalance, left)[::-1].argmin()]
         return np.concatenate([assigned, bins.pour(lengths[long:], works[long:], float(ceiling))])
 
@@ -219,7 +212,7 @@ def _candidates(most: int, step: int) -> Ints:
     return np.array(numbers, dtype=np.int64)
 
 
-ROUNDS = 4  # attention of a tail is less than it was, so the mean sinks, and one round does not level all
+ROUNDS = 4  # a tail loses attention to what precedes it, so the mean falls and one round is not enough
 
 
 def level_by_cutting(
@@ -242,10 +235,9 @@ def level_by_cutting(
         least: tokens that a cut document keeps; with two it has one to predict.
 
     Returns:
-        Documents with the same tokens, and the micro-batch of each; a tail has the id and arrival of its
-        document.
+        The documents, cut ones shorter, then the tails; and the micro-batch of each.
     """
-    lightest = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # work of a token at least
+    lightest = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # least work of a token
     for _ in range(ROUNDS):
         lengths = documents[:, LENGTH]
         works = workload(cost_model, lengths)
@@ -262,7 +254,7 @@ def level_by_cutting(
         giver, taker, until = _transfers(loads[givers] - mean, wanted)
         if not len(giver):
             break
-        cut = candidates[longest][giver]  # the longest document of each, as often as it gives
+        cut = candidates[longest][giver]  # the longest document of each giver, as often as it gives
         stops = _shortened(lengths[cut], works[cut], until, cost_model, least)
         first = np.diff(giver, prepend=-1) > 0
         ends = np.where(first, lengths[cut], np.roll(stops, 1))
@@ -277,27 +269,23 @@ def level_by_cutting(
 
 
 def _transfers(given: Floats, wanted: Floats) -> tuple[Ints, Ints, Floats]:
-    """Who gives work to whom: both lines of work are laid side by side and cut where either has an end.
-
-    Args:
-        given: float64 (g,), positive.
-        wanted: float64 (w,), not negative.
+    """Who gives work to whom: two lines of work lie side by side, and are cut where either has an end.
 
     Returns:
-        (t,) each, by giver: number of the giver, of the taker, and what the giver has given by then.
+        (transfers,) each: giver, taker, and what the giver has given after it.
     """
     give, want = np.cumsum(given), np.cumsum(wanted)
     ends = np.unique(np.concatenate([give, want]))
     ends = ends[(ends > 0) & (ends <= min(give.max(initial=0), want.max(initial=0)))]
     middles = (ends + np.concatenate([[0.0], ends])[:-1]) / 2
-    # What is so little that its middle is its end belongs to the last one too.
+    # Rounding may put a tiny transfer's middle at the end of a line.
     giver = np.minimum(np.searchsorted(give, middles, side="right"), len(give) - 1)
     taker = np.minimum(np.searchsorted(want, middles, side="right"), len(want) - 1)
     return giver, taker, ends - (give - given)[giver]
 
 
 def _shortened(lengths: Ints, works: Floats, less: Floats, cost_model: CostModel, least: int) -> Ints:
-    """The smallest lengths, at least `least`, at which documents have lost no more than `less` work."""
+    """The smallest lengths, at least `least`, to which documents lose no more than `less` work."""
     low, high = np.full(len(lengths), least, dtype=np.int64), lengths.copy()
     while (low < high).any():
         middle = (low + high) // 2

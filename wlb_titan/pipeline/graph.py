@@ -7,14 +7,14 @@ with its time. Edges say what waits for what:
     data        F of a stage for F of the stage before; B or I for that of the stage after, or on the last
                 stage for its own F, or the last of those whose tokens it has; W for its own I
 
-An action starts when all that it waits for has ended, and the step ends with its last action, so that the
-step is as long as the graph's longest path. Data that goes from one rank to another takes a delay more. Two
-ranks, 1F1B, forward passes of 1, 1 and 4 units and backward passes of twice that, in three orders:
+An action starts when all that it waits for has ended, and the step ends with its last action: the step is as
+long as the graph's longest path. Data between ranks takes an additional delay. Two ranks, 1F1B, forward
+passes of 1, 1 and 4 units and backward passes of twice that, in three orders:
 
     order 1 1 4: 30 units        order 4 1 1: 30 units        order 1 4 1: 27 units
 
-Every function works on many steps (or data-parallel ranks) at a time, the last axis of its arrays, since they
-have one graph and differ only in times.
+Every function works on k steps (or data-parallel ranks) at a time, along the last axis of its arrays, since
+they have one graph and differ only in times.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ class PassTimes(NamedTuple):
     """How long passes take, all float64 (stages, micro-batches, k) in one unit, in the order of running."""
 
     forward: Floats
-    inputs: Floats  # I, the part of a backward pass that the stage before waits for
-    weights: Floats  # W, the rest of it; B takes both
+    inputs: Floats  # I; B takes as long as I and W
+    weights: Floats  # W
 
     @classmethod
     def equal_stages(cls, forward: Floats, backward: Floats, shape: PipelineShape) -> PassTimes:
-        """Stages that take equal times, and a backward pass half of which is the weights' gradient, by the
-        times of each micro-batch through all stages of one rank, float64 (n, k)."""
+        """Equal stages, and halves of a backward pass for I and W; arguments are float64 (n, k), times of
+        each micro-batch through all stages of a rank."""
         each = (shape.stages, *forward.shape)
         half = np.broadcast_to(backward / (2 * shape.chunks), each)
         return cls(np.broadcast_to(forward / shape.chunks, each), half, half)
 
     def of(self, action: Action) -> Floats:
-        """float64 (k,), the times of an action."""
         kind, stage, place = action
         times: Floats
         if kind == "B":
@@ -61,9 +60,9 @@ class PipelineGraph:
 
     Args:
         micro_batches: n, at least 1.
-        actions: what each rank runs, in order; None takes the schedule's own.
-        needed: the last forward pass on the last stage that each backward pass waits for, by their places;
-            None: its own micro-batch's.
+        actions: each rank's actions, in order; None for the schedule's.
+        needed: for the place of a backward pass that of the last forward pass that it waits for on the last
+            stage; None for its own.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class PipelineGraph:
         needed: Mapping[int, int] | None = None,
     ) -> None:
         self.shape = shape
-        self._of_backward = needed or {}
+        self._forward_needed = needed or {}
         self.actions: list[Action] = []  # of all ranks, each after all that it waits for
         self._waits: list[tuple[int, int, bool]] = []
-        """Numbers (from 1; 0 is none) of the rank's action before and of the action whose data is needed, and
-        whether these data come from another rank."""
+        """Numbers (from 1; 0 is none) of the rank's previous action and of the action whose data is needed,
+        and whether that data comes from another rank."""
         if actions is None:
             actions = [list(rank_actions(shape, micro_batches, rank)) for rank in range(shape.ranks)]
         self._sort(actions)
@@ -92,7 +91,7 @@ class PipelineGraph:
         """float64 (actions, k), when every action ends; the step takes the largest of them.
 
         Args:
-            delay: time of data from one rank to the next: a number, or float64 (n, k) by micro-batch.
+            delay: of data from one rank to the next: a number, or float64 (n, k) by micro-batch.
             earliest: when actions may begin: a number, or float64 (actions, k).
         """
         delays = np.broadcast_to(delay, times.forward.shape[1:])
@@ -111,7 +110,7 @@ class PipelineGraph:
         """float64 (k,), the step's time in several orders, with equal stages and free communication.
 
         Args:
-            forward, backward: float64 (n,), times of each micro-batch's passes through all stages of a rank.
+            forward, backward: float64 (n,), times of each micro-batch through all stages of a rank.
             orders: int64 (k, n), permutations of the micro-batches.
         """
         times = PassTimes.equal_stages(forward[orders].T, backward[orders].T, self.shape)
@@ -125,7 +124,7 @@ class PipelineGraph:
         return result
 
     def _sort(self, waiting: Sequence[Sequence[Action]]) -> None:
-        """Puts the actions in an order in which each comes after all that it waits for."""
+        """Appends every action after all that it waits for."""
         numbers: dict[Action, int] = {}
         heads, last = [0] * len(waiting), [0] * len(waiting)
         blocked: dict[int, Action] = {}
@@ -161,6 +160,6 @@ class PipelineGraph:
         if kind == "W":
             return numbers.get(Action("I", stage, place))
         if stage == self.shape.stages - 1:
-            return numbers.get(Action("F", stage, self._of_backward.get(place, place)))
+            return numbers.get(Action("F", stage, self._forward_needed.get(place, place)))
         whole = numbers.get(Action("B", stage + 1, place))
         return whole if whole is not None else numbers.get(Action("I", stage + 1, place))

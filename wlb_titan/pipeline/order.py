@@ -1,15 +1,15 @@
 """In which order a pipeline runs micro-batches of different sizes.
 
-The dependency graph of the schedule (`pipeline/graph.py`, which has an example) gives the time of a step from
-the times of its micro-batches' passes, and so orders can be compared before anything runs. `best` looks for
-the shortest step: it tries every order where there are few, and otherwise improves the best of the simple
-orders at random. Its effort is counted in passes evaluated and not in measured time, so that every rank finds
-the same order. Communication is taken to cost nothing, and the stages to take equal times.
+The schedule's dependency graph (`pipeline/graph.py`, with an example) gives the time of a step from the times
+of its passes, so orders can be compared before anything runs. `best` looks for the shortest step: it tries
+every order where there are few, and otherwise improves the best of some simple orders at random. Its budget
+is counted in passes evaluated, not in measured time, so that every rank finds the same order. Communication
+is taken as free, and stages as equal.
 
 Ranks that share parameters (FSDP) meet in collectives at every layer of every micro-batch, so their k-th
-micro-batches should be alike. `longest_first` and `shortest_first` sort those of all ranks and so keep them
-alike; `best` is searched once for all of them, on the mean over the ranks of the longest, the second longest
-and so on, and every rank's k-th longest then runs at the same place.
+micro-batches should be alike. `longest_first` and `shortest_first` sort every rank's and so keep them alike;
+`best` searches one order for all ranks, on the mean of their longest, of their second longest and so on, and
+every rank's k-th longest runs at the same place.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ORDERS = Family(
     },
 )
 
-EXHAUSTIVE = 6  # micro-batches of which all orders are tried, 720 at most
+EXHAUSTIVE = 6  # most micro-batches for which all orders are tried, 720
 BATCH = 64  # orders evaluated together in the search
-PASS_SECONDS = 5e-6  # that evaluating one pass for BATCH orders takes: turns milliseconds into evaluations
+PASS_SECONDS = 5e-6  # time to evaluate one pass for BATCH orders: turns the budget into evaluations
 
 
 class MicroBatchOrder(Plugin, ABC):
@@ -67,7 +67,7 @@ class MicroBatchOrder(Plugin, ABC):
         """int64 (n,), the micro-batches in the order in which a rank runs them.
 
         Args:
-            forward, backward: float64 (n,), times of each one's passes through the rank, in one unit.
+            forward, backward: float64 (n,), times of each one through the rank, in one unit.
         """
 
 
@@ -132,7 +132,7 @@ def arranged(
 
     Args:
         run: micro-batches that go through the pipeline together; a step may have several runs.
-        assigned: numbers of each rank's packs, as many on every rank.
+        assigned: numbers of each rank's packs, equally many.
         forward, backward: float64 (packs,), predicted times of their passes, in one unit.
     """
     count = len(assigned[0])
@@ -155,17 +155,16 @@ def arranged(
 
 
 def longest_first(forward: Floats, backward: Floats) -> Ints:
-    """The micro-batches from the most work to the least."""
     return np.argsort(-(forward + backward), kind="stable")
 
 
 def hill(longest: Ints) -> Ints:
-    """The longest in the middle and ever shorter ones towards both ends: 3 2 1 0 -> 2 0 1 3 by rank."""
+    """The longest in the middle, shorter ones towards both ends: 0 1 2 3, longest first, -> 2 0 1 3."""
     return np.concatenate([longest[::2][::-1], longest[1::2]])
 
 
 def _search(graph: PipelineGraph, forward: Floats, backward: Floats, starts: Ints, budget_ms: float) -> Ints:
-    """The best of `starts`, improved by random exchanges and moves as long as the budget lasts."""
+    """The best of `starts`, improved by random exchanges and moves."""
     times = graph.step_times(forward, backward, starts)
     best: Ints = starts[times.argmin()]
     shortest = times.min()

@@ -1,23 +1,23 @@
 """PackFlow: in which order the ranks of a pipeline run MicroPacks (SlimPack, section 4.2).
 
 1F1B over MicroPacks: forward passes in the order of the packs, backward passes first in first out between
-documents and last in first out between the slices of one, so that the backward pass of a document begins when
-the forward pass of its last slice is over. Two ranks, packs 0, 1 and 2 slices of one document, 3 and 4 whole:
+documents and last in first out between the slices of one, as a document's last slice is the first that can go
+backward. Two ranks, packs 0, 1 and 2 are slices of one document, 3 and 4 hold whole ones:
 
     rank 0: F0 F1 F2 F3 B2 F4 B1 B0 B3 B4        rank 1: F0 F1 F2 B2 F3 B1 F4 B0 B3 B4
 
-With several stages a rank, packs go through a rank's stages in rounds of as many as there are ranks, as in
-Interleaved1F1B. A rank so has two lists, of forward and of backward passes, and the step is run ahead of time
-to find how they go into each other: the pass that can begin first runs, and where both can, the one of the
-other kind than the pass before. Before the k-th backward pass at most this many forward passes are done:
+With several stages on a rank, packs go through them in rounds of as many packs as there are ranks, as in
+Interleaved1F1B. So a rank has two lists, of forward and of backward passes. To merge them the step is
+simulated: the pass that can begin first runs; if both can, forward and backward passes alternate. Before the
+k-th backward pass at most this many forward passes are done:
 
     max(those that it waits for, those that the first waits for + k) + warm-up + slack
 
-where the warm-up is that of 1F1B, and just those that it waits for without a pipeline. Nor may the tokens in
-flight exceed a limit; but a forward pass that the next backward pass waits for always runs, so that no order
-waits for itself. With equal packs and no slack this is 1F1B or Interleaved1F1B, action for action in time,
-whatever the slices. Times are predicted, stages take equal ones, and communication is free; every rank of the
-job finds the same order.
+where the warm-up is that of 1F1B; without a pipeline it is just those that it waits for. Tokens in flight
+have a limit too, but a forward pass that the next backward pass waits for always runs, so there is no
+deadlock. With equal packs and no slack this is 1F1B or Interleaved1F1B, action for action, whatever the
+slices. Times are predicted, stages are taken as equal and communication as free; every rank of the job finds
+the same order.
 """
 
 from __future__ import annotations
@@ -35,49 +35,38 @@ from wlb_titan.plan import Action, Flow
 
 Kind = Literal["F", "B"]
 FLOW_SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""The schedules whose place PackFlow takes: of one and of several stages a rank. Both put stage s on rank
+"""The schedules that PackFlow replaces, with one and with several stages on a rank. Both put stage s on rank
 s mod ranks, which `runtime.pipeline.build.PackFlowSchedule` relies on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """The n MicroPacks of a data-parallel rank, as the order of passes sees them.
+    """The n MicroPacks of a data-parallel rank, float64 (n,); backward passes in the order of running.
 
-    Attributes:
-        forward: float64 (n,), time of each pack's forward pass through all stages of one rank, in any unit.
-        tokens: float64 (n,), that a forward pass puts in flight.
-        backward: float64 (n,), time of the backward passes, in the order of running.
-        freed: float64 (n,), that these take out of flight.
-        needed: the last forward pass that each of them waits for; never falls.
+    Times are those through all stages of one rank, in any unit.
     """
 
-    forward: Floats
-    tokens: Floats
-    backward: Floats
-    freed: Floats
-    needed: Sequence[int]
+    forward: Floats  # times of forward passes
+    tokens: Floats  # that forward passes put in flight
+    backward: Floats  # times of backward passes
+    freed: Floats  # tokens that backward passes take out of flight
+    needed: Sequence[int]  # the last forward pass that each backward pass waits for; never falls
 
 
 @dataclass(frozen=True, slots=True)
 class PackOrder:
-    """An order of passes, and what it comes to.
+    """An order of passes, and the time that it takes."""
 
-    Attributes:
-        flow: what each pipeline rank runs; the `place` of a backward pass is its place in their order.
-        seconds: time of the step, in the unit of the passes' times.
-    """
-
-    flow: Flow
-    seconds: float
+    flow: Flow  # the `place` of a backward pass counts backward passes
+    seconds: float  # of the step, in the unit of the passes' times
 
 
 def packflow(packs: Packs, shape: PipelineShape, *, slack: int = 0, limit: float | None = None) -> PackOrder:
-    """The order of passes, by running them as the module says.
+    """The order of passes that the module describes.
 
     Args:
-        shape: the pipeline; its schedule's name is not looked at.
-        slack: packs in flight beyond the need.
-        limit: tokens that a rank may have in flight; None for no limit.
+        slack: packs in flight beyond what 1F1B needs.
+        limit: most tokens in flight on a rank.
     """
     return _Run(packs, shape, slack, limit).schedule()
 
@@ -89,8 +78,7 @@ def backward_order(sliced: Sequence[int]) -> list[int]:
     run backward as 2 1 0 3 5 4.
 
     Args:
-        sliced: the document of which each pack has a slice, in the order of forward passes, -1 where
-            it has none. The packs of a document follow one another.
+        sliced: for each pack the document that it has a slice of, or -1. Packs of a document are consecutive.
     """
     order: list[int] = []
     for document, group in itertools.groupby(range(len(sliced)), sliced.__getitem__):
@@ -100,8 +88,7 @@ def backward_order(sliced: Sequence[int]) -> list[int]:
 
 
 def forward_needed(sliced: Sequence[int]) -> list[int]:
-    """The forward pass that each pack's backward pass waits for: the last one with its document's
-    slices.
+    """The forward pass that each pack's backward pass waits for: the last one of its document's slices.
 
     Example: packs with slices of the documents 7, 7, 7, none wait for 2, 2, 2 and 3.
     """
@@ -110,7 +97,7 @@ def forward_needed(sliced: Sequence[int]) -> list[int]:
 
 
 class _Run:
-    """A step under way: per stage the passes done, per rank the time and what is in flight."""
+    """The simulation of a step."""
 
     def __init__(self, packs: Packs, shape: PipelineShape, slack: int, limit: float | None) -> None:
         ranks, chunks = shape.ranks, shape.chunks
@@ -121,17 +108,17 @@ class _Run:
         self._tokens = (packs.tokens / chunks).tolist()
         self._freed = (packs.freed / chunks).tolist()
         self._needed = packs.needed
-        # What each rank runs: (which of its stages, place), in the order of its rounds.
+        # The passes of each rank, in rounds: (which of its stages, place).
         self._forwards = _rounds(len(packs.forward), ranks, range(chunks))
         self._backwards = _rounds(len(packs.backward), ranks, range(chunks - 1, -1, -1))
         number = {run: k for k, run in enumerate(self._forwards)}
         waits = (number[chunks - 1, self._needed[place]] + 1 for _, place in self._backwards)
         self._waits = list(itertools.accumulate(waits, max))
-        """For each backward pass, the forward passes of its rank that must be over."""
-        self._ahead = [(2 if chunks > 1 else 1) * (ranks - 1 - r) + slack * chunks for r in range(ranks)]
+        """For each backward pass, how many forward passes of its rank must be over."""
+        self._warm_up = [(2 if chunks > 1 else 1) * (ranks - 1 - r) + slack * chunks for r in range(ranks)]
         self._ends: dict[str, list[list[float]]] = {k: [[] for _ in range(shape.stages)] for k in "FB"}
-        self._free = [0.0] * ranks
-        self._live = [0.0] * ranks
+        self._free = [0.0] * ranks  # when each rank is free
+        self._live = [0.0] * ranks  # tokens in flight
         self._done = {"F": [0] * ranks, "B": [0] * ranks}
         self._actions: list[list[Action]] = [[] for _ in range(ranks)]
 
@@ -145,22 +132,22 @@ class _Run:
         return PackOrder(tuple(map(tuple, self._actions)), max(self._free))
 
     def _next(self, rank: int) -> tuple[float, Kind]:
-        """When the rank can begin a pass, and which: at infinity where it waits for another rank."""
-        forward, backward = self._forward_begin(rank), self._backward_begin(rank)
+        """When the rank can start a pass, and which kind; infinite while it waits for another rank."""
+        forward, backward = self._forward_start(rank), self._backward_start(rank)
         alternates = bool(self._actions[rank]) and self._actions[rank][-1].kind == "B"
         if forward < backward or (forward == backward and alternates):
             return forward, "F"
         return backward, "B"
 
-    def _forward_begin(self, rank: int) -> float:
+    def _forward_start(self, rank: int) -> float:
         done, back = self._done["F"][rank], self._done["B"][rank]
         if done == len(self._forwards):
             return np.inf
         chunk, place = self._forwards[done]
         if back < len(self._backwards) and done >= self._waits[back]:
-            # Alone, a rank has nothing to hide, and would only hold more.
+            # A rank without a pipeline has no bubble to fill, and would only use more memory.
             ahead = self._waits[0] + back if self._shape.ranks > 1 else 0
-            if done >= max(self._waits[back], ahead) + self._ahead[rank]:
+            if done >= max(self._waits[back], ahead) + self._warm_up[rank]:
                 return np.inf
             if self._live[rank] + self._tokens[place] > self._limit:
                 return np.inf
@@ -170,7 +157,7 @@ class _Run:
         ready = self._ends["F"][stage - 1]
         return max(ready[place], self._free[rank]) if place < len(ready) else np.inf
 
-    def _backward_begin(self, rank: int) -> float:
+    def _backward_start(self, rank: int) -> float:
         done = self._done["B"][rank]
         if done == len(self._backwards):
             return np.inf
@@ -182,18 +169,18 @@ class _Run:
             ready = self._ends["B"][stage + 1]
         return max(ready[place], self._free[rank]) if place < len(ready) else np.inf
 
-    def _run(self, rank: int, begin: float, kind: Kind) -> set[int]:
-        """Runs a pass; returns the ranks for which something changed."""
-        assert begin < np.inf, "every rank waits for another"
+    def _run(self, rank: int, start: float, kind: Kind) -> set[int]:
+        """Runs a pass; returns the ranks whose next pass may have changed."""
+        assert start < np.inf, "every rank waits for another"
         chunk, place = (self._forwards if kind == "F" else self._backwards)[self._done[kind][rank]]
         stage = chunk * self._shape.ranks + rank
         if kind == "F":
-            end = begin + self._forward[place]
+            end = start + self._forward[place]
             self._live[rank] += self._tokens[place]
             self._actions[rank].append(Action("F", stage, place))
             neighbour = stage + 1
         else:
-            end = begin + self._backward[place]
+            end = start + self._backward[place]
             self._live[rank] -= self._freed[place]
             self._actions[rank].append(Action("B", stage, place))
             neighbour = stage - 1

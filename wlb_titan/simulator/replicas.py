@@ -1,8 +1,8 @@
-"""Steps whose micro-batches are MicroPacks: every replica runs its passes in the order that its plan says.
+"""Steps whose micro-batches are MicroPacks: every replica runs its passes in the order of its plan.
 
-The dependency graph has the edges between slices too (SlimPack, section 4.3): the forward pass of a slice
-waits for those of the slices before it, its backward pass for those of the slices behind it. All of them are
-passes of one stage, and so of one rank, whose own order has to keep to them; it is checked to.
+SlimPack's graph also has edges between slices (section 4.3): the forward pass of a slice waits for those of
+earlier slices, its backward pass for those of later ones. They are passes of one stage, and so of one rank,
+so it is enough to check that the rank's order obeys them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,19 @@ from wlb_titan.plan import PREFIX, TOTAL, Action, Flow, MicroBatch, Plan
 
 
 def planned_times(job: Job, micro_batches: Sequence[MicroBatch], run: int) -> tuple[PassTimes, Floats]:
-    """The passes of planned micro-batches, `run` to a pipeline run.
-
-    Returns:
-        Seconds, float64 (stages, n, k), and tokens of each data-parallel rank, float64 (n, k).
-    """
+    """Times of the passes of planned micro-batches, float64 (stages, n, k), and tokens of each data-parallel
+    rank, float64 (n, k), with n = `run` micro-batches in each of k pipeline runs."""
     tokens = np.array([m.length for m in micro_batches], dtype=np.float64).reshape(-1, run).T
     return in_runs(pass_seconds(job, micro_batches), run), tokens
 
 
 def in_runs(seconds: Floats, run: int) -> PassTimes:
-    """Seconds as of `pass_seconds`, `run` micro-batches to a pipeline run: arrays (stages, n, k)."""
+    """The seconds of `pass_seconds` as arrays (stages, n, k)."""
     return PassTimes(*seconds.reshape(*seconds.shape[:2], -1, run).swapaxes(2, 3))
 
 
 def transfer_seconds(job: Job, tokens: Floats) -> Floats:
-    """Seconds that a micro-batch's hidden states take from one pipeline rank to the next, shaped alike."""
+    """Seconds that micro-batches of these tokens take from one pipeline rank to the next."""
     if job.degrees.pipeline == 1:
         return np.zeros_like(tokens)
     inner = job.degrees.tensor * job.degrees.context
@@ -55,28 +52,20 @@ SETTLED = 1e-9  # of a step's time: less is no change
 
 
 class Replica(NamedTuple):
-    """One data-parallel rank in a step.
-
-    Attributes:
-        graph: graph of its passes.
-        times: times of the passes, arrays (stages, n, 1).
-        delays: float64 (n, 1), seconds of a micro-batch's data from one pipeline rank to the next.
-        micro_batches: those of the run, by the `place` of its actions.
-    """
+    """One data-parallel rank in a step."""
 
     graph: PipelineGraph
-    times: PassTimes
-    delays: Floats
-    micro_batches: Sequence[MicroBatch]
+    times: PassTimes  # arrays (stages, n, 1)
+    delays: Floats  # float64 (n, 1), seconds of a micro-batch's data from one pipeline rank to the next
+    micro_batches: Sequence[MicroBatch]  # by the `place` of its actions
 
     def ends(self, earliest: Floats) -> Floats:
-        """float64 (actions,), when each action ends that does not begin before `earliest`, of the same
-        shape."""
+        """float64 (actions,), when each action ends if none begins before its `earliest`."""
         return np.asarray(self.graph.ends(self.times, self.delays, earliest[:, None])[:, 0])
 
 
 def ends_together(replicas: Sequence[Replica]) -> list[Floats]:
-    """float64 (actions,) of each replica of a step, when its actions end."""
+    """For each replica of a step float64 (actions,), when its actions end; shared passes begin together."""
     earliest = [np.zeros(len(replica.graph.actions)) for replica in replicas]
     found = [replica.ends(own) for replica, own in zip(replicas, earliest, strict=True)]
     shared = _shared_passes(replicas)
@@ -102,7 +91,7 @@ def ends_together(replicas: Sequence[Replica]) -> list[Floats]:
 
 
 def _shared_passes(replicas: Sequence[Replica]) -> list[list[tuple[int, int]]]:
-    """The ranks that run each shared pass, and its number in the graph of each."""
+    """For each shared pass its ranks, and its number in the graph of each."""
     passes: dict[tuple[int, Action], list[tuple[int, int]]] = {}
     for rank, replica in enumerate(replicas):
         for number, action in enumerate(replica.graph.actions):
@@ -112,7 +101,6 @@ def _shared_passes(replicas: Sequence[Replica]) -> list[list[tuple[int, int]]]:
 
 
 def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
-    """The graph of one replica's step."""
     assert plan.flows is not None
     flow, micro_batches = plan.flows[dp_rank], plan.of_rank(dp_rank)
     needed = check_slices(flow, micro_batches)
@@ -120,15 +108,15 @@ def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
 
 
 def run_flows(job: Job, plans: Sequence[Plan], times: PassTimes, delays: Floats) -> tuple[Floats, Floats]:
-    """Runs every replica of every plan.
+    """Runs every replica of every plan; k is steps x replicas.
 
     Args:
-        plans: with an order of passes each.
-        times: times of all passes, (stages, n, steps x replicas).
-        delays: float64 (n, steps x replicas), seconds of a micro-batch's data from one rank to the next.
+        plans: each with an order of passes.
+        times: arrays (stages, n, k).
+        delays: float64 (n, k), seconds of a micro-batch's data from one rank to the next.
 
     Returns:
-        float64 (steps x replicas,), seconds, and what a rank computes of them on average.
+        float64 (k,) each, seconds, and how many of them a rank is busy on average.
     """
     seconds, busy = [], []
     for number, plan in enumerate(plans):
@@ -143,12 +131,7 @@ def run_flows(job: Job, plans: Sequence[Plan], times: PassTimes, delays: Floats)
 def replicas_of(
     job: Job, plan: Plan, times: PassTimes, delays: Floats, places: slice = slice(None)
 ) -> list[Replica]:
-    """The replicas of one plan, in one run of the pipeline.
-
-    Args:
-        times, delays: as of `run_flows`, of these replicas.
-        places: which of a replica's micro-batches go through in this run.
-    """
+    """The replicas of one plan, in the run of the pipeline with the micro-batches at `places`."""
     ranks = range(job.replicas)
     micro_batches = [plan.of_rank(rank)[places] for rank in ranks]
     if plan.flows is None:
@@ -164,7 +147,6 @@ def replicas_of(
 
 
 def rank_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
-    """The peak of each pipeline rank of one replica in a step."""
     return replica_memory(job, plan.of_rank(dp_rank), None if plan.flows is None else plan.flows[dp_rank])
 
 
@@ -175,7 +157,7 @@ def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
 
 
 def cache_bytes(job: Job, actions: Sequence[Action], packs: Sequence[Held]) -> list[float]:
-    """Keys and values of sliced documents, and their gradients, on a rank after each of its actions."""
+    """`SliceCache.bytes_` on a rank after each of its actions."""
     cache = SliceCache(job.token_bytes, job.layers)
     result = []
     for action in actions:
@@ -187,11 +169,8 @@ def cache_bytes(job: Job, actions: Sequence[Action], packs: Sequence[Held]) -> l
 
 
 def check_slices(flow: Flow, packs: Sequence[MicroBatch]) -> dict[int, int]:
-    """Checks the edges between the slices of each document.
-
-    Returns:
-        The last forward pass that each backward pass waits for, by their places.
-    """
+    """Checks the edges between slices; returns the place of the last forward pass that each backward pass, by
+    its place, waits for."""
     needed = dict(zip((i for i, m in enumerate(packs) if m.passes != "F"), last_needed(packs), strict=True))
     chains: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for place, (pack, own) in enumerate(zip(packs, piece_numbers(packs), strict=True)):
@@ -206,7 +185,7 @@ def check_slices(flow: Flow, packs: Sequence[MicroBatch]) -> dict[int, int]:
 
 
 def _check_chains(flow: Flow, chains: Sequence[Sequence[tuple[Any, int]]]) -> None:
-    """Checks that the passes of each chain stand in its order, on every stage."""
+    """Checks that every stage runs the passes of each chain in order."""
     for rank, actions in enumerate(flow):
         at = {action: number for number, action in enumerate(actions)}
         for stage in {action.stage for action in actions}:
@@ -216,6 +195,6 @@ def _check_chains(flow: Flow, chains: Sequence[Sequence[tuple[Any, int]]]) -> No
                     if at[first] > at[second]:
                         raise PlanError(
                             f"Pipeline rank {rank} runs {second} before {first}, which it needs: forward "
-                            "passes go from a document's begin to its end, and then backward passes from its "
-                            "end to its begin."
+                            "passes go from a document's start to its end, and then backward passes from its "
+                            "end to its start."
                         )

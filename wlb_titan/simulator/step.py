@@ -4,10 +4,9 @@ Replicas run their pipelines on their own and wait for the slowest at the end. W
 pipeline they meet in every layer of every micro-batch, so that the slowest k-th micro-batch of all replicas
 counts for each k. Under pipeline parallelism each stage's weights are gathered once, in its first forward
 pass of a run, and its gradients reduced once, in its last backward pass; without it FSDP gathers in both
-passes of each micro-batch and reduces in each backward pass. With `overlap` gathering and reduction hide
-behind the passes in which they happen, but for one layer of each: in interleaved schedules, of each stage.
-At the end the optimizer runs. Dimensions of the job's own ([[wlb.dimensions]]) may change what passes take,
-and their ranks may meet in some steps.
+passes of each micro-batch and reduces in each backward pass. With `overlap` they hide behind these passes,
+except for one layer of each stage. At the end the optimizer runs. The user's own dimensions
+([[wlb.dimensions]]) may change the times of passes, and their ranks may meet in some steps.
 """
 
 from __future__ import annotations
@@ -45,30 +44,17 @@ OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight an
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What some steps are predicted to take.
-
-    Attributes:
-        seconds: float64 (steps,), of each step.
-        pipeline: float64 (steps,), of its slowest replica's pipeline.
-        communication: float64 (steps,), of gradient reduction and gathering that is not hidden.
-        optimizer: float64 (steps,).
-        busy: float64 (steps,), seconds that a rank computes or communicates within its passes, on average.
-        tokens: int64 (steps,), of documents.
-        flops: float64 (steps,), of the model, without recomputation.
-        memory: peak of each pipeline rank over all steps and replicas.
-        longest: tokens of the longest document.
-        job: the job.
-    """
+    """Times and memory of some steps; arrays are (steps,), times in seconds."""
 
     seconds: Floats
-    pipeline: Floats
-    communication: Floats
+    pipeline: Floats  # of the slowest replica
+    communication: Floats  # gathering and gradient reduction that is not hidden
     optimizer: Floats
-    busy: Floats
-    tokens: Ints
-    flops: Floats
-    memory: tuple[RankMemory, ...]
-    longest: int
+    busy: Floats  # computing or communicating within passes, on the average rank
+    tokens: Ints  # of documents
+    flops: Floats  # of the model, without recomputation
+    memory: tuple[RankMemory, ...]  # the peak of each pipeline rank over all steps and replicas
+    longest: int  # tokens of the longest document
     job: Job
 
     @property
@@ -77,22 +63,20 @@ class Prediction:
 
     @property
     def flops_per_second(self) -> float:
-        """FLOPs of the model a second, all GPUs together."""
+        """Of all GPUs together."""
         return float(self.flops.sum() / self.seconds.sum())
 
     @property
     def mfu(self) -> float:
-        """Share of the peak FLOP/s of all GPUs that the model's operations take."""
         return self.flops_per_second / (self.job.cluster.peak_flops * self.job.degrees.ranks)
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which a rank waits, on average."""
+        """Share of the time in which a rank waits, on average."""
         return 1 - float(self.busy.sum() / self.seconds.sum())
 
     @property
     def peak_memory(self) -> RankMemory:
-        """Peak memory of the pipeline rank that needs most."""
         return fullest(self.memory)
 
     @property
@@ -101,7 +85,7 @@ class Prediction:
 
     @property
     def extrapolated(self) -> str | None:
-        """What a reader should know where attention is predicted beyond what was measured."""
+        """A warning if attention is predicted for longer documents than were measured."""
         measured = self.job.latency.measured_to
         if measured is None or self.longest <= measured:
             return None
@@ -112,12 +96,7 @@ class Prediction:
 
 
 def simulate(job: Job, plans: Sequence[Plan], measured: MeasuredPasses | None = None) -> Prediction:
-    """Predicts steps from their plans.
-
-    Args:
-        plans: plans for the job's data-parallel and context-parallel degrees.
-        measured: passes and optimizer of these steps, in place of predicted ones.
-    """
+    """Predicts steps from their plans, with measured passes and optimizer where these are given."""
     _check(job, plans)
     numbers = np.array([len(plan.micro_batches) for plan in plans])
     if (numbers != numbers[0]).any():
@@ -168,7 +147,6 @@ def simulate(job: Job, plans: Sequence[Plan], measured: MeasuredPasses | None = 
 
 
 def _joined(steps: Sequence[Ints], parts: Sequence[Prediction]) -> Prediction:
-    """One prediction of several, each of some of the steps."""
     order = np.argsort(np.concatenate(steps))
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in parts])[order]
@@ -179,11 +157,7 @@ def _joined(steps: Sequence[Ints], parts: Sequence[Prediction]) -> Prediction:
 
 
 def step_seconds(job: Job, passing: MicroBatches) -> float:
-    """Seconds of a step in which every replica's micro-batches take the same.
-
-    Args:
-        passing: arrays (n, 1), all micro-batches of one replica, which go through the pipeline in one run.
-    """
+    """Seconds of a step in which each replica has these micro-batches, arrays (n, 1), in one pipeline run."""
     times = _with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
     seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
@@ -194,8 +168,8 @@ def peak_memory(job: Job, plans: Sequence[Plan], tokens: Ints, runs: int) -> tup
     """The largest peak of each pipeline rank over the steps of replicas.
 
     Args:
-        tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
-        runs: runs of each step of a replica. From the second on, gradients of the first are there, reduced.
+        tokens: int64 (n, k x runs), of the micro-batches of each run, in the order of running.
+        runs: pipeline runs of a replica in a step. From the second on there are gradients of the first.
     """
     result = []
     for rank in range(job.degrees.pipeline):
@@ -236,7 +210,7 @@ def _run(job: Job, plans: Sequence[Plan]) -> int:
 
 
 def _slowest_of_shards(times: PassTimes, job: Job, runs: int) -> PassTimes:
-    """Every replica of a shard group takes as long as its slowest, micro-batch by micro-batch."""
+    """Every replica of a shard group waits for the slowest, micro-batch by micro-batch."""
 
     def slowest(array: Floats) -> Floats:
         stages, n, _ = array.shape
@@ -249,7 +223,7 @@ def _slowest_of_shards(times: PassTimes, job: Job, runs: int) -> PassTimes:
 
 
 def _communication(job: Job, times: PassTimes) -> Floats:
-    """float64 (k,), seconds of data-parallel communication of each run's slowest rank that nothing hides."""
+    """float64 (k,), seconds of data-parallel communication that is not hidden, on each run's slowest rank."""
     if job.degrees.sharding_ranks * job.degrees.replicate == 1:
         return np.zeros(times.forward.shape[2])
     # The stages of a rank communicate one by one.
@@ -261,7 +235,7 @@ def _communication(job: Job, times: PassTimes) -> Floats:
 
 
 def _exposed(job: Job, times: PassTimes, stage: int) -> Floats:
-    """Communication seconds of one stage that no pass hides."""
+    """float64 (k,), seconds of one stage's communication that no pass hides."""
     gather, reduce = _gather_and_reduce(job, stage)
     in_forward = np.zeros(times.forward.shape[1:])  # of the k-th micro-batch to pass a stage
     in_backward = np.zeros_like(in_forward)
@@ -285,8 +259,8 @@ def _exposed(job: Job, times: PassTimes, stage: int) -> Floats:
 def _gather_and_reduce(job: Job, stage: int) -> tuple[float, float]:
     """Seconds of gathering the weights of a stage, and of reducing their gradients.
 
-    A collective for each layer, and one for embedding, last norm and head where the stage has them. Under
-    expert parallelism a layer's experts have one of their own, over the ranks that hold the same ones.
+    There is a collective for each layer, and one for embedding, last norm and head if the stage has them.
+    Under expert parallelism a layer's experts have their own, over the ranks that hold the same ones.
     """
     degrees, layers = job.degrees, job.layers[stage]
     everything = rank_parameters(job.model, job.layers, [stage])
@@ -317,7 +291,7 @@ def _collectives(job: Job, weights: float, groups: int, ranks: int, stride: int)
 
 
 def _optimizer(job: Job) -> float:
-    """Seconds of AdamW on the rank with the most weights: as long as reading and writing them takes."""
+    """Seconds of AdamW on the rank with the most weights, bound by memory bandwidth."""
     bytes_ = own_weights(job) * job.memory.parameter_bytes
     return bytes_ * OPTIMIZER_READS_AND_WRITES / job.cluster.memory_bandwidth
 
@@ -339,11 +313,11 @@ def seconds_with_meetings(job: Job, seconds: Floats, numbers: Ints) -> Floats:
     """Seconds of each step when data-parallel ranks wait for each other only in steps in which they meet.
 
     Args:
-        seconds: float64 (steps, data-parallel ranks), of each step on each of them.
+        seconds: float64 (steps, data-parallel ranks).
         numbers: int64 (steps,), of the steps, from 1.
 
     Returns:
-        float64 (steps,), of which the sum is when the last rank is done.
+        float64 (steps,); their sum is when the last rank is done.
     """
     apart = [one for one in own_dimensions(job.degrees.own) if one.divides == "data"]
     if not apart:
@@ -360,17 +334,17 @@ def seconds_with_meetings(job: Job, seconds: Floats, numbers: Ints) -> Floats:
 
 
 class TimedMeeting(NamedTuple):
-    """A meeting of the ranks of a dimension of the job's own, which all-reduce."""
+    """A meeting, an all-reduce, of the ranks of one of the user's own dimensions."""
 
     axis: str
     every: int  # steps from one to the next
     bytes_: float  # that a rank all-reduces
-    collectives: int  # that these go in
+    collectives: int  # how many of them
     seconds: float
 
 
 def meetings(job: Job, rank: int | None = None) -> list[TimedMeeting]:
-    """The meetings of a job's dimensions, on a pipeline rank; None: on the one with the most weights."""
+    """The meetings of the user's own dimensions, on a pipeline rank or on the one with the most weights."""
     found = []
     for one in own_dimensions(job.degrees.own):
         if one.degree > 1 and (met := one.meeting(job, own_weights(job, rank))) is not None:

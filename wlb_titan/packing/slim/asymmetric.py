@@ -1,20 +1,19 @@
 """The asymmetric partition: backward passes have MicroPacks of their own (SlimPack, section 4.1.2).
 
-Attention costs the backward pass more than the forward pass, and linear layers another factor, so that packs
-of equal work in one pass are of unequal work in the other. Where layers are recomputed anyway nothing ties a
-backward pass to the tokens of one forward pass, and each can be balanced by itself. No solver is needed: a
-rank's documents lie end to end in one line, heaviest first, which is cut into M pieces of equal work.
+Attention and linear layers cost more in backward passes, each by its own factor, so packs of equal work in
+one pass have unequal work in the other. Where layers are recomputed anyway nothing ties a backward pass to
+the tokens of one forward pass, and each can be balanced by itself. No solver is needed: a rank's documents
+lie end to end in one line, heaviest first, which is cut into M pieces of equal work.
 
     forward     documents in order, each from its start to its end, by the work of forward passes
-    backward    documents in the same order, each laid out backwards, by the work of backward passes,
-                what they compute again included
+    backward    documents in the same order, each from its end to its start, by the work of backward
+                passes with recomputation
 
-so that forward passes are first in first out, and backward passes first in first out between documents and
-last in first out within one. A piece may hold the end of one document, whole documents and the start of
-another, so a backward pass waits until all documents of its piece have gone forward.
+So forward passes are first in first out, and backward passes first in first out between documents and last in
+first out within one. A piece may hold the end of one document, whole documents and the start of another, so a
+backward pass waits until all documents of its piece have gone forward.
 
-Example: documents of 6 and 4 tokens, work by their squares, M = 2, tokens 0, 1, ... of the line above and
-what they cost, 52 in all:
+Example: documents of 6 and 4 tokens, their work is the square, M = 2. The work of each token, 52 in all:
 
     forward     6: 1 3 5 7 9 | 11, 4: 1 3 5 7         25 and 27
     backward    6: 11 9 7 | 5 3 1, 4: 7 5 3 1         27 and 25
@@ -45,16 +44,9 @@ if TYPE_CHECKING:
 
 
 def cut_line(table: PrefixWork, lengths: Ints, count: int) -> list[MicroPack]:
-    """Cuts documents that lie end to end into pieces of equal work, as near as the grain allows.
+    """Cuts a line of documents into M = `count` pieces of nearly equal work.
 
-    A document that is too short by itself goes with what lies before it.
-
-    Args:
-        lengths: int64 (n,), tokens of the documents, in the order of the line.
-        count: M, pieces.
-
-    Returns:
-        The slices of each piece, in the order of the line.
+    A document that is too short by itself stays with the one before it.
     """
     table.check(lengths, count)
     units = table.most_slices(lengths)
@@ -79,13 +71,11 @@ def cut_line(table: PrefixWork, lengths: Ints, count: int) -> list[MicroPack]:
 def asymmetric(
     lengths: Ints, works: Floats, tables: tuple[PrefixWork, PrefixWork], count: int
 ) -> tuple[list[MicroPack], list[MicroPack]]:
-    """The MicroPacks of one rank, of forward and of backward passes, each in the order of running.
+    """The `count` forward and `count` backward MicroPacks of one rank, in the order of running.
 
     Args:
-        lengths: int64 (n,), tokens of the documents.
-        works: float64 (n,), by which the line is sorted, heaviest first.
+        works: float64 (n,), by which the documents are sorted, heaviest first.
         tables: work of forward and of backward passes.
-        count: M, of each kind.
     """
     order = np.argsort(-works, kind="stable")
     forward, backward = tables
@@ -102,7 +92,7 @@ def _renumbered(piece: MicroPack, order: Ints) -> MicroPack:
 
 
 class AsymmetricPacker(Packer):
-    """Packs of forward and packs of backward passes. There is nothing to place, and ranks share none."""
+    """Packs forward and backward passes separately; never merges."""
 
     def __init__(self, job: Job, window: int, flows: Flows) -> None:
         super().__init__(job, window, flows)
@@ -121,34 +111,23 @@ class AsymmetricPacker(Packer):
 
 
 class TokenMoves(NamedTuple):
-    """How a rank's share of a backward micro-batch is put together.
+    """How a rank gets its share of a backward micro-batch from hidden states of forward micro-batches."""
 
-    Attributes:
-        sources: forward micro-batches of which this rank sends tokens, rising.
-        sent: int64 (rows,), rows of the sources' shares one after the other, by the rank that they go to.
-        sent_counts: number of rows sent to each rank.
-        received_counts: rows from each rank.
-        places: int64 (rows,), where what is received goes in the share; what is left of it is padding.
-        over: forward micro-batches of which nothing is needed afterwards.
-    """
-
-    sources: tuple[int, ...]
-    sent: Ints
-    sent_counts: list[int]
-    received_counts: list[int]
-    places: Ints
-    over: tuple[int, ...] = ()
+    sources: tuple[int, ...]  # forward micro-batches of which this rank sends tokens, rising
+    sent: Ints  # int64 (rows,), rows of the concatenated shares of the sources, by the rank they go to
+    sent_counts: list[int]  # rows for each rank
+    received_counts: list[int]  # rows from each rank
+    places: Ints  # int64 (rows,), where received rows go in the share; the rest of it is padding
+    over: tuple[int, ...] = ()  # forward micro-batches that are not needed any more afterwards
 
 
 def token_moves(packs: Sequence[MicroBatch], tensor_ranks: int, rank: int) -> list[TokenMoves]:
-    """How this rank gets its share of hidden states, for each backward micro-batch.
+    """The moves for each backward micro-batch of one data-parallel rank.
 
     Args:
-        packs: micro-batches of one data-parallel rank, the backward ones behind the forward ones, whose
-            tokens they have.
-        tensor_ranks: ranks among which sequence parallelism divides a context-parallel rank's tokens; 1
-            without it.
-        rank: this one's number among those that share a micro-batch, tensor-parallel ranks innermost.
+        packs: forward micro-batches, then backward ones of the same tokens.
+        tensor_ranks: ranks that divide a context-parallel rank's tokens (sequence parallelism).
+        rank: this one's number among those that divide a micro-batch, tensor-parallel ranks innermost.
     """
     tokens = _token_numbers(packs)
     shares = [_shares(pack, tensor_ranks) for pack in packs]
@@ -184,7 +163,7 @@ def token_moves(packs: Sequence[MicroBatch], tensor_ranks: int, rank: int) -> li
 
 
 def _token_numbers(packs: Sequence[MicroBatch]) -> list[Ints]:
-    """int64 (tokens,) for each micro-batch, numbers by which a token is found in those of both passes."""
+    """For each micro-batch int64 (tokens,), numbers that tokens have in both passes."""
     numbers = piece_numbers(packs)
     slices = [pack.slices for pack in packs if pack.slices is not None]
     totals = np.zeros(1 + max(int(own.max()) for own in numbers), dtype=np.int64)
@@ -200,7 +179,7 @@ def _token_numbers(packs: Sequence[MicroBatch]) -> list[Ints]:
 
 
 def _shares(micro_batch: MicroBatch, tensor_ranks: int) -> Ints:
-    """int64 (ranks, L), where in the sequence the tokens lie that each rank holds; padding comes last."""
+    """int64 (ranks, L), positions in the sequence of the tokens that each rank holds; padding comes last."""
     if micro_batch.ranks is None:
         return np.arange(micro_batch.length).reshape(tensor_ranks, -1)
     positions = sequence_positions(micro_batch.ranks, micro_batch.lengths, micro_batch.length)
@@ -208,16 +187,14 @@ def _shares(micro_batch: MicroBatch, tensor_ranks: int) -> Ints:
 
 
 def kept_states(layers: Sequence[int]) -> list[int]:
-    """Hidden states of a token that each stage keeps: the inputs of its layers, and in the last of the head.
-
-    The first stage makes its first layer's input again, from token ids.
-    """
+    """How many hidden states of a token each stage keeps: inputs of its layers, and of the head. The input of
+    the very first layer is computed again from token ids."""
     last = len(layers) - 1
     return [n - (stage == 0 and n > 0) + (stage == last) for stage, n in enumerate(layers)]
 
 
 def regrouped_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
-    """The passes of micro-batches, as of `pass_times`; of each, one kind of them runs."""
+    """`pass_times` of micro-batches of which only forward or only backward passes run."""
     times, tokens = pass_times(job, micro_batches), micro_batches.tokens
     head = np.zeros((len(job.layers), 1, 1))
     head[-1] = job.token.head
@@ -232,7 +209,7 @@ def regrouped_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
 
 
 class RegroupedRank(RankPeak):
-    """A rank that keeps hidden states, and puts those of a backward pass together."""
+    """A rank that keeps hidden states, and regroups them for backward passes."""
 
     loss_in_forward = False
 
@@ -265,7 +242,7 @@ class RegroupedRank(RankPeak):
     ) -> Iterator[Moment]:
         """A backward pass with tokens of several forward passes, and with the loss."""
         layers = max(self._job.layers[stage], 1)
-        ends = token.hidden + self._output(token, stage)  # of the stage, its input and its output
+        ends = token.hidden + self._output(token, stage)  # input and output of the stage
         at_hand, loss = length * (ends + token.backward), 0.0
         if stage == self._last and token.loss > token.backward:
             at_hand, loss = length * ends, length * token.loss

@@ -2,20 +2,20 @@
 
 Every data-parallel rank has the same capacity, C = total work / ranks. Documents go, heaviest first, to the
 rank with the least work (SlimPack, section 4.1.1). A document of more work than C would make its rank the
-slowest, whatever the others get. So (DP-Merge) 2, 4, ... consecutive ranks are merged for its MicroPacks, as
-few as bring a rank's share of it down to C: all their context-parallel ranks together divide these packs.
-What a rank has of merged documents counts where the others go. Weights and optimizer states stay where they
-are.
+slowest, whatever the others get. So (DP-Merge) 2, 4, ... consecutive ranks share its MicroPacks, as few as
+bring each rank's share of it down to C: all their context-parallel ranks together divide these packs. A
+rank's share of merged documents counts as its work when the others are dealt. Weights and optimizer states
+stay where they are.
 
-A group of n ranks starts at a multiple of n, so that of two groups one lies in the other, or they have no
-rank in common. Packs of merged documents come first on their ranks, the heaviest document's first, and
-heavier documents have larger groups: so a merged pack stands at one and the same place on all of its ranks.
+A group of n ranks starts at a multiple of n, so two groups are nested or have no rank in common. Packs of
+merged documents come first on their ranks, the heaviest document's first, and heavier documents have larger
+groups: so a merged pack has the same place on all of its ranks.
 
 Example: documents of work 12, 3, 3, 3, 3 on 4 ranks: C = 6, the first goes over ranks 0 and 1, 6 on each, and
-two of the others each to ranks 2 and 3. Without merging the step would take 12.
+ranks 2 and 3 get two of the others each. Without merging the step would take 12.
 
-Merging can also do harm: what is left may not fill ranks evenly. `best_merging` therefore tries to merge only
-some of the documents, and those of more than C / 2 besides.
+Merging can also do harm, as the other documents may not fill the ranks evenly. So `best_merging` tries to
+merge fewer documents, and also those of more than C / 2.
 """
 
 from __future__ import annotations
@@ -31,39 +31,24 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Least
 
-MOST_MERGED = 16
-"""Documents of a step that are merged at the most."""
-
-LIGHT = 1 / 8
-"""Documents of less work than this share of C are ignored when choosing how many to merge: it keeps planning
-fast."""
+MOST_MERGED = 16  # documents of a step
+LIGHT = 1 / 8  # of C; to plan fast, lighter documents are ignored when choosing how many to merge
 
 
 class Merge(NamedTuple):
-    """A document that ranks share.
+    """A document that data-parallel ranks share."""
 
-    Attributes:
-        document: its row.
-        ranks: consecutive data-parallel ranks.
-    """
-
-    document: int
+    document: int  # its row
     ranks: range
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """Phase 1: who gets which documents.
+class Phase1:
+    """Which data-parallel ranks get which documents."""
 
-    Attributes:
-        own: rows of each data-parallel rank's own documents, int64 (n,).
-        merges: documents that ranks share, heaviest first.
-        loads: float64 (ranks,), work of each rank.
-    """
-
-    own: list[Ints]
-    merges: tuple[Merge, ...]
-    loads: Floats
+    own: list[Ints]  # rows of each rank's own documents
+    merges: tuple[Merge, ...]  # heaviest first
+    loads: Floats  # float64 (ranks,), work of each rank
 
 
 def group_sizes(ranks: int) -> tuple[int, ...]:
@@ -71,14 +56,8 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(1, ranks.bit_length()))
 
 
-def assignment(works: Floats, ranks: int, merged: int = 0, capacity: float | None = None) -> Assignment:
-    """Phase 1 with the heaviest documents merged.
-
-    Args:
-        works: float64 (n,).
-        merged: how many of the heaviest documents are merged; at a degree of 1 none.
-        capacity: C; None where these are all documents of the step.
-    """
+def dealt(works: Floats, ranks: int, merged: int = 0, capacity: float | None = None) -> Phase1:
+    """Phase 1 with the `merged` heaviest documents merged; `capacity` is C if these are not all documents."""
     order = np.argsort(-works, kind="stable").tolist()
     capacity = works.sum() / ranks if capacity is None else capacity
     loads = np.zeros(ranks)
@@ -98,16 +77,12 @@ def assignment(works: Floats, ranks: int, merged: int = 0, capacity: float | Non
         heapq.heapreplace(least, (load + float(works[document]), rank))
     for load, rank in least:
         loads[rank] = load
-    return Assignment([np.array(rows, dtype=np.int64) for rows in own], tuple(merges), loads)
+    return Phase1([np.array(rows, dtype=np.int64) for rows in own], tuple(merges), loads)
 
 
-def without_merging(works: Floats, lengths: Ints, ranks: int, least: int) -> Assignment:
-    """Phase 1 without merging, in which every rank gets at least so many tokens.
-
-    Args:
-        lengths: int64 (n,), tokens of the documents; enough for all ranks (`Arrivals`).
-    """
-    found = assignment(works, ranks)
+def without_merging(works: Floats, lengths: Ints, ranks: int, least: int) -> Phase1:
+    """Phase 1 without merging, in which every rank gets at least `least` tokens."""
+    found = dealt(works, ranks)
     rows = np.concatenate(found.own)
     rank_of = np.repeat(np.arange(ranks), [len(own) for own in found.own])
     better = Least(ranks, least).topped_up(rank_of, lengths[rows])
@@ -116,46 +91,43 @@ def without_merging(works: Floats, lengths: Ints, ranks: int, least: int) -> Ass
     return replace(found, own=[rows[better == rank] for rank in range(ranks)])
 
 
-def best_merging(works: Floats, ranks: int) -> Assignment | None:
-    """Phase 1 with as many documents merged as makes the busiest rank's work least.
-
-    Returns:
-        None where no document has more work than a rank's capacity.
-    """
+def best_merging(works: Floats, ranks: int) -> Phase1 | None:
+    """Phase 1 with the number of merged documents for which the busiest rank has least work; None if no
+    document exceeds a rank's capacity."""
     capacity = float(works.sum()) / ranks
     if ranks == 1 or works.max() <= capacity:
         return None
     most = min(int((works > capacity / 2).sum()), MOST_MERGED)
-    heavy = works[works > capacity * LIGHT]  # what is lighter fills ranks up, wherever there is room
+    heavy = works[works > capacity * LIGHT]
 
     def busiest(merged: int) -> float:
-        return max(float(assignment(heavy, ranks, merged, capacity).loads.max()), capacity)
+        return max(float(dealt(heavy, ranks, merged, capacity).loads.max()), capacity)
 
-    return assignment(works, ranks, min(range(1, most + 1), key=busiest))
+    return dealt(works, ranks, min(range(1, most + 1), key=busiest))
 
 
-def numbers_of_packs(works: Floats, most: Sequence[int], found: Assignment, count: int) -> list[int]:
-    """How many packs each merged document is cut into: as many as give a rank packs of equal work.
+def numbers_of_packs(works: Floats, most: Sequence[int], phase_1: Phase1, count: int) -> list[int]:
+    """How many packs each merged document is cut into, so that a rank's packs have equal work.
 
     Args:
         works: float64 (n,), of all documents.
         most: slices that each merged document can be cut into.
         count: M, packs of a rank.
     """
-    ranks = len(found.own)
-    target = works.sum() / ranks / count  # of a rank's pack
-    alone = np.array([len(rows) == 0 for rows in found.own])
-    room = count - (~alone).astype(np.int64)  # a rank's own documents have a pack at least
+    ranks = len(phase_1.own)
+    target = works.sum() / ranks / count  # a rank's share of a pack
+    alone = np.array([len(rows) == 0 for rows in phase_1.own])
+    room = count - (~alone).astype(np.int64)  # a rank's own documents need a pack
     coming = np.zeros(ranks, dtype=np.int64)
-    for merge in found.merges:
+    for merge in phase_1.merges:
         coming[merge.ranks] += 1
     numbers = []
-    for merge, pieces in zip(found.merges, most, strict=True):
+    for merge, pieces in zip(phase_1.merges, most, strict=True):
         own = np.array(merge.ranks)
         coming[own] -= 1
         upto = min(int((room - coming)[own].min()), pieces)
         wanted = round(float(works[merge.document]) / len(own) / target)
-        last = own[alone[own] & (coming[own] == 0)]  # ranks that have nothing else to fill their packs
+        last = own[alone[own] & (coming[own] == 0)]  # ranks with nothing else to fill their packs
         number = int(room[last].max()) if len(last) else max(min(wanted, upto), 1)
         if number > upto:
             raise PlanError("A rank's packs cannot be filled with its share of merged documents.")

@@ -1,4 +1,4 @@
-"""The order of a step's passes under `slim`, and by it the step's seconds and peak."""
+"""The order of a step's passes under `slim`, and the seconds and peak memory that follow from it."""
 
 from __future__ import annotations
 
@@ -21,41 +21,30 @@ if TYPE_CHECKING:
 
 
 Timed = tuple[Packing, Floats, Floats]
-"""A step's packs, and float64 (packs,) how long forward and backward passes of each take."""
+"""A step's packs, and for each, float64 (packs,), the times of its forward and of its backward pass."""
 
-PREDICTED = 64
-"""Packs that as many ranks share and of which times are predicted, for the choice of settings."""
-
-PREDICTED_IN_STEP = 4
-"""The same, for a choice in every step."""
-
-LOOKED_AT = 2
-"""Data-parallel ranks of a step whose memory is predicted: those with most tokens in flight, and one more."""
+PREDICTED = 64  # packs, shared by equally many ranks, whose times are predicted to choose settings
+PREDICTED_IN_STEP = 4  # the same, for a choice in every step
+LOOKED_AT = 2  # data-parallel ranks whose memory is predicted, besides the one with the longest pack
 
 
 class Flows:
-    """Which kind of pass runs when, on all data-parallel ranks, as the slowest of them needs.
+    """One order of forward and backward passes for all data-parallel ranks, by the slowest of them.
 
-    FSDP's ranks meet in collectives in forward and in backward passes (all without a pipeline, those of the
-    head with one), so they have to run the same kinds of passes at the same places. Backward passes are
-    numbered here in the order in which they run, whatever packs these are on a rank. Tokens in flight are the
-    mean over the ranks.
-
-    Attributes:
-        limit: tokens that a pipeline rank may have in flight, the mean data-parallel rank's; None for no
-            limit.
+    FSDP's ranks meet in collectives in forward and in backward passes (in all without a pipeline, in those of
+    the head with one), so they have to run the same kind of pass at the same time. Backward passes are
+    numbered here in the order in which they run; which packs these are differs between ranks.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # What a token of a pack that ranks share holds on each of them, relative to one of a rank's own
-        # pack: a share of the activations, and all of the document's keys and values.
+        # Bytes of a shared pack's token on each rank, relative to a token of a rank's own pack: a share of
+        # the activations, and all of the document's keys and values.
         kept = job.token_bytes.kept_in_slices
         self._held = {n: shared.token_bytes.kept_in_slices / kept for n, shared in job.merged.items()}
-        self.limit: float | None = job.most_in_flight
+        self.limit: float | None = job.most_in_flight  # tokens in flight, on the mean data-parallel rank
 
     def of(self, step: Timed, slack: int) -> PackOrder:
-        """The order of a step's passes, with so many packs in flight beyond the need."""
         packing, forward, backward = step
         ranks = np.array(packing.assigned)
         orders, needed = map(np.array, dependencies(packing))
@@ -75,9 +64,9 @@ class Flows:
     def timed(self, packing: Packing, predicted: int = PREDICTED) -> Timed:
         """A step with predicted times.
 
-        Of packs that as many ranks share, so many are predicted, from the least to the most work; the others
-        take as long for their work as those next to them. To divide a pack over its ranks takes milliseconds,
-        and a large job has thousands.
+        Dividing a pack over its ranks takes milliseconds, and a large job has thousands. So of the packs that
+        equally many ranks share only `predicted` are, from the least to the most work; times of the others
+        are interpolated by work.
         """
         times = dict(zip("FB", packing.pass_work(self._job.cost_model), strict=True))
         alike: dict[tuple[int, str], list[int]] = {}
@@ -93,21 +82,17 @@ class Flows:
         return packing, times["F"], times["B"]
 
     def _seconds(self, packing: Packing, packs: Ints) -> dict[str, Floats]:
-        """float64 (n,) for each kind of pass: that of the packs with these numbers through all stages."""
+        """For each kind of pass float64 (n,), seconds of these packs through all stages."""
         sized = [self._job.sized(packing.packs[number]) for number in packs.tolist()]
         forward, inputs, weights = pass_seconds(self._job, list(map(self._job.sharded, sized)))
         return {"F": forward.sum(axis=0), "B": (inputs + weights).sum(axis=0)}
 
     def seconds(self, steps: Sequence[Timed], slack: int) -> float:
-        """How long steps take whose slowest data-parallel rank is waited for."""
+        """How long steps take together."""
         return sum(self.of(step, slack).seconds for step in steps)
 
     def peak(self, packing: Packing, flow: Flow) -> RankMemory | None:
-        """The predicted peak of a step's fullest GPU; None where memory is not predicted.
-
-        Args:
-            flow: the order of passes, as of `of`.
-        """
+        """The predicted peak of a step's fullest GPU; None where memory is not predicted."""
         if self._job.memory_unknown:
             return None
         orders, _ = dependencies(packing)
@@ -119,8 +104,8 @@ class Flows:
 
 
 def _interpolated(times: Floats, seconds: Floats, own: Ints, some: Ints) -> None:
-    """Turns the work of the packs `own` into seconds, of which those of `some` were predicted."""
-    rising = np.argsort(times[some])  # as np.interp wants it
+    """Turns `times` of the packs `own` from work into seconds, of which those of `some` are known."""
+    rising = np.argsort(times[some])  # np.interp needs it
     work = times[some][rising]
     times[own] *= np.interp(times[own], work, seconds[rising] / work)
     times[some] = seconds
@@ -132,8 +117,8 @@ def pack_tokens(packing: Packing) -> Ints:
 
 
 def _candidates(packing: Packing, flow: Flow, orders: Sequence[Sequence[int]]) -> list[int]:
-    """The data-parallel ranks of which one should be the fullest: by the most tokens in flight on the first
-    pipeline rank, and by the longest pack."""
+    """Data-parallel ranks one of which should be the fullest: those with the most tokens in flight on the
+    first pipeline rank, and the one with the longest pack."""
     assert packing.assigned is not None
     if len(packing.assigned) <= LOOKED_AT:
         return list(range(len(packing.assigned)))
@@ -145,8 +130,8 @@ def _candidates(packing: Packing, flow: Flow, orders: Sequence[Sequence[int]]) -
 
 
 def dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
-    """What backward passes of each data-parallel rank run, in order, and the forward pass that each waits
-    for."""
+    """For each data-parallel rank the packs of backward passes, in order, and the forward passes they
+    need."""
     assert packing.assigned is not None
     found = [_dependencies(packing.of_rank(rank)) for rank in range(len(packing.assigned))]
     return [order for order, _ in found], [needed for _, needed in found]
@@ -162,7 +147,7 @@ def _dependencies(packs: Sequence[MicroBatch]) -> tuple[list[int], list[int]]:
 
 
 def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
-    """A flow whose backward passes are numbered as they run, with the packs that they are on one rank."""
+    """A flow of `Flows` for one rank: the k-th backward pass is the one of the pack `order[k]`."""
     return tuple(
         tuple(a if a.kind == "F" else Action("B", a.stage, order[a.place]) for a in actions)
         for actions in flow

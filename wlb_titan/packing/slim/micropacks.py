@@ -1,17 +1,16 @@
 """From the documents of one data-parallel rank to M MicroPacks of equal work (SlimPack, 4.1.1, phase 2).
 
 A document of more work than a pack's target T = total / M is cut into k = ceil(work / T) slices, each of
-which leads a pack of its own: slim packs, and a mix of the last slice and whole short documents. What is left
-of the M packs holds whole short documents; one of fewer tokens than a pack needs has none to itself. Since
-cuts can be anywhere, only the sums count: the k packs of a document can share its work and that of the short
-documents that ride with it equally, as long as these fit beside its last slice. So a cut document is a slot
-of size k, a pack without one a slot of size 1, and
+which leads a pack of its own: slim packs, and a mix of the last slice and whole short documents. The other
+packs hold whole short documents. Since cuts can be anywhere, only the sums count: the k packs of a document
+can share its work and that of the short documents beside its last slice equally, as long as these fit there.
+So a cut document is a slot of size k, a pack without one a slot of size 1, and
 
     level of a slot = work in it / size        minimise the largest level
 
 Short documents go, heaviest first, where the level comes out lowest (longest processing time first on
-machines of different speeds). The rest of a pack never holds the start of another document: their orders of
-backward passes would be chained, and both would be in memory.
+machines of different speeds). No pack has slices of two documents: that would chain their backward passes,
+and keep both in memory.
 
 Example: documents of work 9, 2, 2, 1 and M = 4: T = 3.5, the first is cut in 3, the others fill one pack and
 the mix: levels (9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
@@ -33,34 +32,24 @@ from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
 
 WIDER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)
-"""Targets that are tried, relative to total / M: with a wider one documents are cut into fewer slices."""
+"""Targets relative to total / M: with a wider one documents are cut into fewer slices."""
 
-TRIED = 3
-"""Of these, as many as lead to M packs."""
-
-MOST_TRIED = TRIED + 1
-"""Placings of one rank at the most: of those, and of the target with which fewest documents are cut."""
-
-LEVEL = 1.005
-"""Largest over mean level at which nothing else is tried."""
+TRIED = 3  # how many of the targets that lead to M packs are tried
+MOST_TRIED = TRIED + 1  # with the target that cuts the fewest documents
+LEVEL = 1.005  # largest over mean level that is good enough
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What short documents are put into.
+    """Where short documents can go."""
 
-    Attributes:
-        work: float64 (b,), of the cut document that each slot begins with, 0 where there is none.
-        size: int64 (b,), packs of the slot.
-    """
-
-    work: Floats
-    size: Ints
+    work: Floats  # float64 (slots,), of the cut document in each, 0 where there is none
+    size: Ints  # int64 (slots,), packs
 
 
 Placing = Callable[[Slots, Floats], Ints | None]
-"""Puts short documents of this work, falling, into slots: int64 (n,), the slot of each document; None where
-they do not fit beside last slices."""
+"""(slots, work of short documents, falling) -> int64 (n,), the slot of each document; None where they do not
+fit beside last slices."""
 
 
 def place_greedily(slots: Slots, works: Floats) -> Ints | None:
@@ -70,7 +59,7 @@ def place_greedily(slots: Slots, works: Floats) -> Ints | None:
     shared = slots.size > 1
     for number, work in enumerate(works.tolist()):
         levels = (load + work) / slots.size
-        # Something of the cut document must be left for its last slice.
+        # Some of the cut document must be left for its last slice.
         levels[shared & (beside + work >= levels)] = np.inf
         slot = int(levels.argmin())
         if levels[slot] == np.inf:
@@ -84,14 +73,8 @@ def place_greedily(slots: Slots, works: Floats) -> Ints | None:
 def micropacks(
     lengths: Ints, works: Floats, prefix_work: PrefixWork, count: int, place: Placing = place_greedily
 ) -> list[MicroPack]:
-    """The MicroPacks of one rank, in the order of their forward passes: heaviest document first.
-
-    Args:
-        lengths: int64 (n,), tokens of the documents.
-        works: float64 (n,), their work.
-        count: M, packs; each holds at least `prefix_work.least` tokens.
-        place: puts short documents beside slices.
-    """
+    """The M = `count` MicroPacks of one rank's documents, heaviest document first: the order of their forward
+    passes. Each holds at least `prefix_work.least` tokens."""
     prefix_work.check(lengths, count)
     most = prefix_work.most_slices(lengths)
     order = np.lexsort((-works, most == 0))
@@ -122,10 +105,10 @@ def micropacks(
 
 
 def _numbers_of_slices(works: Floats, most: Ints, count: int) -> Iterator[Ints]:
-    """Ways to cut documents: int64 (n,) each, slices of every document; the last one cuts the least.
+    """Ways to cut documents, the last one with the fewest cuts: int64 (n,), slices of every document.
 
-    There are never more cut documents' packs than `count`, and never fewer whole documents than other packs,
-    those that cannot have one to themselves (`most` 0) left out.
+    Cut documents take at most `count` packs, and whole documents that can have a pack to themselves (`most`
+    is not 0) are enough for the other packs.
     """
     found = 0
     for wider in (*WIDER, np.inf):
@@ -141,9 +124,9 @@ def _numbers_of_slices(works: Floats, most: Ints, count: int) -> Iterator[Ints]:
 
 
 def _placed(slots: Slots, works: Floats, lengths: Ints, least: int, place: Placing) -> Ints | None:
-    """The slot of each whole document; None where they do not fit, or a pack would have too few tokens."""
+    """`place`, but None also where a pack would have too few tokens."""
     alone = np.flatnonzero(slots.size == 1)
-    leading = int((lengths >= least).sum())  # the first of them
+    leading = int((lengths >= least).sum())  # these come first
     if leading == len(alone):
         taken = slots.work.copy()
         taken[alone] = works[:leading]
@@ -165,7 +148,7 @@ def _packs(
     placed: Ints,
     prefix_work: PrefixWork,
 ) -> list[MicroPack]:
-    """The packs of a placing: cut documents, heaviest first, then the packs of whole ones."""
+    """The packs of cut documents, heaviest first, then those of whole ones."""
     riders: list[list[int]] = [[] for _ in slots.size]
     for document, slot in zip(order[parts <= 1].tolist(), placed.tolist(), strict=True):
         riders[slot].append(document)
@@ -183,20 +166,17 @@ def _packs(
     return packs
 
 
-SLIVER = 1e-5  # of a level, that is left for a last slice
+SLIVER = 1e-5  # of the mean level, the least that is left for a last slice
 
 
 class SolvedPlacing:
-    """Puts short documents into slots by a solver; where it finds nothing in time, greedily.
+    """Puts short documents into slots with a solver; if it finds nothing in time, greedily.
 
     Args:
         time_limit: seconds for all placings of a step.
         gap: relative distance between solution and bound at which to stop.
-        placings: among which the time is shared out. A step may have more, while there is time.
-        on_one_rank: asks the solver on one rank for all, as a clock stops it.
-
-    Attributes:
-        gap: how far the step's placings may be from the best, relatively; 0 is a proven optimum.
+        placings: how many share the time. A step may have more, while there is time.
+        on_one_rank: runs the solver on one rank for all, as it stops at a time.
     """
 
     def __init__(
@@ -205,10 +185,10 @@ class SolvedPlacing:
         self._milp = Milp(time_limit / placings, gap, user="The solver of slim", setting="packing.solver")
         self._time_limit, self._end = time_limit, np.inf
         self._on_one_rank = on_one_rank
-        self.gap = 0.0
+        self.gap = 0.0  # how far the step's placings may be from the best, relatively
 
     def start_step(self) -> None:
-        """From now on the step's time counts."""
+        """Starts the clock for the placings of a step."""
         self._end, self.gap = time.perf_counter() + self._time_limit, 0.0
 
     def __call__(self, slots: Slots, works: Floats) -> Ints | None:
@@ -246,7 +226,7 @@ class SolvedPlacing:
 
 
 def _fits(slots: Slots, works: Floats, placed: Ints) -> bool:
-    """Whether what rides with each cut document leaves something for its last slice."""
+    """Whether some of each cut document is left for its last slice."""
     beside = np.bincount(placed, works, len(slots.size))
     levels = (slots.work + beside) / slots.size
     return bool((beside < levels)[slots.size > 1].all())

@@ -13,8 +13,8 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Pack, Packing
 from wlb_titan.packing.slim.dp_merge import (
-    Assignment,
     Merge,
+    Phase1,
     best_merging,
     numbers_of_packs,
     without_merging,
@@ -29,26 +29,19 @@ if TYPE_CHECKING:
 
 
 class Packer:
-    """Packs batches of documents of at most `window` tokens.
-
-    Args:
-        flows: predicts steps.
-
-    Attributes:
-        place: puts short documents beside slices.
-    """
+    """Packs batches of documents of at most `window` tokens; `place` puts short ones beside slices."""
 
     def __init__(self, job: Job, window: int, flows: Flows) -> None:
         self.place: Placing = place_greedily
         self._job, self._window, self._flows = job, window, flows
-        # By how many data-parallel ranks share a pack, as that decides on what lengths are rounded to.
+        # Lengths are rounded to a multiple that depends on how many data-parallel ranks share a pack.
         self._tables = {
             ranks: self._table(self._workload, shared.divisor, shared.degrees.context)
             for ranks, shared in job.merged.items()
         }
 
     def at_most(self, batch: Pack, count: int) -> Packing:
-        """As `packed`; half as many packs on all ranks, and half of these, while there are too few tokens."""
+        """`packed` with at most `count` packs, halved while the documents have too few tokens."""
         while True:
             try:
                 return self.packed(batch, count)
@@ -63,10 +56,10 @@ class Packer:
         merged = best_merging(works, self._job.replicas) if len(self._job.merged) > 1 else None
         if merged is None:
             return self._phase_2(batch, works, whole, count, self.place)
-        found, packing = self._better(batch, works, merged, whole, count)
+        chosen, packing = self._better(batch, works, merged, whole, count)
         if self.place is place_greedily:
             return packing
-        return self._phase_2(batch, works, found, count, self.place)
+        return self._phase_2(batch, works, chosen, count, self.place)
 
     def _table(self, work_of: WorkOf, grain: int, least: int) -> PrefixWork:
         return PrefixWork(work_of, self._window, grain, least)
@@ -74,17 +67,17 @@ class Packer:
     def _workload(self, lengths: Any) -> Floats:
         return workload(self._job.cost_model, lengths)
 
-    def _phase_1(self, batch: Pack) -> tuple[Floats, Assignment]:
-        """Work of the documents, and who gets which without merging."""
+    def _phase_1(self, batch: Pack) -> tuple[Floats, Phase1]:
+        """Work of the documents, and phase 1 without merging."""
         works = self._workload(batch[:, LENGTH])
         ranks, least = self._job.replicas, self._job.degrees.context
         return works, without_merging(works, batch[:, LENGTH], ranks, least)
 
     def _better(
-        self, batch: Pack, works: Floats, merged: Assignment, whole: Assignment, count: int
-    ) -> tuple[Assignment, Packing]:
-        """Merged documents where ranks can share them, and are predicted to take less time so where that is
-        asked; and their packs, placed greedily."""
+        self, batch: Pack, works: Floats, merged: Phase1, whole: Phase1, count: int
+    ) -> tuple[Phase1, Packing]:
+        """`merged`, if it can be packed and, unless merging is always wanted, is predicted to take less time;
+        else `whole`. And its packs, placed greedily."""
         try:
             sharing = self._phase_2(batch, works, merged, count, place_greedily)
         except PlanError:
@@ -97,15 +90,15 @@ class Packer:
         )
         return (merged, sharing) if merging < not_merging else (whole, alone)
 
-    def _phase_2(self, batch: Pack, works: Floats, found: Assignment, count: int, place: Placing) -> Packing:
-        """Packs of merged documents, and behind them those of each rank's own."""
+    def _phase_2(self, batch: Pack, works: Floats, phase_1: Phase1, count: int, place: Placing) -> Packing:
+        """Packs of merged documents, then those of each rank's own."""
         packs: list[MicroBatch] = []
-        assigned: list[list[int]] = [[] for _ in found.own]
-        for merge, pack in self._merged(batch, works, found, count):
+        assigned: list[list[int]] = [[] for _ in phase_1.own]
+        for merge, pack in self._merged(batch, works, phase_1, count):
             for rank in merge.ranks:
                 assigned[rank].append(len(packs))
             packs.append(draft(batch, pack, merged=merge.ranks))
-        for own, numbers in zip(found.own, assigned, strict=True):
+        for own, numbers in zip(phase_1.own, assigned, strict=True):
             documents, room = batch[own], count - len(numbers)
             if room:
                 made = micropacks(documents[:, LENGTH], works[own], self._tables[1], room, place)
@@ -114,24 +107,24 @@ class Packer:
         return Packing(packs, assigned=assigned)
 
     def _merged(
-        self, batch: Pack, works: Floats, found: Assignment, count: int
+        self, batch: Pack, works: Floats, phase_1: Phase1, count: int
     ) -> Iterator[tuple[Merge, MicroPack]]:
-        """The packs of merged documents, each a slice of equal work."""
-        tables = [self._tables[len(merge.ranks)] for merge in found.merges]
-        lengths = [int(batch[merge.document, LENGTH]) for merge in found.merges]
+        """The packs of merged documents, in slices of equal work."""
+        tables = [self._tables[len(merge.ranks)] for merge in phase_1.merges]
+        lengths = [int(batch[merge.document, LENGTH]) for merge in phase_1.merges]
         if any(length < table.least for length, table in zip(lengths, tables, strict=True)):
             raise PlanError("A document has fewer tokens than there are ranks to share it.")
-        # The last slice is about half as long as the mean one, and each rank must get something of it.
+        # The last slice is about half as long as the mean one, and each rank must get some of it.
         most = [max(length // (2 * table.grain), 1) for length, table in zip(lengths, tables, strict=True)]
-        numbers = numbers_of_packs(works, most, found, count)
-        for merge, length, table, number in zip(found.merges, lengths, tables, numbers, strict=True):
+        numbers = numbers_of_packs(works, most, phase_1, count)
+        for merge, length, table, number in zip(phase_1.merges, lengths, tables, numbers, strict=True):
             cuts = table.cuts(length, np.full(number, works[merge.document] / number))
             for start, stop in itertools.pairwise(cuts):
                 yield merge, [Slice(merge.document, start, stop)]
 
 
 def draft(documents: Pack, pack: MicroPack, **others: Any) -> MicroBatch:
-    """A draft of a pack of these documents; `others` are fields of `MicroBatch`."""
+    """A pack of these documents as a draft; `others` are fields of `MicroBatch`."""
     which, starts, stops = np.array(pack, dtype=np.int64).T
     rows = documents[which]
     slices = np.stack([starts, rows[:, LENGTH]], axis=1)

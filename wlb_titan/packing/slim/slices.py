@@ -1,14 +1,13 @@
 """Slices: runs of consecutive tokens of one document, each in a pack of its own (SlimPack, section 4).
 
-A slice's queries see all tokens of the document up to themselves, so that its keys are a prefix, which
-earlier slices computed, and its own tokens. Its work is what a document of prefix and slice takes more than
-one of the prefix alone:
+A slice's queries see all tokens of the document up to themselves: the prefix, whose keys earlier slices
+computed, and the slice. Its work is the difference that it makes:
 
     W(slice) = W(prefix + length) - W(prefix)
 
-so that the slices of a document together take exactly what the document takes. Forward passes of slices run
-from the document's start to its end, and backward passes from its end to its start, because the gradients of
-keys are complete only when every later slice has added its part.
+so the slices of a document add up to the document's work. Forward passes of slices run from the document's
+start to its end, and backward passes from its end to its start, because the gradients of keys are complete
+only when every later slice has added its part.
 """
 
 from __future__ import annotations
@@ -27,16 +26,10 @@ WorkOf = Callable[[NDArray[Any]], Floats]
 
 
 class Slice(NamedTuple):
-    """A run of tokens of one of the documents that are packed together.
+    """A run of tokens of one document."""
 
-    Attributes:
-        document: its row among them.
-        start: first token within the document, which is the length of its prefix.
-        stop: one past the last.
-    """
-
-    document: int
-    start: int
+    document: int  # row among the documents that are packed together
+    start: int  # within the document: the tokens of the prefix
     stop: int
 
 
@@ -45,24 +38,15 @@ MicroPack = list[Slice]
 
 
 def kind(micro_batch: MicroBatch) -> str:
-    """The formation state of a MicroPack (section 4).
-
-    Returns:
-        `slim`: slices of documents that go on in other packs; `pack`: whole documents; `mix`: both.
-    """
+    """The formation state of a MicroPack (section 4): `slim` has slices of documents that continue in other
+    packs, `pack` whole documents, `mix` both."""
     assert micro_batch.slices is not None
     sliced = micro_batch.slices[:, TOTAL] > micro_batch.lengths
     return "slim" if sliced.all() else "mix" if sliced.any() else "pack"
 
 
 def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
-    """float64 (n,), work of pieces of documents, each with what lies before it.
-
-    Args:
-        work_of: work of whole documents by their lengths, such as `CostModel.forward`.
-        documents: int64 (n, 4), of which the column LENGTH is read.
-        slices: int64 (n, 2), of which the column PREFIX is read; None where no document is sliced.
-    """
+    """float64 (n,), work of slices; `work_of` gives that of whole documents by their lengths."""
     lengths = documents[:, LENGTH]
     if slices is None or not slices[:, PREFIX].any():
         return work_of(lengths)
@@ -74,7 +58,7 @@ def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
 
 
 def piece_numbers(packs: Sequence[MicroBatch]) -> list[Ints]:
-    """int64 (n,) for each pack, numbers by which the slices of one document find each other.
+    """For each pack int64 (n,), numbers of its documents: slices of one document have the same.
 
     Two pieces of one document, cut at a context window, are two documents here.
     """
@@ -86,12 +70,8 @@ def piece_numbers(packs: Sequence[MicroBatch]) -> list[Ints]:
 
 
 def cache_rows(packs: Sequence[MicroBatch]) -> list[Ints]:
-    """How the cache knows the documents of a data-parallel rank's packs.
-
-    Returns:
-        For each pack int64 (n, 4): the document's number, or -1 where every pack that has it has all of it;
-        PREFIX, LENGTH and TOTAL.
-    """
+    """For each pack of a data-parallel rank int64 (n, 4): the document's number, or -1 if it is not cut and
+    need not be cached; PREFIX, LENGTH and TOTAL."""
     numbers = piece_numbers(packs)
     slices = [pack.slices for pack in packs if pack.slices is not None]
     known = list(zip(packs, slices, numbers, strict=True))
@@ -103,26 +83,22 @@ def cache_rows(packs: Sequence[MicroBatch]) -> list[Ints]:
 
 
 def sliced_document(pack: MicroBatch) -> int:
-    """The document of which a pack has a slice, as the others of its slices find it too; -1 where it has
-    none.
-
-    Two pieces of one document, cut at a context window, are two documents here.
-    """
+    """A number for the document of which a pack has a slice, the same in all of its packs; -1 for none."""
     assert pack.slices is not None
     (rows,) = np.nonzero(pack.slices[:, TOTAL] > pack.lengths)
     if not len(rows):
         return -1
     assert len(rows) == 1, "a MicroPack has slices of one document at most"
     row = rows[0]
-    # A piece is known by its document and its first token, both below 2 ** 40.
+    # Document and first token identify a piece; both are below 2 ** 40.
     return int(pack.documents[row, ID]) * 2**40 + int(pack.documents[row, START] - pack.slices[row, PREFIX])
 
 
 def last_needed(packs: Sequence[MicroBatch]) -> list[int]:
-    """The last forward pass that each backward pack waits for: that of its documents' last tokens.
+    """The last forward pass that each backward pass waits for: that of its documents' last tokens.
 
     Args:
-        packs: those of one data-parallel rank, the backward ones behind the forward ones.
+        packs: those of one data-parallel rank; backward ones come after the forward ones.
     """
     numbers = piece_numbers(packs)
     ends: dict[int, int] = {}
@@ -139,33 +115,28 @@ def last_needed(packs: Sequence[MicroBatch]) -> list[int]:
 
 
 class PrefixWork:
-    """The work of a document's first tokens, and its inverse: how many tokens do so much work.
+    """The work of a document's first tokens, and its inverse: how many tokens make up some work.
 
-    Documents are cut at multiples of `grain` tokens, what the lengths of slices are rounded to.
+    Documents are cut at multiples of `grain` tokens.
 
     Args:
-        work_of: work of whole documents by their lengths. The work of a slice is that of its end less that of
-            its start, so that the first tokens of a document cost least.
+        work_of: work of whole documents by their lengths.
         longest: tokens of the longest document.
-        least: tokens of a slice, at most `grain`.
+        least: fewest tokens of a slice, at most `grain`.
     """
 
     def __init__(self, work_of: WorkOf, longest: int, grain: int, least: int = 1) -> None:
         self.grain, self.least = grain, least
         self.work_of = work_of
         grid = np.arange(1, -(-longest // grain) + 1, dtype=np.int64) * grain
-        # A fitted model may dip between two tiles.
+        # A fitted model may fall between two tiles.
         self._table = np.maximum.accumulate(np.concatenate([[0.0], work_of(grid)]))
 
     def most_slices(self, lengths: Ints) -> Ints:
-        """int64 (n,), slices that documents can be cut into, of which the last one has what is left.
-
-        0 of documents of fewer tokens than a slice needs, which have to go with others.
-        """
+        """int64 (n,), the most slices that documents can be cut into; 0 for those too short for one."""
         return np.maximum((lengths - self.least) // self.grain + 1, 0)
 
     def check(self, lengths: Ints, count: int) -> None:
-        """Refuses documents that cannot be cut into so many MicroPacks."""
         most = int(self.most_slices(lengths).sum()) or int(lengths.sum() >= self.least)
         if most < count:
             raise PlanError(
@@ -174,14 +145,10 @@ class PrefixWork:
             )
 
     def places(self, lengths: Ints, wanted: Floats) -> Ints:
-        """Where documents that lie end to end are cut so that the work is as near as the grain allows.
-
-        Args:
-            lengths: int64 (n,), tokens of the documents.
-            wanted: float64 (k,), rising: work that lies before each cut.
+        """Where to cut a line of documents so that about the work `wanted`, rising, lies before each cut.
 
         Returns:
-            int64 (k,), in grains from the start of the first document; no piece is empty.
+            int64 (k,), in grains from the start of the line; no piece is empty.
         """
         units, works = self.most_slices(lengths), self.work_of(lengths)
         ends = np.cumsum(works)
@@ -191,21 +158,16 @@ class PrefixWork:
         beyond = np.where(above >= units[document], works[document], self._table[above])
         places = above - (within - self._table[above - 1] < beyond - within)
         places += (np.cumsum(units) - units)[document]
-        # Place i is at least i + 1, and leaves as many for those behind it.
+        # Place i is at least i + 1, and leaves a grain for each piece after it.
         room = np.arange(len(places))
         places = np.maximum.accumulate(np.maximum(places, room + 1) - room) + room
-        nowhere_empty: Ints = np.minimum(places, int(units.sum()) - len(places) + room)
-        return nowhere_empty
+        cuts: Ints = np.minimum(places, int(units.sum()) - len(places) + room)
+        return cuts
 
     def cuts(self, length: int, shares: Floats) -> list[int]:
-        """Where a document is cut so that its slices' work is as near to `shares` as the grain allows.
+        """Where to cut a document into k slices of about the work `shares`: k + 1 numbers from 0 on.
 
-        Args:
-            length: tokens of the document.
-            shares: float64 (k,), work of its slices, k at most `most_slices`; the last one gets the rest.
-
-        Returns:
-            k + 1 numbers from 0 to `length`.
+        The last slice gets the rest.
         """
         places = self.places(np.array([length]), np.cumsum(shares[:-1]))
         return [0, *(places * self.grain).tolist(), length]

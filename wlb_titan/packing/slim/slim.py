@@ -1,15 +1,14 @@
 """`slim`: long documents in slices, so that packs are many and alike and nothing waits (SlimPack, 4.1).
 
-Documents arrive a global batch at a time, whole and in pieces of at most a context window. Phase 1 gives each
-data-parallel rank documents of nearly the same work, of which ranks may share the heaviest (`dp_merge.py`),
-phase 2 makes them into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is
-the same on all ranks, and in all steps that fit. `auto` tries numbers on a logarithmic scale, on steps that
-it packs and runs ahead of time, and takes the fewest that fit and come within 1 % of the shortest step: short
-packs lose time that the model of work does not know.
+Documents arrive a global batch at a time, in pieces of at most a context window. Phase 1 gives data-parallel
+ranks documents of nearly equal work, and lets ranks share the heaviest (`dp_merge.py`); phase 2 makes each
+rank's into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is the same on
+all ranks, and in all steps that fit. `auto` tries several M on simulated steps, and takes the smallest that
+fits and comes within 1 % of the shortest step: short packs lose time that the work model does not know.
 
-A document stays whole in memory until its last slice went back, and beside it what its packs hold besides. So
-a step is predicted before it is given out, and one that does not fit is packed again with more packs; if it
-fits with none, it is given out as it needs least: a prediction ends no run.
+All slices of a document are in flight together, however short they are. So a step's memory is predicted, and
+a step that does not fit is packed again with more packs; if it never fits, it runs with the packs that need
+least: a prediction ends no run.
 """
 
 from __future__ import annotations
@@ -40,18 +39,13 @@ if TYPE_CHECKING:
     from wlb_titan.job import Job
 
 MORE = (1, 1.5, 2, 3, 4, 6, 8)
-"""Times M MicroPacks of a step that does not fit with fewer."""
+"""How many times M MicroPacks a step may have if it does not fit with fewer."""
 
 MOST_MICROPACKS = 1 << 16
 
 
 class Slim(PackingPolicy):
-    """Packs every global batch as it arrives into `micropacks` packs for each data-parallel rank.
-
-    Attributes:
-        micropacks: M.
-        slack: packs in flight beyond what 1F1B needs.
-    """
+    """Packs every global batch as it arrives into `micropacks` packs for each data-parallel rank."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):
@@ -119,7 +113,7 @@ class Slim(PackingPolicy):
                 raise PlanError(
                     f"Slices go through a pipeline under {' and '.join(FLOW_SCHEDULES)}, and the schedule is "
                     f"{pipeline.schedule}, in whose order a document's backward passes would not go from its "
-                    "end to its begin. Set pipeline_parallel_schedule to one of them, or another policy.",
+                    "end to its start. Set pipeline_parallel_schedule to one of them, or another policy.",
                     setting="parallelism.pipeline_parallel_schedule",
                 )
             if self.micropacks != "auto" and self.micropacks < pipeline.stages:
@@ -165,7 +159,7 @@ class Slim(PackingPolicy):
                     setting="packing.dp_merge",
                 )
 
-    candidate = False  # of what short passes lose in kernels the simulator knows little
+    candidate = False  # the simulator knows little of what short passes lose in kernels
     variable_length = True
     balances = False
     slices = True
@@ -194,17 +188,14 @@ class Slim(PackingPolicy):
         return replace(packing, gap=self._solver.gap)
 
     def _fitting(self, batch: Pack) -> Packing:
-        """The packs of a step and the order of their passes.
-
-        They are M of a rank; more where these do not fit memory, as many as fit or else as need least; fewer
-        where the documents have too few tokens.
-        """
+        """The packs of a step: M on each rank; more, the fewest that fit memory or those that need least, if
+        M do not fit; fewer if the documents have too few tokens. Sets the order of their passes."""
         least: tuple[RankMemory, Packing, Flow] | None = None
         for count in dict.fromkeys(round(self.micropacks * times) for times in MORE):
             try:
                 packing = (self._packer.packed if least else self._packer.at_most)(batch, count)
             except PlanError:
-                break  # the documents have too few tokens for so many
+                break  # the documents have too few tokens
             works = packing.pass_work(self._job.cost_model)
             self._flow = self._flows.of((packing, *works), self.slack).flow
             peak = self._flows.peak(packing, self._flow)
@@ -218,7 +209,6 @@ class Slim(PackingPolicy):
         return packing
 
     def _warn(self, peak: RankMemory) -> None:
-        """Says once that a step is not predicted to fit."""
         if not self._warned:
             warnings.warn(
                 f"Step {self._arrivals.iteration} is not predicted to fit {self._job.fitting.room}, with "
@@ -241,7 +231,7 @@ class Slim(PackingPolicy):
         self._arrivals.load_state_dict(state)
 
     def _settle(self, stream: DocumentStream) -> None:
-        """Finds what the settings leave open, on the first steps."""
+        """Chooses the settings that are `auto`, on the first steps."""
         number, slack = self._config.micropacks, self._config.slack
         slacks = SLACKS if slack == "auto" else (slack,)
         windows = -(-self._job.micro_batches // self._job.replicas)
@@ -250,7 +240,7 @@ class Slim(PackingPolicy):
         if len(numbers) == len(slacks) == 1 and not least:
             self.micropacks, self.slack = numbers[0], slacks[0]
             return
-        arrivals = Arrivals(stream.anew(), self._job)
+        arrivals = Arrivals(stream.from_start(), self._job)
         batches = [_batch(arrivals) for _ in range(STEPS)]
         trials = Trials(batches, self._packer, self._flows, self._job, numbers, slacks)
         self.micropacks, self.slack = trials.micropacks, trials.slack
@@ -259,6 +249,5 @@ class Slim(PackingPolicy):
 
 
 def _batch(arrivals: Arrivals) -> Pack:
-    """The documents of the next step, all of them."""
     iteration = arrivals.iteration
     return delayed(arrivals.next(), iteration)

@@ -1,8 +1,8 @@
-"""Trials of what settings of `slim` leave open, on the first steps, packed and run ahead of time.
+"""Chooses the settings of `slim` that are `auto`, by simulating the first steps.
 
-MicroPacks and slack are the fewest and least with which steps fit and take at most `WORSE` times as long as
-with the best that fit; tokens in flight, where `least` is asked for, the fewest with which they take at most
-so much longer again.
+MicroPacks, and then slack, are the least with which steps fit and take at most `WORSE` times as long as with
+the best that fit. If `tokens_in_flight` is "least" they are the fewest with which steps take at most `WORSE`
+times as long again.
 """
 
 from __future__ import annotations
@@ -20,34 +20,22 @@ if TYPE_CHECKING:
     from wlb_titan.job import Job
 
 NUMBERS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
-"""MicroPacks that are tried, relative to the context windows of a data-parallel rank in a step."""
+"""MicroPacks to try, relative to the context windows of a data-parallel rank in a step."""
 
 SLACKS = (0, 2, 4)
-"""Slack that is tried with each."""
-
-IN_FLIGHT = (1, 1.25, 1.5, 2, 3, 4)
-"""Tokens in flight that `least` tries, in context windows."""
-
-STEPS = 4  # that they are tried on
-WORSE = 1.01  # time of a step, relative to the shortest, that fewer MicroPacks and tokens in flight may take
+IN_FLIGHT = (1, 1.25, 1.5, 2, 3, 4)  # tokens in flight, in context windows
+STEPS = 4  # simulated for each choice
+WORSE = 1.01  # how much longer than the shortest a step may take
 
 
 def numbers_tried(windows: int, stages: int) -> list[int]:
-    """MicroPacks that `auto` tries, by context windows of a rank in a step and pipeline stages."""
+    """MicroPacks that `auto` tries; `windows` are the context windows of a rank in a step."""
     fewest = max(windows, stages)
     return sorted({max(fewest, round(windows * factor)) for factor in NUMBERS})
 
 
 class Trials:
-    """Some steps, each packed into the numbers of packs that are tried.
-
-    Args:
-        batches: documents of each step.
-        numbers, slacks: that are tried, rising.
-
-    Attributes:
-        micropacks, slack: what was chosen.
-    """
+    """Some steps, packed into each of `numbers` packs and ordered with each of `slacks`, both rising."""
 
     def __init__(
         self,
@@ -65,7 +53,7 @@ class Trials:
             pack = packer.packed if self._tried else packer.at_most
             try:
                 packings = [pack(batch, count) for batch in batches]
-            except PlanError:  # the documents have too few tokens for so many
+            except PlanError:  # the documents have too few tokens
                 break
             self._tried[count] = [flows.timed(packing) for packing in packings]
             for slack in slacks:
@@ -73,8 +61,7 @@ class Trials:
         self.micropacks, self.slack = self._best_that_fits()
 
     def _best_that_fits(self) -> tuple[int, int]:
-        """The first numbers of packs and slack with which steps fit and take hardly longer than with the
-        best; if they fit with none, most packs and least slack."""
+        """MicroPacks and slack; if steps do not fit with any, most packs and least slack."""
         seconds = self._seconds
 
         @cache
@@ -90,7 +77,7 @@ class Trials:
         return next(choice for choice in seconds if seconds[choice] <= WORSE * seconds[best] and fits(choice))
 
     def least_in_flight(self, window: int) -> float | None:
-        """The fewest tokens in flight with which steps take hardly longer than with what was chosen."""
+        """The fewest tokens in flight with which steps take hardly longer than without that limit."""
         most, chosen = self._flows.limit, (self.micropacks, self.slack)
         for windows in IN_FLIGHT:
             limit = windows * window
