@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, ExchangeCost, KeyShares
 from wlb_titan.cost.attention_latency import AttentionLatency
@@ -167,13 +167,16 @@ class Job:
         divisor = self.divisor if sharers == 1 else self.merged[sharers].divisor
         return -(-tokens // divisor) * divisor
 
-    def sized(self, draft: MicroBatch, dp_rank: int | None = None) -> MicroBatch:
-        """The draft with length and padding; if ranks share it, those of `dp_rank`, or of the first rank."""
+    def sized(self, draft: MicroBatch, dp_rank: int | None = None, **fields: Any) -> MicroBatch:
+        """The draft with length and padding, and with other fields of a place in the plan.
+
+        If ranks share it, length and padding are those of `dp_rank`, or of the first rank.
+        """
         tokens, sharers = int(draft.lengths.sum()), draft.sharers
         length = self.padded(tokens if self.packing.owner.variable_length else self.window, sharers)
         place = dp_rank - draft.merged.start if draft.merged and dp_rank is not None else 0
         padding = (length - tokens + place) // sharers  # shares differ by one token at most
-        return replace(draft, length=length // sharers, padding=padding)
+        return replace(draft, length=length // sharers, padding=padding, dp_rank=dp_rank or 0, **fields)
 
     def sharded(self, sized: MicroBatch) -> MicroBatch:
         """The micro-batch divided over the context-parallel ranks of all its sharers."""

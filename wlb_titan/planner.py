@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -188,5 +187,5 @@ class Planner:
     def _placed(
         self, draft: MicroBatch, dp_rank: int, index: int, workload: float, shard: bool
     ) -> MicroBatch:
-        placed = replace(self._job.sized(draft, dp_rank), dp_rank=dp_rank, index=index, workload=workload)
+        placed = self._job.sized(draft, dp_rank, index=index, workload=workload)
         return self._job.sharded(placed) if shard else placed
