@@ -149,7 +149,6 @@ class Asked:
     documents: Documents
     resolved: Resolved
     lengths: str | None
-    """The value of --lengths."""
     typed: tuple[str, ...]
     """All of this as words of a command line, for other commands."""
 
@@ -197,7 +196,7 @@ def load_job(
 
 
 def load(file: Path, overrides: Sequence[str], world_size: int | None = None) -> Resolved:
-    """The configuration of a file with overrides; a terminal is told what takes the seconds."""
+    """The configuration of a file with overrides; on a terminal it says what takes the seconds."""
     from rich.console import Console
 
     from wlb_titan.runtime.models.load import load_config

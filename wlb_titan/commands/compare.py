@@ -1,6 +1,6 @@
 """`wlb-titan compare`: what runs differ in, and what came of it, as their dump folders tell.
 
-Nothing is imported that only training needs, so runs of other machines can be looked at anywhere.
+Nothing that training needs is imported, so runs of other machines can be looked at anywhere.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Run:
 
 
 def open_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads dump folders; a run is called by its folder's name, or by its path where names are the same."""
+    """Reads dump folders; a run is called by its folder's name, or its path where names are the same."""
     folders = list(dict.fromkeys(Path(os.path.normpath(folder)) for folder in folders))
     names = [folder.name for folder in folders]
     unique = len(set(names)) == len(names) and all(names)
@@ -216,7 +216,7 @@ def _json_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The settings that differ, by dotted key: all runs' values (None: not set), without the dump folder."""
+    """Settings that differ, by dotted key: all runs' values (None: not set), but not the dump folder."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key != "dump_folder")
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from wlb_titan.plan import MicroBatch
 
 PLANNED = 24
-"""The fullest of these steps is run, as many as `auto` plans; queues of balancing policies fill in 8."""
+"""As many steps as `auto` plans; the fullest is run. Queues of balancing policies fill in 8."""
 LARGEST = 8  # groups of tensors that are named
 
 
@@ -110,7 +110,7 @@ def dryrun(
         if ranks == "all":
             same = alike(job.trained, job.trained.plans(documents, 1, after=step - 1)[0])
             numbers = sorted(set(same.values()))
-        # An accelerator is not used: tensors have no memory, and the trace is of the CPU.
+        # No accelerator is used: tensors have no memory, and the trace is of the CPU.
         command = lone.RankCommand(
             "dryrun",
             {"world_size": world_size, "step": step, "device_bytes": job.cluster.memory},
@@ -188,7 +188,7 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
 def rank_rows(
     results: Sequence[dict[str, Any]], calls: Mapping[int, RankCalls], same: Mapping[int, int]
 ) -> Rows:
-    """A row for each rank that was run; `same` has for each rank of the job the one that was run for it."""
+    """A row for each rank that was run; `same` maps each rank of the job to the one run for it."""
     alike_ranks = list(same.values())
     return [
         {

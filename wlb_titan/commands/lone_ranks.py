@@ -68,7 +68,6 @@ class RankCommand:
     trainer: str
     """"dryrun" or "rehearse", as `wlb_titan.runtime.one_rank.process` knows them."""
     options: Mapping[str, Any]
-    """That trainer's keywords."""
     file: Path
     words: list[str]
     """Overrides of the configuration."""
@@ -79,7 +78,7 @@ class RankCommand:
     running: list[subprocess.Popen[str]] = field(default_factory=list, init=False)
 
     def run(self, ranks: Sequence[int], folder: Path, at_once: int) -> list[dict[str, Any]]:
-        """The ranks' results, or what went wrong as `error`. No process is left behind, even on SIGTERM."""
+        """Results by rank, with `error` where one failed. No process outlives this, even on SIGTERM."""
         former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with ThreadPoolExecutor(at_once) as pool:
             try:

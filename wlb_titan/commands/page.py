@@ -126,7 +126,7 @@ def _card(row: Mapping[str, str], figure: str, facts: Sequence[str], color: str)
 
 
 def section(title: str, text: str, *bodies: str) -> str:
-    """A titled box: a text, and HTML bodies side by side where there is room; nothing if all are empty."""
+    """A titled box: text, and HTML bodies side by side where there is room; nothing without bodies."""
     shown = [body for body in bodies if body]
     body = f'<div class="charts">{"".join(shown)}</div>' if len(shown) > 1 else "".join(shown)
     return f"<section><h2>{html.escape(title)}</h2><p>{_safe(text)}</p>{body}</section>" if shown else ""

@@ -217,7 +217,7 @@ DELAY = "What balance costs: documents that wait for a step that can bear them."
 def write_report(
     folder: Path, asked: Asked, summaries: Mapping[str, Summary], sharded: Rows, choices: Sequence[Choice]
 ) -> Path:
-    """The first of the `summaries` is the picture before; `choices` is what `auto` stands for."""
+    """The first of the `summaries` is the baseline; `choices` is what `auto` stands for."""
     job, rows = asked.job, table_rows(summaries)
     means = {name: float(one.imbalance.mean()) for name, one in summaries.items()}
     waits = {name: f"{1 - 1 / mean:.1%}" for name, mean in means.items()}

@@ -209,7 +209,7 @@ class Bucket(NamedTuple):
 
 
 def length_histogram(lengths: np.ndarray) -> list[Bucket]:
-    """Buckets from the shortest document's to the longest's, with empty ones in between; no length may be 0.
+    """Buckets from the shortest document's to the longest's, also empty ones; no length may be 0.
 
     >>> [tuple(bucket) for bucket in length_histogram(np.array([1, 4, 7, 5]))]
     [(1, 1, 1), (2, 0, 0), (4, 3, 16)]

@@ -307,7 +307,7 @@ def time_attention(
 
 
 def time_call(call: Callable[[], object], device: str, milliseconds: float = 200.0) -> float:
-    """Median milliseconds of at least seven warmed-up calls; on CUDA the L2 cache is cleared before each."""
+    """Median milliseconds of a warmed-up call; on CUDA of seven or more, with the L2 cache cleared."""
     if torch.device(device).type == "cuda":
         from triton.testing import do_bench
 
@@ -363,7 +363,7 @@ def measure_linear(grid: LinearGrid, dtype: str, device: str, ranks: int) -> Lin
 def gather_points(sizes: tuple[int, ...], device: str, ranks: int) -> list[tuple[float, float]]:
     """Bytes that each rank receives, and seconds, of all-gathers over `ranks` processes on this machine.
 
-    Each rank brings `sizes` bytes. "cuda" is NCCL, with a device for each rank, and "cpu" gloo.
+    Each rank brings `sizes` bytes in turn. "cuda" is NCCL, with a device for each rank, and "cpu" gloo.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = (sizes, device, ranks, folder)

@@ -52,11 +52,11 @@ from wlb_titan.simulator.trace import Span
 from wlb_titan.summary import Estimate
 
 GRACE = 60.0
-"""Seconds after --seconds when a rank that is still within a step is stopped."""
+"""Seconds past --seconds after which a rank still within a step is stopped."""
 
 
 class Ran(NamedTuple):
-    """Measured passes, and the steps with and without them."""
+    """The measured passes put together, and the steps with and without them."""
 
     measured: MeasuredPasses
     rehearsed: Prediction
@@ -178,7 +178,7 @@ def rehearse(
 
 
 def _put_together(one: Rehearsal, ranks: list[dict[str, Any]]) -> Rehearsal:
-    """Only of the ranks that came through, and the steps that all of these ran."""
+    """Only with the ranks that came through, and the steps that all of these ran."""
     ran = [rank for rank in ranks if rank.get("steps")]
     if not ran:
         return replace(one, ranks=ranks)
@@ -201,7 +201,7 @@ def _put_together(one: Rehearsal, ranks: list[dict[str, Any]]) -> Rehearsal:
 
 
 def table_rows(results: Sequence[Rehearsal]) -> Rows:
-    """A row for each policy: rehearsed, with the standard error over the steps, and predicted beside it."""
+    """A row for each policy: rehearsed, with the standard error over the steps, and predicted."""
     ran = [(one, one.ran.rehearsed, one.ran.predicted) for one in results if one.ran]
     return [
         {

@@ -188,7 +188,7 @@ def _told(job: Job, options: Mapping[str, Any]) -> Job:
 def _predicted(
     scenario: Scenario, policies: Sequence[Policy], steps: int
 ) -> tuple[Plans, Predictions, dict[Policy, UserError]]:
-    """Plans and predictions by policy, and why others are impossible; raises if the job's own or all are."""
+    """Plans and predictions by policy, and why others are impossible; raises if the job's own is, or all."""
     plans, predictions, impossible = {}, {}, {}
     for policy in policies:
         try:

@@ -111,7 +111,7 @@ class Resolved:
         return _document([self.base, *kept])
 
     def check(self, rule: Callable[[Any], T]) -> T:
-        """Applies a rule to the configuration; a UserError becomes a ConfigError with what `placed` says."""
+        """Applies a rule to the configuration; a UserError becomes a ConfigError, as `placed` puts it."""
         try:
             return rule(self.config)
         except UserError as error:
@@ -178,7 +178,7 @@ def _implied(layers: Sequence[Table]) -> Iterator[Table]:
 
 
 def _document(entries: Iterable[Entry]) -> str:
-    """Entries as TOML, one a line, with where each came from; those that TOML cannot express are comments."""
+    """Entries as TOML, one a line, with their sources; those that TOML cannot express become comments."""
     root: dict[str | int, Any] = {}
     for entry in entries:
         table = root

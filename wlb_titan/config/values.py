@@ -76,7 +76,7 @@ def limits_of(hint: object) -> tuple[BaseMetadata, ...]:
 
 
 def convert(value: object, hint: object, guide: object = None) -> Any:
-    """What a field of type `hint` holds for a value that tomli read; Mismatch if it may not stand there.
+    """What a field of type `hint` holds for a value that tomli read; raises Mismatch if it is unfit.
 
     An integer becomes a float where only a float is asked for, an array a tuple where a tuple is asked for.
     Where anything may stand (Any), an array becomes a tuple if `guide`, the value it replaces, is one.
