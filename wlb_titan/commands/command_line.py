@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from wlb_titan.simulator.choice import Choice
 
 OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}
-"""Settings of a command: options that click does not know are overrides of the configuration and are passed
-through; `--help` shows defaults."""
+"""Options unknown to click pass through as overrides of the configuration; `--help` shows defaults."""
 
 NUMBER = click.IntRange(0)
 POSITIVE = click.IntRange(1)
@@ -41,11 +40,11 @@ MANY = click.IntRange(1, 1 << 20)
 
 Command = Callable[..., Any]
 Rows = list[dict[str, str]]
-"""A table: cells by heading, the same headings in all rows."""
+"""A table: cells by heading, with the same headings in every row."""
 
 
 class TomlFile(click.Path):
-    """A file that is there, which is seen before torch is imported."""
+    """An existing file, checked before torch is imported."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -62,7 +61,7 @@ class TomlFile(click.Path):
 
 
 class Output(click.Path):
-    """A file or folder that is written at the end, refused at the start where it cannot be."""
+    """A file or folder written at the end, refused at the start if it cannot be."""
 
     def __init__(self, *, folder: bool = False) -> None:
         super().__init__(path_type=Path)
@@ -94,7 +93,7 @@ class ReportFolder(Output):
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Says what could not be written where the file system refuses it."""
+    """Turns an OSError into an error that names what could not be written."""
     try:
         yield
     except OSError as error:
@@ -102,7 +101,6 @@ def writing(what: str) -> Iterator[None]:
 
 
 def write_json(output: Path, results: Any) -> None:
-    """Writes what `--output` asks for."""
     with writing(f"--output: {output}"):
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -116,7 +114,7 @@ def of_file(command: Command) -> Command:
 
 
 def of_job(command: Command) -> Command:
-    """What `load_job` takes."""
+    """Arguments and options that `load_job` takes."""
     options = (
         of_file,
         click.option(
@@ -150,11 +148,9 @@ class Asked:
     job: Job
     documents: Documents
     resolved: Resolved
-    """The configuration that job and documents come from."""
     lengths: str | None
-    """As given by --lengths."""
     typed: tuple[str, ...]
-    """All of that in words, for other commands."""
+    """All of this as words of a command line, for other commands."""
 
     @property
     def overridden(self) -> list[str]:
@@ -163,7 +159,7 @@ class Asked:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Puts before an error in planning where the setting that it blames was written."""
+        """Says in an error from planning where the setting that it blames was written."""
         try:
             yield
         except ConfigError:
@@ -184,13 +180,8 @@ def load_job(
     cluster: str | None = None,
     gpus: int | None = None,
 ) -> Asked:
-    """What a command's arguments name.
-
-    Args:
-        lengths: as of `named_or_read`, instead of the file's corpus.
-        cluster: as of `load_cluster`, instead of the file's.
-        gpus: what the degrees must multiply to, if that is said.
-    """
+    """What a command's arguments name. `lengths` and `cluster` replace the file's; the degrees must
+    multiply to `gpus`, if given."""
     from wlb_titan.config.documents import training_documents
 
     words = [*overrides, *(("--wlb.cluster", cluster) if cluster is not None else ())]
@@ -215,10 +206,8 @@ def load(file: Path, overrides: Sequence[str], world_size: int | None = None) ->
 
 
 def resolved_job(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[Job, Resolved]:
-    """The job that a file with overrides describes, also where it is only planned, and its configuration.
-
-    A data-parallel degree of -1, as many as the job turns out to have, is 1 without a world size.
-    """
+    """The job that a file with overrides describes, and its configuration. Without a world size, a
+    data-parallel degree of -1 is 1."""
     resolved = load(file, overrides, world_size)
     from wlb_titan.runtime.job import configured_job, parallel_dims
 
@@ -226,7 +215,7 @@ def resolved_job(file: Path, overrides: Sequence[str], world_size: int | None) -
 
 
 def describe_job(job: Job, documents: Documents) -> str:
-    """What is planned or simulated: a line on the corpus, one on the job, and of a mixture its sources."""
+    """A line on the corpus, one on the job, and one for each source of a mixture."""
     head, *sources = documents.describe(job.window, job.micro_batches * job.window)
     pipeline = f", {job.schedule}" if job.degrees.pipeline > 1 else ""
     line = (
@@ -238,13 +227,13 @@ def describe_job(job: Job, documents: Documents) -> str:
 
 
 UNBOUNDED = 100_000  # characters
-TABLE_WIDTH = 128  # characters, where no terminal tells its own
+TABLE_WIDTH = 128  # characters, where no terminal gives its width
 LEFT = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure", "")
-"""Headings of words, which are aligned to the left; figures to the right."""
+"""Headings of words, aligned left; figures are aligned right."""
 
 
 def make_console() -> Console:
-    """A console as wide as its terminal, or `TABLE_WIDTH` characters where none tells its own width."""
+    """A console as wide as its terminal, or else `TABLE_WIDTH` characters."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -261,10 +250,7 @@ def say(*lines: str) -> None:
 
 
 def show_table(rows: Rows, console: Console | None = None) -> None:
-    """Prints a table; where a terminal is too narrow, as plain lines.
-
-    What is piped gets the whole table, however wide.
-    """
+    """Prints a table: as plain lines where a terminal is too narrow, whole where it is piped."""
     import rich.box
     from rich.table import Table
     from rich.text import Text
@@ -286,14 +272,14 @@ def show_table(rows: Rows, console: Console | None = None) -> None:
 
 
 def print_choice(choice: Choice) -> None:
-    """What `auto` stands for, and the predictions of all that it may."""
+    """Prints what `auto` stands for, and the predictions for all candidates."""
     show_table(choice.rows())
     say(*choice.remarks())
 
 
 @contextmanager
 def warnings_once() -> Iterator[None]:
-    """Collects the UserWarnings of a block and prints each of them once, to stderr, when it ends."""
+    """Collects the UserWarnings of a block and prints each once, to stderr, when it ends."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield

@@ -1,6 +1,6 @@
 """`wlb-titan compare`: what runs differ in, and what came of it, as their dump folders tell.
 
-Nothing is imported that training needs, so runs of other machines can be looked at anywhere.
+Nothing that training needs is imported, so runs of other machines can be looked at anywhere.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished or running job as its dump folder tells it."""
+    """A finished or running job, read from its dump folder."""
 
     name: str
     """What tables and pictures call it."""
@@ -77,9 +77,9 @@ class Run:
     settings: Mapping[str, Any]
     """Its resolved configuration, by dotted key."""
     records: Sequence[Mapping[str, Any]]
-    """Of metrics.jsonl, one a logged step, by rising step."""
+    """Of metrics.jsonl, one for each logged step, in order."""
     validations: Sequence[Mapping[str, Any]]
-    """Of validation.jsonl, as far as there is one."""
+    """Of validation.jsonl, if there is one."""
 
     def series(self, key: str) -> tuple[Floats, Floats]:
         """Steps and values, float64 (records,), of the records that have `key`."""
@@ -104,14 +104,14 @@ class Run:
 
     @property
     def settled(self) -> Bools:
-        """bool (records,), whose time counts: all but the first of each process, which has the start in it;
+        """bool (records,), whose time counts: all but the first of each process, which includes the start;
         these if there are no others."""
         settled = np.array([not r.get("start") for r in self.records])
         return settled if settled.any() else ~settled
 
     def rate(self, key: str) -> Estimate | None:
-        """Mean over the settled records' time of a record's rate; None where not all records have it. Fewer
-        than three tell no error."""
+        """Mean of a rate over the settled records' time, without its error if they are fewer than three; None
+        if not all records have it."""
         steps, rates = self.series(key)
         if len(steps) < len(self.records):
             return None
@@ -121,8 +121,8 @@ class Run:
 
     @cached_property
     def replayed(self) -> tuple[Floats, Floats]:
-        """Traced steps that were logged by themselves, float64 each: the model's TFLOPs, and the seconds
-        that their measured passes are worth with a device for each process; empty where that is not known."""
+        """Of traced steps that were logged alone, float64 each: the model's TFLOPs, and the seconds that
+        their measured passes take with a device for each process; empty where unknown."""
         alone = {r["step"]: r for r in self.records if r["steps"] == 1}
         found = []
         for step in self.traced:
@@ -135,7 +135,7 @@ class Run:
         return np.array(flops, dtype=float), np.array(taken, dtype=float)
 
     def loss_at(self, tokens: float) -> float:
-        """Mean loss of the last tenth of the run up to `tokens`; the nearest record's where it has none."""
+        """Mean loss of the last tenth of the run up to `tokens`; the nearest record's if that has none."""
         losses = np.array([r["loss"] for r in self.records])
         last = (self.tokens > 0.9 * tokens) & (self.tokens <= tokens * (1 + 1e-9))
         if not last.any():
@@ -144,18 +144,17 @@ class Run:
 
     @property
     def peak_gib(self) -> float | None:
-        """GiB at most, of any rank of a pipeline or else of the reporting rank; None if unknown."""
+        """GiB, the most of any rank of a pipeline, or else of the reporting rank; None if unknown."""
         stages = [v for r in self.records for k, v in r.items() if k.startswith("peak_memory_gib/")]
         return max(stages or [r.get("memory_gib", 0.0) for r in self.records]) or None
 
     @cached_property
     def traced(self) -> list[int]:
-        """Steps that have a trace."""
         names = [path.stem.removeprefix("step-") for path in (self.folder / TRACES).glob("step-*.json")]
         return sorted(map(int, filter(str.isdecimal, names)))
 
     def trace(self, step: int) -> list[Span]:
-        """The trace of a step; empty, with a warning, where it cannot be read."""
+        """Empty, with a warning, where it cannot be read."""
         try:
             return read_trace(self.folder / TRACES / f"step-{step}.json")
         except UserError as error:
@@ -164,7 +163,7 @@ class Run:
 
 
 def open_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads dump folders; a run is called by its folder's name, or by the path where names are the same."""
+    """Reads dump folders; a run is called by its folder's name, or its path where names are the same."""
     folders = list(dict.fromkeys(Path(os.path.normpath(folder)) for folder in folders))
     names = [folder.name for folder in folders]
     unique = len(set(names)) == len(names) and all(names)
@@ -196,7 +195,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _json_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Objects that have all of `keys`; a last line without its end is one that is being written."""
+    """Objects that have all of `keys`; a last line without its end is still being written."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -217,17 +216,13 @@ def _json_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """By dotted key the values of all runs, for the settings that are not the same in all; None: not set.
-
-    The dump folder is left out, which must differ.
-    """
+    """Settings that differ, by dotted key: all runs' values (None: not set), but not the dump folder."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key != "dump_folder")
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
 def setting_rows(runs: Sequence[Run]) -> Rows:
-    """A row for each setting that is not the same in all runs."""
     return [
         {"setting": key}
         | {run.name: NOT_KNOWN if v is None else shown(v) for run, v in zip(runs, values, strict=True)}
@@ -236,7 +231,7 @@ def setting_rows(runs: Sequence[Run]) -> Rows:
 
 
 def figure_rows(runs: Sequence[Run]) -> Rows:
-    """A row for each figure; those that no run has are left out."""
+    """A row for each figure that some run has."""
     tokens = float(min(run.tokens[-1] for run in runs))  # that all have trained on
     figures: list[tuple[str, str, Callable[[Run], float | Estimate | None]]] = [
         ("steps", ",d", lambda run: run.records[-1]["step"]),
@@ -259,7 +254,6 @@ def figure_rows(runs: Sequence[Run]) -> Rows:
 
 
 def _cell(value: float | Estimate | None, form: str) -> str:
-    """A figure; a mean rate with its standard error."""
     if value is None:
         return NOT_KNOWN
     if not isinstance(value, Estimate):
@@ -268,7 +262,7 @@ def _cell(value: float | Estimate | None, form: str) -> str:
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
-    """What the figures say, in words, and what they cannot say."""
+    """What the figures say, in words, and what they cannot."""
     first, *others = runs
     said = [] if setting_rows(runs) or not others else ["The configurations are the same."]
     for run in others:
@@ -289,7 +283,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 
 
 def _gains(run: Run, first: Run) -> dict[str, Estimate]:
-    """FLOPs and tokens a second over the first run's, as far as both runs have them."""
+    """FLOPs and tokens a second over the first run's, where both have them."""
     rates = {what: (run.rate(key), first.rate(key)) for key, what in RATES.items()}
     return {what: mine.over(base) for what, (mine, base) in rates.items() if mine and base and base.value}
 
@@ -300,7 +294,6 @@ PASSES = "Measured passes: a row is a rank. Time is relative to the work of a ra
 
 
 def write_report(folder: Path, runs: Sequence[Run]) -> Path:
-    """Draws runs side by side."""
     first = runs[0]
     losses = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
     measured = {run.name: run.series("measured_imbalance") for run in runs}
@@ -366,7 +359,7 @@ def _lines(
 
 
 def traced_steps(runs: Sequence[Run]) -> dict[str, list[Span]]:
-    """The last step that all runs traced, or each its own last one; the first data-parallel rank's passes."""
+    """The last step that all runs traced, or each run's own last; the first data-parallel rank's passes."""
     traced = [run for run in runs if run.traced]
     common = set.intersection(*(set(run.traced) for run in traced)) if traced else set()
     timelines = {}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from wlb_titan.plan import MicroBatch
 
 PLANNED = 24
-"""Steps of which the fullest is run, as many as `auto` plans; queues of balancing policies fill in 8."""
+"""As many steps as `auto` plans; the fullest is run. Queues of balancing policies fill in 8."""
 LARGEST = 8  # groups of tensors that are named
 
 
@@ -82,7 +82,7 @@ def dryrun(
     words = [*overrides, *lone.policy_words(policy_parts(policy) if policy else [])]
     resolved = load(file, words, world_size)
     config = resolved.config
-    # torchtitan takes seconds to import, so that is left until the file has been found good.
+    # torchtitan takes seconds to import, so the file is checked first.
     from wlb_titan.runtime.job import gpu_at_hand
 
     asked = lone.trained_job(config, world_size, None if device_gib is None else device_gib * GIB)
@@ -110,7 +110,7 @@ def dryrun(
         if ranks == "all":
             same = alike(job.trained, job.trained.plans(documents, 1, after=step - 1)[0])
             numbers = sorted(set(same.values()))
-        # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
+        # No accelerator is used: tensors have no memory, and the trace is of the CPU.
         command = lone.RankCommand(
             "dryrun",
             {"world_size": world_size, "step": step, "device_bytes": job.cluster.memory},
@@ -142,7 +142,7 @@ def dryrun(
 
 
 def _fullest(job: Job, documents: Documents) -> tuple[int, MicroBatch]:
-    """The longest micro-batch of the first steps, after its step, from 1."""
+    """The step, from 1, that has the longest micro-batch of the first steps, and that micro-batch."""
     planner = job.planner(documents)
     steps = lone.DEFAULT_STEP if job.packing.planning_seconds else PLANNED  # where a step takes seconds
     plans = [planner.next(sharded=()) for _ in range(steps)]
@@ -162,11 +162,7 @@ def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float, usabl
 
 
 def print_rank(result: dict[str, Any], world_size: int) -> None:
-    """Parameters, memory by term, the largest tensors at the peak and collectives; or the rank's error.
-
-    Args:
-        result: as `wlb_titan.runtime.one_rank.dry_run` yields it, or `rank` and `error`.
-    """
+    """Prints what `wlb_titan.runtime.one_rank.dry_run` yields for a rank, or its `rank` and `error`."""
     console = make_console()
     console.print(f"\nRank {result['rank']} of {world_size}", style="bold", end="")
     if "error" in result:
@@ -192,12 +188,7 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
 def rank_rows(
     results: Sequence[dict[str, Any]], calls: Mapping[int, RankCalls], same: Mapping[int, int]
 ) -> Rows:
-    """A row for each rank that was run: who does the same, its memory and its calls.
-
-    Args:
-        results: as of `print_rank`, without errors.
-        same: for each rank of the job the one that was run for it.
-    """
+    """A row for each rank that was run; `same` maps each rank of the job to the one run for it."""
     alike_ranks = list(same.values())
     return [
         {
@@ -213,10 +204,8 @@ def rank_rows(
 
 
 def memory_rows(result: dict[str, Any]) -> Rows:
-    """GiB at the peak by term, predicted and traced, with their sums last.
-
-    The trace does not tell the loss from the passes around it, so it has no term of its own there.
-    """
+    """GiB at the peak by term, predicted and traced, with their sums last. The trace does not tell the loss
+    from the passes around it."""
     predicted, traced = dict(result["predicted"]), dict(result["traced"])
     terms = sorted({*predicted, *traced}, key=lambda term: -traced.get(term, 0.0))
     predicted["total"], traced["total"] = mine, found = result["predicted_gib"], result["traced_gib"]
@@ -238,7 +227,7 @@ def _gib(value: float | None) -> str:
 
 
 def collective_rows(entries: list[dict[str, Any]]) -> Rows:
-    """Collectives by kind and axis, with what is predicted where a dimension of one's own says it."""
+    """Collectives by kind and axis, with predicted GiB where a dimension of the user's own gives them."""
     predicted = any("predicted_gib" in entry for entry in entries)
     return [
         {

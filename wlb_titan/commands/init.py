@@ -67,11 +67,7 @@ def gpus_here() -> int:
 
 
 def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
-    """The text of a first experiment.
-
-    Args:
-        cores: cores of its CPU; they count where there is no GPU.
-    """
+    """The text of a first experiment; `cores` count where there is no GPU."""
     # A step's 8 micro-batches divide over 1, 2, 4 or 8 processes.
     processes = max(number for number in (1, 2, 4, 8) if number <= max(gpus or min(cores, 4), 1))
     if gpus:

@@ -1,6 +1,6 @@
 """Ranks of a big job, each alone in a process of its own: what `dryrun` and `rehearse` share.
 
-Also which ranks do the same in a step, so that `dryrun --rank all` runs each kind once.
+It also finds the ranks that do the same in a step, so that `dryrun --rank all` runs each kind once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ DEFAULT_STEP = 9
 """By then the queues of balancing policies have filled."""
 
 SYNTHETIC_TOKENS = 1 << 26
-"""At most so many, of a corpus that stands for one that is not here: 256 MiB on the disk, for a moment."""
+"""At most, in a corpus that stands in for one that is not here: 256 MiB on the disk, for a moment."""
 
 SHARED = ("tp", "dp_replicate", "dp_shard")
-"""Axes along which ranks of the same step have the same calls, each within groups of its own."""
+"""Axes along which ranks make the same calls in a step, each within its own groups."""
 
 
 def of_ranks(command: Command) -> Command:
@@ -63,26 +63,22 @@ def of_ranks(command: Command) -> Command:
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What a process runs that is one rank."""
+    """How to run one rank in a process of its own."""
 
     trainer: str
     """"dryrun" or "rehearse", as `wlb_titan.runtime.one_rank.process` knows them."""
     options: Mapping[str, Any]
-    """That trainer's keywords."""
     file: Path
     words: list[str]
     """Overrides of the configuration."""
     environment: Mapping[str, str]
-    """Variables over those of this process."""
+    """Variables that replace or join this process's."""
     limit: float | None = None
-    """Seconds after which the process is stopped; None: never."""
+    """Seconds before the process is stopped; None: never."""
     running: list[subprocess.Popen[str]] = field(default_factory=list, init=False)
 
     def run(self, ranks: Sequence[int], folder: Path, at_once: int) -> list[dict[str, Any]]:
-        """Runs it for each rank and returns their results; `error` of one says what went wrong.
-
-        No process outlives it, whatever ends it; SIGTERM does so as Ctrl-C would.
-        """
+        """Results by rank, with `error` where one failed. No process outlives this, even on SIGTERM."""
         former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with ThreadPoolExecutor(at_once) as pool:
             try:
@@ -132,11 +128,7 @@ class RankCommand:
 def decided_job(
     file: Path, words: Sequence[str], world_size: int | None, memory: float | None = None
 ) -> tuple[Job, Documents]:
-    """The job of a file with overrides, at so many processes, and its documents; of `auto`, what it chooses.
-
-    Args:
-        memory: bytes of a GPU, if not the cluster's.
-    """
+    """The job, with `auto` decided, and its documents; `memory`, in bytes, replaces the cluster's."""
     from wlb_titan.config.documents import training_documents
     from wlb_titan.simulator.choice import choose
 
@@ -150,7 +142,7 @@ def decided_job(
 
 
 def trained_job(config: Any, world_size: int | None, memory: float | None = None) -> Job:
-    """The job of a configuration, with `auto` in it where it was written; `memory` as of `decided_job`."""
+    """The job of a configuration, `auto` not yet decided; `memory` as for `decided_job`."""
     from wlb_titan.runtime.job import job_of, parallel_dims
 
     job = job_of(config, parallel_dims(config, world_size))
@@ -158,8 +150,7 @@ def trained_job(config: Any, world_size: int | None, memory: float | None = None
 
 
 def policy_words(parts: Sequence[str]) -> list[str]:
-    """Overrides that set packing, sharding and order, as far as they are given; the packing is trained then,
-    and no shadow."""
+    """Overrides that set those of packing, sharding and order that are given, and train on this packing."""
     keys = ("--wlb.packing.policy", "--wlb.sharding.policy", "--wlb.pipeline.order")
     words = [word for key, part in zip(keys, parts, strict=False) for word in (key, part)]
     return [*words, "--wlb.packing.shadow", "false"] if parts else []
@@ -193,18 +184,14 @@ def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
 
 
 def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path) -> list[str]:
-    """Overrides that name a corpus: the configured one, or synthetic lengths if it is not on this machine.
-
-    Args:
-        micro_batches: micro-batches of the whole job in a step.
-        step: step of the plan that is reached.
-    """
+    """Overrides that name a corpus of synthetic lengths, enough for `step` steps of the whole job's
+    `micro_batches`; none if the configured corpus is on this machine."""
     from wlb_titan.corpus.writer import SHAPE, long_tailed_lengths, write_synthetic_corpus
     from wlb_titan.runtime.checks.files import validate_corpus
 
     corpus = resolved.config.wlb.corpus
     paths = [source.path for source in corpus.sources] or [corpus.path]
-    # Megatron's files are named without their endings.
+    # Megatron's files are named without their suffixes.
     missing = [path for path in paths if not (Path(path).exists() or Path(f"{path}.bin").exists())]
     if not missing:
         resolved.check(validate_corpus)
@@ -223,10 +210,10 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
 
 
 def alike(job: Job, plan: Plan) -> dict[int, int]:
-    """For each global rank the first one that does the same in a step.
+    """For each global rank, the first one that does the same in a step.
 
-    Ranks differ in tensor parallelism only by the values that they have, and data-parallel ranks do so where
-    their micro-batches have one length after the other in common, and all that context parallelism exchanges.
+    Tensor-parallel ranks always do. Data-parallel ranks do where their micro-batches agree, one by one, in
+    length and in all that context parallelism exchanges.
     """
     layout = job.degrees.layout
     first: dict[object, int] = {}
@@ -248,7 +235,7 @@ def alike(job: Job, plan: Plan) -> dict[int, int]:
 
 
 def _shapes(job: Job, pack: MicroBatch, replica: int, context_rank: int) -> tuple[object, ...]:
-    """What the sizes of a rank's calls for a micro-batch follow from."""
+    """All that decides the sizes of a rank's calls for a micro-batch."""
     strategy = job.merged[pack.sharers].strategy
     if strategy is None or pack.ranks is None:
         return (pack.length,)
@@ -271,21 +258,13 @@ def _sizes(exchange: tuple[Any, ...]) -> Iterator[int]:
 def calls_of_all(
     ran: Mapping[int, RankCalls], same: Mapping[int, int], degrees: Degrees
 ) -> dict[int, RankCalls]:
-    """The calls of each rank, by those of the first that does the same.
-
-    Args:
-        ran: calls of the ranks that were run.
-        same: as of `alike`.
-    """
+    """Every rank's calls, from those of the first that does the same, as `alike` has it in `same`."""
     return {rank: _moved(ran[first], first, rank, degrees.layout) for rank, first in same.items()}
 
 
 def _moved(calls: RankCalls, from_: int, to: int, layout: Mapping[str, int]) -> RankCalls:
-    """The calls of a rank as another one makes them that does the same.
-
-    A group keeps the places of its ranks on the axes along which they differ, and has those of the other rank
-    on all others.
-    """
+    """The calls of rank `from_`, as `to` makes them. A group keeps its ranks' places on the axes along which
+    they differ, and takes those of `to` on the others."""
     if from_ == to:
         return calls
     shape = tuple(layout.values())

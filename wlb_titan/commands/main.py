@@ -28,7 +28,7 @@ SUBCOMMANDS = {
     "compare": "Put the metrics of training runs side by side.",
     "profile": "Measure this device's attention, for planning.",
 }
-"""A module here and the command of its name in it, with its line in `wlb-titan --help`."""
+"""Modules here, each with a command of its name, and their lines in `wlb-titan --help`."""
 
 
 class Refused(click.ClickException):
@@ -38,7 +38,7 @@ class Refused(click.ClickException):
 
 
 class LazyGroup(click.Group):
-    """A group that knows its subcommands by `SUBCOMMANDS` and imports one only to run it."""
+    """A group that knows its subcommands by name and imports one only to run it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(SUBCOMMANDS)

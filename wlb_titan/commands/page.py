@@ -1,8 +1,8 @@
 """The HTML pages: an answer, cards, what to try next, sections of tables and charts.
 
-A page is one file that opens without a network. The JavaScript of Vega, as vl-convert carries it, is in it
-and draws each chart in the browser from its Vega-Lite specification (https://vega.github.io/vega-lite/docs/).
-Colours of text and lines are the page's own variables, so that charts follow its light and dark look.
+A page is one file that opens without a network. It contains Vega's JavaScript, from vl-convert, which draws
+each chart in the browser from its Vega-Lite specification (https://vega.github.io/vega-lite/docs/).
+Colours of text and lines are the page's own variables, so charts follow its light and dark look.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ for (const one of document.querySelectorAll(".chart")) {
 }
 """
 PALETTE = ("#8b929c", "#12967f", "#4486d1", "#cc932f", "#a06cc0", "#d95f56", "#6fa64a", "#c76f9f", "#4aa3b5")
-"""Of policies and runs, on white and on dark; the first is the baseline's."""
+"""For policies and runs, on white and on dark; the first is the baseline's."""
 
 AXIS = {"labelColor": "var(--soft)", "titleColor": "var(--soft)", "gridColor": "var(--line)"}
 LEGEND = {"labelColor": "var(--ink)", "titleColor": "var(--soft)", "orient": "top", "symbolType": "square"}
@@ -50,7 +50,7 @@ CONFIG = {
     "view": {"stroke": None},
 }
 SHORT = {"labelExpr": "abs(datum.value) < 1000 ? datum.label : format(datum.value, '.3~s')"}
-"""The one way in which numbers are shortened: 1.5M, on axes. Tables and tooltips have every digit."""
+"""The only way numbers are shortened: 1.5M, on axes. Tables and tooltips have every digit."""
 
 PASSES = {
     "F": ("forward", "#6aa5de"),
@@ -61,10 +61,10 @@ PASSES = {
     "R": ("recomputed", "#4a7fb5"),
     "L": ("loss", "#cc932f"),
 }
-"""What passes are called, and their colours."""
+"""Names of passes, and their colours."""
 
 Curves = Mapping[str, tuple[Iterable[float], Iterable[float]]]
-"""By name the places on the axis, and the values."""
+"""By name, the places on the axis and the values."""
 
 
 def write_page(
@@ -79,15 +79,13 @@ def write_page(
     tries: Sequence[tuple[str, str]],
     sections: Sequence[str],
 ) -> Path:
-    """Writes `folder`/report.html, and returns its path; the folder is made if it is not there.
+    """Writes `folder`/report.html, and returns its path; the folder is made if need be.
 
     Args:
-        answer: one sentence.
-        about: small print below it.
+        about: small print below the answer, which is one sentence.
         cards: rows of a table in the palette's order; their first cells are the names.
         figure, facts: the heading of what matters most in a row, and those of what stands below it.
         tries: what to do next and why, and the command or the lines of TOML for it.
-        sections: as `section` makes them.
     """
     import vl_convert
 
@@ -111,7 +109,7 @@ def write_page(
 
 
 def _safe(text: str) -> str:
-    """As HTML; the names of policies may be broken behind a colon."""
+    """As HTML; policies' names may be broken after a colon."""
     return html.escape(text).replace(":", ":<wbr>")
 
 
@@ -128,22 +126,19 @@ def _card(row: Mapping[str, str], figure: str, facts: Sequence[str], color: str)
 
 
 def section(title: str, text: str, *bodies: str) -> str:
-    """A titled box: a plain text, and the HTML of tables and charts, side by side where there is room.
-
-    Nothing where all of these are empty.
-    """
+    """A titled box: text, and HTML bodies side by side where there is room; nothing without bodies."""
     shown = [body for body in bodies if body]
     body = f'<div class="charts">{"".join(shown)}</div>' if len(shown) > 1 else "".join(shown)
     return f"<section><h2>{html.escape(title)}</h2><p>{_safe(text)}</p>{body}</section>" if shown else ""
 
 
 def choice_section(choice: Choice) -> str:
-    """What `auto` stands for, and the predictions of all that it may."""
+    """What `auto` stands for, and the predictions for all candidates."""
     return section("Choosing", " ".join(choice.remarks()), table(choice.rows()))
 
 
 def table(rows: Rows) -> str:
-    """Rows with the same headings, on a phone a list each; nothing where there is none."""
+    """Rows with the same headings, on a phone each as a list; nothing if there are none."""
     if not rows:
         return ""
     top = "".join(f"<th>{_safe(heading)}</th>" for heading in rows[0])
@@ -166,13 +161,10 @@ def lines(
     top: float | None = None,
     **mark: Any,
 ) -> str:
-    """Values over `x`, a line a name, and dots; nothing where all are 0 or there is none.
+    """A line for each name, and dots; nothing if all values are 0 or there are none.
 
-    Args:
-        title, x: titles of the chart and its axis.
-        curves, dots: by all names of a page in its order.
-        zero: whether the axis of values starts at 0.
-        top: where it ends, if that is not left to the values.
+    `curves` and `dots` are by all names of a page, in its order. `zero` starts the axis of values at 0, and
+    `top` ends it.
     """
     dots = dots or {}
     points, seen = _points(x, curves), _points(x, dots)
@@ -203,8 +195,8 @@ def _points(x: str, curves: Curves) -> list[dict[str, Any]]:
 def pipeline_charts(timelines: Mapping[str, Sequence[Span]]) -> str:
     """A step's passes to scale: a chart for each policy or run, a row for each rank, a box for each pass.
 
-    Steps of policies have other documents: times are relative to the work of a rank in them. Passes that did
-    not run themselves, where others did, are pale.
+    Documents differ between policies, so times are relative to a rank's work. Passes that did not run
+    themselves, where others did, are pale.
     """
     drawn = {name: _boxes(spans) for name, spans in timelines.items()}
     end = max(box["to"] for boxes in drawn.values() for box in boxes)
@@ -263,7 +255,7 @@ def _timeline(name: str, boxes: Sequence[Mapping[str, Any]], end: float) -> str:
 
 
 def _chart(title: str, spec: Mapping[str, Any], height: float) -> str:
-    """A chart as wide as there is room; the plot is `height` pixels high, and `spec` has the data."""
+    """A chart as wide as there is room and `height` pixels high; `spec` has the data."""
     size = {"width": "container", "height": height, "autosize": {"type": "fit-x", "contains": "padding"}}
     text = json.dumps({**size, "config": CONFIG, **_rounded(spec)}, separators=(",", ":"))
     safe = text.replace("<", r"\u003c")
@@ -272,7 +264,7 @@ def _chart(title: str, spec: Mapping[str, Any], height: float) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to five digits, so that pages are small; None where there is no finite one."""
+    """Floats to five digits, to keep pages small; None for those that are not finite."""
     if isinstance(value, Mapping):
         return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -284,39 +276,34 @@ def _rounded(value: Any) -> Any:
 
 
 def _number(field: str, title: str | None = None, **scale: Any) -> dict[str, Any]:
-    """An axis of numbers."""
     return {"field": field, "type": "quantitative", "title": title, "axis": SHORT, "scale": scale}
 
 
 def _colors(field: str, names: Sequence[str], palette: Sequence[str]) -> dict[str, Any]:
-    """The colour of a name: that of its place among all names of a chart."""
+    """A name's colour is that of its place among all names of a chart."""
     colors = [palette[place % len(palette)] for place in range(len(names))]
     return {"field": field, "type": "nominal", "scale": {"domain": names, "range": colors}}
 
 
 def _hover(*fields: str) -> list[dict[str, str]]:
-    """What is shown of a mark under the pointer."""
     return [{"field": field} for field in fields]
 
 
 def described(job: Job, documents: Documents) -> tuple[str, str]:
-    """The corpus' name without its folder, as people share pages, and the job and documents in words."""
+    """The corpus' name without its folder, as pages are shared, and the job and documents in words."""
     name = Path(documents.name).name
     return name, describe_job(job, replace(documents, name=name))
 
 
 def command(name: str, typed: Sequence[str], *more: str) -> str:
-    """A command for the same job, to be called in this folder; paths of files in it are relative.
-
-    Args:
-        typed: a TOML file, and overrides and options that the command has too.
-    """
+    """A command for the same job, to be called in this folder; paths in it are relative. `typed` is a TOML
+    file, with overrides and options that the command has too."""
     below = f"{Path.cwd()}/"
     return shlex.join(["wlb-titan", name, *(word.removeprefix(below) for word in typed), *more])
 
 
 def search_command(typed: Sequence[str], gpus: int) -> str:
-    """The search for other degrees, which takes none."""
+    """The search for other degrees, without those that were typed."""
     kept, words = [], iter(typed)
     for word in words:
         key, equals, _ = word.partition("=")
@@ -328,14 +315,14 @@ def search_command(typed: Sequence[str], gpus: int) -> str:
 
 
 def gained(best: str, ratio: Estimate, base: str, what: str = "FLOPs") -> str:
-    """What the best gains over the baseline: the first half of a sentence."""
+    """The first half of a sentence: what the best gains over the baseline."""
     if best == base:
         return f"Nothing here does more {what} a second than {base}"
     return f"{best} does {ratio.text('.2f', 'x')} the {what} a second of {base}{ratio.scatter}"
 
 
 def cost(bubble: float | None, imbalance: float | None) -> str:
-    """What still takes the most time: the second half."""
+    """The second half: what still takes the most time."""
     if bubble is not None and bubble >= 0.1:
         return f"the largest remaining cost is the pipeline bubble ({bubble:.0%})."
     if imbalance is not None and imbalance >= 1.05:

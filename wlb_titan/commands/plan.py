@@ -41,7 +41,7 @@ from wlb_titan.summary import Estimate, Summary
 
 FEW_STEPS = 100  # fewer carry their standard error in the table
 STEPS_SHOWN = 60  # of the workloads; more become a blur
-NEAR = 0.01  # imbalances that are as good as the same
+NEAR = 0.01  # imbalances this close count as the same
 SHARDED = 200  # micro-batches under which sharding policies are compared
 
 
@@ -125,7 +125,7 @@ def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
 
 
 def table_rows(summaries: Mapping[str, Summary]) -> Rows:
-    """A row for each policy, as the console and the page show it."""
+    """A row for each policy, for the console and the page."""
     rows = []
     for name, summary in summaries.items():
         figures, imbalance = summary.figures(), Estimate.mean(summary.imbalance)
@@ -166,11 +166,8 @@ def sharded_micro_batches(job: Job, documents: Documents, steps: int) -> list[Mi
 
 
 def sharding_rows(micro_batches: Sequence[MicroBatch], job: Job) -> Rows:
-    """A row for each sharding policy that the job's heads and lengths allow, on the same micro-batches.
-
-    It has the slowest rank's attention and the collectives of a layer, none of them hidden, what a rank
-    receives in a step, the ranks' imbalance, and how often which sharding was chosen.
-    """
+    """A row for each sharding policy that the job's heads and lengths allow: the slowest rank's attention, a
+    layer's collectives, none hidden, what a rank receives in a step, and how often a sharding was chosen."""
     passes = max(job.layers) * job.chunks * job.replica_micro_batches  # of layers on a rank in a step
     rows: Rows = []
     first = 0.0
@@ -206,7 +203,6 @@ def sharding_rows(micro_batches: Sequence[MicroBatch], job: Job) -> Rows:
 
 
 def _sharded(micro_batch: MicroBatch, job: Job) -> MicroBatch:
-    """A micro-batch as the job's sharding policy divides it."""
     assert job.strategy is not None
     lengths = micro_batch.documents[:, LENGTH]
     name, ranks = job.strategy.shard(lengths, micro_batch.length, slices=micro_batch.elsewhere)
@@ -221,13 +217,7 @@ DELAY = "What balance costs: documents that wait for a step that can bear them."
 def write_report(
     folder: Path, asked: Asked, summaries: Mapping[str, Summary], sharded: Rows, choices: Sequence[Choice]
 ) -> Path:
-    """Draws what was planned.
-
-    Args:
-        summaries: by policy; the first is the picture before.
-        sharded: as of `sharding_rows`; empty without context parallelism.
-        choices: what `auto` stands for in a job, where it does.
-    """
+    """The first of the `summaries` is the baseline; `choices` is what `auto` stands for."""
     job, rows = asked.job, table_rows(summaries)
     means = {name: float(one.imbalance.mean()) for name, one in summaries.items()}
     waits = {name: f"{1 - 1 / mean:.1%}" for name, mean in means.items()}
@@ -262,7 +252,7 @@ def write_report(
 
 
 def _workloads(summaries: Mapping[str, Summary]) -> Iterator[str]:
-    """Every micro-batch's work, step by step, a chart a policy, on one scale."""
+    """Every micro-batch's work, step by step: a chart for each policy, on one scale."""
     mean = np.mean([summary.workloads.mean() for summary in summaries.values()])
     works = {name: summary.workloads[:STEPS_SHOWN] / mean for name, summary in summaries.items()}
     top = max(float(work.max()) for work in works.values())
@@ -274,7 +264,7 @@ def _workloads(summaries: Mapping[str, Summary]) -> Iterator[str]:
 
 
 def _delay(summaries: Mapping[str, Summary], batch_tokens: int) -> list[str]:
-    """What waits after each step, of many steps the moving average; and how long tokens waited in the end."""
+    """What waits after each step, a moving average over many steps; and how long tokens waited."""
     span = max(len(next(iter(summaries.values())).waiting) // 20, 1)
     smooth = {
         name: np.convolve(one.waiting / batch_tokens, np.full(span, 1 / span), "valid")

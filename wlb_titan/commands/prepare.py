@@ -125,7 +125,7 @@ def _verify(output: Path) -> None:
 
 
 def _template_options(texts: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    """Names and values of `NAME=VALUE`: a value as JSON has it, or else the text itself."""
+    """Names and values of `NAME=VALUE`: a value is JSON, or else the text itself."""
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -140,7 +140,7 @@ def _template_options(texts: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Report]:
-    """What shows the progress that it is told: a bar on a terminal, lines now and then in a log file."""
+    """Shows the progress that it is told: a bar on a terminal, lines now and then in a log file."""
     last, columns = time.monotonic(), (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
 
@@ -159,7 +159,6 @@ def progress(console: Console) -> Iterator[Report]:
 
 
 def show_summary(corpus: Corpus) -> None:
-    """Prints what the corpus holds: counts, what was left out, and how long its documents are."""
     manifest = corpus.manifest
     assert manifest is not None
     lengths = np.asarray(corpus.lengths)
@@ -210,13 +209,10 @@ class Bucket(NamedTuple):
 
 
 def length_histogram(lengths: np.ndarray) -> list[Bucket]:
-    """Buckets from the shortest document's to the longest's, empty ones in between included.
+    """Buckets from the shortest document's to the longest's, also empty ones; no length may be 0.
 
     >>> [tuple(bucket) for bucket in length_histogram(np.array([1, 4, 7, 5]))]
     [(1, 1, 1), (2, 0, 0), (4, 3, 16)]
-
-    Args:
-        lengths: tokens of each document, all positive.
     """
     exponents = np.frexp(lengths)[1] - 1  # floor(log2), exact below 2^53
     buckets = []

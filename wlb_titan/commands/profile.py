@@ -1,7 +1,7 @@
 """`wlb-titan profile`: measure the attention op and all else on the device at hand, for planning.
 
 A latency model of attention is fitted to the cases of a `Grid`: equal segments of many shapes. Most lengths
-are multiples of no tile's size, as the model counts tiles on average over where segments begin. Matrix
+are no multiple of a tile's size, as the model averages its count of tiles over where segments start. Matrix
 products, element-wise operators and all-gathers are for W_l (paper section 4.1, Figure 7).
 """
 
@@ -35,15 +35,15 @@ from wlb_titan.kernels.self_check import make_inputs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MOST = 1024  # elements of a head
-ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a while does not reach the median
-SECONDS = 100.0  # after which no further round is begun
-MILLISECONDS = 40.0  # for which a case is run again and again in each round; its time is the median
+ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
+SECONDS = 100.0  # after which no round starts
+MILLISECONDS = 40.0  # spent on a case in each round; its time is the median
 HOST_BOUND = 2.0  # milliseconds of a pass: below, the host may take longer than the GPU
 GATHERS = 20  # calls of each size; their median counts
 
 
 class GridCase(NamedTuple):
-    """`segments` equal segments, one after the other, of `q_len` queries and `kv_len` keys of their own."""
+    """`segments` equal segments in a row, each of `q_len` queries and `kv_len` keys of its own."""
 
     q_len: int
     kv_len: int
@@ -58,21 +58,20 @@ class GridCase(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Which attention is measured: each number of queries with each number of keys that is not smaller."""
+    """The attention to measure: each number of queries with each number of keys that is not smaller."""
 
     q_lens: tuple[int, ...]
     """Queries of a segment; around multiples of 64 the steps between tiles show."""
     kv_lens: tuple[int, ...]
-    """Keys of a segment; it is also measured with as many keys as queries."""
+    """Keys of a segment; as many keys as queries are measured too."""
     keys: tuple[int, ...]
-    """A case has as many segments as fit into this number of keys, and one at least."""
+    """A case has as many segments as fit into this number of keys, but at least one."""
     pairs: int
     """Most pairs of a query and a key, times heads, in one call."""
     heads: int
     """Query heads, where nothing else decides them."""
 
     def cases(self, heads: int) -> Iterator[GridCase]:
-        """All cases with this number of query heads, each once."""
         for q_len in self.q_lens:
             for kv_len in sorted({q_len, *(k for k in self.kv_lens if k > q_len)}):
                 most = self.pairs // (q_len * kv_len * heads)
@@ -97,12 +96,12 @@ CPU_GRID = Grid(
 
 
 class LinearGrid(NamedTuple):
-    """Which sizes of the rest are measured."""
+    """Sizes at which the rest is measured."""
 
     tokens: tuple[int, ...]
     """Rows of an operand."""
     widths: tuple[int, ...]
-    """Widths of a layer and its MLP; matrices are products of tokens x width with width x width."""
+    """Widths of a layer and its MLP; products are of tokens x width with width x width."""
     bytes_: tuple[int, ...]
     """What each rank brings to an all-gather."""
 
@@ -205,7 +204,7 @@ def profile(
 
 
 def _try_gluon(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Has Gluon's backward tried on this GPU, where `auto` would take it and nothing is recorded yet."""
+    """Tries Gluon's backward on this GPU, where `auto` would take it and nothing is recorded yet."""
     facts = device_of(device)
     if chosen("backward", "auto", dims, dtype, facts._replace(passed=frozenset({(dims, dtype)}))) != "gluon":
         return
@@ -241,7 +240,7 @@ def _measure(dim: int, v_dim: int, group: int, dtype: str, device: str, units: i
 
 
 def _print_table(result: Profile) -> None:
-    """Prints the main coefficients, in microseconds, and how well all of them describe the measurements."""
+    """Prints the main coefficients, in microseconds, and how well all of them fit the measurements."""
     say(f"{result.device}: microseconds of a query head on one unit")
     rows = []
     for entry in result.entries:
@@ -265,7 +264,6 @@ def _print_table(result: Profile) -> None:
 
 
 def _print_rates(measured: LinearProfile) -> None:
-    """Prints the measured rates under the names that they have in a cluster's file."""
     click.echo(
         f"Matrix products and element-wise operators, {measured.dtype}: [gpu] linear_flops = "
         f"{measured.matrix_flops:.3g}, memory_bandwidth = {measured.element_bandwidth:.3g}"
@@ -286,10 +284,8 @@ def time_attention(
     implementation: str = "auto",
     milliseconds: float = 200.0,
 ) -> tuple[float, float]:
-    """Milliseconds of the forward and of the backward of `varlen_attention`, tile lists already made.
-
-    Calls so short that a GPU would wait for the host are timed in CUDA graphs.
-    """
+    """Milliseconds of the forward and the backward of `varlen_attention`, tile lists already made; in CUDA
+    graphs where a GPU would wait for the host."""
     q, k, v, dout = make_inputs(segments, shape, dtype, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -311,9 +307,7 @@ def time_attention(
 
 
 def time_call(call: Callable[[], object], device: str, milliseconds: float = 200.0) -> float:
-    """Median milliseconds of a call, warmed up, of seven samples at least. CUDA: by events, with the L2 cache
-    cleared before each.
-    """
+    """Median milliseconds of a warmed-up call; on CUDA of seven or more, with the L2 cache cleared."""
     if torch.device(device).type == "cuda":
         from triton.testing import do_bench
 
@@ -345,7 +339,7 @@ def time_graph(call: Callable[[], object], device: str, calls: int = 20) -> floa
 
 
 def measure_linear(grid: LinearGrid, dtype: str, device: str, ranks: int) -> LinearProfile:
-    """Times of all but attention; of gathers too, where there are several `ranks`."""
+    """Times of all but attention, and of gathers where there are several `ranks`."""
     matrices, elements = [], []
     with torch.no_grad():
         for tokens in grid.tokens:
@@ -369,9 +363,7 @@ def measure_linear(grid: LinearGrid, dtype: str, device: str, ranks: int) -> Lin
 def gather_points(sizes: tuple[int, ...], device: str, ranks: int) -> list[tuple[float, float]]:
     """Bytes that each rank receives, and seconds, of all-gathers over `ranks` processes on this machine.
 
-    Args:
-        sizes: bytes that each rank brings.
-        device: "cuda" (NCCL, a device a rank) or "cpu" (gloo).
+    Each rank brings `sizes` bytes in turn. "cuda" is NCCL, with a device for each rank, and "cpu" gloo.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = (sizes, device, ranks, folder)

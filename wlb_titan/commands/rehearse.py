@@ -52,11 +52,11 @@ from wlb_titan.simulator.trace import Span
 from wlb_titan.summary import Estimate
 
 GRACE = 60.0
-"""Seconds over --seconds after which a rank that is within a step is stopped."""
+"""Seconds past --seconds after which a rank still within a step is stopped."""
 
 
 class Ran(NamedTuple):
-    """Passes put together from those measured, and the steps with and without these."""
+    """The measured passes put together, and the steps with and without them."""
 
     measured: MeasuredPasses
     rehearsed: Prediction
@@ -71,9 +71,9 @@ class Rehearsal:
     documents: Documents
     plans: list[Plan]
     ranks: Sequence[dict[str, Any]] = ()
-    """Results of the processes, also of those that failed."""
+    """Results of the processes, including those that failed."""
     ran: Ran | None = None
-    """What they came to; None where no rank came through."""
+    """None where no rank came through."""
 
     @property
     def policy(self) -> str:
@@ -178,7 +178,7 @@ def rehearse(
 
 
 def _put_together(one: Rehearsal, ranks: list[dict[str, Any]]) -> Rehearsal:
-    """The steps that all ranks ran which came through."""
+    """Only with the ranks that came through, and the steps that all of these ran."""
     ran = [rank for rank in ranks if rank.get("steps")]
     if not ran:
         return replace(one, ranks=ranks)
@@ -201,7 +201,7 @@ def _put_together(one: Rehearsal, ranks: list[dict[str, Any]]) -> Rehearsal:
 
 
 def table_rows(results: Sequence[Rehearsal]) -> Rows:
-    """A row a policy: rehearsed, with the standard error over the steps, and predicted beside it."""
+    """A row for each policy: rehearsed, with the standard error over the steps, and predicted."""
     ran = [(one, one.ran.rehearsed, one.ran.predicted) for one in results if one.ran]
     return [
         {
@@ -254,7 +254,7 @@ def figures(prediction: Prediction) -> dict[str, Any]:
 
 
 def rank_lines(rank: dict[str, Any]) -> list[str]:
-    """What a rank ran and what it took, or its error, as lines of text."""
+    """What a rank ran and what it took, or its error."""
     lines = []
     if steps := rank.get("steps"):
         first, last = steps[0]["iteration"] + 1, steps[-1]["iteration"] + 1
@@ -269,7 +269,7 @@ def rank_lines(rank: dict[str, Any]) -> list[str]:
             f" ({lone.place(rank)}) on {rank['device']}: {runs}, all {len(passes)} passes of all "
             f"micro-batches. Seconds a step: {took}, optimizer {optimizer:.3f}."
         )
-        if not rank["device"].startswith("CPU"):  # whose peak has Python and its libraries in it
+        if not rank["device"].startswith("CPU"):  # whose peak includes Python and its libraries
             peak = f" Peak {max(step['peak_gib'] for step in steps):.2f} GiB"
             lines[-1] += f"{peak}." if predicted is None else f"{peak}, {predicted:.2f} predicted."
     if "error" in rank:
@@ -282,7 +282,6 @@ STEP = "A row is a pipeline rank, a box a pass: strong where it was measured, pa
 
 
 def write_report(folder: Path, results: Sequence[Rehearsal], typed: Sequence[str]) -> Path:
-    """Draws what was rehearsed."""
     rows = table_rows(results)
     sections, answer = [], "No rank came through."
     if ran := {one.policy: one.ran for one in results if one.ran}:
@@ -318,7 +317,7 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: Sequence[str
 
 
 def typical_step(one: Rehearsal, ran: Ran, *, measured: bool) -> list[Span]:
-    """The slowest replica's passes in the step that comes nearest to the mean of those rehearsed."""
+    """The slowest replica's passes in the rehearsed step that is nearest to the mean."""
     seconds = ran.rehearsed.seconds
     number = int(abs(seconds - seconds.mean()).argmin())
     passes = ran.measured.of([number]) if measured else None

@@ -32,12 +32,7 @@ def print_search(
     gpus: int | None,
     seconds: float,
 ) -> None:
-    """Searches, and prints what came of it.
-
-    Args:
-        resolved: the configuration of the scenario's job.
-        gpus: number of GPUs; None: the job's own.
-    """
+    """Searches degrees of `gpus` GPUs (None: as many as the job's own), and prints what came of it."""
     start = told = time.monotonic()
 
     def goes_on(what: str) -> bool:
@@ -92,7 +87,7 @@ def figures(one: Prediction) -> dict[str, str]:
 
 
 def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
-    """What a reader must know besides the table: what does not fit or is extrapolated."""
+    """What a table does not say: what does not fit or is extrapolated."""
     said = []
     for policy, prediction in predictions.items():
         if not prediction.fits:
@@ -107,7 +102,7 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
 
 
 def gain(result: Search) -> str:
-    """A sentence on what the best gains over the job as it is configured."""
+    """A sentence on what the best gains over the configured job."""
     best, own = result.found[0], result.configured
     if own is None:
         return "The configured degrees are of other GPUs or do not fit, so there is no gain to name."
@@ -120,7 +115,7 @@ def gain(result: Search) -> str:
 
 
 def winner_words(job: Job, resolved: Resolved) -> list[str]:
-    """Overrides that make a configuration of the same model and window this job."""
+    """Overrides that turn a configuration of the same model and window into this job."""
     degrees, policy = job.degrees, job.policy
     wanted: dict[str, Any] = {
         "wlb.packing.policy": policy.packing,

@@ -172,7 +172,7 @@ def _check_options(search: bool, **given: Any) -> None:
 
 
 def _told(job: Job, options: Mapping[str, Any]) -> Job:
-    """The job with what only predictions know and no key says."""
+    """The job with what only predictions need and no key sets."""
     changes = {
         name: options[name] for name in ("tensor_overlap", "routing_imbalance") if options[name] is not None
     }
@@ -188,8 +188,7 @@ def _told(job: Job, options: Mapping[str, Any]) -> Job:
 def _predicted(
     scenario: Scenario, policies: Sequence[Policy], steps: int
 ) -> tuple[Plans, Predictions, dict[Policy, UserError]]:
-    """Plans and predictions by policy, and why others are not possible; refused where the job's own policy is
-    not, or none is."""
+    """Plans and predictions by policy, and why others are impossible; raises if the job's own is, or all."""
     plans, predictions, impossible = {}, {}, {}
     for policy in policies:
         try:
@@ -209,7 +208,7 @@ def _predicted(
 def table_rows(
     scenario: Scenario, plans: Plans, predictions: Predictions, impossible: Mapping[Policy, UserError]
 ) -> Rows:
-    """A row for each policy, as the console and the page show it; those not possible have no figures."""
+    """A row for each policy, for the console and the page; impossible ones have no figures."""
     slower = network_sensitivity(scenario, plans, SLOWER)
     first, base = next(iter(predictions.items()))
     rows = [
@@ -238,7 +237,7 @@ PEAK = "GiB of the fullest GPU by what they are for."
 
 
 def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, Step]:
-    """For each policy the step that comes nearest to the mean, which stands for all."""
+    """For each policy, the step nearest to the mean."""
     steps = {}
     for policy, one in predictions.items():
         number = int(abs(one.seconds - one.seconds.mean()).argmin())
@@ -247,7 +246,6 @@ def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, Step]:
 
 
 def _pictures(predictions: Predictions, steps: Mapping[str, Step]) -> list[str]:
-    """Sections on a typical step and its memory."""
     held = {
         name: {f"pp {one.rank}": (one.seconds, one.bytes_ / GIB) for one in curves}
         for name, (_, curves) in steps.items()
@@ -271,7 +269,7 @@ def _pictures(predictions: Predictions, steps: Mapping[str, Step]) -> list[str]:
 def write_report(
     folder: Path, asked: Asked, plans: Plans, predictions: Predictions, cards: Rows, sections: Sequence[str]
 ) -> Path:
-    """Draws what was simulated; the baseline is the first of the policies."""
+    """The baseline is the first of the policies."""
     named = {str(policy): prediction for policy, prediction in predictions.items()}
     base = next(iter(named))
     gains = {name: speedup(one, named[base]) for name, one in named.items()}

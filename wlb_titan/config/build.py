@@ -1,8 +1,8 @@
 """Lay what the user wrote over a base configuration, guided by the dataclasses' own type hints.
 
-The base is a tree of dataclasses; it is never changed. The builder goes down the tree, takes from all layers
-what they say about each field, and puts every dataclass together again with `dataclasses.replace` on the way
-up, so that each `__post_init__` checks the new values. It also lists every value with where it came from.
+The base, a tree of dataclasses, is never changed. The builder goes down it, collects what the layers say
+about each field, and puts every dataclass together again with `dataclasses.replace` on the way up, so that
+each `__post_init__` checks the new values. It also lists every value with where it came from.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KeyPath = tuple[str | int, ...]
 the user gave a whole new list (0)."""
 
 CLASS = "class"
-"""The key by which a section chooses its class, unless it holds a plug-in, whose family names the key."""
+"""The key by which a section chooses its class; for a plug-in, its family names the key."""
 
 MOST_LISTED = 8
 """Values that an error about a whole section shows."""
@@ -56,7 +56,7 @@ class Entry:
     source: str
     """`base llama3_debug`, `default of FullAC`, `train.toml:12` or `command line`."""
     text: str | None
-    """The value as TOML; None if TOML cannot express it, so that only a base can give it."""
+    """As TOML; None if TOML cannot express it, so that only a base can give it."""
     limits: tuple[BaseMetadata, ...] = ()
     """Of the numbers that may stand there."""
 
@@ -66,12 +66,8 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 class Builder:
-    """Builds one configuration.
-
-    Args:
-        locked: fields that the user cannot set, by dotted path, each with the reason.
-        limits: of fields of classes that are not ours and cannot be annotated, by dotted path.
-    """
+    """Builds one configuration. `locked` has the reason for each field that the user cannot set, and `limits`
+    the limits of fields in classes that are not ours, both by dotted path."""
 
     def __init__(
         self,
@@ -118,7 +114,7 @@ class Builder:
     def _section(
         self, current: object, hint: object, nodes: Sequence[Node], path: KeyPath, origin: str
     ) -> Any:
-        """A dataclass. A layer that names another class starts it afresh, from that class's own defaults."""
+        """A dataclass. A layer that names another class starts from that class's own defaults."""
         if not _ends_in_table(nodes) and (nodes or not is_dataclass(current)):
             return self._leaf(current, hint, nodes[-1:], path, origin)
         start = current if is_dataclass(current) else None
@@ -133,7 +129,7 @@ class Builder:
                 continue
             wanted, source = _wanted_class(cls, hint, node, path)
             if wanted is not cls:
-                # Of a family, what both classes have is kept, so that policies can be exchanged.
+                # Within a family, what both classes have is kept, so that policies can be exchanged.
                 start = _exchanged(start, wanted)
                 tables = [_restricted(table, wanted) for table in tables] if start is not None else []
                 cls, origin = wanted, f"default of {short_name(wanted)}"
@@ -175,7 +171,7 @@ class Builder:
                 return cls(**values)
             changed = {name: value for name, value in values.items() if value is not getattr(start, name)}
             return dataclasses.replace(start, **changed) if changed else start
-        except Exception as error:  # whatever a __post_init__ raises, it means that the values will not do
+        except Exception as error:  # whatever a __post_init__ raises means that the values will not do
             raise _refused(error, cls, tables, path) from error
 
     def _hint(self, cls: type, path: KeyPath) -> Any:
@@ -186,7 +182,7 @@ class Builder:
     def _list(
         self, current: Any, hint: object, element: object, nodes: Sequence[Node], path: KeyPath, origin: str
     ) -> Any:
-        """A list of dataclasses: `[[list]]` makes it anew, `[list.0]` changes one of its elements."""
+        """A list of dataclasses: `[[list]]` replaces it, `[list.0]` changes one of its elements."""
         if nodes and not _ends_in_table(nodes):
             return self._leaf(current, hint, nodes[-1:], path, origin)
         slots: list[tuple[object, list[Node]]] = [(item, []) for item in _or_empty(current, list)]
@@ -224,7 +220,7 @@ class Builder:
         path: KeyPath,
         origin: str,
     ) -> Any:
-        """A dict: tables add keys to it and give keys that it has another value."""
+        """A dict: tables add keys and change values."""
         if not _ends_in_table(nodes) and (nodes or not isinstance(current, dict)):
             return self._leaf(current, hint, nodes[-1:], path, origin)
         before = _or_empty(current, dict)
@@ -261,8 +257,7 @@ class Builder:
 
 
 def _refused(error: Exception, cls: type, tables: Sequence[Table], path: KeyPath) -> ConfigError:
-    """The error for values that a `__post_init__` refuses, with those that were written: the ones that its
-    message names, or else all of the section."""
+    """The error for values that a `__post_init__` refuses, with those that its message names, or else all."""
     said = " ".join(str(error).split()).rstrip(".") or repr(error)
     reason = f"{short_name(cls)} rejects this: {said}."
     written = {(*path, *keys): leaf for table in tables for keys, leaf in leaves(table)}
@@ -280,7 +275,7 @@ def _refused(error: Exception, cls: type, tables: Sequence[Table], path: KeyPath
 
 
 def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) -> tuple[type, str | None]:
-    """The class that a table asks for, and where it does; (`cls`, None) if it leaves the class as it is."""
+    """The class that a table asks for, and where; (`cls`, None) if it leaves the class as it is."""
     if node.array:
         raise ConfigError(f"{node.source}: [[{dotted(path)}]]: an array, but a single table belongs here.")
     allowed = dataclass_arms(hint) or (typing.cast(type, cls),)
@@ -306,7 +301,7 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
 
 
 def _exchanged(start: object, cls: type) -> Any:
-    """Settings of another class of the same family with the values that both have; None for other classes."""
+    """`start` as settings of `cls`, with the values that both have; None unless they are of one family."""
     if isinstance(start, PluginConfig) and issubclass(cls, PluginConfig):
         return start.named(cls.owner_name())
     return None
@@ -317,7 +312,6 @@ def _choosing_key(cls: type) -> str:
 
 
 def _restricted(table: Table, cls: type) -> Table:
-    """What of a table a class has, too."""
     names = {field.name for field in dataclasses.fields(cls)}
     return dataclasses.replace(table, children={k: v for k, v in table.children.items() if k in names})
 
@@ -356,7 +350,7 @@ def _or_empty(current: Any, container: type) -> Any:
 
 
 def _ends_in_table(nodes: Sequence[Node], single: bool = False) -> bool:
-    """Whether the strongest layer has a table, or an array of tables unless it is to be a `single` one."""
+    """Whether the strongest layer has a table, or, unless `single`, an array of tables."""
     if not nodes or isinstance(nodes[-1], Leaf):
         return False
     return not (single and nodes[-1].array)

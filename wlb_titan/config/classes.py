@@ -19,12 +19,12 @@ def short_name(cls: type) -> str:
 
 
 def full_name(cls: type) -> str:
-    """`torchtitan.distributed.activation_checkpoint:FullAC` for the class `FullAC.Config` of that module."""
+    """`torchtitan.distributed.activation_checkpoint:FullAC` for that module's `FullAC.Config`."""
     return f"{cls.__module__}:{short_name(cls)}"
 
 
 def importable(cls: type) -> bool:
-    """Whether the full name of a class leads back to it; not so for a class inside a function."""
+    """Whether a class's full name leads back to it, as it does not for a class inside a function."""
     try:
         return _configuration(load(full_name(cls)), (cls,)) is cls
     except (ImportError, AttributeError):
@@ -32,11 +32,8 @@ def importable(cls: type) -> bool:
 
 
 def find_class(name: str, allowed: tuple[type, ...]) -> type:
-    """Find the dataclass that a name in a TOML file means, a subclass of one of `allowed`.
-
-    Raises:
-        LookupError: there is none, or it may not stand there; the message is for the user.
-    """
+    """The subclass of one of `allowed` that a name in a TOML file means; LookupError, with a message for the
+    user, if there is none."""
     if ":" not in name:
         return _find_loaded(name, allowed)
     try:

@@ -1,5 +1,4 @@
-"""The documents that [wlb.corpus] and [wlb.validation] name: those that are trained on, those that are
-validated on, and how many steps an epoch is."""
+"""The documents that [wlb.corpus] and [wlb.validation] name, and how many steps an epoch of them is."""
 
 from __future__ import annotations
 
@@ -16,14 +15,13 @@ from wlb_titan.plan import ID, LENGTH
 
 
 def open_corpus(settings: CorpusSettings) -> Corpus:
-    """Open what [wlb.corpus] names: a corpus, or all those of a mixture."""
+    """A corpus, or all those of a mixture."""
     if not settings.sources:
         return open_source(settings, settings.tokenizer)
     return Corpus.joined([open_source(source, settings.tokenizer) for source in settings.sources])
 
 
 def open_source(source: CorpusSettings | SourceSettings, tokenizer: str) -> Corpus:
-    """Open one corpus, by itself or of a mixture."""
     return Corpus.open(source.path, column=source.column, tokenizer=tokenizer, mask=source.mask)
 
 
@@ -48,7 +46,7 @@ def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
 
 
 def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0) -> Documents:
-    """What a planner needs of an opened corpus; the share `hold_out` of the documents is left out."""
+    """What a planner needs of an opened corpus, without the share `hold_out` of its documents."""
     return Documents(
         lengths=Divided(corpus.lengths, hold_out, held_out=False) if hold_out else corpus.lengths,
         name=str(corpus),
@@ -60,7 +58,7 @@ def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0
 
 
 def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Documents:
-    """The documents that a job trains on: its corpus without what it holds out."""
+    """A job's corpus without what it holds out."""
     return documents_of(wlb.corpus, corpus or open_corpus(wlb.corpus), wlb.validation.hold_out)
 
 
@@ -97,11 +95,8 @@ def _in_order(corpus: Corpus, lengths: Lengths) -> Documents:
 
 
 def steps_of_epochs(job: Job, documents: Documents, epochs: int) -> int:
-    """The first step after which every document was trained on `epochs` times.
-
-    They are planned once, so that the last step is complete and nothing is lost: what it has room for besides
-    comes from the next epoch. Plans follow from lengths alone, so this asks for no tokens.
-    """
+    """The first step after which every document was trained on `epochs` times; the next epoch fills it up.
+    Plans follow from lengths alone, so no tokens are read."""
     if documents.sources:
         raise PlanError(
             "Sources of a mixture come round at different times, so it has no epochs; set "

@@ -74,18 +74,17 @@ LIMITS = {
     "profiler.memory_snapshot_freq": _COUNT,
     "profiler.memory_snapshot_max_entries": _COUNT,
 }
-"""Ranges of torchtitan's settings that it does not check itself: a wrong one would fail in the middle of a
-run. Ours stand beside their docstrings."""
+"""Ranges that torchtitan does not check itself: a value outside would fail in the middle of a run."""
 
 IMPLIED = {("checkpoint", "last_save_in_hf"): ("checkpoint", "last_save_model_only")}
-"""What a key that is set to true sets to true besides, unless the same file or a stronger one sets it too:
-Hugging Face's format has no place for an optimizer."""
+"""What a key set to true also sets to true, unless the same file or a stronger one sets it: Hugging Face's
+format has no place for an optimizer."""
 
 COMMENT_COLUMN = 60
-"""Where comments begin, unless a value reaches beyond."""
+"""Where comments start, unless a value reaches beyond."""
 
 INHERITED = ("base ", "default of ")
-"""How the source of a value begins that the user did not write."""
+"""How the source of a value starts that the user did not write."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +104,14 @@ class Resolved:
         return {dotted(entry.path): entry.source for entry in self.entries}
 
     def to_toml(self, changed_only: bool = False) -> str:
-        """One self-contained TOML file that loads to an equal configuration. With `changed_only` it
-        lacks what is as in the base, and does so as long as the base stays the same."""
+        """One TOML file that loads to an equal configuration. With `changed_only` it lacks what is as in the
+        base, and does so as long as the base stays the same."""
         unchanged = f"base {self.base.value}"
         kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
         return _document([self.base, *kept])
 
     def check(self, rule: Callable[[Any], T]) -> T:
-        """Apply a rule to the configuration, and return what it gives. A UserError of it, as of `placed`,
-        becomes a ConfigError with the values that it speaks of and where they were written."""
+        """Applies a rule to the configuration; a UserError becomes a ConfigError, as `placed` puts it."""
         try:
             return rule(self.config)
         except UserError as error:
@@ -121,7 +119,7 @@ class Resolved:
 
     def placed(self, error: UserError) -> str:
         """The message of an error after the file, line and value that it speaks of: by its `setting`, or by
-        the `key.path: ` that it begins with."""
+        the `key.path: ` that it starts with."""
         key, _, reason = str(error).partition(": ")
         if error.setting:
             ends = (dotted(entry.path) for entry in self.entries)
@@ -135,7 +133,7 @@ class Resolved:
                 if entry.source.startswith(INHERITED):
                     return f"{file}: {value} ({entry.source}): {reason}"
                 return f"{entry.source}: {value}: {reason}"
-        # The key of a section: all that was written in it is of interest.
+        # The key of a section: show all that was written in it.
         written = [
             f"{dotted(entry.path)} = {entry.text} ({entry.source})"
             for entry in self.entries
@@ -148,8 +146,7 @@ class Resolved:
 def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[str], Any]) -> Resolved:
     """Lays command-line overrides over a TOML file, with all that it extends, over its base.
 
-    Args:
-        base_config: makes a fresh dataclass instance of a base's name; raises UserError for an unknown one.
+    `base_config` makes a fresh dataclass instance of a base's name; UserError for an unknown one.
     """
     sources = read_sources(path, overrides)
     if sources.base is None:
@@ -169,7 +166,7 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
 
 
 def _implied(layers: Sequence[Table]) -> Iterator[Table]:
-    """The layers, and below each one with what `IMPLIED` has for what it sets."""
+    """The layers, and below each what `IMPLIED` has for its keys."""
     for layer in layers:
         written = dict(leaves(layer))
         for path, (section, key) in IMPLIED.items():
@@ -181,8 +178,7 @@ def _implied(layers: Sequence[Table]) -> Iterator[Table]:
 
 
 def _document(entries: Iterable[Entry]) -> str:
-    """Entries as TOML, one line for each value, with a comment saying where it came from. Values that TOML
-    cannot express are left to the base: they become comments."""
+    """Entries as TOML, one a line, with their sources; those that TOML cannot express become comments."""
     root: dict[str | int, Any] = {}
     for entry in entries:
         table = root
@@ -193,12 +189,12 @@ def _document(entries: Iterable[Entry]) -> str:
 
 
 def _lines(table: dict[str | int, Any], name: str, header: str) -> list[str]:
-    """A table's own values, then the tables in it, for only in this order is it TOML."""
+    """A table's own values, then the tables in it, as TOML requires."""
     values = [_line(key, entry) for key, entry in table.items() if isinstance(entry, Entry)]
     lines = ["", header, *values] if values and header else values
     for key, child in table.items():
         if isinstance(child, dict):
-            # The number of an element in a new list is not written: each [[list]] begins the next element.
+            # The number of an element in a new list is not written: each [[list]] starts the next one.
             inner = name if isinstance(key, int) else f"{name}.{key_text(key)}".lstrip(".")
             lines += _lines(child, inner, f"[[{inner}]]" if isinstance(key, int) else f"[{inner}]")
     return lines

@@ -28,7 +28,7 @@ class Leaf:
     source: str
     """`train.toml:12` or `command line`."""
     text: str | None = None
-    """On the command line, what was typed: `5` is also the string "5", should the field be a string."""
+    """What was typed on the command line: `5` is also the string "5", should the field be a string."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,6 @@ def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Sources:
 
 
 def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Leaf]]:
-    """All leaves below a node, each with its path."""
     if isinstance(node, Leaf):
         yield path, node
     else:
@@ -76,7 +75,7 @@ def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def written(sources: Sources, key: str) -> object:
-    """The value that the strongest layer gives a dotted key, whatever its type; None if none does."""
+    """The strongest layer's value for a dotted key, of whatever type; None if no layer has one."""
     found = None
     for layer in sources.layers:
         for path, leaf in leaves(layer):
@@ -131,11 +130,10 @@ def _read_file(path: Path, place: str) -> Table:
 
 
 def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
-    """On which line each value and table of a valid TOML text begins.
+    """On which line each value and table of a valid TOML text starts.
 
-    tomli does not tell, so the text is parsed again and again, one line longer each time: what has come new
-    when the text parses began right after the last line at which it parsed. A text of n lines costs n parses,
-    some 20 ms for 150 lines.
+    tomli does not tell, so the text is parsed one line longer each time: what is new when it parses started
+    right after the last line at which it did. A text of 150 lines takes some 20 ms.
     """
     lines = text.split("\n")
     numbers: dict[tuple[str, ...], int] = {(): 1}
@@ -158,7 +156,7 @@ def _all_keys(value: object, keys: tuple[str, ...]) -> Iterator[tuple[str, ...]]
 
 
 def _children(value: object) -> dict[str, object]:
-    """What is below a table or an array of tables; nothing below any other value."""
+    """Of a table or an array of tables; any other value has none."""
     if isinstance(value, dict):
         return value
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
@@ -175,7 +173,7 @@ def _to_node(value: object, sources: dict[tuple[str, ...], str], keys: tuple[str
 
 
 def _command_line(overrides: Sequence[str]) -> list[Table]:
-    """`["--training.steps", "5", "--a.b=true"]` as one layer for each override, the last the strongest."""
+    """`["--training.steps", "5", "--a.b=true"]` as a layer for each override, the last the strongest."""
     remaining = iter(overrides)
     found = []
     for word in remaining:
@@ -195,7 +193,7 @@ def _command_line(overrides: Sequence[str]) -> list[Table]:
         if keys == ["extends"]:
             raise ConfigError(f"{COMMAND_LINE}: {name} {text}: only a TOML file can extend another.")
         found.append((keys, _parse_word(text)))
-    # To choose a section's class comes before setting its keys, in whichever order they are given.
+    # A section's class is chosen before its keys are set, in whichever order they are given.
     found.sort(key=lambda item: item[0][-1] != "class")
     return [_nest(keys, node) for keys, node in found]
 

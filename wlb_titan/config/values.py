@@ -33,13 +33,13 @@ LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
     MultipleOf: ("multiple_of", lambda value, unit: value % unit == 0, "a multiple of {}"),
     MinLen: ("min_length", lambda value, least: len(value) >= least, "at least {} long"),
 }
-"""Kind of a limit -> where its bound stands, whether a value keeps to it, and its words."""
+"""Kind of limit -> where its bound stands, whether a value keeps to it, and its words."""
 
 NAMED: dict[BaseMetadata, str] = {Le(math.inf): "inf for no bound", MinLen(1): "not empty"}
 
 
 class Mismatch(Exception):
-    """A value that is not of the type, or not in the range, that a hint asks for."""
+    """A value not of the type, or not in the range, that a hint asks for."""
 
 
 def bare(hint: object) -> object:
@@ -76,13 +76,10 @@ def limits_of(hint: object) -> tuple[BaseMetadata, ...]:
 
 
 def convert(value: object, hint: object, guide: object = None) -> Any:
-    """Turn a value that tomli read into what a field of type `hint` holds.
+    """What a field of type `hint` holds for a value that tomli read; raises Mismatch if it is unfit.
 
     An integer becomes a float where only a float is asked for, an array a tuple where a tuple is asked for.
     Where anything may stand (Any), an array becomes a tuple if `guide`, the value it replaces, is one.
-
-    Raises:
-        Mismatch: the value is of another type or out of range.
     """
     if value == NONE and allows_none(hint):
         return None
@@ -212,7 +209,7 @@ def _describe_one(hint: object) -> str:
 
 
 def to_text(value: object) -> str:
-    """Write a value as TOML, on one line; raises Mismatch where TOML has no such value."""
+    """A value as TOML, on one line; raises Mismatch where TOML has none."""
     if value is None:
         return f'"{NONE}"'
     if isinstance(value, bool):
@@ -230,7 +227,7 @@ def to_text(value: object) -> str:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value for a message: as TOML where it can be, cut where it is long."""
+    """A value for a message: as TOML where possible, cut where it is long."""
     try:
         text = to_text(value)
     except Mismatch:
@@ -239,7 +236,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def key_text(key: object) -> str:
-    """Write one part of a key as TOML, quoted where it must be; raises Mismatch where it is no string."""
+    """One part of a key as TOML, quoted if need be; raises Mismatch unless it is a string."""
     if not isinstance(key, str):
         raise Mismatch
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quote(key)
@@ -251,7 +248,7 @@ def _quote(text: str) -> str:
 
 
 def expressed(value: object, hint: object) -> str | None:
-    """The value as TOML if a field of type `hint` can read it back from there, else None."""
+    """The value as TOML if a field of type `hint` can read it back, else None."""
     try:
         text = to_text(value)
         same = convert(_as_read(value), hint, value) == value
@@ -261,7 +258,7 @@ def expressed(value: object, hint: object) -> str | None:
 
 
 def _as_read(value: object) -> object:
-    """A value as tomli gives it back once it has been written."""
+    """A value as tomli reads it back."""
     if value is None:
         return NONE
     if isinstance(value, list | tuple):
