@@ -1,7 +1,7 @@
 """Label masks: which tokens of a document a model learns to predict, and which it only reads.
 
 - Spans, from `wlb-titan prepare --chat`: for each document, the first token of every learned stretch and the
-  first one after it, [3, 9, 14, 20]. Labels of a piece are counted from these few numbers, without its tokens.
+  first one after it, [3, 9, 14, 20]. From them the labels of a piece are counted without its tokens.
 - A value for each token, from other tools: a mask of 0 and 1, or labels, which repeat a learned token and are
   IGNORED elsewhere.
 

@@ -68,7 +68,7 @@ class Shard:
 
 
 class ArrowShard(Shard):
-    """An Arrow file in stream format, as `datasets` writes it; `column` has a list of integers per document."""
+    """An Arrow file in stream format, as of `datasets`; `column` has a list of integers per document."""
 
     def __init__(self, path: Path, column: str = TOKENS) -> None:
         self.path, self._column = path, column

@@ -75,8 +75,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def name(self, document: int) -> str:
-        ...
+    def name(self, document: int) -> str: ...
 
     def read(self, document: int) -> Any:
         """The text, or for chat the result of `conversation`; a ValueError says why it cannot be read."""
@@ -194,7 +193,7 @@ class JsonLines:
 
     @cached_property
     def _lines(self) -> tuple[array[int], array[int], list[int]]:
-        """Line number (from 1) and first byte of each line that is not blank; their count before each file."""
+        """Number from 1 and first byte of each line that is not blank, and their count before each file."""
         numbers, begins = array("q"), array("q")  # files may have a hundred million lines
         firsts = []
         for path in self._paths:
