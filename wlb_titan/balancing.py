@@ -89,7 +89,7 @@ def balance(
     groups: Sequence[Hashable] | None = None,
     prompts: Sequence[int] | NDArray[Any] | None = None,
 ) -> Assignment:
-    """Assigns sequences to the micro-batches of data-parallel ranks; a PlanError if they do not fit.
+    """Assigns sequences to the micro-batches of data-parallel ranks; a PlanError says why it cannot.
 
     Args:
         lengths: tokens of each sequence; with `prompts`, of the answers alone.
@@ -195,7 +195,7 @@ def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: in
 
 
 def _fewest_bins(units: _Units, ranks: int, limit: int, least: int, most: int) -> list[list[int]] | None:
-    """The units in the fewest micro-batches per rank, from `least` to `most`, that hold them; None if none do.
+    """The units in the fewest micro-batches per rank, `least` to `most`, that hold them; None if none do.
 
     A binary search, as if more micro-batches always held what fewer hold.
     """

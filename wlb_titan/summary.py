@@ -32,7 +32,7 @@ class Summary:
     cut: float  # see `Plan.cut_share`
     keys: float  # that a token attends to, on average
     delays: Ints  # int64 (longest delay + 1,), tokens by the iterations that they waited
-    gap: float | None  # a solver's largest
+    gap: float | None  # largest of a solver's packings
 
     @classmethod
     def of(cls, plans: Iterable[Plan], window: int) -> Summary:
@@ -156,8 +156,8 @@ def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:
 
 
 def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, Any]:
-    """Largest over mean predicted work: of data-parallel ranks, of a pipeline's micro-batches and, if the plan
-    shards them, of context-parallel ranks, with the shardings' counts."""
+    """Largest over mean predicted work: of data-parallel ranks, of a pipeline's micro-batches and, if these
+    are sharded, of context-parallel ranks; and the number of each sharding."""
     replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
     packs = [plan.of_rank(rank) for rank in replicas]
     workloads = [[m.workload for m in own] for own in packs]

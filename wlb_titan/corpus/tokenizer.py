@@ -88,7 +88,7 @@ def _end_of_text(config: Path) -> str:
 
 
 def tokenizer_files(folder: Path, template: Path | None = None) -> dict[str, Path]:
-    """The tokenizer's files that a corpus copies, by their names there; `template` replaces the chat template."""
+    """The files that a corpus copies, by their names there; `template` replaces the chat template."""
     there = {name: folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, *BESIDE)}
     files = {name: path for name, path in there.items() if path.is_file()}
     return files if template is None else files | {TEMPLATE_FILE: template}

@@ -8,7 +8,7 @@ least MINIMUM. Median and sigma come from:
   (LongCrawl64, manifestai.com/articles/longcrawl64). The mean and this tail fix both numbers.
 - `code`: the 16,895 Python files of a standard library and of this project's environment, at 4 bytes per
   token. The median and the 90, 95 and 99 % quantiles (8,900, 15,100 and 39,000 tokens) fit within 3 %; short
-  files are more frequent.
+  files are more frequent than in this fit.
 - `chat`: conversations for fine-tuning, made up for this project: half below 700 tokens, 95 % below 4,096,
   and one in 4,300 above 32,768.
 - `paper`: fitted to the WLB-LLM paper's facts about its training data in a window of 128K
@@ -58,7 +58,7 @@ class Histogram:
     source: str  # for reports
 
     def draw(self, documents: int = DRAWN, seed: int = 1) -> Ints:
-        """int64 (documents,), evenly spaced quantiles, shuffled, so that bins of few documents have their share."""
+        """int64 (documents,), evenly spaced quantiles, shuffled: even rare bins have their share."""
         quantiles = (np.random.default_rng(seed).permutation(documents) + 0.5) / documents
         below = np.cumsum([0, *self.bins.values()]) / sum(self.bins.values())
         return np.interp(quantiles, below, [*self.bins, self.longest + 1]).astype(np.int64)
