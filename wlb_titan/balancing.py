@@ -60,10 +60,7 @@ def causal(hidden: int = 4096) -> Cost:
 
 
 def measured(tokens: Sequence[float], seconds: Sequence[float]) -> Cost:
-    """Work from the seconds that sequences of ascending `tokens` took.
-
-    It is linear between the points, and grows as the square of the tokens beyond the last.
-    """
+    """Work from the seconds of sequences of ascending tokens: linear between them, quadratic beyond."""
     x, y = np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if x.shape != y.shape or x.ndim != 1 or not len(x) or not (np.diff(x, prepend=0) > 0).all():
         raise PlanError("A measured cost needs as many times as tokens, and tokens that ascend.")
@@ -93,7 +90,6 @@ def balance(
 
     Args:
         lengths: tokens of each sequence; with `prompts`, of the answers alone.
-        ranks: data-parallel degree.
         micro_batches: of each rank; "auto" is the fewest that hold everything.
         tokens_per_rank: most tokens of a micro-batch; None sets no limit.
         cost: work of a sequence by its tokens; None is `causal()`.
@@ -195,10 +191,8 @@ def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: in
 
 
 def _fewest_bins(units: _Units, ranks: int, limit: int, least: int, most: int) -> list[list[int]] | None:
-    """The units in the fewest micro-batches per rank, `least` to `most`, that hold them; None if none do.
-
-    A binary search, as if more micro-batches always held what fewer hold.
-    """
+    """The units in the fewest micro-batches per rank, from `least` to `most`, that hold them, by bisection:
+    as if more micro-batches always held what fewer hold."""
     best, middle = None, least
     while least <= most:
         if (bins := _dealt(units, ranks * middle, limit)) is not None:

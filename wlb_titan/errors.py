@@ -10,11 +10,8 @@ ONE_REQUEST = 5.0
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend.
-
-    `setting` is the one to blame, as a dotted key or the end of one (`packing.max_length`). Configurations
-    add its file, line and value to the message.
-    """
+    """A mistake that the user can mend, in `setting`: a dotted key or the end of one (`packing.max_length`).
+    Configurations add its file, line and value to the message."""
 
     def __init__(self, message: str, *, setting: str = "") -> None:
         super().__init__(message)
@@ -22,10 +19,7 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """A mistake in a TOML file or a command-line override; the message starts with its place.
-
-    Places are `train.toml:12`, `train.toml` or `command line`.
-    """
+    """A mistake in settings; the message starts with `train.toml:12`, `train.toml` or `command line`."""
 
 
 class CorpusError(UserError):

@@ -52,7 +52,6 @@ class PluginConfig:
 
     @property
     def name(self) -> str:
-        """The value of the section's key for this class."""
         return self.owner_name()
 
     @classmethod
@@ -124,7 +123,6 @@ class Family:
         return [name for name in self.names if key in _keys(self.find(name).Config)]
 
     def name_of(self, cls: type) -> str:
-        """The name by which `find` finds a class."""
         target = f"{cls.__module__}:{cls.__qualname__}"
         return next((name for name, known in self._targets.items() if known == target), target)
 

@@ -102,7 +102,6 @@ class Estimate(NamedTuple):
 
     @classmethod
     def mean(cls, values: NDArray[Any]) -> Estimate:
-        """The mean of one value per step."""
         error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
         return cls(float(values.mean()), error)
 

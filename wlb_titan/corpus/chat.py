@@ -71,7 +71,7 @@ class ChatTemplate:
         return text, spans
 
     def render(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans]:
-        """The same of messages; a ValueError if the template refuses them, or drops or rewrites a turn."""
+        """Like `document`; a ValueError if the template refuses the messages, or drops or rewrites a turn."""
         text, spans = self._rendered(messages, tools, mask=self.marked)
         place = 0
         for number, message in enumerate(messages, start=1):
@@ -133,10 +133,7 @@ def conversations(
     longest: int | None,
     too_long: str,
 ) -> Iterator[Document]:
-    """Like `tokenized`, for conversations, with the spans of learned tokens.
-
-    Those of more than `longest` tokens are treated as `too_long` says: "cut", "skip" or "error".
-    """
+    """Like `tokenized`; `too_long` says what is done beyond `longest` tokens: "cut", "skip" or "error"."""
     places = iter(enumerate(order))
     while batch := list(islice(places, AT_ONCE)):
         rendered = [template.document(source, document) for _, document in batch]
@@ -189,7 +186,6 @@ def check_spelling(value: Any, special: list[str], what: str) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -39,8 +39,6 @@ SPOTS = 256
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The tokenizer that made a corpus' token ids."""
-
     path: Path  # folder in Hugging Face's layout
     sha256: str  # of its tokenizer.json
     vocab_size: int  # the largest id, plus one
@@ -64,15 +62,7 @@ class TokenizerFacts:
 
 
 class Corpus:
-    """Tokenized documents on disk, numbered from 0, from `Corpus.open` or `Corpus.joined`; thread-safe.
-
-    Attributes:
-        lengths: tokens of each document, like an int64 array.
-        fingerprint: 16 hexadecimal digits that identify token ids, label mask and order of the documents.
-        tokenizer: None if unknown, which is enough to plan but not to train.
-        manifest: None unless `wlb-titan prepare` made the corpus.
-        parts: of a joined corpus, in order; else empty.
-    """
+    """Tokenized documents on disk, numbered from 0; thread-safe. Made by `Corpus.open` or `Corpus.joined`."""
 
     def __init__(
         self,
@@ -85,11 +75,11 @@ class Corpus:
     ) -> None:
         self.path = path
         self.shards = tuple(shards)
-        self.lengths = Lengths(shards)
-        self.fingerprint = fingerprint
-        self.tokenizer = tokenizer
-        self.manifest = manifest
-        self.parts = tuple(parts)
+        self.lengths = Lengths(shards)  # tokens of each document
+        self.fingerprint = fingerprint  # 16 hexadecimal digits for token ids, label mask and order
+        self.tokenizer = tokenizer  # None if unknown, which is enough to plan but not to train
+        self.manifest = manifest  # None unless `wlb-titan prepare` made the corpus
+        self.parts = tuple(parts)  # of a joined corpus, in order
 
     def __str__(self) -> str:
         if self.parts:
@@ -100,11 +90,9 @@ class Corpus:
     def open(
         cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "", mask: str = "auto"
     ) -> "Corpus":
-        """Open the corpus at `path`, without reading tokens.
+        """Opens the corpus at `path`, without reading tokens; for `column` and `mask` see `open_foreign`.
 
-        Args:
-            column, mask: see `open_foreign`; a prepared corpus takes only the masks "auto" and "none".
-            tokenizer: folder of the tokenizer that made the token ids; a prepared corpus has its own.
+        A prepared corpus has its own tokenizer, and takes only the masks "auto" and "none".
         """
         path = Path(path).absolute()
         if (path / MANIFEST_FILE).is_file():
@@ -210,7 +198,6 @@ class Corpus:
         return self.known_tokenizer.path
 
     def _place(self, row: int) -> tuple[Shard, int]:
-        """The shard of document `row`, and its number there."""
         if not 0 <= row < len(self):
             raise IndexError(f"document {row} of a corpus of {len(self)} documents")
         number = int(np.searchsorted(self.lengths.firsts, row, side="right")) - 1

@@ -55,10 +55,7 @@ class Manifest:
     def damage(
         self, folder: Path, *, whole: bool, read: Callable[[int], None] = lambda size: None
     ) -> Iterator[str]:
-        """How the files in `folder` differ from what was written, a few words each.
-
-        With `whole` the documents' digest is compared too, which takes long; else only their size.
-        """
+        """A few words on each file that was changed; without `whole`, only the documents' size is checked."""
         for name, size in self.files.items():
             file = folder / name
             if not file.is_file():
@@ -161,7 +158,7 @@ def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def _check_way(partial: Path, path: Path) -> None:
-    """A CorpusError if something of others is where the folder will be written."""
+    """A CorpusError if something foreign is in the way."""
     ours = (partial / LOCK_FILE).is_file() or (partial.is_dir() and not any(partial.iterdir()))
     if partial.is_symlink() or (partial.exists() and not ours):
         raise CorpusError(

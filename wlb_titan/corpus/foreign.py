@@ -70,7 +70,6 @@ def _dataset(folder: Path, files: Sequence[Path], column: str, mask: str) -> For
 
 
 def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
-    """The mask's column; empty for none."""
     there = [column for column in COLUMNS if column in columns] if wanted == "auto" else [wanted]
     if wanted == "none" or not there:
         return ""

@@ -44,7 +44,7 @@ from wlb_titan.errors import CorpusError
 CHAT_ONLY = ("chat", "chat_template", "template_options", "max_length", "too_long")
 TOO_LONG = ("cut", "skip", "error")
 
-Report = Callable[[str, int, int], None]  # told what is being done, how much is done, and of how much (or 0)
+Report = Callable[[str, int, int], None]  # told of an activity, its progress and total (0: unknown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
 
 
 def _changed_tokenizer(settings: PrepareSettings, manifest: Manifest) -> list[str]:
-    """The files of the user's tokenizer, if it is there, that differ from the corpus's."""
+    """The files of the user's tokenizer that differ from the corpus's."""
     if settings.tokenizer is None or not Path(settings.tokenizer).is_dir():
         return []
     files = tokenizer_files(Path(settings.tokenizer), settings.template_file)

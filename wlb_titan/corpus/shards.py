@@ -120,13 +120,11 @@ class ArrowShard(Shard):
 
 
 def _addresses(lists: pa.Array) -> tuple[int, int]:
-    """Addresses of a record batch's offsets and values."""
     _, offsets, _, values = lists.buffers()
     return offsets.address, (values or offsets).address
 
 
 def _list_types(schema: pa.Schema, column: str, path: Path) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """The types of offsets and values."""
     if column not in schema.names:
         lists = [field.name for field in schema if pa.types.is_list(field.type)]
         raise CorpusError(

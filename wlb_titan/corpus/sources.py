@@ -83,10 +83,7 @@ class Source(Protocol):
 
 
 def open_source(spec: SourceSpec, cache: Path, *, chat: bool = False) -> Source:
-    """Finds the documents of a source; with `chat` they are conversations.
-
-    Converted files of `datasets` go into the folder `cache`, which the caller deletes.
-    """
+    """Finds the documents; `datasets` converts files into the folder `cache`, which the caller deletes."""
     if spec.kind == "python-source":
         return Files(python_documents())
     if spec.kind == "text":
@@ -152,7 +149,7 @@ def text_documents(folder: Path) -> NamedFiles:
 
 
 def _files_below(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
-    """The files below `root`, sorted, without those whose name or folder's name `skip` holds for.
+    """The files below `root`, sorted, without files and folders whose name `skip` accepts.
 
     Folders that cannot be opened come last, as files: reading them fails, and the user is told.
     """
@@ -170,7 +167,6 @@ def _name(root: Path, path: Path) -> str:
 
 
 def _files_at(kind: str, location: Path) -> list[Path]:
-    """A file, or a folder's files of this kind, sorted."""
     files = sorted(location.glob(f"*.{kind}")) if location.is_dir() else [location]
     if not files or not all(file.is_file() for file in files):
         raise CorpusError(

@@ -36,12 +36,7 @@ BATCH_CHARACTERS = 2_000_000  # tokenized at a time, with about 40 bytes of memo
 
 
 class CorpusTokenizer:
-    """The tokenizer of a folder with `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`.
-
-    Attributes:
-        digest: SHA-256 of `tokenizer.json`.
-        vocab_size: the largest id, plus one.
-    """
+    """The tokenizer of a folder with `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`."""
 
     def __init__(self, folder: Path) -> None:
         for name in (TOKENIZER_FILE, CONFIG_FILE):
@@ -105,7 +100,7 @@ def copy_tokenizer(source: Path, folder: Path, template: Path | None = None) -> 
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
-    """Saves a byte-level BPE, which decodes every text exactly, in `folder`.
+    """Trains a byte-level BPE, which decodes every text exactly, and saves it in `folder`.
 
     It depends only on the texts and `vocab_size`. Little text gives fewer than `vocab_size` entries.
     """
@@ -175,7 +170,6 @@ def tokenized(
 
 
 def _pieces(source: Source, order: Ints, left_out: LeftOut, size: int) -> Iterator[tuple[int, str]]:
-    """Texts with their document's position."""
     for position, document in enumerate(order):
         try:
             text = source.read(document)

@@ -48,7 +48,7 @@ class DocumentWriter:
         self.documents = self.tokens = self.learned = 0
 
     def add(self, name: str, tokens: np.ndarray, spans: np.ndarray | None = None) -> None:
-        """Appends a document: where it comes from, its int32 token ids, and if masked its int32 spans."""
+        """Appends a document: its source, its int32 token ids, and if masked its int32 spans."""
         assert (spans is not None) == self.masked
         self._names.append(name)
         self._tokens.append(tokens)

@@ -20,10 +20,8 @@ LEAST_BITS = 4
 
 
 def permuted(places: Ints, count: int, seed: int, epochs: Ints) -> Ints:
-    """int64 (n,), the numbers at `places` of 0 .. count - 1, shuffled by the seed and each place's epoch.
-
-    `places` and `epochs` are int64 (n,); seed and epochs are not negative.
-    """
+    """int64 (n,), the numbers at `places` in a shuffled 0 .. count - 1; each place has its own epoch, and the
+    seed and the epoch fix the order. `places` and `epochs` are int64 (n,); none are negative."""
     if not len(places):
         return places
     bits = max(int(count - 1).bit_length(), LEAST_BITS)
