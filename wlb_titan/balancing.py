@@ -37,10 +37,9 @@ ENOUGH = 1e-3  # largest over mean work, minus one, at which swapping ends
 
 @dataclass(frozen=True)
 class Assignment:
-    """The sequences of each rank's micro-batches."""
+    """The sequences of each rank's micro-batches: equally many on every rank, and none empty."""
 
-    micro_batches: list[list[list[int]]]
-    """Sequences by rank and micro-batch; ranks have equally many micro-batches, and none is empty."""
+    micro_batches: list[list[list[int]]]  # numbers of sequences, by rank and micro-batch
     work: Floats  # float64 (ranks, micro-batches)
     tokens: Ints  # int64 (ranks, micro-batches)
 

@@ -10,8 +10,8 @@ ONE_REQUEST = 5.0
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend, in `setting`: a dotted key or the end of one (`packing.max_length`).
-    Configurations add its file, line and value to the message."""
+    """A mistake that the user can mend. To the message, configurations add file, line and value of `setting`,
+    a dotted key or the end of one (`packing.max_length`)."""
 
     def __init__(self, message: str, *, setting: str = "") -> None:
         super().__init__(message)

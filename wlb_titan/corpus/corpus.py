@@ -90,10 +90,8 @@ class Corpus:
     def open(
         cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "", mask: str = "auto"
     ) -> "Corpus":
-        """Opens the corpus at `path`, without reading tokens; for `column` and `mask` see `open_foreign`.
-
-        A prepared corpus has its own tokenizer, and takes only the masks "auto" and "none".
-        """
+        """Opens a corpus without reading tokens; for `column` and `mask` see `open_foreign`. A prepared corpus
+        has its own tokenizer, and takes only the masks "auto" and "none"."""
         path = Path(path).absolute()
         if (path / MANIFEST_FILE).is_file():
             return _open_prepared(path, tokenizer, mask)
@@ -123,10 +121,7 @@ class Corpus:
         return len(self.lengths)
 
     def tokens(self, row: int, start: int = 0, length: int | None = None) -> Tokens:
-        """Tokens `start` .. `start + length - 1` of document `row`, or all from `start` on.
-
-        A read-only view of the memory-mapped file; nothing is copied.
-        """
+        """A read-only view of `length` tokens of document `row`, or of all, from `start` on."""
         shard, place = self._place(row)
         begin, end = (int(bound[0]) for bound in shard.bounds(np.array([place])))
         if length is None:

@@ -126,10 +126,8 @@ def partial_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
-    """Yields an empty folder, which becomes `path` if the block ends without an exception.
-
-    With `replace`, a corpus that is at `path` by then is deleted.
-    """
+    """Yields an empty folder, which becomes `path` if the block ends without an exception; with `replace`, it
+    takes the place of a corpus."""
     partial = partial_folder(path)
     _check_way(partial, path)
     partial.mkdir(parents=True, exist_ok=True)

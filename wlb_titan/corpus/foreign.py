@@ -36,11 +36,9 @@ class Foreign(NamedTuple):
 def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
     """The corpus at the absolute `path`; None if of no known kind.
 
-    Args:
-        column: the token ids' column in Hugging Face's datasets.
-        mask: which tokens are learned: a column of Hugging Face's datasets, or for Megatron the prefix of a
-            second pair of files (or a folder of pairs) with 0 or 1 for each token; "auto", any mask that is
-            found; "none", no mask.
+    `column` and `mask` are columns of Hugging Face's datasets: token ids, and which are learned. Megatron's
+    `mask` is the prefix of a second pair of files (or a folder of pairs) with 0 or 1 for each token. "auto"
+    takes any mask that is found, "none" takes no mask.
     """
     splits, state = path / "dataset_dict.json", path / "state.json"
     if splits.is_file():

@@ -39,7 +39,7 @@ class SpanMask:
         return np.bincount(documents, -signs * inside, len(rows)).astype(np.int64)
 
     def _lists(self, rows: Ints) -> tuple[Tokens, Ints]:
-        """The lists of several documents, joined, and their lengths, int64 (n,)."""
+        """The documents' lists, joined, and their lengths, int64 (n,)."""
         begins, ends = self._spans.bounds(rows)
         counts = ends - begins
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,7 +1,5 @@
-"""Sources of documents, which are read by number.
-
-So numbers are shuffled instead of texts, and a bounded corpus reads only the documents that it takes.
-"""
+"""Sources of documents, which are read by number: numbers are shuffled instead of texts, and a bounded corpus
+reads only the documents that it takes."""
 
 from __future__ import annotations
 
@@ -125,7 +123,6 @@ class Files:
 
 def python_documents() -> NamedFiles:
     """The Python files of this interpreter: its standard library and its installed packages."""
-    # purelib and platlib both hold installed packages, most often as one folder.
     labels = {"stdlib": "stdlib", "purelib": "site-packages", "platlib": "site-packages"}
     roots = {Path(sysconfig.get_path(key)).resolve(): label for key, label in labels.items()}
     documents = []
@@ -149,10 +146,8 @@ def text_documents(folder: Path) -> NamedFiles:
 
 
 def _files_below(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
-    """The files below `root`, sorted, without files and folders whose name `skip` accepts.
-
-    Folders that cannot be opened come last, as files: reading them fails, and the user is told.
-    """
+    """The files below `root`, sorted, without files and folders whose name `skip` accepts. Folders that
+    cannot be opened come last, as files: reading them fails, and the user is told."""
     closed: list[OSError] = []
     for folder, folders, files in os.walk(root, onerror=closed.append):
         folders[:] = sorted(filterfalse(skip, folders))

@@ -100,10 +100,7 @@ def copy_tokenizer(source: Path, folder: Path, template: Path | None = None) -> 
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
-    """Trains a byte-level BPE, which decodes every text exactly, and saves it in `folder`.
-
-    It depends only on the texts and `vocab_size`. Little text gives fewer than `vocab_size` entries.
-    """
+    """Trains a byte-level BPE, which decodes every text exactly; little text gives fewer entries."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -154,8 +151,7 @@ def tokenized(
 ) -> Iterator[Document]:
     """The documents of a source, by their numbers in `order`, each with an end-of-text token at the end.
 
-    Batches of text may cross documents, so that many short documents or one of a hundred megabytes keep all
-    cores busy. `left_out` counts up as documents are taken.
+    Batches cross documents, so that many short ones or one of a hundred megabytes keep all cores busy.
     """
     end = np.array([tokenizer.end_of_text_id], dtype=np.int32)
     batches = _batches(_pieces(source, order, left_out, piece_characters), batch_characters)

@@ -118,10 +118,8 @@ def write_manifest(
 
 
 def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
-    """int64 (documents,), lengths from `SHAPE` that add up to at least `tokens`.
-
-    About one document in a hundred has the longest length, and these have about a tenth of the tokens.
-    """
+    """int64 (documents,), lengths from `SHAPE` that add up to at least `tokens`. About one in a hundred is
+    `longest`, and these have about a tenth of the tokens."""
     draw = np.random.default_rng(seed)
     median = max(longest // 32, 1)
     lengths = np.empty(0, dtype=np.int64)
