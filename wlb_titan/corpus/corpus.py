@@ -90,7 +90,7 @@ class Corpus:
     def open(
         cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "", mask: str = "auto"
     ) -> "Corpus":
-        """Opens a corpus without reading tokens; for `column` and `mask` see `open_foreign`. A prepared corpus
+        """Opens a corpus without reading tokens; for `column` and `mask` see `open_foreign`. A prepared one
         has its own tokenizer, and takes only the masks "auto" and "none"."""
         path = Path(path).absolute()
         if (path / MANIFEST_FILE).is_file():
@@ -121,7 +121,7 @@ class Corpus:
         return len(self.lengths)
 
     def tokens(self, row: int, start: int = 0, length: int | None = None) -> Tokens:
-        """A read-only view of `length` tokens of document `row`, or of all, from `start` on."""
+        """A read-only view of document `row` from token `start` on: `length` tokens, or all."""
         shard, place = self._place(row)
         begin, end = (int(bound[0]) for bound in shard.bounds(np.array([place])))
         if length is None:
