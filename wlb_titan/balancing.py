@@ -6,11 +6,11 @@
     for micro_batch in plan.micro_batches[rank]:  # the same number on every rank
         train_on(sequences[i] for i in micro_batch)
 
-Sequences, or groups of them that stay together, are dealt out by falling work, each to the micro-batch of
-least work that has room; then the heaviest and the lightest micro-batch swap what evens them out. Each rank
-runs its micro-batches heaviest first, so that those that run at the same time are alike: under FSDP ranks
-meet at every layer of every micro-batch. n sequences take O(n log n); the same input gives the same plan on
-every rank, so nothing is communicated. Only numpy is needed.
+Sequences, or groups that stay together, are dealt out by falling work, each to the micro-batch of least work
+that has room; then the heaviest and the lightest micro-batch swap sequences until they are even. Ranks run
+their heaviest micro-batches first, so that simultaneous ones are alike: under FSDP ranks meet at every layer
+of every micro-batch. n sequences take O(n log n). The same input gives the same plan on every rank, so
+nothing is communicated. Only numpy is needed.
 """
 
 from __future__ import annotations
@@ -28,56 +28,38 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing.bins import REMAINS, Bins, balanced
 
 Cost = Callable[[Ints], Floats]
-"""Work of sequences of so many tokens, float64 (n,), in any unit; it grows with the tokens."""
+"""Work of sequences by their tokens, float64 (n,), in any unit; it grows with the tokens."""
 
-SWAPS = 1000
-"""Most swaps between a heaviest and a lightest micro-batch."""
-
-LOOKED_AT = 256
-"""Sequences of either that are looked at for a swap, spread over all that it has."""
-
-ENOUGH = 1e-3
-"""Largest over mean work, minus one, from which on nothing is swapped."""
+SWAPS = 1000  # at most, between a heaviest and a lightest micro-batch
+LOOKED_AT = 256  # sequences of either that are tried for a swap
+ENOUGH = 1e-3  # largest over mean work, minus one, at which swapping ends
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who trains on what.
+    """The sequences of each rank's micro-batches: equally many on every rank, and none empty."""
 
-    Attributes:
-        micro_batches: the numbers of the sequences of each micro-batch of each rank. Every rank has as many
-            micro-batches, none of them empty.
-        work: float64 (ranks, micro-batches), by the cost model.
-        tokens: int64 (ranks, micro-batches).
-    """
-
-    micro_batches: list[list[list[int]]]
-    work: Floats
-    tokens: Ints
+    micro_batches: list[list[list[int]]]  # numbers of sequences, by rank and micro-batch
+    work: Floats  # float64 (ranks, micro-batches)
+    tokens: Ints  # int64 (ranks, micro-batches)
 
     @property
     def imbalance(self) -> float:
-        """Time of the step over what it would be if nobody waited, where ranks meet at every micro-batch."""
+        """Time of the step over its time if nobody waited; ranks meet at every micro-batch."""
         return float(self.work.max(axis=0).sum() / self.work.mean(axis=0).sum())
 
 
 def causal(hidden: int = 4096) -> Cost:
     """Work of a causal transformer, in tokens: d + d^2 / (12 hidden) for a sequence of d tokens.
 
-    A layer's matrices take 24 hidden^2 operations for a token of the forward pass, its attention 2 hidden d^2
-    for a sequence: 8 hidden^2 and 16 hidden^2 for attention and feed-forward matrices, and half of
-    4 hidden d^2, as it is causal.
+    In a layer's forward pass a token takes 8 hidden^2 operations in the attention's matrices and 16 hidden^2
+    in the feed-forward ones, and a sequence 2 hidden d^2 in attention, half of 4 hidden d^2, as it is causal.
     """
     return lambda tokens: tokens + np.square(tokens, dtype=np.float64) / (12 * hidden)
 
 
 def measured(tokens: Sequence[float], seconds: Sequence[float]) -> Cost:
-    """Work by what was measured: straight lines between the points, and as the square beyond the last.
-
-    Args:
-        tokens: tokens of the measured sequences, ascending.
-        seconds: that each took.
-    """
+    """Work from the seconds of sequences of ascending tokens: linear between them, quadratic beyond."""
     x, y = np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if x.shape != y.shape or x.ndim != 1 or not len(x) or not (np.diff(x, prepend=0) > 0).all():
         raise PlanError("A measured cost needs as many times as tokens, and tokens that ascend.")
@@ -103,22 +85,16 @@ def balance(
     groups: Sequence[Hashable] | None = None,
     prompts: Sequence[int] | NDArray[Any] | None = None,
 ) -> Assignment:
-    """Assigns sequences to the micro-batches of data-parallel ranks.
+    """Assigns sequences to the micro-batches of data-parallel ranks; a PlanError says why it cannot.
 
     Args:
         lengths: tokens of each sequence; with `prompts`, of the answers alone.
-        ranks: data-parallel degree.
-        micro_batches: number of each rank's micro-batches. "auto": as few as hold everything, one if
-            `tokens_per_rank` is None.
-        tokens_per_rank: that a micro-batch may have on its rank; None sets no limit.
+        micro_batches: of each rank; "auto" is the fewest that hold everything.
+        tokens_per_rank: most tokens of a micro-batch; None sets no limit.
         cost: work of a sequence by its tokens; None is `causal()`.
-        groups: a label of each sequence; those with the same one stay in one micro-batch, as preference
-            pairs must.
-        prompts: tokens before each answer, to which it attends. The answers of a group share their prompt: it
-            is computed, and counted, once.
-
-    Raises:
-        PlanError: a value is out of range, or the tokens do not fit; the message names which.
+        groups: a label for each sequence; equal ones stay in one micro-batch, as preference pairs must.
+        prompts: tokens before each answer, to which it attends. The answers of a group share their prompt,
+            which is computed and counted once.
     """
     units = _units(lengths, cost or causal(), groups, prompts)
     number, total = len(units.tokens), int(units.tokens.sum())
@@ -158,11 +134,11 @@ def balance(
 
 
 class _Units(NamedTuple):
-    """What stays together: tokens and work of each, int64 and float64 (n,), and its sequences."""
+    """Sequences, or groups that stay together."""
 
-    tokens: Ints
-    work: Floats
-    members: list[list[int]]
+    tokens: Ints  # int64 (n,)
+    work: Floats  # float64 (n,)
+    members: list[list[int]]  # sequences
 
 
 def _units(
@@ -214,8 +190,8 @@ def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: in
 
 
 def _fewest_bins(units: _Units, ranks: int, limit: int, least: int, most: int) -> list[list[int]] | None:
-    """The units in as few micro-batches of a rank as they can be dealt into, from `least` to `most`; None if
-    there is no way. Few are tried, as if more always did where fewer do."""
+    """The units in the fewest micro-batches per rank, from `least` to `most`, that hold them, by bisection:
+    as if more micro-batches always held what fewer hold."""
     best, middle = None, least
     while least <= most:
         if (bins := _dealt(units, ranks * middle, limit)) is not None:
@@ -227,7 +203,7 @@ def _fewest_bins(units: _Units, ranks: int, limit: int, least: int, most: int) -
 
 
 def _dealt(units: _Units, count: int, limit: int) -> list[list[int]] | None:
-    """The units in `count` bins of at most `limit` tokens, one at least in each; None if they do not fit."""
+    """The units in `count` bins of at most `limit` tokens, none empty; None if they do not fit."""
     for falling in (units.work, units.tokens):
         order = np.argsort(-falling, kind="stable")
         placed = Bins(count, limit).place(units.tokens[order], units.work[order])
@@ -240,7 +216,7 @@ def _dealt(units: _Units, count: int, limit: int) -> list[list[int]] | None:
 
 
 def _even_out(units: _Units, bins: list[list[int]], limit: int) -> None:
-    """Swaps units of the heaviest and the lightest bin, or moves one, while that brings both nearer."""
+    """Swaps units of the heaviest and the lightest bin, or moves one, while their works get closer."""
     loads = np.array([units.work[members].sum() for members in bins])
     filled = np.array([units.tokens[members].sum() for members in bins])
     mean = loads.mean()
@@ -270,7 +246,7 @@ def _even_out(units: _Units, bins: list[list[int]], limit: int) -> None:
 
 
 def _spread(members: list[int]) -> list[int]:
-    """Some of a bin's units, spread over all of them."""
+    """At most `LOOKED_AT` of a bin's units, evenly spread."""
     return members[:: -(-len(members) // LOOKED_AT)]
 
 

@@ -1,8 +1,8 @@
 """Classes that a user chooses by name: the ones that come with wlb_titan, and anybody's own.
 
-A plug-in is a class with the settings of its TOML section in a dataclass `Config` inside it. One key of the
-section names the class: by a short name (`policy = "wlb_lazy"`), which an installed package may add to by an
-entry point, or as "package.module:Class". The section's other keys are the fields of that class's Config.
+A plug-in is a class with a dataclass `Config` inside it, the settings of its TOML section. One key of the
+section names the class, as "package.module:Class" or by a short name (`policy = "wlb_lazy"`); installed
+packages add short names by entry points. The other keys are the fields of the Config.
 
     class Plain(PackingPolicy):
         @dataclass(kw_only=True, slots=True)
@@ -27,12 +27,11 @@ from wlb_titan.errors import UserError
 
 
 class Plugin:
-    """The base of every family of plug-ins; a subclass has a `Config`, or gets one like its parent's."""
+    """The base of every family of plug-ins; a subclass without a `Config` gets one like its parent's."""
 
     Config: ClassVar[type]
     automatic: ClassVar[bool] = False
-    """It stands for whichever candidate of its family is predicted fastest, which takes its place before
-    anything is planned."""
+    """Before anything is planned, the candidate of its family that is predicted fastest takes its place."""
     candidate: ClassVar[bool] = True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -46,14 +45,13 @@ class Plugin:
 
 @dataclass(kw_only=True, slots=True)
 class PluginConfig:
-    """The base of every family's `Config`: the settings of one class, their `owner`."""
+    """The base of every family's `Config`: the settings of one class, the `owner`."""
 
     family: ClassVar[Family]
     owner: ClassVar[type[Any]]
 
     @property
     def name(self) -> str:
-        """What the section's key says for this class."""
         return self.owner_name()
 
     @classmethod
@@ -61,11 +59,10 @@ class PluginConfig:
         return cls.family.name_of(cls.owner)
 
     def make(self, *arguments: Any, **keywords: Any) -> Any:
-        """An instance of the class, with these settings."""
         return self.owner(self, *arguments, **keywords)
 
     def named(self, name: str) -> Self:
-        """The settings of another class of the family, with the values that both have; itself for its own."""
+        """The settings of another class of the family, with the values that both have."""
         if name == self.name:
             return self
         config: type[Self] = self.family.find(name).Config
@@ -78,33 +75,31 @@ def _keys(config: Any) -> set[str]:
 
 @dataclass(frozen=True)
 class Family:
-    """Classes of one kind."""
-
-    kind: str  # what messages call one of them
-    key: str  # key of the TOML section that chooses the class
-    group: str  # group of the entry points that name further classes
-    base: str  # "module:Class", from which all derive
+    kind: str  # what messages call one of the classes
+    key: str  # of the TOML section
+    group: str  # of the entry points
+    base: str  # "module:Class" of which all are subclasses
     shipped: Mapping[str, str]  # short name -> "module:Class"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All short names, the shipped ones first."""
+        """Short names, the shipped ones first."""
         return tuple(self._targets)
 
     @property
     def candidates(self) -> list[str]:
-        """Names of the classes that `auto` chooses from."""
+        """Short names of the classes that `auto` chooses from."""
         classes = {name: self.find(name) for name in self.names}
         return [name for name, one in classes.items() if one.candidate and not one.automatic]
 
     @property
     def _targets(self) -> dict[str, str]:
-        """Short name -> "module:Class"; an installed package cannot take a shipped name."""
+        """Short name -> "module:Class"; packages cannot replace shipped names."""
         installed = {point.name: point.value for point in _installed(self.group)}
         return {**self.shipped, **installed, **self.shipped}
 
     def find(self, name: str) -> type[Any]:
-        """The class of a name; UserError where it leads nowhere."""
+        """The class of a name; a UserError if there is none."""
         target = self._targets.get(name, name)
         if ":" not in target:
             near = difflib.get_close_matches(name, self.names, n=1, cutoff=0.5)
@@ -122,26 +117,23 @@ class Family:
         return found
 
     def configure(self, name: str, **settings: Any) -> Any:
-        """The settings of the class of that name, with these values and defaults for the others."""
         return self.find(name).Config(**settings)
 
     def having(self, key: str) -> list[str]:
-        """Short names of the classes whose settings have a key."""
         return [name for name in self.names if key in _keys(self.find(name).Config)]
 
     def name_of(self, cls: type) -> str:
-        """The name by which `find` gives a class."""
         target = f"{cls.__module__}:{cls.__qualname__}"
         return next((name for name, known in self._targets.items() if known == target), target)
 
 
 @cache
 def _installed(group: str) -> tuple[EntryPoint, ...]:
-    return tuple(sorted(entry_points(group=group)))  # on each host they are listed in another order
+    return tuple(sorted(entry_points(group=group)))  # hosts list them in different orders
 
 
 def load(target: str) -> Any:
-    """The object that "package.module:Name" names."""
+    """The object called "package.module:Name"."""
     module, _, qualified_name = target.partition(":")
     found: Any = importlib.import_module(module)
     for part in qualified_name.split("."):

@@ -1,4 +1,4 @@
-"""Figures of plans: of one step, for metrics; of many steps, as in Table 2; and how much figures scatter."""
+"""Figures of plans: of one step, for metrics; of many steps, as in Table 2; and their standard errors."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from wlb_titan.plan import DELAY, LENGTH, Plan, imbalance_by_pass, imbalance_deg
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Steps of one packing policy, of which no document is kept."""
+    """Steps of one packing policy, without their documents."""
 
     imbalance: Floats  # float64 (steps,), imbalance degree
     plan_ms: Floats  # float64 (steps,)
-    waiting: Floats  # float64 (steps,), tokens that waited after the step
+    waiting: Floats  # float64 (steps,), tokens waiting after the step
     workloads: Floats  # float64 (steps, N), work of the micro-batches, descending
     longest: int  # tokens of the longest micro-batch, padding included
     tokens: int
     padding: int
     lost: int  # tokens left out for good
-    cut: float  # as of `Plan.cut_share`
+    cut: float  # see `Plan.cut_share`
     keys: float  # that a token attends to, on average
     delays: Ints  # int64 (longest delay + 1,), tokens by the iterations that they waited
-    gap: float | None  # largest gap of a solver's packing
+    gap: float | None  # largest of a solver's packings
 
     @classmethod
     def of(cls, plans: Iterable[Plan], window: int) -> Summary:
-        """Reads the plans one by one; at least one."""
+        """Reads at least one plan, one by one."""
         steps, workloads = [], []
         longest = tokens = padding = lost = 0
         cut = keys = 0.0
@@ -79,7 +79,7 @@ class Summary:
         return float(np.arange(len(self.delays)) @ self.delays / self.tokens)
 
     def figures(self) -> dict[str, Any]:
-        """The table's row, as plain numbers."""
+        """The table's row."""
         return {
             "imbalance_mean": float(self.imbalance.mean()),
             "imbalance_p95": float(np.percentile(self.imbalance, 95)),
@@ -97,20 +97,17 @@ class Summary:
 
 
 class Estimate(NamedTuple):
-    """A figure of some steps."""
-
     value: float
-    error: float | None = None  # standard error, in the unit of the value; None where too few steps tell
+    error: float | None = None  # standard error, in the unit of the value; None if there are too few steps
 
     @classmethod
     def mean(cls, values: NDArray[Any]) -> Estimate:
-        """The mean of one value a step."""
         error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
         return cls(float(values.mean()), error)
 
     @classmethod
     def rate(cls, amounts: NDArray[Any], seconds: Floats) -> Estimate:
-        """Amounts a second, of one amount and one time a step."""
+        """The amount per second, from one amount and time per step."""
         value = float(amounts.sum() / seconds.sum())
         if len(seconds) < 2:
             return cls(value)
@@ -118,7 +115,7 @@ class Estimate(NamedTuple):
         return cls(value, value * float(deviations.std(ddof=1) / seconds.mean() / len(seconds) ** 0.5))
 
     def over(self, base: Estimate) -> Estimate:
-        """The ratio; over itself it is 1 and has no error."""
+        """The ratio; over itself 1, without an error."""
         ratio = self.value / base.value
         if self == base or self.error is None or base.error is None:
             return Estimate(ratio)
@@ -126,23 +123,22 @@ class Estimate(NamedTuple):
 
     @property
     def relative(self) -> float | None:
-        """Standard error over the value."""
         return None if self.error is None else self.error / self.value
 
     def text(self, form: str, unit: str = "") -> str:
-        """`1.05x ±0.04` of `.2f` and `x`."""
+        """`1.05x ±0.04` for `.2f` and `x`."""
         return f"{self.value:{form}}{unit}" + ("" if self.error is None else f" ±{self.error:{form}}")
 
     @property
     def scatter(self) -> str:
-        """The end of a sentence about a ratio: whether it can hardly be told from 1, or else nothing."""
+        """The end of a sentence about a ratio that is hardly or not distinct from 1; else empty."""
         if self.error is None or abs(self.value - 1) > 2 * self.error:
             return ""
         return f": {'no' if abs(self.value - 1) <= self.error else 'hardly'} more than the scatter"
 
 
 def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:
-    """How well a plan balances, and what that costs, by the keys of docs/metrics.md."""
+    """A plan's balance and its price, by the keys of docs/metrics.md."""
     return {
         "imbalance": plan.imbalance,
         **rank_imbalance(plan, job.strategy),
@@ -159,8 +155,8 @@ def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:
 
 
 def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, Any]:
-    """Largest over mean predicted work of data-parallel ranks, of a pipeline's micro-batches and, where the
-    plan divides these over context-parallel ranks, of those; and how it divides them."""
+    """Largest over mean predicted work: of data-parallel ranks, of a pipeline's micro-batches and, if these
+    are sharded, of context-parallel ranks; and the number of each sharding."""
     replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
     packs = [plan.of_rank(rank) for rank in replicas]
     workloads = [[m.workload for m in own] for own in packs]

@@ -1,8 +1,8 @@
 """The packing of validation: every document once, whole and balanced, and none waits.
 
-A document above the context window is cut at multiples of the window; all others stay whole. After the last
-step the first comes again. So that no micro-batch is empty, the number of pieces is made a multiple of the
-micro-batches by pieces of one token: the last of a document, which has no label.
+Documents above the context window are cut at its multiples. After the last step the first comes again. So
+that no micro-batch is empty, pieces of one token, a document's last, which has no label, fill the number of
+pieces up to a multiple of the micro-batches.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from wlb_titan.job import Job
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH, START
 
-BLOCK = 1 << 20  # documents whose lengths are looked at together
+BLOCK = 1 << 20  # documents cut at a time
 
 
 class Once(PackingPolicy):
-    """Micro-batches of at most the context window, the same number on every rank and in every step."""
+    """Micro-batches of at most the context window, equally many on every rank and in every step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):
@@ -67,7 +67,7 @@ class Once(PackingPolicy):
 
 
 def _pieces(stream: DocumentStream, longest: int) -> Pieces:
-    """All documents in pieces of at most `longest` tokens; the first piece is the end of a document."""
+    """All documents in pieces of at most `longest` tokens; the first piece ends its document."""
     parts = []
     for first in range(0, stream.documents, BLOCK):
         ids = np.arange(first, min(first + BLOCK, stream.documents))

@@ -1,7 +1,7 @@
-"""Documents on disk: tokenized once, by `wlb-titan prepare` or another tool, memory-mapped afterwards.
+"""Documents on disk: tokenized once, by `wlb-titan prepare` or another tool, then memory-mapped.
 
-Reading (`Corpus`) needs numpy and pyarrow only. Writing (`wlb_titan.corpus.prepare`) needs `datasets` and
-`tokenizers` too and is imported by those who write.
+Reading (`Corpus`) needs only numpy and pyarrow; writing (`wlb_titan.corpus.prepare`, imported separately)
+also needs `datasets` and `tokenizers`.
 """
 
 from wlb_titan.corpus.corpus import Corpus

@@ -1,12 +1,11 @@
-"""Conversations as documents, by the tokenizer's own chat template; what the assistant says is learned.
+"""Conversations as documents, written by the tokenizer's chat template; the assistant's turns are learned.
 
-A template that marks the assistant's words (`{% generation %}`) says itself what is learned. Of others, the
-text is rendered up to each turn of the assistant and including it: what lies between is learned, the end of
-the turn too. That needs a template whose text grows only at its end; one that rewrites earlier turns is
-refused.
+A template may mark the assistant's words itself (`{% generation %}`). Otherwise the text is rendered without
+and with each of the assistant's turns, and the difference is learned, including the end of the turn. A
+template that rewrites earlier turns is refused.
 
-Nothing is left out in silence: a conversation that cannot be used ends the preparation with its file and
-line, and those above `max_length` are cut, skipped and counted, or an error, as the settings say.
+A conversation that cannot be used ends the preparation with its file and line; those above `max_length` are
+cut, skipped or an error, as the settings say, and counted.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ AT_ONCE = 256  # conversations tokenized together
 ASSISTANT = "assistant"
 THOUGHT = "reasoning_content"
 Message = dict[str, Any]
-Spans = list[tuple[int, int]]
-"""First character of what is learned, and the one behind its last."""
+Spans = list[tuple[int, int]]  # first learned character, and the one after the last
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, given by its folder; `options` are values that the template reads
-    besides, such as `enable_thinking`."""
+    """The chat template in a tokenizer's folder; `options` are its own, such as `enable_thinking`."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         try:
@@ -62,7 +59,7 @@ class ChatTemplate:
         self._special = [token.content for token in added if token.special]
 
     def document(self, source: Source, number: int) -> tuple[str, Spans]:
-        """The text of a conversation, and the parts that are learned."""
+        """The text of a conversation, and its learned parts."""
         try:
             record = source.read(number)
             messages, tools = checked(record["messages"], self._special), record["tools"] or None
@@ -74,8 +71,7 @@ class ChatTemplate:
         return text, spans
 
     def render(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans]:
-        """The text of messages, and the parts that are learned; a ValueError where the template refuses them,
-        drops a turn, or rewrites earlier turns."""
+        """Like `document`; a ValueError if the template refuses the messages, or drops or rewrites a turn."""
         text, spans = self._rendered(messages, tools, mask=self.marked)
         place = 0
         for number, message in enumerate(messages, start=1):
@@ -102,7 +98,6 @@ class ChatTemplate:
         ]
 
     def _turn(self, messages: list[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
-        """Where a turn of the assistant lies in the text of the whole conversation."""
         before, _ = self._rendered(messages[:number], tools, prompt=True)
         after, _ = self._rendered(messages[: number + 1], tools)
         if not (after.startswith(before) and text.startswith(after)):
@@ -138,14 +133,7 @@ def conversations(
     longest: int | None,
     too_long: str,
 ) -> Iterator[Document]:
-    """The conversations of a source as `tokenized` gives texts, with the spans of learned tokens.
-
-    Args:
-        order: the conversations' numbers.
-        left_out: counts on while conversations are taken.
-        longest: in tokens; None takes any.
-        too_long: what is done with longer ones: "cut", "skip" or "error".
-    """
+    """Like `tokenized`; `too_long` says what is done beyond `longest` tokens: "cut", "skip" or "error"."""
     places = iter(enumerate(order))
     while batch := list(islice(places, AT_ONCE)):
         rendered = [template.document(source, document) for _, document in batch]
@@ -171,8 +159,7 @@ def conversations(
 
 
 def checked(messages: Any, special: list[str]) -> list[Message]:
-    """The messages of a conversation, without keys that have no value; a ValueError says where it is none
-    from which something can be learned."""
+    """The messages without empty keys; a ValueError if they are malformed or none can be learned."""
     if not isinstance(messages, list) or not messages:
         raise ValueError('the conversation is no list of messages, {"role": ..., "content": ...}')
     result = []
@@ -192,14 +179,13 @@ def checked(messages: Any, special: list[str]) -> list[Message]:
 
 
 def check_spelling(value: Any, special: list[str], what: str) -> None:
-    """Raises ValueError if a text anywhere in a JSON value spells a special token."""
+    """A ValueError if any text in a JSON value spells a special token."""
     texts = "\n".join(_strings(value))
     if spelt := [token for token in special if token in texts]:
         raise ValueError(f"{what} spells the special token {spelt[0]!r}; only the template may write it")
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -220,7 +206,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _learned(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:
-    """bool (tokens,), whether some of a token's characters lie in a span."""
+    """bool (tokens,), whether any of a token's characters lies in a span."""
     begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     learned = np.zeros(len(begins), dtype=np.bool_)
     for begin, end in spans:

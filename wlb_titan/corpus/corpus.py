@@ -2,15 +2,15 @@
 
 A corpus that `wlb-titan prepare` made is a folder:
 
-    documents.arrow    one row a document: input_ids (list of int32), length (int32), source (where the text
-                       came from); of chat data also learned (list of int32, spans as of `SpanMask`). Readable
+    documents.arrow    one row per document: input_ids (list of int32), length (int32), source (where the
+                       text came from); for chat data also learned (list of int32, see `SpanMask`). Readable
                        with `datasets.Dataset.from_file`.
     tokenizer/         tokenizer.json and tokenizer_config.json
-    unreadable.txt     files and records that could not be read, if there were any
+    unreadable.txt     files and records that could not be read, if any
     manifest.json      counts, settings, sizes and SHA-256 of the files above; written last
 
-On opening, all sizes are compared, and the SHA-256 of all but the documents; theirs by `verify`. How
-corpora of other tools are opened, `foreign` says.
+Opening checks all sizes, and all SHA-256 except the documents', which `verify` checks. `foreign` opens
+corpora of other tools.
 """
 
 import hashlib
@@ -39,15 +39,12 @@ SPOTS = 256
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The tokenizer that made a corpus' token ids."""
-
     path: Path  # folder in Hugging Face's layout
     sha256: str  # of its tokenizer.json
     vocab_size: int  # the largest id, plus one
 
     @classmethod
     def of(cls, folder: Path) -> "TokenizerFacts":
-        """Those of a folder, which must have a tokenizer.json."""
         file = folder.absolute() / "tokenizer.json"
         if not file.is_file():
             raise CorpusError(
@@ -65,18 +62,7 @@ class TokenizerFacts:
 
 
 class Corpus:
-    """Tokenized documents on disk, numbered from 0. Make one with `Corpus.open` or `Corpus.joined`.
-
-    Reading is thread-safe: nothing changes after `open`.
-
-    Attributes:
-        path: absolute.
-        lengths: tokens of each document; an int64 array to look at (see `Lengths`).
-        fingerprint: 16 hexadecimal digits that identify token ids, label mask and order of the documents.
-        tokenizer: None where it is not known, which is enough to plan and not to train.
-        manifest: of a corpus that `wlb-titan prepare` made, else None.
-        parts: the corpora that it is made of, whose documents follow each other; none if it is one.
-    """
+    """Tokenized documents on disk, numbered from 0; thread-safe. Made by `Corpus.open` or `Corpus.joined`."""
 
     def __init__(
         self,
@@ -89,11 +75,11 @@ class Corpus:
     ) -> None:
         self.path = path
         self.shards = tuple(shards)
-        self.lengths = Lengths(shards)
-        self.fingerprint = fingerprint
-        self.tokenizer = tokenizer
-        self.manifest = manifest
-        self.parts = tuple(parts)
+        self.lengths = Lengths(shards)  # tokens of each document
+        self.fingerprint = fingerprint  # 16 hexadecimal digits for token ids, label mask and order
+        self.tokenizer = tokenizer  # None if unknown, which is enough to plan but not to train
+        self.manifest = manifest  # None unless `wlb-titan prepare` made the corpus
+        self.parts = tuple(parts)  # of a joined corpus, in order
 
     def __str__(self) -> str:
         if self.parts:
@@ -104,12 +90,8 @@ class Corpus:
     def open(
         cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "", mask: str = "auto"
     ) -> "Corpus":
-        """Open the corpus at `path`, without reading tokens.
-
-        Args:
-            column, mask: as of `open_foreign`; a prepared corpus knows the masks "auto" and "none" only.
-            tokenizer: folder of the tokenizer that made the token ids; a prepared corpus has its own.
-        """
+        """Opens a corpus without reading tokens; for `column` and `mask` see `open_foreign`. A prepared one
+        has its own tokenizer, and takes only the masks "auto" and "none"."""
         path = Path(path).absolute()
         if (path / MANIFEST_FILE).is_file():
             return _open_prepared(path, tokenizer, mask)
@@ -123,7 +105,7 @@ class Corpus:
 
     @classmethod
     def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":
-        """Several corpora as one: the documents of the first, then those of the second, and so on."""
+        """Several corpora as one, their documents one after the other."""
         known = [(part, part.tokenizer) for part in parts if part.tokenizer is not None]
         for part, tokenizer in known[1:]:
             if tokenizer.sha256 != known[0][1].sha256:
@@ -139,10 +121,7 @@ class Corpus:
         return len(self.lengths)
 
     def tokens(self, row: int, start: int = 0, length: int | None = None) -> Tokens:
-        """Tokens `start` .. `start + length - 1` of document `row`; without `length`, all from `start` on.
-
-        They are a read-only view of the memory-mapped file: nothing is copied.
-        """
+        """A read-only view of document `row` from token `start` on: `length` tokens, or all."""
         shard, place = self._place(row)
         begin, end = (int(bound[0]) for bound in shard.bounds(np.array([place])))
         if length is None:
@@ -155,16 +134,16 @@ class Corpus:
 
     @property
     def masked(self) -> bool:
-        """Whether some documents have a label mask."""
+        """Whether any document has a label mask."""
         return any(shard.mask for shard in self.shards)
 
     def learned(self, row: int, start: int, length: int) -> Bools:
-        """bool (length,), whether each of these tokens of document `row` is to be learned."""
+        """bool (length,), which of these tokens of document `row` are learned."""
         shard, place = self._place(row)
         return shard.mask.read(place, start, length) if shard.mask else np.ones(length, dtype=np.bool_)
 
     def count_learned(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
-        """int64 (n,), learned tokens among the tokens start .. stop - 1 of each of these documents."""
+        """int64 (n,), learned tokens among start .. stop - 1 of each document."""
         counts = stops - starts
         for shard, mine, places in self.lengths.by_shard(rows):
             if shard.mask:
@@ -172,13 +151,12 @@ class Corpus:
         return counts
 
     def source(self, row: int) -> str:
-        """Where document `row` came from, such as `stdlib/json/decoder.py`."""
+        """Where document `row` came from, e.g. `stdlib/json/decoder.py`."""
         shard, place = self._place(row)
         return shard.source(place)
 
     def check_ids(self, row: int, tokens: Tokens, vocabulary: int) -> None:
-        """Refuses tokens of document `row` that are no ids below `vocabulary`: a model that meets one
-        fails far from the cause, on a GPU without a message."""
+        """Refuses ids outside the vocabulary: on a GPU a model fails on them later, without a message."""
         found = [int(tokens.min()), int(tokens.max())] if len(tokens) else []
         for wrong in (id_ for id_ in found if not 0 <= id_ < vocabulary):
             raise CorpusError(
@@ -187,8 +165,7 @@ class Corpus:
             )
 
     def check_sample(self, vocabulary: int) -> None:
-        """`check_ids` and a look at the mask: of the whole corpus up to 16 M tokens, of 16 M tokens of a
-        larger one, in 256 runs of documents spread over it."""
+        """Checks ids and masks of at most 16 M tokens, in 256 runs of documents spread over the corpus."""
         spots = np.linspace(0, len(self), SPOTS, endpoint=False).astype(np.int64)
         for start, stop in zip(spots, [*spots[1:], len(self)], strict=True):
             left = SAMPLE_TOKENS // SPOTS if self.lengths.sum() > SAMPLE_TOKENS else SAMPLE_TOKENS
@@ -202,7 +179,7 @@ class Corpus:
 
     @property
     def known_tokenizer(self) -> TokenizerFacts:
-        """`tokenizer`, or a CorpusError where none is known."""
+        """`tokenizer`; a CorpusError if unknown."""
         if self.tokenizer is None:
             raise CorpusError(
                 f"The corpus {self.path} comes without its tokenizer. Name the folder of the one that made "
@@ -213,11 +190,9 @@ class Corpus:
 
     @property
     def tokenizer_path(self) -> Path:
-        """Folder of `known_tokenizer`, in Hugging Face's layout."""
         return self.known_tokenizer.path
 
     def _place(self, row: int) -> tuple[Shard, int]:
-        """The shard that has document `row`, and its place there."""
         if not 0 <= row < len(self):
             raise IndexError(f"document {row} of a corpus of {len(self)} documents")
         number = int(np.searchsorted(self.lengths.firsts, row, side="right")) - 1
@@ -258,8 +233,7 @@ def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
 
 
 def verify(path: Path, report: Callable[[str, int, int], None]) -> Corpus:
-    """Reads a prepared corpus through, to find all damage before a run does; `report` is told of progress, as
-    that of `prepare_corpus`."""
+    """Reads all of a prepared corpus to find any damage, and opens it; for `report` see `prepare.Report`."""
     path = path.absolute()
     if not (path / MANIFEST_FILE).is_file():
         Corpus.open(path)  # says what is wrong where there is no corpus at all

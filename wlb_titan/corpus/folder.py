@@ -1,11 +1,9 @@
-"""The folder of a prepared corpus: what its manifest says of it, how it appears whole or not at all, and how
-it is replaced without losing anything else.
+"""The folder of a prepared corpus: its manifest, how it appears whole or not at all, and how it is replaced.
 
-The manifest is written last, so a folder that has one was once complete. All is written into a sibling,
-`.NAME.partial`, which is renamed at the end. A process that writes holds a lock on a file in there; the
-kernel drops the lock when the process dies, however it dies, so what a killed process left behind is told
-from what a living one is writing, and is thrown away. Of a corpus only what its manifest lists is ever
-deleted.
+A corpus is written into a sibling, `.NAME.partial`, manifest last, which is renamed at the end. The writer
+holds a lock on a file in there; the kernel drops the lock when the process dies, so leftovers of a killed
+process can be told from a folder in use, and are deleted. Of a corpus, only files that its manifest lists are
+ever deleted.
 """
 
 import contextlib
@@ -34,35 +32,30 @@ LOCK_FILE = ".lock"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of `manifest.json`: what is in a corpus, how it was made, which files it must have."""
+    """The content of `manifest.json`."""
 
-    format_version: int = FORMAT_VERSION  # a reader takes its own only
+    format_version: int = FORMAT_VERSION  # readers accept only their own
     fingerprint: str  # 16 hexadecimal digits that identify tokenizer, token ids and order of the documents
     documents: int
     tokens: int  # end-of-text tokens included
-    masked: bool = False  # the documents have a label mask
+    masked: bool = False  # whether the documents have a label mask
     learned_tokens: int = 0  # under that mask
-    cut_documents: int = 0  # conversations that were too long and cut
-    skipped_documents: int = 0  # conversations that were too long and left out
-    empty_documents: int  # left out because they hold white space only
-    unreadable: int  # files or records that could not be read; UNREADABLE_FILE names each with the reason
-    vocab_size: int  # rows that an embedding table needs: the tokenizer's largest id, plus one
+    cut_documents: int = 0  # conversations cut because they were too long
+    skipped_documents: int = 0  # conversations left out because they were too long
+    empty_documents: int  # left out because they hold only white space
+    unreadable: int  # files or records that could not be read; UNREADABLE_FILE gives each with the reason
+    vocab_size: int  # rows that an embedding table needs: the largest id, plus one
     end_of_text: str  # the token that ends every document
     end_of_text_id: int
     tokenizer_sha256: str  # of tokenizer.json
     settings: dict[str, Any]  # of the preparation, with absolute paths: `PrepareSettings.resolved`
     files: dict[str, int]  # every other file of the corpus: path inside the folder -> bytes
-    digests: dict[str, str]  # SHA-256 of each of them
+    digests: dict[str, str]  # their SHA-256
 
     def damage(
         self, folder: Path, *, whole: bool, read: Callable[[int], None] = lambda size: None
     ) -> Iterator[str]:
-        """How the files in `folder` differ from what was written: a few words for each that does.
-
-        Args:
-            whole: also compare the documents' digest, which takes long; else only their size.
-            read: told of the bytes of each file that was compared.
-        """
+        """A few words on each file that was changed; without `whole`, only the documents' size is checked."""
         for name, size in self.files.items():
             file = folder / name
             if not file.is_file():
@@ -73,7 +66,7 @@ class Manifest:
                 yield f"{name} was changed"
 
     def save(self, folder: Path) -> None:
-        """Write the manifest into `folder`, with a hash of itself."""
+        """Write the manifest, with a hash of itself."""
         values = dataclasses.asdict(self)
         values["manifest_sha256"] = _hash(values)
         text = json.dumps(values, indent=2, ensure_ascii=False)
@@ -81,7 +74,6 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """Read the manifest of `folder`, which must exist."""
         path = folder / MANIFEST_FILE
         again = f"copy {folder} again, or move it away and make it again with `wlb-titan prepare`"
         try:
@@ -100,7 +92,7 @@ class Manifest:
 
 
 def digest(file: Path, read: Callable[[int], None] = lambda size: None) -> str:
-    """SHA-256 of a file in hexadecimal; `read` is told of the bytes of each part that was read."""
+    """SHA-256 of a file in hexadecimal; `read` is told the bytes of each part that was read."""
     result = hashlib.sha256()
     with file.open("rb") as stream:
         while part := stream.read(1 << 22):
@@ -114,7 +106,7 @@ def _hash(values: dict[str, Any]) -> str:
 
 
 def output_folder(path: str | Path) -> Path:
-    """Where a corpus is made: an absolute path without links, so that a link to a folder stays one."""
+    """The absolute path without links, so that replacing a corpus keeps a link to its folder."""
     try:
         folder = Path(path).resolve()
         file = folder.exists() and not folder.is_dir()
@@ -134,12 +126,8 @@ def partial_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
-    """Give an empty folder to write into, and move it to `path` when the block ends without an exception.
-
-    Args:
-        path: where the folder shall be; its parents are made.
-        replace: delete the corpus that lies at `path` by then.
-    """
+    """Yields an empty folder, which becomes `path` if the block ends without an exception; with `replace`, it
+    takes the place of a corpus."""
     partial = partial_folder(path)
     _check_way(partial, path)
     partial.mkdir(parents=True, exist_ok=True)
@@ -158,7 +146,7 @@ def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
                 entry.unlink()
         yield partial
         _move(partial, path, replace)
-        # A lock of this file that another process gets now counts for nothing: it has no name any more.
+        # Another process may have opened it and lock it now; without a name, the file protects nothing.
         (path / LOCK_FILE).unlink()
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -168,7 +156,7 @@ def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def _check_way(partial: Path, path: Path) -> None:
-    """Raises CorpusError where something that is not ours stands where the folder will be written."""
+    """A CorpusError if something foreign is in the way."""
     ours = (partial / LOCK_FILE).is_file() or (partial.is_dir() and not any(partial.iterdir()))
     if partial.is_symlink() or (partial.exists() and not ours):
         raise CorpusError(
@@ -204,7 +192,7 @@ def _move(partial: Path, path: Path, replace: bool) -> None:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises CorpusError if `folder` has a link or anything that no manifest lists."""
+    """A CorpusError if `folder` has a link or anything that no manifest lists."""
     if strangers := sorted(_strangers(folder)):
         raise CorpusError(
             f"{folder} holds what no manifest of a corpus lists (such as {strangers[0]}), so nothing in it "
@@ -213,13 +201,12 @@ def check_replaceable(folder: Path) -> None:
 
 
 def _listed(folder: Path) -> set[str]:
-    """The files that make up a corpus; those of a folder that is none, too."""
     there = (folder / MANIFEST_FILE).is_file()
     return {LOCK_FILE, MANIFEST_FILE, *Manifest.load(folder).files} if there else {LOCK_FILE}
 
 
 def _strangers(folder: Path) -> Iterator[str]:
-    """Files, links and empty folders anywhere below a folder that are not listed; links are not followed."""
+    """Unlisted files, links and empty folders at any depth; links are not followed."""
     listed = _listed(folder)
     for entry in folder.rglob("*"):
         name = entry.relative_to(folder).as_posix()
@@ -233,9 +220,9 @@ def _strangers(folder: Path) -> Iterator[str]:
 
 
 def _remove_corpus(folder: Path) -> None:
-    """Deletes the files that the manifest lists, and folders that are empty then; all else stays."""
+    """Deletes the files that the manifest lists, and then empty folders."""
     listed = _listed(folder)
-    for entry in (*sorted(folder.rglob("*"), reverse=True), folder):  # what is in a folder before it
+    for entry in (*sorted(folder.rglob("*"), reverse=True), folder):  # contents before their folder
         if entry.is_dir():
             with contextlib.suppress(OSError):  # not empty
                 entry.rmdir()

@@ -1,10 +1,10 @@
-"""Corpora that other tools wrote, opened where they lie: Megatron's, datatrove's, Hugging Face's.
+"""Corpora of other tools, read in place: Megatron's, datatrove's, Hugging Face's.
 
-| what lies at the path | it is |
+| path | written by |
 | --- | --- |
-| a folder with NAME.ds files, or one such file | datatrove's tokenized files |
-| a folder with NAME.bin and NAME.idx files, or one such pair (with either ending, or without) | Megatron's |
-| a folder with state.json and dataset_info.json | a dataset of Hugging Face's, by `save_to_disk` |
+| NAME.ds, or a folder of such files | datatrove |
+| NAME, NAME.bin or NAME.idx of a pair of files, or a folder of such pairs | Megatron |
+| a folder with state.json and dataset_info.json | Hugging Face's `save_to_disk` |
 
 The files of a folder are read in the order of their names.
 """
@@ -21,30 +21,24 @@ from wlb_titan.corpus.masks import TokenMask
 from wlb_titan.corpus.shards import ArrowShard, DatatroveShard, MegatronShard, Shard
 from wlb_titan.errors import CorpusError
 
-COLUMNS = ("labels", "loss_mask", "assistant_masks")
-"""Columns of datasets that say what is learned, by the names that other tools give them."""
+COLUMNS = ("labels", "loss_mask", "assistant_masks")  # names of other tools for what is learned
 
 SAMPLES = 16  # places of a file that its fingerprint reads
 SAMPLE_BYTES = 4096
 
 
 class Foreign(NamedTuple):
-    """What lies at a path."""
-
     shards: Sequence[Shard]
     files: Sequence[Path]  # all that are read
-    read_as: str = ""  # what in the files is tokens and what mask, for the fingerprint
+    read_as: str = ""  # what is read as tokens and as mask, for the fingerprint
 
 
 def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
-    """The corpus at `path`; None where nothing there is known.
+    """The corpus at the absolute `path`; None if of no known kind.
 
-    Args:
-        path: absolute.
-        column: name of the column with the token ids, in Hugging Face's datasets.
-        mask: what says which tokens are learned: a column of Hugging Face's datasets; for Megatron the prefix
-            of a second pair of files (or a folder of such pairs) with 0 or 1 for each token; "auto", whatever
-            there is; "none", nothing.
+    `column` and `mask` are columns of Hugging Face's datasets: token ids, and which are learned. Megatron's
+    `mask` is the prefix of a second pair of files (or a folder of pairs) with 0 or 1 for each token. "auto"
+    takes any mask that is found, "none" takes no mask.
     """
     splits, state = path / "dataset_dict.json", path / "state.json"
     if splits.is_file():
@@ -74,7 +68,6 @@ def _dataset(folder: Path, files: Sequence[Path], column: str, mask: str) -> For
 
 
 def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
-    """The column of a dataset that says what is learned; empty for none."""
     there = [column for column in COLUMNS if column in columns] if wanted == "auto" else [wanted]
     if wanted == "none" or not there:
         return ""
@@ -124,7 +117,7 @@ def _megatron(prefixes: Sequence[Path], mask: str) -> Foreign:
 
 
 def _prefixes(path: Path) -> list[Path]:
-    """Paths, without endings, of Megatron's pairs of files at a path, a prefix or a folder."""
+    """Megatron's pairs of files at a path, a prefix or a folder, without endings."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if Path(f"{prefix}.idx").is_file():
         return [prefix]
@@ -139,8 +132,7 @@ def _read_json(file: Path, names: Callable[[Any], list[str]]) -> list[str]:
 
 
 def fingerprint_of_files(found: Foreign) -> str:
-    """16 hexadecimal digits of names, sizes, pages spread over each file, and what is read in them:
-    hashing all takes hours. They do not change when the files are copied elsewhere."""
+    """16 hexadecimal digits; as hashing all takes hours, of names, sizes and some pages of each file."""
     digest = hashlib.sha256(found.read_as.encode())
     for file in found.files:
         size = file.stat().st_size

@@ -1,12 +1,9 @@
 """Label masks: which tokens of a document a model learns to predict, and which it only reads.
 
-A mask lies beside the tokens, in one of two forms:
-
-- spans, as `wlb-titan prepare --chat` writes them: for each document the first token of every learned stretch
-  and the first one after it, [3, 9, 14, 20]. A few numbers a document, so that the labels of any piece are
-  counted without its tokens.
-- a value for each token, as other tools have it: a mask of 0 and 1, or labels, which are the token itself
-  where it is learned and IGNORED where it is not.
+- Spans, from `wlb-titan prepare --chat`: for each document, the first token of every learned stretch and the
+  first one after it, [3, 9, 14, 20]. From them the labels of a piece are counted without its tokens.
+- A value for each token, from other tools: a mask of 0 and 1, or labels, which repeat a learned token and are
+  IGNORED elsewhere.
 
 A document's first token is never a label, whatever its mask says: nothing comes before it.
 """
@@ -23,20 +20,18 @@ IGNORED = -100  # the label of a token that is not learned
 
 
 class SpanMask:
-    """A list of spans a document: the first token of each learned stretch and the first one after it."""
-
     def __init__(self, spans: ArrowShard) -> None:
         self._spans = spans
 
     def read(self, row: int, start: int, length: int) -> Bools:
-        """bool (length,), whether each of these tokens of a document is learned."""
+        """bool (length,), which of these tokens of a document are learned."""
         bounds, _ = self._lists(np.array([row]))
         places = np.arange(start, start + length)
         learned: Bools = np.searchsorted(bounds, places, side="right") % 2 == 1
         return learned
 
     def count(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
-        """int64 (n,), learned tokens among the tokens start .. stop - 1 of each of these documents."""
+        """int64 (n,), learned tokens among start .. stop - 1 of each document."""
         bounds, counts = self._lists(rows)
         documents = np.repeat(np.arange(len(rows)), counts)
         inside = np.clip(bounds, starts[documents], stops[documents])
@@ -44,7 +39,7 @@ class SpanMask:
         return np.bincount(documents, -signs * inside, len(rows)).astype(np.int64)
 
     def _lists(self, rows: Ints) -> tuple[Tokens, Ints]:
-        """The lists of several documents, one after the other, and int64 (n,), the length of each."""
+        """The documents' lists, joined, and their lengths, int64 (n,)."""
         begins, ends = self._spans.bounds(rows)
         counts = ends - begins
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -52,8 +47,7 @@ class SpanMask:
 
 
 class TokenMask:
-    """A value for each token of the documents of `tokens`: 0 or 1, or with `labels` a label. `name` is
-    that of the column or file, for messages."""
+    """A value for each token: 0 or 1, or with `labels` a label. Messages say `name`, the column or file."""
 
     def __init__(self, values: Shard, tokens: Shard, *, labels: bool, name: str) -> None:
         if values.documents != tokens.documents:

@@ -1,7 +1,7 @@
 """Preparing a corpus: documents are shuffled, tokenized and written to disk once, for training to map.
 
-Each document becomes the tokens of its text and one end-of-text token; no token marks its start. The same
-texts, settings and library versions give the same corpus, byte for byte.
+A document becomes the tokens of its text and an end-of-text token; no token marks its start. The same texts,
+settings and library versions give the same corpus, byte for byte.
 """
 
 from __future__ import annotations
@@ -44,22 +44,19 @@ from wlb_titan.errors import CorpusError
 CHAT_ONLY = ("chat", "chat_template", "template_options", "max_length", "too_long")
 TOO_LONG = ("cut", "skip", "error")
 
-Report = Callable[[str, int, int], None]
-"""Told of progress: what is being done, how much of it is done, how much there is (0: not known)."""
+Report = Callable[[str, int, int], None]  # told of an activity, its progress and total (0: unknown)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings:
-    """What `prepare_corpus` makes."""
-
-    source: str = "python-source"  # where the documents come from, in one of the forms of `SOURCES`
+    source: str = "python-source"  # in one of the forms of `SOURCES`
     tokenizer: str | None = None  # folder of a Hugging Face tokenizer; None trains a BPE on the texts
     vocab_size: int | None = None  # most entries of the trained tokenizer; None is `DEFAULT_VOCAB_SIZE`
     seed: int = 0  # of the order of the documents
     max_tokens: int | None = None  # stop with the document that reaches this many; None takes all
-    chat: bool = False  # the records are conversations; the tokenizer's chat template writes them
-    # With `chat` only: a file with another template, names and values that the template reads besides, the
-    # longest conversation in tokens, and what is done with longer ones, one of `TOO_LONG`.
+    chat: bool = False  # the records are conversations, written by the tokenizer's chat template
+    # Only with `chat`: a file with another template, further values for it, the longest conversation in
+    # tokens, and what is done with longer ones, one of `TOO_LONG`.
     chat_template: str | None = None
     template_options: tuple[tuple[str, Any], ...] = ()
     max_length: int | None = None
@@ -82,7 +79,6 @@ class PrepareSettings:
 
     @property
     def spec(self) -> SourceSpec:
-        """`source`, taken apart."""
         return SourceSpec.parse(self.source, "messages" if self.chat else "text")
 
     @property
@@ -90,7 +86,7 @@ class PrepareSettings:
         return Path(self.chat_template) if self.chat_template else None
 
     def resolved(self) -> dict[str, Any]:
-        """All settings as they take effect, with absolute paths; equal if they make the same corpus."""
+        """The settings in effect, with absolute paths; equal if they make the same corpus."""
         values = dataclasses.asdict(self)
         values["source"] = self.spec.absolute()
         values["template_options"] = dict(self.template_options)
@@ -109,15 +105,10 @@ def prepare_corpus(
     overwrite: bool = False,
     report: Report = lambda what, done, total: None,
 ) -> Corpus:
-    """Make the corpus `output`, or open it if it is there already and was made with the same settings.
+    """Makes the corpus `output`, or opens it if it was made with the same settings.
 
-    `output` appears when it is complete and not before; a killed preparation leaves only a sibling folder
-    that the next one clears away.
-
-    Args:
-        output: the corpus folder; its parents are made.
-        overwrite: replace a corpus that is there.
-        report: called often, from this thread.
+    `output` appears only when complete; if killed, a preparation leaves a sibling folder, which the next one
+    deletes. `report` is called often, from this thread.
     """
     output = output_folder(output)
     if overwrite:
@@ -133,8 +124,7 @@ def prepare_corpus(
 
 
 def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
-    """The corpus that `output` holds, or None where nothing lies in the way of making one; a CorpusError for
-    one of other settings, and for anything else."""
+    """The corpus in `output`; None if nothing is there, a CorpusError for other settings or contents."""
     check_replaceable(output)
     if not output.exists() or not any(output.iterdir()):
         return None
@@ -156,7 +146,7 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
 
 
 def _changed_tokenizer(settings: PrepareSettings, manifest: Manifest) -> list[str]:
-    """Names the files of the user's tokenizer, if it is there, that are not those of the corpus."""
+    """The files of the user's tokenizer that differ from the corpus's."""
     if settings.tokenizer is None or not Path(settings.tokenizer).is_dir():
         return []
     files = tokenizer_files(Path(settings.tokenizer), settings.template_file)

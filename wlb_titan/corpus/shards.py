@@ -6,8 +6,8 @@
 | Megatron | PREFIX.bin | PREFIX.idx |
 | datatrove | NAME.ds | NAME.ds.index |
 
-Index and tokens are memory-mapped: opening reads headers only, a process holds nothing of its own, and all
-processes of a machine share one copy in the page cache.
+Index and tokens are memory-mapped: opening reads only headers, and all processes of a machine share one copy
+in the page cache.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 Tokens = NDArray[np.integer[Any]]
 
 TOKENS, SPANS, SOURCE = "input_ids", "learned", "source"
-"""Columns of a prepared corpus: token ids; of chat data which of them are learned, as `SpanMask` reads it;
-where the text came from."""
+"""Columns of a prepared corpus: token ids, a `SpanMask` of chat data, and where the text came from."""
 
-BLOCK = 1 << 20  # lengths looked at together where all of them are
-INDEX_BLOCK = 1 << 16  # documents of an index looked at together, as many as a cache holds
+BLOCK = 1 << 20  # lengths compared at a time
+INDEX_BLOCK = 1 << 16  # documents of an index compared at a time; they fit into a cache
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
@@ -42,16 +41,16 @@ DATATROVE_TYPES = {2: "<u2", 4: "<u4"}
 
 
 class Shard:
-    """Documents of one file, numbered from 0. Subclasses say where each of them lies."""
+    """Documents of one file, numbered from 0. Subclasses find them."""
 
-    path: Path  # of the file, for messages
+    path: Path
     documents: int
     tokens: int  # of all documents
-    values: Tokens  # all numbers of the file, of its own integer type; read-only, mapped
+    values: Tokens  # all numbers of the file, in its own integer type; read-only, mapped
     mask: Mask | None = None  # which tokens are learned; None learns all
 
     def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
-        """int64 (n,) each: places in `values` of these documents' first tokens, and behind their last."""
+        """int64 (n,) each: the documents' first tokens in `values`, and the ones after their last."""
         raise NotImplementedError
 
     def lengths(self, rows: Ints) -> Ints:
@@ -59,18 +58,17 @@ class Shard:
         return ends - begins
 
     def read(self, row: int, start: int, length: int) -> Tokens:
-        """(length,), tokens of a document, a view of the file."""
+        """(length,), a view of the file."""
         begin = int(self.bounds(np.array([row]))[0][0]) + start
         return self.values[begin : begin + length]
 
     def source(self, row: int) -> str:
-        """Where the document came from, as far as the file tells."""
+        """Where the document came from, if the file tells."""
         return f"{self.path.name}[{row}]"
 
 
 class ArrowShard(Shard):
-    """An Arrow file in stream format, as the `datasets` library writes them; `column` holds one list of
-    integers a document."""
+    """An Arrow file in stream format, as of `datasets`; `column` has a list of integers per document."""
 
     def __init__(self, path: Path, column: str = TOKENS) -> None:
         self.path, self._column = path, column
@@ -82,7 +80,7 @@ class ArrowShard(Shard):
         except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
             raise CorpusError(f"{path} cannot be read ({error}).") from error
         offset_type, dtype = _list_types(table.schema, column, path)
-        # The whole file as offsets, and as values; so one lookup serves documents of any record batches.
+        # The whole file as offsets and as values, so that one lookup serves all record batches.
         self._offsets, self.values = (
             np.frombuffer(self._pages, kind, self._pages.size // kind.itemsize)
             for kind in (offset_type, dtype)
@@ -96,7 +94,7 @@ class ArrowShard(Shard):
         self._sizes = np.array([len(chunk.values) for chunk in lists], dtype=np.int64)
         counts = np.array([len(chunk) for chunk in lists], dtype=np.int64)
         self._firsts = np.cumsum(counts) - counts  # rows
-        self._first_offsets = offsets_at - self._firsts  # where row 0 would have its own
+        self._first_offsets = offsets_at - self._firsts  # where that of row 0 would be
         self.documents = int(counts.sum())
         begins, ends = self._offsets[offsets_at], self._offsets[offsets_at + counts]
         self.tokens = int((ends - begins).sum(dtype=np.int64))
@@ -116,19 +114,17 @@ class ArrowShard(Shard):
         return str(self._table().column(SOURCE)[row]) if SOURCE in self.columns else super().source(row)
 
     def _table(self) -> pa.Table:
-        """All columns, as views of the file."""
+        """Views of the file."""
         with pa.ipc.open_stream(self._pages) as stream:
             return stream.read_all()
 
 
 def _addresses(lists: pa.Array) -> tuple[int, int]:
-    """Where a record batch's offsets and values lie in memory."""
     _, offsets, _, values = lists.buffers()
     return offsets.address, (values or offsets).address
 
 
 def _list_types(schema: pa.Schema, column: str, path: Path) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """The types of the lists' offsets and of their values."""
     if column not in schema.names:
         lists = [field.name for field in schema if pa.types.is_list(field.type)]
         raise CorpusError(
@@ -155,8 +151,8 @@ class MegatronShard(Shard):
         int64     (D + 1,) first sequence of each document, and S
         int8      (S,) modes, in multimodal datasets only; not read
 
-    A document is a sequence unless it was split into sentences; then it is all its sequences. Where no ends
-    of documents were written (D = 0), every sequence is a document.
+    A document that was split into sentences has several sequences. Without ends of documents (D = 0), every
+    sequence is a document.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -181,7 +177,7 @@ class MegatronShard(Shard):
         self._end = int(self._begins[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
         self.tokens = self._end // dtype.itemsize
         self.values = mapped(self.path, dtype, self.tokens)
-        # Most often each document is one sequence, and then there is nothing to look up.
+        # Usually each document is one sequence, and there is nothing to look up.
         single = ends <= 1 or (ends - 1 == sequences and _consecutive(self._firsts))
         self._lengths = lengths if single else None
         self.documents = sequences if single else ends - 1
@@ -193,7 +189,7 @@ class MegatronShard(Shard):
         return self._first_token(rows), self._first_token(rows + 1)
 
     def _first_token(self, rows: Ints) -> Ints:
-        """Of documents of several sequences; of the one past the last, the file's end."""
+        """For documents of several sequences; after the last, the file's end."""
         sequences = self._firsts[rows]
         inside = sequences < len(self._begins)
         result = np.full(len(rows), self._end, dtype=np.int64)
@@ -202,7 +198,7 @@ class MegatronShard(Shard):
 
 
 def _consecutive(firsts: Ints) -> bool:
-    """Whether these are 0, 1, 2, ... They are not where one document has no sequences and another has two."""
+    """Whether these are 0, 1, 2, ...; not so if a document has no sequences and another has two."""
     blocks = (firsts[at : at + INDEX_BLOCK + 1] for at in range(0, len(firsts) - 1, INDEX_BLOCK))
     return all((np.diff(block) == 1).all() for block in blocks)
 
@@ -210,10 +206,9 @@ def _consecutive(firsts: Ints) -> bool:
 class DatatroveShard(Shard):
     """NAME.ds and NAME.ds.index (datatrove, `pipeline/tokens/tokenizer.py`).
 
-    The tokens are uint16 or uint32, whichever the tokenizer needs; the index is one uint64 a document, the
-    number of tokens up to and including it. The size of a token follows from the size of the two files.
-    With `loss` the values are those of NAME.ds.loss (`save_loss_metadata`): a byte for each token, 1 where
-    learned.
+    Tokens are uint16 or uint32, which the files' sizes tell; the index has a uint64 per document, the number
+    of tokens up to its end. With `loss` the values are those of NAME.ds.loss (`save_loss_metadata`): a byte
+    for each token, 1 if learned.
     """
 
     def __init__(self, path: Path, *, loss: bool = False) -> None:
@@ -221,7 +216,7 @@ class DatatroveShard(Shard):
         if not index.is_file():
             raise CorpusError(f"{path} has no index {index.name}; write it with datatrove's save_index=True.")
         self.path = path.with_name(path.name + ".loss") if loss else path
-        # Tokens are far fewer than 2^63, and signed numbers can be subtracted.
+        # Signed, so that they can be subtracted; tokens are far fewer than 2^63.
         self._ends = mapped(index, "<i8")
         self.documents = len(self._ends)
         self.tokens = int(self._ends[-1]) if self.documents else 0
@@ -239,10 +234,10 @@ class DatatroveShard(Shard):
 
 
 class Lengths:
-    """The lengths of all documents of several shards, looked up when they are asked for.
+    """The lengths of all documents of several shards, looked up on demand.
 
-    It behaves like a read-only int64 array (documents,): `lengths[17]`, `lengths[5:9]`, `lengths[rows]`,
-    `len(lengths)`, `np.asarray(lengths)`. Only the last makes a copy of all of them.
+    Like a read-only int64 array (documents,): `lengths[17]`, `lengths[5:9]`, `lengths[rows]`, `len(lengths)`,
+    `np.asarray(lengths)`. Only the last copies all of them.
     """
 
     dtype = np.dtype(np.int64)
@@ -268,7 +263,7 @@ class Lengths:
         return result
 
     def by_shard(self, rows: Ints) -> Iterator[tuple[Shard, Ints, Ints]]:
-        """Each shard that has some of these documents: their indices in `rows`, and their places there."""
+        """The shards of these documents, with their indices in `rows` and their numbers in the shard."""
         numbers = np.searchsorted(self.firsts, rows, side="right") - 1
         order = np.argsort(numbers, kind="stable")
         found, begins = np.unique(numbers[order], return_index=True)
@@ -292,8 +287,7 @@ class Lengths:
 
 
 def mapped(path: Path, dtype: Any, count: int = -1, offset: int = 0) -> NDArray[Any]:
-    """A file's numbers as a read-only array that is its pages: all, or `count` of them behind `offset`
-    bytes."""
+    """A file's numbers, mapped and read-only: all, or `count` of them from byte `offset` on."""
     try:
         return np.frombuffer(pa.memory_map(str(path)).read_buffer(), dtype, count, offset)
     except OSError as error:

@@ -1,8 +1,5 @@
-"""Sources of documents. A source knows how many there are and reads any of them.
-
-That documents are read by number makes shuffling simple: the numbers are shuffled, not the texts, and a
-bounded corpus reads only the documents that it takes.
-"""
+"""Sources of documents, which are read by number: numbers are shuffled instead of texts, and a bounded corpus
+reads only the documents that it takes."""
 
 from __future__ import annotations
 
@@ -28,23 +25,22 @@ SOURCES = (
     "hf:NAME[,CONFIG][@SPLIT][#field]"
 )
 
-NamedFiles = list[tuple[str, Path]]
-"""Documents of one file each: name and path."""
+NamedFiles = list[tuple[str, Path]]  # documents of one file each
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A source taken apart: `jsonl:a.jsonl#body` is kind `jsonl`, location `a.jsonl`, field `body`."""
+    """`jsonl:a.jsonl#body` is kind `jsonl`, location `a.jsonl`, field `body`."""
 
     kind: str
     location: str = ""  # a file, a folder, or a name on the Hugging Face hub
     field: str = "text"  # the column that holds the text
-    config: str | None = None  # Hugging Face only: which configuration of the dataset
+    config: str | None = None  # Hugging Face only
     split: str = "train"  # Hugging Face only, such as `train[:1%]`
 
     @classmethod
     def parse(cls, text: str, field: str = "text") -> SourceSpec:
-        """Take a source's description apart; nothing is looked up. `field` is that of one that names none."""
+        """Parses a description without looking anything up; `field` is used where it names none."""
         if text == "python-source":
             return cls(text)
         kind, _, rest = text.partition(":")
@@ -61,7 +57,7 @@ class SourceSpec:
         raise CorpusError(f"{text!r} is not a source of documents; the sources are {SOURCES}.{advice}")
 
     def absolute(self) -> str:
-        """The description with an absolute path, so that it means the same from every folder."""
+        """The description, with an absolute path."""
         if self.kind == "python-source":
             return self.kind
         if self.kind == "text":
@@ -73,30 +69,19 @@ class SourceSpec:
 
 
 class Source(Protocol):
-    """Documents, numbered from 0 in an order that depends on nothing but their names or places."""
+    """Documents, numbered from 0 in an order that depends only on their names or places."""
 
     def __len__(self) -> int: ...
 
-    def name(self, document: int) -> str:
-        """Where the document comes from."""
-        ...
+    def name(self, document: int) -> str: ...
 
     def read(self, document: int) -> Any:
-        """The document's text; of conversations a dict as of `conversation`.
-
-        Raises:
-            ValueError: why it cannot be read.
-        """
+        """The text, or for chat the result of `conversation`; a ValueError says why it cannot be read."""
         ...
 
 
 def open_source(spec: SourceSpec, cache: Path, *, chat: bool = False) -> Source:
-    """Find the documents of a source, without reading them.
-
-    Args:
-        cache: folder for what `datasets` converts on the way; to be deleted by the caller.
-        chat: the documents are conversations.
-    """
+    """Finds the documents; `datasets` converts files into the folder `cache`, which the caller deletes."""
     if spec.kind == "python-source":
         return Files(python_documents())
     if spec.kind == "text":
@@ -107,7 +92,7 @@ def open_source(spec: SourceSpec, cache: Path, *, chat: bool = False) -> Source:
 
 
 class Files:
-    """One document a file; a link that leads out of the folder `within` is not read, but told."""
+    """One document per file; links that lead out of the folder `within` are reported as unreadable."""
 
     def __init__(self, documents: NamedFiles, within: Path | None = None) -> None:
         self._documents = documents
@@ -138,12 +123,11 @@ class Files:
 
 def python_documents() -> NamedFiles:
     """The Python files of this interpreter: its standard library and its installed packages."""
-    # purelib and platlib are one folder on most machines; where they are two, both hold installed packages.
     labels = {"stdlib": "stdlib", "purelib": "site-packages", "platlib": "site-packages"}
     roots = {Path(sysconfig.get_path(key)).resolve(): label for key, label in labels.items()}
     documents = []
     for root, label in roots.items():
-        # The standard library of a base interpreter holds packages that a virtual environment does not see.
+        # A base interpreter's standard library holds packages that a virtual environment does not see.
         skipped = {"site-packages", "dist-packages"} if label == "stdlib" else set()
         paths = _files_below(root, skipped.__contains__)
         documents += [(f"{label}/{_name(root, path)}", path) for path in paths if path.suffix == ".py"]
@@ -151,7 +135,7 @@ def python_documents() -> NamedFiles:
 
 
 def text_documents(folder: Path) -> NamedFiles:
-    """The files below `folder`, except those with a dot in front of their name or their folder's."""
+    """The files below `folder`, except hidden ones and those in hidden folders."""
     if not folder.is_dir():
         raise CorpusError(f"The source text:{folder} needs a folder, and {folder.absolute()} is none.")
     paths = _files_below(folder, lambda name: name.startswith("."))
@@ -162,10 +146,8 @@ def text_documents(folder: Path) -> NamedFiles:
 
 
 def _files_below(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
-    """The files below `root` in sorted order, without files and folders whose name `skip` is true for.
-
-    Folders that cannot be opened come last, as if they were files: who reads them notices and tells the user.
-    """
+    """The files below `root`, sorted, without files and folders whose name `skip` accepts. Folders that
+    cannot be opened come last, as files: reading them fails, and the user is told."""
     closed: list[OSError] = []
     for folder, folders, files in os.walk(root, onerror=closed.append):
         folders[:] = sorted(filterfalse(skip, folders))
@@ -175,12 +157,11 @@ def _files_below(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
 
 
 def _name(root: Path, path: Path) -> str:
-    """The path inside `root`, with bytes that are no UTF-8 (Linux allows them in names) escaped."""
+    """The path inside `root`; bytes that are not UTF-8, which Linux allows in names, are escaped."""
     return path.relative_to(root).as_posix().encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _files_at(kind: str, location: Path) -> list[Path]:
-    """A file, or those of a folder that are of this kind, in the order of their names."""
     files = sorted(location.glob(f"*.{kind}")) if location.is_dir() else [location]
     if not files or not all(file.is_file() for file in files):
         raise CorpusError(
@@ -190,12 +171,10 @@ def _files_at(kind: str, location: Path) -> list[Path]:
 
 
 class JsonLines:
-    """One document a line of JSON, in a file or a folder of *.jsonl, which are read in the order of their
-    names.
+    """One document per line of JSON, in a file or in the *.jsonl files of a folder, sorted.
 
-    The lines need to have nothing but the field in common: `datasets` would parse all of it into one
-    table, and refuse a file whose other fields change their type. The files are read once to find where
-    their lines begin, when that is first asked for.
+    Lines need only the field in common; `datasets` would parse all into one table, and refuse files whose
+    other fields change their type. The first use reads the files once, to find their lines.
     """
 
     def __init__(self, location: Path, field: str, *, chat: bool = False) -> None:
@@ -205,8 +184,7 @@ class JsonLines:
 
     @cached_property
     def _lines(self) -> tuple[array[int], array[int], list[int]]:
-        """Number from 1 in its file and first byte of each line that is not blank, and how many of them
-        come before each file."""
+        """Number from 1 and first byte of each line that is not blank, and their count before each file."""
         numbers, begins = array("q"), array("q")  # files may have a hundred million lines
         firsts = []
         for path in self._paths:
@@ -240,7 +218,7 @@ class JsonLines:
 
 
 class Rows:
-    """One document a row of Parquet files, or of a dataset in Hugging Face's form."""
+    """One document per row of Parquet files or a Hugging Face dataset."""
 
     def __init__(self, spec: SourceSpec, cache: Path, *, chat: bool = False) -> None:
         self._chat = chat
@@ -277,15 +255,15 @@ class Rows:
 
 def _load(spec: SourceSpec, cache: Path) -> Any:
     """A `datasets.Dataset`."""
-    import datasets  # takes seconds, which other sources need not wait
+    import datasets  # takes seconds
 
     files = [] if spec.kind == "hf" else [str(file) for file in _files_at(spec.kind, Path(spec.location))]
     try:
         if spec.kind == "hf":
-            # Downloads stay in the user's own Hugging Face cache, to be found there again.
+            # Downloads go into the user's own Hugging Face cache, where they stay.
             return datasets.load_dataset(spec.location, spec.config, split=spec.split)
         return datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache))
-    except Exception as error:  # `datasets` has no common base for what can go wrong
+    except Exception as error:  # the errors of `datasets` have no common base
         cause = error.__cause__ or error
         line = str(cause).strip().partition("\n")[0]
         raise CorpusError(
@@ -294,7 +272,7 @@ def _load(spec: SourceSpec, cache: Path) -> Any:
 
 
 def text_of(record: Any, field: str) -> str:
-    """The text of a record. Raises ValueError if there is none."""
+    """The text of a record; a ValueError if the field is missing or not text."""
     value = _field_of(record, field)
     text = "" if value is None else value
     if not isinstance(text, str):
@@ -305,8 +283,7 @@ def text_of(record: Any, field: str) -> str:
 
 
 def conversation(record: Any, field: str) -> dict[str, Any]:
-    """The `messages` of a record, and the `tools` that they may call: a list, or None. Raises ValueError if
-    there are no messages."""
+    """A record's `messages`, and the `tools` they may call, or None; a ValueError without messages."""
     messages, tools = _field_of(record, field), record.get("tools")
     return {"messages": messages, "tools": json.loads(tools) if isinstance(tools, str) else tools}
 
@@ -320,13 +297,13 @@ def _field_of(record: Any, field: str) -> Any:
 
 
 def _advice(field: str, fields: Iterable[str]) -> str:
-    """What to do where that field is missing and these are there."""
+    """What to do if a record with `fields` lacks `field`."""
     chat = "; for conversations add --chat" if field == "text" and "messages" in fields else ""
     return f"{chat}; another field is named after a #, as in --source jsonl:FILE#FIELD"
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without keys that have no value: Arrow gives every struct of a column the keys of all."""
+    """Arrow gives every struct of a column the keys of all."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

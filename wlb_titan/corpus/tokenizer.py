@@ -1,5 +1,5 @@
-"""From text to token ids: the tokenizer of a corpus, one that the user has or a byte-level BPE trained on the
-corpus itself, and the documents that it makes of texts, a bounded amount of text at a time."""
+"""From text to token ids: the user's tokenizer or a byte-level BPE trained on the corpus, and its documents,
+made from a bounded amount of text at a time."""
 
 from __future__ import annotations
 
@@ -23,35 +23,20 @@ from wlb_titan.errors import CorpusError
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-BESIDE = (TEMPLATE_FILE, "special_tokens_map.json", "generation_config.json")
-"""Files that a tokenizer may have besides."""
+BESIDE = (TEMPLATE_FILE, "special_tokens_map.json", "generation_config.json")  # optional files
 
 TRAINED_END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
 
-TRAINING_CHARACTERS = 8_000_000
-"""Text that the BPE is trained on: enough for some ten thousand entries, and trained in about a second."""
-
-TRAINING_DOCUMENTS = 64
-"""Documents that share that text at least, however long the first ones are."""
-
-PIECE_CHARACTERS = 1_000_000
-"""Longer texts are tokenized in pieces that end with a line, so that all cores work on one long text."""
-
-BATCH_CHARACTERS = 2_000_000
-"""Text tokenized at a time; the tokenizer takes about 40 bytes a character while it works."""
+TRAINING_CHARACTERS = 8_000_000  # for the BPE: enough for some ten thousand entries, in about a second
+TRAINING_DOCUMENTS = 64  # that share this text at least, however long the first ones are
+PIECE_CHARACTERS = 1_000_000  # longer texts are tokenized in pieces, so that all cores work on one text
+BATCH_CHARACTERS = 2_000_000  # tokenized at a time, with about 40 bytes of memory per character
 
 
 class CorpusTokenizer:
-    """Turns text into ids, and knows the token that ends a document. Its folder has `tokenizer.json`, and
-    `tokenizer_config.json` with an `eos_token`.
-
-    Attributes:
-        digest: SHA-256 of `tokenizer.json`.
-        end_of_text: the token that ends a document, as text.
-        vocab_size: the largest id, plus one.
-    """
+    """The tokenizer of a folder with `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`."""
 
     def __init__(self, folder: Path) -> None:
         for name in (TOKENIZER_FILE, CONFIG_FILE):
@@ -76,11 +61,11 @@ class CorpusTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Text that spells a special token, as source code of tokenizers does, must not become one: an
-        # end-of-text token within a document would look like its end.
+        # end-of-text token would look like the document's end.
         self._tokenizer.encode_special_tokens = True
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text as an int32 array, without special tokens; uses all cores."""
+        """int32 (n,), token ids of each text, without special tokens; uses all cores."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
@@ -98,16 +83,14 @@ def _end_of_text(config: Path) -> str:
 
 
 def tokenizer_files(folder: Path, template: Path | None = None) -> dict[str, Path]:
-    """The files of the user's tokenizer that a corpus copies, by their names there; `template` has another
-    chat template."""
+    """The files that a corpus copies, by their names there; `template` replaces the chat template."""
     there = {name: folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, *BESIDE)}
     files = {name: path for name, path in there.items() if path.is_file()}
     return files if template is None else files | {TEMPLATE_FILE: template}
 
 
 def copy_tokenizer(source: Path, folder: Path, template: Path | None = None) -> None:
-    """Copy `tokenizer_files` into the corpus."""
-    CorpusTokenizer(source)  # complains about a tokenizer that cannot be used before anything is copied
+    CorpusTokenizer(source)  # complains, before anything is copied, if the tokenizer cannot be used
     folder.mkdir()
     for name, path in tokenizer_files(source, template).items():
         try:
@@ -117,10 +100,7 @@ def copy_tokenizer(source: Path, folder: Path, template: Path | None = None) -> 
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
-    """Train a byte-level BPE, whose decoding gives back every text exactly, and save it in `folder`.
-
-    The result depends on the texts and `vocab_size` only. Little text gives fewer than `vocab_size` entries.
-    """
+    """Trains a byte-level BPE, which decodes every text exactly; little text gives fewer entries."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -144,21 +124,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
 
 
 class Document(NamedTuple):
-    """A document as token ids."""
-
-    position: int  # in the order that was asked for
+    position: int  # in the given order
     name: str
     tokens: np.ndarray  # int32 (n,)
-    spans: np.ndarray | None = None  # int32, as of `SpanMask`; None learns every token
+    spans: np.ndarray | None = None  # int32, see `SpanMask`; None learns every token
 
 
 @dataclass
 class LeftOut:
-    """What of a source does not become a document as it was."""
+    """Documents that were left out or cut."""
 
-    empty: int = 0  # documents that hold white space only
+    empty: int = 0  # documents that hold only white space
     cut: int = 0  # conversations without their end
-    skipped: int = 0  # conversations that are too long
+    skipped: int = 0  # conversations that were too long
     unreadable: list[str] = field(default_factory=list)  # names and reasons
 
 
@@ -171,11 +149,9 @@ def tokenized(
     piece_characters: int = PIECE_CHARACTERS,
     batch_characters: int = BATCH_CHARACTERS,
 ) -> Iterator[Document]:
-    """The documents of a source, each with the tokenizer's end-of-text token behind it.
+    """The documents of a source, by their numbers in `order`, each with an end-of-text token at the end.
 
-    Text flows through in batches that know nothing of documents, so neither many short documents nor one
-    of a hundred megabytes leave a core idle. `order` has the documents' numbers; `left_out` counts on
-    while they are taken.
+    Batches cross documents, so that many short ones or one of a hundred megabytes keep all cores busy.
     """
     end = np.array([tokenizer.end_of_text_id], dtype=np.int32)
     batches = _batches(_pieces(source, order, left_out, piece_characters), batch_characters)
@@ -190,7 +166,6 @@ def tokenized(
 
 
 def _pieces(source: Source, order: Ints, left_out: LeftOut, size: int) -> Iterator[tuple[int, str]]:
-    """(position of its document, text)."""
     for position, document in enumerate(order):
         try:
             text = source.read(document)
@@ -217,7 +192,7 @@ def _batches(pieces: Iterator[tuple[int, str]], size: int) -> Iterator[list[tupl
 
 
 def split_at_lines(text: str, size: int) -> Iterator[str]:
-    """Cut `text` into pieces of at most `size` characters, behind a line's end wherever a piece has one.
+    """Cuts `text` into pieces of at most `size` characters, after a line's end if a piece has one.
 
     >>> list(split_at_lines("ab\\ncd\\nefghijkl", 6))
     ['ab\\ncd\\n', 'efghij', 'kl']
@@ -231,7 +206,7 @@ def split_at_lines(text: str, size: int) -> Iterator[str]:
 
 
 def training_texts(source: Source, order: Iterable[int]) -> Iterator[str]:
-    """A sample of the source of at most `TRAINING_CHARACTERS`, from the first documents of `order`."""
+    """At most `TRAINING_CHARACTERS`, from the first documents of `order`."""
     share = TRAINING_CHARACTERS // max(1, min(len(source), TRAINING_DOCUMENTS))
     missing = TRAINING_CHARACTERS
     for document in order:

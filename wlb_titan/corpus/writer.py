@@ -1,5 +1,4 @@
-"""Writing a corpus: documents into an Arrow file, and the manifest; and a corpus of given lengths without
-text, for plans where the real one is not at hand."""
+"""Writing a corpus, or one of given lengths without text, for plans where the real one is not at hand."""
 
 from __future__ import annotations
 
@@ -23,20 +22,17 @@ from wlb_titan.corpus.folder import (
 from wlb_titan.corpus.shards import SOURCE, SPANS, TOKENS
 from wlb_titan.corpus.tokenizer import MIN_VOCAB_SIZE, CorpusTokenizer, train_tokenizer
 
-RECORD_BATCH_TOKENS = 1 << 20
-"""Tokens written at a time, or one document if it has more; bounds the memory, not the documents."""
+RECORD_BATCH_TOKENS = 1 << 20  # written at a time, or one document if it has more
 
 LISTS = pa.list_(pa.int32())
 
 SIGMA = 1.5  # of the logarithm of a synthetic length
-
 SHAPE = f"log-normal with a median of a 32nd of the context window and sigma {SIGMA:g}, cut at the window"
-"""What `long_tailed_lengths` draws from, for reports."""
+"""The distribution of `long_tailed_lengths`, for reports."""
 
 
 class DocumentWriter:
-    """A context manager that writes one row a document; if `masked`, each with its spans, as of
-    `SpanMask`."""
+    """A context manager that writes one row per document; if `masked`, with spans (`SpanMask`)."""
 
     def __init__(self, path: Path, *, masked: bool = False, batch_tokens: int = RECORD_BATCH_TOKENS) -> None:
         columns = [(TOKENS, LISTS), ("length", pa.int32()), (SOURCE, pa.string())]
@@ -52,7 +48,7 @@ class DocumentWriter:
         self.documents = self.tokens = self.learned = 0
 
     def add(self, name: str, tokens: np.ndarray, spans: np.ndarray | None = None) -> None:
-        """Append a document: where it comes from, its int32 token ids, of masked ones the int32 spans."""
+        """Appends a document: its source, its int32 token ids, and if masked its int32 spans."""
         assert (spans is not None) == self.masked
         self._names.append(name)
         self._tokens.append(tokens)
@@ -90,7 +86,6 @@ class DocumentWriter:
 
 
 def _lists(arrays: list[np.ndarray]) -> pa.ListArray:
-    """A list for each array of int32."""
     ends = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(arrays)))
 
@@ -102,7 +97,7 @@ def write_manifest(
     settings: dict[str, Any],
     **counts: int,
 ) -> None:
-    """Completes a corpus by its manifest; `counts` are of documents left out or cut, by their names there."""
+    """Completes a corpus; `counts` of documents left out or cut are fields of the manifest."""
     there = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE]
     files = {path.relative_to(folder).as_posix(): path for path in there}
     Manifest(
@@ -123,10 +118,8 @@ def write_manifest(
 
 
 def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
-    """int64 (documents,), lengths with a long tail, which add up to `tokens` at least: `SHAPE`.
-
-    About one document in a hundred is as long as the longest, and these have about a tenth of the tokens.
-    """
+    """int64 (documents,), lengths from `SHAPE` that add up to at least `tokens`. About one in a hundred is
+    `longest`, and these have about a tenth of the tokens."""
     draw = np.random.default_rng(seed)
     median = max(longest // 32, 1)
     lengths = np.empty(0, dtype=np.int64)
@@ -137,8 +130,7 @@ def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
 
 
 def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
-    """Writes documents of these lengths, int64 (documents,), whose tokens are all 0, and opens them as a
-    corpus; its folder must not exist."""
+    """A new corpus of documents of these lengths, int64 (documents,), whose tokens are all 0."""
     with written_whole(path, replace=False) as folder:
         train_tokenizer(["a"], MIN_VOCAB_SIZE, folder / TOKENIZER_FOLDER)
         tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)

@@ -1,20 +1,20 @@
-"""Document lengths without a corpus: from a text file, one a line, or of a named distribution.
+"""Document lengths without a corpus: from a text file, one per line, or from a named distribution.
 
-Most of the named ones are log-normal, which documents of most collections nearly are: exp(normal(log median,
-sigma)), whole tokens, at least MINIMUM. Where the two numbers come from:
+Most of these are log-normal, as most collections nearly are: exp(normal(log median, sigma)), whole tokens, at
+least MINIMUM. Median and sigma come from:
 
 - `web`: English web pages of RedPajama-V2's head and middle, deduplicated: 14.5 billion documents of 20.5
-  trillion tokens (its dataset card), so 1,414 a document, of which 6.66 million are kept by a filter for at
-  least 65,536 tokens (LongCrawl64, manifestai.com/articles/longcrawl64). A mean and a tail fix both numbers.
-- `code`: source files, one a document: the 16,895 Python files of a standard library and of the packages of
-  this project's environment, at 4 bytes a token. Median and the 90, 95 and 99 % quantiles (8,900, 15,100 and
-  39,000 tokens) are met within 3 %; short files are more frequent than this says.
+  trillion tokens (its dataset card), 1,414 per document, of which a filter for at least 65,536 tokens keeps
+  6.66 million (LongCrawl64, manifestai.com/articles/longcrawl64). The mean and this tail fix both numbers.
+- `code`: the 16,895 Python files of a standard library and of the packages in this project's environment, at
+  4 bytes per token. The median and the 90, 95 and 99 % quantiles (8,900, 15,100 and 39,000 tokens) fit within
+  3 %; short files are more frequent than in this fit.
 - `chat`: conversations for fine-tuning, made up for this project: half below 700 tokens, 95 % below 4,096,
-  and one of 4,300 above 32,768.
-- `paper`: found for this project so that the WLB-LLM paper's facts about its training data hold in a window
-  of 128K (`benchmarks/reproduce/lengths.py`); the paper itself gives no distribution.
+  and one in 4,300 above 32,768.
+- `paper`: fitted to the WLB-LLM paper's facts about its training data in a window of 128K
+  (`benchmarks/reproduce/lengths.py`); the paper gives no distribution.
 
-Two are histograms of what an open implementation of WLB-LLM, DistCA's baseline, samples documents from
+Two are histograms of the documents of DistCA's baseline, an open implementation of WLB-LLM
 (github.com/hao-ai-lab/DistCA, distca/simulator/data): `wlbllm` of dist_wlbllm.json, 99,519 documents, and
 `prolong` of dist_prolong.json, 77,932 documents.
 """
@@ -37,11 +37,9 @@ DRAWN = 1 << 18  # documents of a named distribution
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Documents whose lengths' logarithms are normal."""
-
     median: float
     sigma: float  # standard deviation of the natural logarithm
-    source: str  # where the two come from, for reports
+    source: str  # for reports
 
     def draw(self, documents: int = DRAWN, seed: int = 1) -> Ints:
         """int64 (documents,), tokens."""
@@ -54,14 +52,13 @@ class LogNormal:
 class Histogram:
     """Documents counted by length, spread evenly within each bin."""
 
-    bins: dict[int, int]  # the shortest length of each bin and how many documents it has, ascending
+    bins: dict[int, int]  # shortest length of each bin -> its documents, ascending
     longest: int  # tokens of the longest document, in the last bin
-    median: float  # tokens, as the documents that were counted have it
-    source: str  # where they come from, for reports
+    median: float  # tokens, of the counted documents
+    source: str  # for reports
 
     def draw(self, documents: int = DRAWN, seed: int = 1) -> Ints:
-        """int64 (documents,), tokens: evenly spaced quantiles in a random order, so that a bin of a few long
-        documents has its share in every draw."""
+        """int64 (documents,), evenly spaced quantiles, shuffled: even rare bins have their share."""
         quantiles = (np.random.default_rng(seed).permutation(documents) + 0.5) / documents
         below = np.cumsum([0, *self.bins.values()]) / sum(self.bins.values())
         return np.interp(quantiles, below, [*self.bins, self.longest + 1]).astype(np.int64)
@@ -88,8 +85,7 @@ NAMED: dict[str, LogNormal | Histogram] = {
 
 
 def named_or_read(text: str) -> tuple[Ints, str]:
-    """The lengths of a distribution or of a file, int64 (documents,), and what they are, for reports;
-    `text` is a key of NAMED or the path of a file."""
+    """Lengths, int64 (documents,), of a key of NAMED or a file, and their description for reports."""
     if text in NAMED:
         found = NAMED[text]
         return found.draw(), f"{text} ({found.source}; median {found.median:,.0f} tokens)"
@@ -103,7 +99,7 @@ def named_or_read(text: str) -> tuple[Ints, str]:
 
 
 def _read(path: Path) -> Ints:
-    """int64 (documents,), the numbers of the file's lines in their order."""
+    """int64 (documents,), in the order of the file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

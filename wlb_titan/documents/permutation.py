@@ -1,10 +1,9 @@
-"""A shuffled order that is computed, not stored: which number stands at a place, for any place on its own.
+"""A shuffled order that is computed, not stored: the number at any place, on its own.
 
 Numbers of b bits are split into a left and a right part, and each round changes one part by a hash of the
-other and a key: a Feistel network, which is one-to-one whatever the hash is. To shuffle n numbers, b is
-chosen so that n > 2^(b - 1), and what comes out at n or above is sent through again until it is below; fewer
-than two passes a number on average. Nothing is kept, so any number of processes agree on the order of 10^10
-documents for free.
+other and a key: a Feistel network, which is one-to-one for any hash. To shuffle n numbers, n > 2^(b - 1), and
+results of n or more pass again until they are below; on average a number takes fewer than two passes. Nothing
+is kept, so any number of processes agree on the order of 10^10 documents for free.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ LEAST_BITS = 4
 
 
 def permuted(places: Ints, count: int, seed: int, epochs: Ints) -> Ints:
-    """int64 (n,), the number at each place, int64 (n,) from 0 to count - 1, in an order of 0 .. count - 1
-    that the seed and the epoch of the place fix; `epochs` is int64 (n,), and neither may be negative."""
+    """int64 (n,), the numbers at `places` in a shuffled 0 .. count - 1; each place has its own epoch, and the
+    seed and the epoch fix the order. `places` and `epochs` are int64 (n,); none are negative."""
     if not len(places):
         return places
     bits = max(int(count - 1).bit_length(), LEAST_BITS)
@@ -37,7 +36,7 @@ def permuted(places: Ints, count: int, seed: int, epochs: Ints) -> Ints:
 
 
 def _keys(seed: int, epochs: Ints) -> list[Words]:
-    """A key a round: uint32 (n,), or (1,) where all places are of one epoch."""
+    """A key per round: uint32 (n,), or (1,) if all places are of one epoch."""
     if (epochs == epochs[0]).all():
         epochs = epochs[:1]
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
