@@ -33,8 +33,6 @@ from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 
 class Share(NamedTuple):
-    """Query and key heads of one rank."""
-
     queries: slice
     keys: slice
 

@@ -69,9 +69,7 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
     its time. `tail` is from a replay of the kernels: 0.08 of the longest program on the benchmark's packs,
     0.12 over packs, ranks and head counts drawn at random.
 
-    Args:
-        head_dim: of queries, keys and values; the mean of both where values have another.
-        group: query heads that share a key head.
+    `head_dim` is the mean where values have another; `group` query heads share a key head.
     """
     cut, backward_cut = tilings("gluon", group)
     larger = (head_dim - 128) / 64

@@ -38,8 +38,6 @@ from wlb_titan.plan import COUNT, OFFSET
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel divides its work."""
-
     query_tile: int  # query tokens of a tile
     key_block: int  # keys that a tile reads at a time; a multiple or a divisor of `query_tile`
     merge_keys: int = 0  # neighbouring segments with up to this many keys share tiles; 0: none do
@@ -52,10 +50,9 @@ class Tiling:
             raise ValueError(f"Tiles of {tile} queries and blocks of {block} keys do not divide each other.")
 
     def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
-        """float64 (3, n): tiles, blocks of keys, and masked blocks of each segment, per query head.
-
-        Averages for merged segments. For others exact, but for two tiles under a window: the last one, and
-        the one in which the window first leaves keys behind.
+        """float64 (3, n): tiles, blocks of keys, and masked blocks of each segment, per query head. Averages
+        for merged segments; exact for others, but for two tiles under a window: the last one, and the one
+        in which the window first leaves keys behind.
 
         Args:
             q_len: integers (n,), queries of each segment, at least 1.
@@ -104,11 +101,9 @@ class Tiling:
         return np.array([tiles, blocks, blocks - unmasked])
 
     def _merged(self, queries: Floats, keys: Floats, window: float) -> Floats:
-        """`count` where segments share tiles, on average over where tiles begin.
-
-        A segment is charged its share of tiles, its keys, those before a cut between tiles once more (in the
-        window), and half a block for each tile, as its last one is not full. All blocks are masked.
-        """
+        """`count` where segments share tiles, on average over where tiles begin: a segment's share of tiles,
+        its keys, those before a cut between tiles once more (in the window), and half a block for each tile,
+        as its last one is not full. All blocks are masked."""
         share = queries / self.query_tile
         again = np.minimum(keys - queries / 2, window)
         blocks = (np.minimum(keys, queries + window) + share * again) / self.key_block + share / 2
@@ -173,10 +168,8 @@ class KeyTiling(Tiling):
         return result
 
     def _cut(self, queries: Floats, keys: Floats, window: int | None) -> tuple[Floats, Floats]:
-        """Tiles that some query sees, and pairs of query and tile, of segments with tiles of their own.
-
-        Tile j is seen by the queries from key j x key_block on, up to a window behind its last key.
-        """
+        """Tiles that some query sees, and pairs of query and tile, of segments with tiles of their own. The
+        queries from key j x key_block on see tile j, up to a window behind its last key."""
         size = self.key_block
         seen = keys - queries  # before the first query's own key
         tiles, by_all = np.ceil(keys / size), np.ceil(seen / size)
@@ -285,11 +278,8 @@ class AttentionLatency:
         return seconds
 
     def seconds(self, sharding: Sequence[Ints], held: Ints | None = None) -> Floats:
-        """float64 (ranks, 2), forward and backward time of every rank. Padding costs nothing.
-
-        Args:
-            held: int64 (ranks,), keys that each rank has; None: those of all tokens.
-        """
+        """float64 (ranks, 2), forward and backward time of every rank, which has int64 (ranks,) keys `held`
+        or, by default, those of all tokens. Padding costs nothing."""
         ranks = len(sharding)
         pieces = np.concatenate(sharding)
         q_len, kv_len = pieces[:, COUNT], pieces[:, OFFSET] + pieces[:, COUNT]

@@ -42,8 +42,6 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """GPUs in nodes in a network."""
-
     name: str
     memory: float = _figure("[gpu] memory", 1e8, 1e14, "bytes")
     peak_flops: float = _figure("[gpu] peak_flops", 1e8, 1e18, "FLOP/s")
@@ -60,22 +58,16 @@ class Cluster:
     host_bandwidth: float | None = _figure("[node] host_bandwidth", 1e6, 1e15, "bytes/s", default=None)
 
     def link(self, ranks: int, stride: int = 1) -> Link:
-        """The link of a group of ranks that are `stride` GPUs apart.
-
-        Across nodes each of its GPUs' network cards carries a share, as in NCCL's rings: 8 GPUs a node have
-        8 times the bandwidth of one, up to that of the node.
-        """
+        """The link of ranks that are `stride` GPUs apart. Across nodes each GPU's network card carries a
+        share, as in NCCL's rings: 8 GPUs a node have 8 times the bandwidth of one, up to that of the node."""
         if ranks * stride <= self.gpus_per_node:
             return self.node
         neighbours = max(self.gpus_per_node // stride, 1)
         return replace(self.network, bandwidth=min(self.node.bandwidth, neighbours * self.network.bandwidth))
 
     def all_to_all(self, bytes_: float, ranks: int) -> float:
-        """Seconds of an all-to-all without its latency, over neighbouring ranks that fill nodes.
-
-        Each rank has `bytes_` and sends an equal share to every rank: to other nodes through its own network
-        card, and meanwhile within its node.
-        """
+        """Seconds of an all-to-all without its latency, over neighbouring ranks that fill nodes. Each sends
+        equal shares of its `bytes_`: to other nodes by its own network card, and meanwhile in its node."""
         inside = min(ranks, self.gpus_per_node)
         near = bytes_ * (inside - 1) / ranks / self.node.bandwidth
         return max(near, bytes_ * (ranks - inside) / ranks / self.network.bandwidth)

@@ -46,7 +46,7 @@ class Meeting(NamedTuple):
     """What a dimension's ranks all-reduce outside the passes."""
 
     bytes_: float  # of one rank
-    collectives: int
+    collectives: int  # among which they are divided
 
 
 class Dimension(Plugin):
@@ -63,8 +63,7 @@ class Dimension(Plugin):
 
     axis: ClassVar[str] = ""  # name of its mesh axis
     divides: ClassVar[Divides] = "nothing"
-    """What its ranks share. Of a user's dimensions only those that divide `data` give each rank micro-batches
-    of its own."""
+    """Of a user's dimensions only those that divide `data` give each rank micro-batches of its own."""
 
     outside: ClassVar[str] = "dp_replicate"
     """Axis directly inside it in the order of ranks. What divides data lies outside `dp_replicate`; nothing
@@ -235,7 +234,6 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        """GPUs of the job."""
         return math.prod(self.layout.values())
 
     @property

@@ -28,10 +28,8 @@ class ModelShape:
     routed_width: int = 0  # the part of `feed_forward` in routed experts, which expert parallelism spreads
     visits: float = 0.0  # routed experts that a token visits; like `routed_width`, a mean over all layers
     v_head_dim: int | None = None  # of values; None: `head_dim`
-    projections: int | None = None
-    """Weights of a layer's attention, as of multi-head latent attention; None: from the shape."""
-    windows: tuple[tuple[int, int], ...] = ()
-    """(keys, layers) for each sliding window: the most keys that a query sees, its own included."""
+    projections: int | None = None  # weights of a layer's attention, if it is latent; None: from the shape
+    windows: tuple[tuple[int, int], ...] = ()  # (keys that a query sees with its own, layers) of each
     tied: bool = False  # embedding and head are one table
 
     @property
@@ -61,10 +59,8 @@ class ModelShape:
         return self.layers * layer + self.hidden * self.vocabulary
 
     def squares(self, lengths: NDArray[Any]) -> Floats:
-        """Twice the pairs of query and key in all layers, shaped like `lengths`.
-
-        A layer has d^2 for a document of d tokens, or w (2 d - w) under a window of w < d keys.
-        """
+        """Twice the pairs of query and key in all layers, shaped like `lengths`: in each d^2 for a document
+        of d tokens, or w (2 d - w) under a window of w < d keys."""
         d = np.asarray(lengths, dtype=np.float64)
         total = (self.layers - sum(layers for _, layers in self.windows)) * d * d
         for window, layers in self.windows:
@@ -73,10 +69,8 @@ class ModelShape:
         return total
 
     def flops(self, lengths: NDArray[Any]) -> float:
-        """FLOPs of forward and backward passes over documents of these lengths, without recomputation.
-
-        Attention counts only pairs of tokens that masks leave, so that MFU rewards no work on others.
-        """
+        """FLOPs of forward and backward passes over documents of these lengths, without recomputation and
+        masked pairs of tokens, so that MFU rewards no work on those."""
         d = np.asarray(lengths, dtype=np.float64)
         linear = 2.0 * self.linear_weights * d.sum()
         attention = self.heads * self.head_dims * self.squares(d).sum()

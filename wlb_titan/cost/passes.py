@@ -92,7 +92,6 @@ def _experts(job: Job) -> float:
 
 
 def _offloaded(job: Job, tokens: Floats) -> Floats:
-    """Seconds in which a layer's activations reach the host or come back."""
     assert job.cluster.host_bandwidth is not None
     seconds: Floats = tokens * (job.token_bytes.offloaded / job.cluster.host_bandwidth)
     return seconds
@@ -110,7 +109,6 @@ def _latencies(job: Job) -> float:
 
 
 def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
-    """Seconds of a layer's recomputation; `full` repeats all of `forward`."""
     if job.memory.checkpointing == "none":
         return np.zeros_like(forward)
     if job.memory.checkpointing == "full":
@@ -125,10 +123,8 @@ def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
 
 
 class JobCost(CostModel):
-    """A document's workload as the simulator sees it: seconds of all layers, on one rank of each stage.
-
-    W_a is the document's attention, shared equally by context-parallel ranks; W_l all that grows with tokens.
-    """
+    """A document's seconds in the simulator, of all layers on one rank of each stage. W_a is its attention,
+    shared equally by context-parallel ranks; W_l all that grows with tokens."""
 
     recomputes = True
 

@@ -40,8 +40,7 @@ SCHEMA = 2
 PASSES = ("forward", "backward")
 TILES_OF = {"queries": Tiling, "keys": KeyTiling}
 
-Line = tuple[tuple[float, float], ...]
-"""(size, seconds) of each measurement."""
+Line = tuple[tuple[float, float], ...]  # (size, seconds) of each measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +175,6 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured on one device."""
-
     device: str
     units: int  # programs that it runs side by side
     software: str  # versions
@@ -248,13 +245,8 @@ def fitted(
     units: int,
     implementations: tuple[str, str],
 ) -> list[Entry]:
-    """The entries of both passes, fitted to measured times.
-
-    Args:
-        cases: (q_len, kv_len, segments) of each.
-        seconds: float64 (cases, 2), forward and backward.
-        implementations: of forward and backward, as `tilings` names them.
-    """
+    """The entries of both passes, fitted to `seconds`, float64 (cases, 2), of forward and backward. A case is
+    (q_len, kv_len, segments); `tilings` names implementations."""
     entries = []
     for number, (direction, name) in enumerate(zip(PASSES, implementations, strict=True)):
         times = seconds[:, number].tolist()

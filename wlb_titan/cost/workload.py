@@ -74,8 +74,7 @@ class CostModel(Plugin):
                 )
             return cls(**dict(zip(names, parts, strict=False)))
 
-    recomputes: ClassVar[bool] = False
-    """Whether `backward` counts what full activation checkpointing computes again."""
+    recomputes: ClassVar[bool] = False  # whether `backward` counts what full checkpointing computes again
 
     @classmethod
     @abstractmethod

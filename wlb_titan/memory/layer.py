@@ -90,9 +90,7 @@ class TokenBytes:
     forward: float  # while the forward pass runs, besides what is kept
     backward: float  # while the backward pass runs, besides what was kept, at its fullest moment
     attention: float  # the same at attention's gradients, which go into the cache of slices
-    waiting: float
-    """Between the two halves of a split backward pass, besides what was kept: the gradients of the outputs of
-    linear layers and norms."""
+    waiting: float  # gradients of linear layers' and norms' outputs, between a split backward pass's halves
     loss: float  # besides its hidden states, at the softmax's fullest moment
     head: float  # the same at the head's gradient
     inputs: float  # token ids, positions and labels, int64, and the order of the keys
@@ -113,12 +111,8 @@ class TokenBytes:
         exchange: Exchange | None = None,
         keys: KeyShares = ALL_KEYS,
     ) -> TokenBytes:
-        """Those of a model at some degrees.
-
-        Args:
-            exchange: None: all context-parallel ranks gather keys and values.
-            keys: a rank's shares of a micro-batch's keys; of documents in slices all are cached.
-        """
+        """By default all context-parallel ranks gather keys and values. `keys` are a rank's shares of a
+        micro-batch's; of documents in slices all are cached."""
         cp, tp = degrees.context, degrees.tensor
         exchange = exchange or all_gather_exchange(model, tp, cp)
         layer = _Layer(model, degrees, settings, exchange, keys)
@@ -313,8 +307,8 @@ class FsdpWhole:
         return (self._layer + fetched) * self._whole
 
     def in_backward(self, layer: int, *, behind: bool, first: bool, last: bool) -> float:
-        """Without a pipeline: at the fullest moment of a layer's backward pass or, `behind` it, when gradients
-        are copied or added up; in a step's `first` or `last` backward pass."""
+        """Without a pipeline: at the fullest moment of a layer's backward pass or, `behind` it, while
+        gradients are copied or added up; in a step's `first` or `last` backward pass."""
         if self._shards > 1 or last:  # gradients are reduced
             if behind:
                 return self.weights(layer) + self._layer * (self._compute + self._reduced)

@@ -23,14 +23,11 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZe
 
 ONE_STAGE = ("GPipe", "1F1B")  # one stage a rank; the others have several
 
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Stages go down the ranks and back up: rank 0 has the first and the last."""
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages go down the ranks and back up: rank 0 has both ends
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """A pipeline's schedule and size."""
-
     schedule: str  # one of SCHEDULES, or any of torch's if nothing asks for its order
     ranks: int  # pipeline-parallel degree
     chunks: int = 1  # stages of each rank; 1 for GPipe and 1F1B, 2 for ZBVZeroBubble
@@ -50,11 +47,9 @@ class PipelineShape:
 
 
 def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less: int = 1) -> tuple[int, ...]:
-    """A model's layers on each pipeline stage, as torchtitan divides them.
-
-    Embedding and head count as `first_less` and `last_less` layers; the first stages get one more where they
-    do not divide evenly. Example: 32 layers on 4 stages are 8, 9, 8 and 7.
-    """
+    """A model's layers on each pipeline stage, as torchtitan divides them: embedding and head count as
+    `first_less` and `last_less` layers, and the first stages get one more where these do not divide evenly.
+    Example: 32 layers on 4 stages are 8, 9, 8 and 7."""
     if stages == 1:
         return (layers,)
     each, more = divmod(layers + first_less + last_less, stages)
@@ -67,7 +62,6 @@ def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less
 
 
 def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterator[Action]:
-    """What a rank runs, in order."""
     _check(shape)
     in_order = _v_shaped if shape.schedule == "ZBVZeroBubble" else _in_turn
     actions = in_order(shape, micro_batches, rank)
@@ -118,11 +112,9 @@ def _with_whole_backward(actions: Iterator[Action]) -> Iterator[Action]:
 
 
 def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
-    """Some forward passes, then forward and backward in turn, then the backward passes that are left.
-
-    With several stages a rank, passes go through them in rounds. With zero bubble, W runs `rank` pairs behind
-    I, so that the ranks that would wait longest at the end have most of it left.
-    """
+    """Some forward passes, then forward and backward in turn, then the backward passes that are left. Several
+    stages of a rank take rounds in turn. With zero bubble, W runs `rank` pairs behind I, so that the ranks
+    that would wait longest at the end have most of it left."""
     ranks, chunks = shape.ranks, shape.chunks
     zero_bubble = shape.schedule == "InterleavedZeroBubble"
     ahead, in_round = ranks - 1 - rank, micro_batches_in_round(shape.schedule, ranks, n)

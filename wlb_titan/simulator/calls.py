@@ -27,8 +27,6 @@ OTHER_SIDE = {SEND: RECEIVE, RECEIVE: SEND}
 
 
 class Call(NamedTuple):
-    """One call to a process group."""
-
     kind: str  # "all-gather", "send", ...
     group: int  # which of the rank's groups
     sent: int = 0  # bytes
@@ -49,11 +47,9 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class RankCalls:
-    """The calls of one rank, in order."""
-
     made: int  # process groups that it helped to make, as a member or not
     groups: Sequence[tuple[int, ...]]  # global ranks of each of its groups, in the order of making
-    calls: Sequence[Call]
+    calls: Sequence[Call]  # in order
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers; each place is written once."""
@@ -73,12 +69,8 @@ class RankCalls:
 
 
 def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None:
-    """A call that ranks make differently, or who waits for whom; None if all calls meet.
-
-    Args:
-        ranks: of the whole job, by global rank.
-        queue_per_edge: whether each direction between two ranks has a queue of its own.
-    """
+    """A call that ranks make differently, or who waits for whom; None if all calls meet. With
+    `queue_per_edge` each direction between two ranks has a queue of its own."""
     made: dict[int, list[int]] = defaultdict(list)
     for rank, own in ranks.items():
         made[own.made].append(rank)
@@ -89,8 +81,6 @@ def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None
 
 
 class Communicator(NamedTuple):
-    """Has a queue on each of its ranks."""
-
     ranks: tuple[int, ...]  # the group's members, or the two ends of an edge with a queue of its own
     group: tuple[tuple[int, ...], int]  # members, and number among groups with the same ones
 

@@ -98,8 +98,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `auto` stands for in a job."""
-
     undecided: Job
     candidates: tuple[Candidate, ...]  # the fastest first, those that cannot be chosen last
 
@@ -125,7 +123,6 @@ class Choice:
         ]
 
     def remarks(self) -> list[str]:
-        """What is chosen, and why others could not be."""
         named = [f"{one.policy} {one.problem}" for one in self.candidates if one.problem]
         return [f"auto is {self.candidates[0].policy}, by predicted MFU.", *named]
 

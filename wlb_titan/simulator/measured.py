@@ -31,8 +31,6 @@ TINY = 1e-30  # seconds; instead of 0 in a denominator
 
 
 class Pass(NamedTuple):
-    """One pass of one micro-batch through one stage."""
-
     kind: str
     """F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of inputs
     and of weights alone, FB a whole micro-batch without pipeline parallelism."""
@@ -51,8 +49,6 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step of one rank."""
-
     dp: int
     cp: int
     passes: Sequence[Pass]  # all that it ran, with no communication in them
@@ -113,12 +109,8 @@ def without_waiting(cluster: Cluster) -> Cluster:
 
 
 class _Found:
-    """What ranks measured.
-
-    Attributes:
-        passes: float64 (3, stages, micro-batches), nan where none ran.
-        predicted: the same as predicted, the most of the ranks that ran.
-    """
+    """`passes` that ran, float64 (3, stages, micro-batches), else nan; and `predicted`, their predictions: of
+    several ranks that ran a pass the most."""
 
     def __init__(self, job: Job, packs: Sequence[MicroBatch], step: Sequence[int]) -> None:
         self.passes = np.full((3, len(job.layers), len(step)), np.nan)

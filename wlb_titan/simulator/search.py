@@ -166,7 +166,6 @@ def _if_balanced(job: Job, window: list[float]) -> float:
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Prediction]:
-    """Predictions for the policies that are possible and fit."""
     found: list[Prediction] = []
     for policy in policies if scenario.job.fitting.windows_fit else ():
         with suppress(PlanError):

@@ -48,12 +48,8 @@ def step_timeline(
     dp_rank: int | None = None,
     measured: MeasuredPasses | None = None,
 ) -> Step:
-    """A span for each pass of one data-parallel replica, on its pipeline rank's track, and ranks' memory.
-
-    Args:
-        dp_rank: None: the slowest replica.
-        measured: passes that replace predicted ones; those of ranks that ran say so.
-    """
+    """A span for each pass of one data-parallel replica, by default the slowest, on its pipeline rank's
+    track, and ranks' memory. `measured` passes replace predicted ones; those of ranks that ran say so."""
     number = len(plan.of_rank(0))
     run = number if plan.flows is not None else job.run or number
     times, tokens = planned_times(job, plan.micro_batches, run)
@@ -142,7 +138,6 @@ def _facts(micro_batch: MicroBatch) -> dict[str, Any]:
 
 
 def _slices_of(micro_batch: MicroBatch) -> dict[str, Any]:
-    """A MicroPack's formation state and the tokens of its slices."""
     if micro_batch.slices is None:
         return {}
     lengths = micro_batch.lengths

@@ -32,8 +32,6 @@ MEASURED = "measured"  # value of the argument `time` of a pass that ran, where 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work."""
-
     process: str  # the first level of the picture: `step 12`, `wlb`
     track: str  # the line within it: `pp 0`
     name: str  # `F3`
@@ -62,7 +60,6 @@ def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:
-    """The spans that `write_trace` wrote, in order."""
     try:
         with open(path) as file:
             events = json.load(file)["traceEvents"]
@@ -91,10 +88,8 @@ PASS = re.compile(r"(FB|[FLBIW])(\d+)")
 
 
 def replayed_seconds(spans: Sequence[Span]) -> float | None:
-    """Seconds of a traced step's passes, as if each process had a device of its own.
-
-    None where a pass has no processor time (on an accelerator) or is neither forward, backward nor loss.
-    """
+    """Seconds of a traced step's passes, as if each process had a device of its own; None where a pass has no
+    processor time (on an accelerator) or is neither forward, backward nor loss."""
     replicas: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if COMPUTED not in span.args or not PASS.fullmatch(span.name):
