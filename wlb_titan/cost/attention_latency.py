@@ -130,8 +130,8 @@ class KeyTiling(Tiling):
 
     A tile of `key_block` keys walks over blocks of `query_tile` queries, which begin at multiples of it in
     the whole batch, whatever the segments. Tiles begin with a document, but neighbours of at most
-    `merge_keys` keys are cut together. `count` averages over where segments begin. Programs are split in two
-    by heads, of `heads_per_tile`, until none takes longer than the launch.
+    `merge_keys` keys are cut together. `count` averages over where segments begin. Programs of
+    `heads_per_tile` heads are split in two until none takes longer than the launch.
 
     Example: the last 64 queries of 256 keys, and two tiles of 128. All queries see both tiles, and lie in two
     blocks unless they begin at a multiple of 64:
@@ -278,8 +278,8 @@ class AttentionLatency:
         return seconds
 
     def seconds(self, sharding: Sequence[Ints], held: Ints | None = None) -> Floats:
-        """float64 (ranks, 2), forward and backward time of every rank, which has int64 (ranks,) keys `held`
-        or, by default, those of all tokens. Padding costs nothing."""
+        """float64 (ranks, 2), forward and backward seconds of a sharding, an int64 (m, 3) for each rank.
+        `held` are the ranks' keys, int64 (ranks,), by default those of all tokens. Padding costs nothing."""
         ranks = len(sharding)
         pieces = np.concatenate(sharding)
         q_len, kv_len = pieces[:, COUNT], pieces[:, OFFSET] + pieces[:, COUNT]

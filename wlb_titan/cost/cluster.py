@@ -67,7 +67,7 @@ class Cluster:
 
     def all_to_all(self, bytes_: float, ranks: int) -> float:
         """Seconds of an all-to-all without its latency, over neighbouring ranks that fill nodes. Each sends
-        equal shares of its `bytes_`: to other nodes by its own network card, and meanwhile in its node."""
+        equal shares of its `bytes_`: to other nodes through its network card, and meanwhile in its node."""
         inside = min(ranks, self.gpus_per_node)
         near = bytes_ * (inside - 1) / ranks / self.node.bandwidth
         return max(near, bytes_ * (ranks - inside) / ranks / self.network.bandwidth)

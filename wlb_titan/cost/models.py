@@ -29,7 +29,7 @@ class ModelShape:
     visits: float = 0.0  # routed experts that a token visits; like `routed_width`, a mean over all layers
     v_head_dim: int | None = None  # of values; None: `head_dim`
     projections: int | None = None  # weights of a layer's attention, if it is latent; None: from the shape
-    windows: tuple[tuple[int, int], ...] = ()  # (keys that a query sees with its own, layers) of each
+    windows: tuple[tuple[int, int], ...] = ()  # (keys, layers) of each; keys that a query sees, with its own
     tied: bool = False  # embedding and head are one table
 
     @property

@@ -65,6 +65,7 @@ class CostModel(Plugin):
 
         @classmethod
         def parse(cls, text: str) -> Self:
+            """The settings from what follows the name and a colon."""
             names = [field.name for field in fields(cls)]
             parts = text.split(",") if text else []
             if len(parts) > len(names):

@@ -16,7 +16,7 @@ from wlb_titan.plan import Action
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
-USABLE = 0.9  # of a device's memory, that predictions may fill; the rest is for what they do not count
+USABLE = 0.9  # share of memory that predictions may fill; the rest is for what they do not count
 
 USABLE_IN_SLICES = 0.85
 """The share for sliced documents: packs of ever-changing lengths leave more fragments. Reserved and allocated

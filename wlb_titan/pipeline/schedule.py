@@ -112,9 +112,9 @@ def _with_whole_backward(actions: Iterator[Action]) -> Iterator[Action]:
 
 
 def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
-    """Some forward passes, then forward and backward in turn, then the backward passes that are left. Several
-    stages of a rank take rounds in turn. With zero bubble, W runs `rank` pairs behind I, so that the ranks
-    that would wait longest at the end have most of it left."""
+    """Some forward passes, then forward and backward in turn, then the backward passes that are left. With
+    several stages a rank, passes go through them in rounds. With zero bubble, W runs `rank` pairs behind I,
+    so that the ranks that would wait longest at the end have most of it left."""
     ranks, chunks = shape.ranks, shape.chunks
     zero_bubble = shape.schedule == "InterleavedZeroBubble"
     ahead, in_round = ranks - 1 - rank, micro_batches_in_round(shape.schedule, ranks, n)
@@ -150,7 +150,7 @@ def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
 
 
 def _v_shaped(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
-    """Torch makes the order for at least 2 ranks - 1 micro-batches and leaves out missing ones."""
+    """Torch makes the order for at least 2 ranks - 1 micro-batches and leaves out those from n on."""
     return (action for action in _v_shaped_full(shape, max(2 * shape.ranks - 1, n), rank) if action.place < n)
 
 

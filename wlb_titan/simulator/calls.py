@@ -128,7 +128,7 @@ class _Play:
         return communicator
 
     def _settle(self, communicator: Communicator) -> tuple[str | None, list[int]]:
-        """Does all calls that meet; returns a problem, if any, and the ranks that go on."""
+        """Completes all calls that meet; returns a problem, if any, and the ranks that go on."""
         queues = self._queues[communicator]
         while True:
             heads = {rank: queue[0] for rank, queue in queues.items() if queue}

@@ -2,7 +2,7 @@
 
 Every candidate plans the job's first documents; its steps are simulated, after some in which queues fill.
 `[wlb.packing]` and `[wlb.sharding]` are chosen together where both are `auto`, as packing to equal work
-changes what context-parallel ranks have to balance. `plain` is a candidate, so nothing slower is chosen.
+changes what context-parallel ranks have to balance. With `plain` as a candidate nothing slower is chosen.
 Policies that plan by a clock (`fixed_solver`) are not tried: a trial would take as long as many steps.
 
 Steps are compared by the model's FLOPs a second: by tokens a second a policy that holds back long documents,

@@ -1,8 +1,8 @@
 """The passes of a step, put together from measurements of some of its ranks.
 
 - A rank that ran alone (`wlb-titan rehearse`) measured how long its passes compute and which collectives
-  they call. Added is the cluster's time for the bytes of tensor parallelism's collectives, and of all others
-  too where communication does not overlap with passes. Other waiting is added as predicted.
+  they call. Collectives of tensor parallelism, and all others too where communication does not overlap with
+  passes, take the cluster's time for their bytes. Other waiting is added as predicted.
 - A pass of a rank that did not run takes its predicted time, scaled by measured over predicted of the same
   micro-batch on the most similar stage that ran, or of all micro-batches there if this one did not run.
 - Context- and tensor-parallel ranks that ran wait for each other in every collective, so the slowest counts
@@ -167,6 +167,6 @@ def _filled(found: Floats, predicted: Floats, layers: Sequence[int]) -> Floats:
 
 
 def _unlike(stage: int, other: int, layers: Sequence[int]) -> tuple[bool, bool, int, int]:
-    """How different two stages are: only one has the head, layers, place."""
+    """How different two stages are: whether one of them has the head, then by layers, then by place."""
     last = len(layers) - 1
     return stage != other, (stage == last) != (other == last), abs(layers[stage] - layers[other]), other

@@ -49,7 +49,7 @@ def search(
     steps: int,
     goes_on: Callable[[str], bool] = lambda what: True,
 ) -> Search:
-    """Tries the ways to run a job on `gpus`; `goes_on` says whether there is time to plan a named one."""
+    """Tries the ways to run a job; `goes_on`, asked with a way's name, says if there is time to plan it."""
     window = _average_window(scenario)
     bounds: list[tuple[float, Job]] = []
     for job in candidates(scenario.job, gpus):

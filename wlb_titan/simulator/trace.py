@@ -34,7 +34,7 @@ MEASURED = "measured"  # value of the argument `time` of a pass that ran, where 
 class Span:
     process: str  # the first level of the picture: `step 12`, `wlb`
     track: str  # the line within it: `pp 0`
-    name: str  # `F3`
+    name: str  # for a pass its kind and place: `F3`
     start: float  # seconds from the start of the trace
     duration: float
     args: Mapping[str, float | int | str] = field(default_factory=dict)  # what a click on the span shows
