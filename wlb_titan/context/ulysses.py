@@ -2,14 +2,14 @@
 
 A rank holds a stretch of the sequence and all heads. One all-to-all before attention gives it the whole
 sequence and its share of the heads, one after it brings the outputs back (Jacobs et al., DeepSpeed Ulysses,
-2023). Every rank then has the same documents, so attention is balanced whatever they are, and what travels
-does not grow with the degree; but there can be no more ranks than query heads.
+2023). As every rank has the same documents, attention is always balanced, and traffic does not grow with the
+degree; but there can be no more ranks than query heads.
 
-Heads need not divide evenly. A rank takes key heads with all their queries where there are enough of them;
-where there are fewer key heads than ranks, several ranks hold one of them and share its queries.
+Heads need not divide evenly. A rank takes key heads with all their queries; where there are fewer key heads
+than ranks, several ranks hold one of them and share its queries.
 
-Example: 4 query heads, 2 key heads, 3 ranks: key head 0 with query heads 0 and 1, shared by two ranks, and
-key head 1 with both of its queries:
+Example: 4 query heads, 2 key heads, 3 ranks. Two ranks share key head 0, and one has key head 1 with both of
+its queries:
 
     >>> head_shares(4, 2, 3)
     [Share(queries=slice(0, 1), keys=slice(0, 1)), Share(queries=slice(1, 2), keys=slice(0, 1)), \
@@ -33,8 +33,6 @@ from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 
 class Share(NamedTuple):
-    """Query and key heads of one rank."""
-
     queries: slice
     keys: slice
 
@@ -48,15 +46,7 @@ class Share(NamedTuple):
 
 
 def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
-    """Who attends with which heads.
-
-    Args:
-        heads: query heads, a multiple of kv_heads.
-        ranks: at most as many as query heads.
-
-    Raises:
-        PlanError: there are more ranks than query heads.
-    """
+    """Each rank's share of query `heads`, which are a multiple of `kv_heads`."""
     if ranks > heads:
         raise PlanError(
             f"With ulysses {ranks} context-parallel ranks cannot share {heads} query heads; lower the degree "
@@ -76,13 +66,13 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
 
 
 def _cuts(count: int, parts: int) -> list[int]:
-    """0 to `count` in parts that differ by one at most, the larger ones first."""
+    """Bounds of parts of 0 to `count` that differ by one at most, the larger ones first."""
     each, more = divmod(count, parts)
     return [part * each + min(part, more) for part in range(parts + 1)]
 
 
 class Ulysses(ContextStrategy):
-    """Ranks exchange tokens for heads: each attends with its share of the heads to the whole sequence."""
+    """Each rank attends with its share of the heads to the whole sequence."""
 
     attention = "wlb_titan.runtime.attention.ulysses:UlyssesAttention"
 
@@ -95,7 +85,6 @@ class Ulysses(ContextStrategy):
         return "ulysses", runs
 
     def seconds(self, sharding: Sharding) -> Floats:
-        """Every rank attends to all tokens with its heads; the one with most of them is the slowest."""
         documents = _documents(np.concatenate(sharding))
         shares = head_shares(self.latency.heads, self.latency.heads // self.latency.group, self.ranks)
         heads = [share.query_heads for share in shares]
@@ -105,7 +94,7 @@ class Ulysses(ContextStrategy):
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
     ) -> ContextMask:
-        """Segments of whole documents; nothing else, as tokens arrive in the order of the sequence."""
+        """Segments of whole documents, as tokens arrive in the order of the sequence."""
         return ContextMask.of_sequence(lengths)
 
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
@@ -129,7 +118,7 @@ class Ulysses(ContextStrategy):
 
 
 def _documents(runs: Ints) -> Ints:
-    """int64 (n, 3), the documents that runs are of, each in one run."""
+    """int64 (n, 3), the runs of each document as one."""
     runs = runs[np.lexsort((runs[:, OFFSET], runs[:, DOCUMENT]))]
     first = np.flatnonzero(np.diff(runs[:, DOCUMENT], prepend=-1))
     documents = runs[first]

@@ -1,22 +1,20 @@
 """The attention kernels' coefficients: fitted to measured times, and those of ours on H100 and H200.
 
-How a kernel cuts its work is known (`tilings`), and the predicted time is linear in the coefficients, apart
-from the choice between the two bounds of a launch, work spread over the units and the longest tile. So `fit`
-finds that choice and the coefficients in turns: non-negative least squares of relative errors, with the bound
-that is larger for each point under the last coefficients.
+How a kernel cuts its work is known (`tilings`), so the predicted time is linear in the coefficients once it
+is known which of a launch's two bounds is larger: work spread over the units or the longest tile. `fit`
+alternates between that choice and the coefficients, by non-negative least squares of relative errors.
 
-`hopper` has the Gluon kernels (head dim 128, bfloat16) without a profile of the device at hand. H100 and H200
-have the same multiprocessors and differ in memory, which attention hardly waits for. Its coefficients were
-fitted by benchmarks/attention_latency.py to the grid in benchmarks/results/nvidia_h100, of 32 query and 4 key
-heads; it says how well they predict. Those were the kernels before tiles were ordered by chains and heads
-packed; a replay of their tile lists says what of the backward was waiting for turns, which is left out here,
-as it is gone. Backward times of the kernels as they are now, measured afterwards, are met within 5 % in 20 of
-24 cases. Measured again, `python benchmarks/attention_latency.py --rows FOLDER --kernels tree` fits and
-prints tile, block, masked, step and tail.
+`hopper` stands in for a profile of the device: the Gluon kernels at head dim 128 in bfloat16. H100 and H200
+have the same multiprocessors and differ in memory, which attention hardly waits for. The coefficients were
+fitted by benchmarks/attention_latency.py to the grid in benchmarks/results/nvidia_h100 (32 query and 4 key
+heads), from kernels that did not yet order tiles by chains or pack heads. Time that their backward spent
+waiting for turns is left out, as it is gone. Backward times of today's kernels are predicted within 5 % in 20
+of 24 cases. After new measurements, `python benchmarks/attention_latency.py --rows FOLDER --kernels tree`
+fits and prints tile, block, masked, step and tail.
 
 Head dim: FlashAttention-3 (Shah et al. 2024, H100, 16K tokens, not causal) reaches 497 TFLOP/s forward and
 474 backward at head dim 64, and 648 and 561 at 128. So a block at 64 takes 0.652 and 0.592 of its time at
-128, and of ours too until it is measured; between and beyond, time is linear in the head dim.
+128. Ours is assumed to scale alike until it is measured, linearly between and beyond.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTi
 
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
-BLOCK_ROWS = 64  # of queries and the heads that are packed, in Gluon's backward
+BLOCK_ROWS = 64  # of queries times packed heads, in Gluon's backward
 MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments; the planner does not import it
 
 
@@ -50,9 +48,8 @@ class Point(NamedTuple):
 def tilings(implementation: str, group: int) -> tuple[Tiling, Tiling]:
     """How an implementation ("gluon", "triton" or "reference") cuts its forward and its backward.
 
-    Gluon packs up to 8 of the `group` query heads that share a key head into a tile of the forward, and 4 or
-    8 into a block of the backward. Triton's tiles are those for long segments, and the second of its
-    backward's two kernels is counted with the first. The reference takes time by the query.
+    Gluon packs up to 8 of the `group` query heads that share a key head into a forward tile, and 4 or 8 into
+    a backward block. Triton's tiles are those for long segments; its two backward kernels count as one.
     """
     if implementation == "gluon":
         pack = min(8, group & -group)
@@ -68,14 +65,11 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
 
     Forward: a tile of 128 rows, a block of 128 keys, and what its mask adds. Backward: a step of 128 keys
     with 64 rows (block), a program with 128 keys of one key head (key), and the element-wise kernels around
-    it by query token and head, two of which have become one since. These last two were timed by themselves
-    and not fitted. Heads that are packed into a tile or block share its time. `tail` is what a replay of the
-    kernels takes beyond work spread evenly: 0.08 of the longest program on the packs of the benchmark, 0.12
-    over packs, ranks and head counts drawn at random.
+    it (query). Key and query were timed by themselves, not fitted. Heads packed into a tile or block share
+    its time. `tail` is from a replay of the kernels: 0.08 of the longest program on the benchmark's packs,
+    0.12 over packs, ranks and head counts drawn at random.
 
-    Args:
-        head_dim: of queries, keys and values; the mean of the two, if values have another.
-        group: query heads that share a key head.
+    `head_dim` is the mean where values have another; `group` query heads share a key head.
     """
     cut, backward_cut = tilings("gluon", group)
     larger = (head_dim - 128) / 64
@@ -85,7 +79,7 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
         cut, launch=0.0, key=0.0, segment=0.0, tile=3.66 * tile, block=1.68 * tile, masked=0.28 * tile
     )
     backward = KernelCost(
-        replace(backward_cut, heads_per_tile=group),  # which walk over a tile of keys
+        replace(backward_cut, heads_per_tile=group),  # all walk over a tile of keys
         launch=0.0,
         key=6.0e-6 / 128 / group,
         segment=0.0,
@@ -106,7 +100,6 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
 
 
 def fit(points: Sequence[Point], units: int, tiling: Tiling) -> KernelCost:
-    """The coefficients that describe the points best."""
     seconds = np.array([point.seconds for point in points])
     spread, longest = _features(points, units, tiling)
     bound = spread
@@ -128,7 +121,7 @@ def predict(cost: KernelCost, points: Sequence[Point], units: int) -> Floats:
 
 
 def _features(points: Sequence[Point], units: int, tiling: Tiling) -> tuple[Floats, Floats]:
-    """Two float64 (points, coefficients): what multiplies the coefficients in each bound of a launch."""
+    """Two float64 (points, coefficients): factors of the coefficients in each bound of a launch."""
     q_len, kv_len, segments, heads, _ = np.array(points).T
     share = heads * segments / units
     ones = np.ones(len(points))
@@ -141,7 +134,7 @@ def _features(points: Sequence[Point], units: int, tiling: Tiling) -> tuple[Floa
 
 
 def non_negative(features: Floats, target: Floats) -> Floats:
-    """The x >= 0 that brings features @ x closest to the target: the best least squares on any columns."""
+    """The x >= 0 that brings features @ x closest to the target, by trying every subset of columns."""
     scale = np.maximum(features.max(axis=0), np.finfo(np.float64).tiny)
     columns = features / scale
     best, least = np.zeros(len(scale)), np.inf

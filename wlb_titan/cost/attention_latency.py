@@ -1,23 +1,22 @@
 """The time of the attention kernel on what one context-parallel rank holds (paper sections 5.2 and 5.3).
 
 A kernel cuts queries into tiles and walks over blocks of keys, so time follows tiles and blocks, not tokens:
-a tile with one query costs what a full one does, and a block on the diagonal costs its masking too. A
-backward pass may cut keys into tiles instead and walk over blocks of queries (`KeyTiling`). The time of a
-segment is a sum over its tiles,
+a tile with one query costs as much as a full one, and a block on the diagonal costs its masking too. A
+backward pass may cut keys into tiles instead and walk over blocks of queries (`KeyTiling`). A segment takes
 
     segment + queries x query + tiles x tile + blocks x block + masked blocks x masked
 
-in seconds of one query head on one of the device's `units` (multiprocessors) that work side by side. A launch
-then lasts at least as long as all work spread evenly over the units, and as the longest tile:
+seconds for one query head on one of the device's `units` (multiprocessors). A launch lasts at least as long
+as all work spread evenly over the units, and as the longest tile:
 
     launch + keys x key x heads / units + max(sum of the work of all heads / units, longest tile)
 
-That is a lower bound of any schedule, and a tight one where tiles are many and start heaviest first. A kernel
-that deals them out less well ends later by a share of its longest program (`tail`). `keys` are all
-that the rank has, which are copied or written whoever sees them.
+This lower bound is tight where tiles are many and start heaviest first; a kernel that deals them out less
+well ends later by a share of its longest program (`tail`). `keys` are all that the rank has, which are copied
+or written whether or not a query sees them.
 
 Example: tiles of 4 queries, blocks of 4 keys, and the last 6 tokens of a document of 10. The first tile sees
-8 keys in two blocks, the second 10 keys in three, and in both all rows see all but the last block whole:
+8 keys in two blocks, the second 10 keys in three; only the last block of each is masked:
 
     >>> tiling = Tiling(query_tile=4, key_block=4)
     >>> tiling.count(np.array([6]), np.array([10])).tolist()   # tiles, blocks, masked blocks
@@ -39,11 +38,9 @@ from wlb_titan.plan import COUNT, OFFSET
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel divides its work."""
-
     query_tile: int  # query tokens of a tile
     key_block: int  # keys that a tile reads at a time; a multiple or a divisor of `query_tile`
-    merge_keys: int = 0  # neighbours of at most this number of keys share tiles; 0: each has its own
+    merge_keys: int = 0  # neighbouring segments with up to this many keys share tiles; 0: none do
     heads_per_tile: int = 1  # query heads that one tile computes (packed GQA)
 
     def __post_init__(self) -> None:
@@ -53,16 +50,14 @@ class Tiling:
             raise ValueError(f"Tiles of {tile} queries and blocks of {block} keys do not divide each other.")
 
     def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
-        """Tiles, blocks of keys, and those of them that must be masked, per query head.
+        """float64 (3, n): tiles, blocks of keys, and masked blocks of each segment, per query head. Averages
+        for merged segments; exact for others, but for two tiles under a window: the last one, and the one
+        in which the window first leaves keys behind.
 
         Args:
             q_len: integers (n,), queries of each segment, at least 1.
             kv_len: integers (n,), keys of each segment up to its last query's own, at least q_len.
-            window: keys that a query sees at most; None for all.
-
-        Returns:
-            float64 (3, n); an average for merged segments, exact for others without a window, and with one
-            for all but the tile in which the window begins to leave keys behind and the last.
+            window: the most keys that a query sees; None for all.
         """
         queries, keys = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
         counts = self._own(queries, keys) if window is None else self._own_in_window(queries, keys, window)
@@ -81,12 +76,12 @@ class Tiling:
         return np.array([ones, blocks, ones * masked if window is None else np.minimum(blocks, masked)])
 
     def program(self, tile: Floats, work: Floats) -> Floats:
-        """float64 (n,), seconds of the longest program of each launch, from those of its longest tile for all
-        heads of a program, and of all its work spread over the units."""
+        """float64 (n,), seconds of each launch's longest program. `tile` is its longest tile, for all heads
+        of a program; `work` all its work spread over the units; both in seconds."""
         return tile
 
     def _own_in_window(self, queries: Floats, keys: Floats, window: int) -> Floats:
-        """As `_own` in a window: tiles that see all keys up to theirs, then those that leave keys behind."""
+        """`_own` under a window: first tiles that see all keys before them, then those that do not."""
         seen = keys - queries
         tiles = np.ceil(queries / self.query_tile)
         growing = np.clip(np.ceil((window - seen) / self.query_tile), 0, tiles)
@@ -106,12 +101,9 @@ class Tiling:
         return np.array([tiles, blocks, blocks - unmasked])
 
     def _merged(self, queries: Floats, keys: Floats, window: float) -> Floats:
-        """`count` where segments share tiles, on average over where tiles begin.
-
-        A segment is charged the share of a tile that its queries fill; its keys once, and for each cut
-        between tiles that falls into it those before the cut, in the window, once more; and half a block more
-        for each tile, the rest of the tile's last one. All blocks are masked.
-        """
+        """`count` where segments share tiles, on average over where tiles begin: a segment's share of tiles,
+        its keys, those before a cut between tiles once more (in the window), and half a block for each tile,
+        as its last one is not full. All blocks are masked."""
         share = queries / self.query_tile
         again = np.minimum(keys - queries / 2, window)
         blocks = (np.minimum(keys, queries + window) + share * again) / self.key_block + share / 2
@@ -134,15 +126,15 @@ def _sum_of_ceilings(n: Floats, ratio: int) -> Floats:
 
 
 class KeyTiling(Tiling):
-    """How a kernel divides its work that has tiles of keys, as our backward pass on Hopper.
+    """How a kernel with tiles of keys divides its work, like our backward pass on Hopper.
 
-    `query_tile` queries are a block here, which a tile of `key_block` keys walks over; blocks begin at
-    multiples of it in the whole batch, whatever the segments. Tiles begin with a document, but neighbours of
-    at most `merge_keys` keys are cut together. `count` gives averages over where segments begin. A program's
-    `heads_per_tile` are halved, and programs doubled, until no program takes longer than the launch.
+    A tile of `key_block` keys walks over blocks of `query_tile` queries, which begin at multiples of it in
+    the whole batch, whatever the segments. Tiles begin with a document, but neighbours of at most
+    `merge_keys` keys are cut together. `count` averages over where segments begin. Programs of
+    `heads_per_tile` heads are split in two until none takes longer than the launch.
 
-    Example: 64 queries, the last of 256 keys, and two tiles of 128. Both are seen by all queries, which lie
-    in two blocks unless they begin at a multiple of 64:
+    Example: the last 64 queries of 256 keys, and two tiles of 128. All queries see both tiles, and lie in two
+    blocks unless they begin at a multiple of 64:
 
         >>> KeyTiling(query_tile=64, key_block=128).count(np.array([64]), np.array([256])).tolist()
         [[2.0], [3.96875], [0.0]]
@@ -151,7 +143,7 @@ class KeyTiling(Tiling):
     __slots__ = ()
 
     def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
-        """Pairs of the segment and a tile, blocks that they walk over, and 0: masks hide behind products."""
+        """Pairs of segment and tile, their blocks, and 0, as masking hides behind products."""
         queries, keys = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
         merged = np.flatnonzero(keys <= self.merge_keys)
         parts, rows = self._cut(queries, keys, window)
@@ -164,7 +156,6 @@ class KeyTiling(Tiling):
         return np.array([parts, blocks, np.zeros_like(parts)])
 
     def largest(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
-        """float64 (3, n), the `count` of a tile that all queries see, or as many as a window allows."""
         rows = q_len if window is None else np.minimum(q_len, window + self.key_block - 1)
         ones = np.ones(len(q_len))
         return np.array([ones, np.ceil(rows / self.query_tile), 0 * ones])
@@ -177,10 +168,8 @@ class KeyTiling(Tiling):
         return result
 
     def _cut(self, queries: Floats, keys: Floats, window: int | None) -> tuple[Floats, Floats]:
-        """Tiles that some query sees, and queries by the tiles they see, of segments with tiles of their own.
-
-        Tile j is seen by the queries from key j x key_block on, up to a window behind its last key.
-        """
+        """Tiles that some query sees, and pairs of query and tile, of segments with tiles of their own. The
+        queries from key j x key_block on see tile j, up to a window behind its last key."""
         size = self.key_block
         seen = keys - queries  # before the first query's own key
         tiles, by_all = np.ceil(keys / size), np.ceil(seen / size)
@@ -195,8 +184,7 @@ class KeyTiling(Tiling):
         return tiles - first, rows - first * queries - unseen
 
     def _cut_anywhere(self, queries: Floats, keys: Floats, window: int | None) -> tuple[Floats, Floats]:
-        """As `_cut`, of segments whose tiles begin anywhere: one more for every `key_block` keys, which those
-        queries see that see the keys before and after the cut."""
+        """`_cut` for segments whose tiles begin anywhere: one more for every `key_block` keys."""
         seen = keys - queries
         if window is None:
             pairs = queries * (seen + (queries - 1) / 2)
@@ -207,7 +195,7 @@ class KeyTiling(Tiling):
         return 1 + (keys - unseen - 1) / self.key_block, queries + pairs / self.key_block
 
     def _joined(self, keys: Floats, parts: Floats) -> Floats:
-        """How many of `parts` begin blocks of their own: a tile walks over all its whole segments at once."""
+        """How many of `parts` begin blocks of their own: whole segments in one tile share its walk."""
         cut = np.minimum((keys - 1) / self.key_block, 1)
         whole = np.maximum(self.key_block / keys - 1, 1)  # of them in a tile
         return parts - (1 - cut) * (1 - 1 / whole)
@@ -215,32 +203,31 @@ class KeyTiling(Tiling):
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What the pieces of one pass cost, in seconds; all but `launch` per query head, on one unit."""
+    """Costs of one pass in seconds; all but `launch` for one query head on one unit."""
 
     tiling: Tiling
     launch: float  # the whole pass
     key: float  # that the rank has
-    segment: float  # where a kernel treats them one by one
+    segment: float
     tile: float
     block: float  # of a tile
-    masked: float  # what a block costs more if it must be masked
+    masked: float  # added to a block that must be masked
     query: float = 0.0  # of a segment
     tail: float = 0.0  # share of its longest program by which a launch ends later than evenly spread work
 
     def slower(self, factor: float) -> KernelCost:
-        """A kernel whose work takes `factor` times as long, and its launch what it took."""
+        """A kernel whose work, but not its launch, takes `factor` times as long."""
         costs = ("key", "segment", "tile", "block", "masked", "query")
         return replace(self, **{name: getattr(self, name) * factor for name in costs})
 
     def work(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
-        """float64 (n,), seconds of segments; see `Tiling.count`."""
+        """float64 (n,), seconds of segments."""
         counts = self.tiling.count(q_len, kv_len, window)
         seconds: Floats = self._tile_seconds(counts) + self.segment + self.query * q_len
         return seconds
 
     def _tile_seconds(self, counts: Floats) -> Floats:
-        """float64 (n,), seconds of counted tiles, blocks and masked blocks (3, n)."""
-        # Not by a matrix product: BLAS rounds otherwise on other CPUs, and plans are to be the same on all.
+        # No matrix product: BLAS rounds differently on other CPUs, and plans must be the same on all.
         tiles, blocks, masked = counts
         seconds: Floats = self.tile * tiles + self.block * blocks + self.masked * masked
         return seconds
@@ -258,15 +245,14 @@ class KernelCost:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLatency:
-    """Predicts the attention of one layer on one device; the mean layer, if some have sliding windows."""
+    """Predicts one layer's attention on one device; the mean over layers if some have sliding windows."""
 
     forward: KernelCost
     backward: KernelCost
     units: int  # programs that the device runs side by side: its multiprocessors
     heads: int  # query heads on this device: those of the model over the tensor-parallel degree
     source: str  # where the coefficients come from, for reports
-    measured_to: int | None = None
-    """Keys of the longest segment that was measured; beyond it predictions extrapolate. None: not known."""
+    measured_to: int | None = None  # keys of the longest measured segment, beyond which it extrapolates
     windows: tuple[tuple[int, float], ...] = ()  # (keys, share of the layers) for each sliding window
     group: int = 1  # query heads that share a key head
 
@@ -278,7 +264,6 @@ class AttentionLatency:
         return result
 
     def _kinds(self) -> list[tuple[int | None, float]]:
-        """Window and share of each kind of layer; None for layers without a window."""
         rest = 1.0 - sum(share for _, share in self.windows)
         return [*([(None, rest)] if rest > 1e-9 else []), *self.windows]
 
@@ -287,23 +272,19 @@ class AttentionLatency:
         return np.stack(passes) * (self.heads / self.units)
 
     def fixed(self, keys: Ints) -> Floats:
-        """float64 (ranks, 2), seconds of both passes that do not depend on who sees the rank's `keys`."""
+        """float64 (ranks, 2), seconds of both passes that only depend on the number of a rank's `keys`."""
         launch, key = np.array([(kernel.launch, kernel.key) for kernel in (self.forward, self.backward)]).T
         seconds: Floats = launch + key * (keys * self.heads / self.units)[:, None]
         return seconds
 
     def seconds(self, sharding: Sequence[Ints], held: Ints | None = None) -> Floats:
-        """float64 (ranks, 2), forward and backward time of every rank. Padding costs nothing.
-
-        Args:
-            sharding: per rank an int64 (m, 3), as the functions of `wlb_titan.context` make it.
-            held: int64 (ranks,), keys that each rank has; None: those of all tokens.
-        """
+        """float64 (ranks, 2), forward and backward seconds of a sharding, an int64 (m, 3) for each rank.
+        `held` are the ranks' keys, int64 (ranks,), by default those of all tokens. Padding costs nothing."""
         ranks = len(sharding)
         pieces = np.concatenate(sharding)
         q_len, kv_len = pieces[:, COUNT], pieces[:, OFFSET] + pieces[:, COUNT]
         owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
-        queries, keys = np.zeros((2, ranks), dtype=np.int64)  # most of them in a segment of each rank
+        queries, keys = np.zeros((2, ranks), dtype=np.int64)  # of each rank's largest segment
         np.maximum.at(queries, owner, q_len)
         np.maximum.at(keys, owner, kv_len)
         result = self.fixed(np.full(ranks, q_len.sum()) if held is None else held)
@@ -317,9 +298,5 @@ class AttentionLatency:
 
 
 def slowest(seconds: Floats) -> float:
-    """What a layer waits for: the slowest rank's forward, and the slowest rank's backward.
-
-    The ranks meet in a collective in each of the passes, so the two slowest need not be the same rank.
-    `seconds` is that of `AttentionLatency.seconds`.
-    """
+    """The slowest forward plus the slowest backward of all ranks, which meet in each pass."""
     return float(seconds.max(axis=0).sum())

@@ -1,9 +1,9 @@
 """The hardware that a prediction is for, from a TOML file: the one home of its figures.
 
-The fields of `Cluster` and `Link` say the sections and keys of the file, docs/simulator.md has a whole one:
-bytes, FLOP/s, bytes/s of one GPU, and seconds of one collective. All rates but the peak are what the device
-achieves on this kind of work, not what its data sheet promises. Ranks are laid out with tensor parallelism
-innermost, then context, data and pipeline parallelism, so that inner groups fill nodes (section 6.1).
+The fields of `Cluster` and `Link` name the sections and keys of the file (docs/simulator.md has an example):
+bytes, FLOP/s and bytes/s of one GPU, and seconds of one collective. All rates but the peak are achieved ones,
+not those of the data sheet. Ranks are laid out with tensor parallelism innermost, then context, data and
+pipeline parallelism, so that inner groups fill nodes (section 6.1).
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from typing import Any
 from wlb_titan.errors import PlanError
 
 CLUSTERS = Path(__file__).with_name("clusters")
-UNKNOWN = "h100_roce"
-"""Whose rates stand for those of a GPU that no shipped cluster knows."""
+UNKNOWN = "h100_roce"  # whose rates stand for those of a GPU without a shipped cluster
 
 
 def _figure(key: str, low: float, high: float, unit: str, **default: Any) -> Any:
-    """A field that is a number in the file; `low` and `high` are what can be meant."""
+    """A field that is a number in the file, from `low` to `high`."""
     return field(metadata={"key": key, "range": (low, high), "unit": unit}, **default)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a group of ranks communicates over: bytes/s of each of them, seconds of one collective."""
+    """What a group of ranks communicates over: bytes/s of one rank, seconds of one collective."""
 
     bandwidth: float = _figure("bandwidth", 1e6, 1e15, "bytes/s")
     latency: float = _figure("latency", 0, 1, "seconds")
 
     def collective(self, bytes_: float, ranks: int) -> float:
-        """Seconds of an all-gather or reduce-scatter over `ranks`, of `bytes_` on all of them together."""
+        """Seconds of an all-gather or reduce-scatter of `bytes_` in total over `ranks`."""
         if ranks == 1:
             return 0.0
         return bytes_ * (ranks - 1) / ranks / self.bandwidth + self.latency
@@ -43,8 +42,6 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """GPUs in nodes in a network."""
-
     name: str
     memory: float = _figure("[gpu] memory", 1e8, 1e14, "bytes")
     peak_flops: float = _figure("[gpu] peak_flops", 1e8, 1e18, "FLOP/s")
@@ -56,33 +53,27 @@ class Cluster:
     node: Link
     network: Link
     attention_profile: str = ""  # path of a profile of the GPU; empty for the attention of H100 and H200
-    device: str = ""  # what is in the name of its GPUs
+    device: str = ""  # part of the name of its GPUs
     units: int = _figure("[gpu] units", 1, 100000, "multiprocessors", default=132)
     host_bandwidth: float | None = _figure("[node] host_bandwidth", 1e6, 1e15, "bytes/s", default=None)
 
     def link(self, ranks: int, stride: int = 1) -> Link:
-        """What a group of ranks communicates over whose members are `stride` GPUs apart.
-
-        A group that spans nodes has the network cards of all its GPUs of a node: as NCCL's rings do, each
-        carries its share, so that 8 GPUs a node have 8 times the bandwidth of one, up to that of the node.
-        """
+        """The link of ranks that are `stride` GPUs apart. Across nodes each GPU's network card carries a
+        share, as in NCCL's rings: 8 GPUs a node have 8 times the bandwidth of one, up to that of the node."""
         if ranks * stride <= self.gpus_per_node:
             return self.node
         neighbours = max(self.gpus_per_node // stride, 1)
         return replace(self.network, bandwidth=min(self.node.bandwidth, neighbours * self.network.bandwidth))
 
     def all_to_all(self, bytes_: float, ranks: int) -> float:
-        """Seconds of an all-to-all without its latency, over neighbouring ranks that fill nodes.
-
-        Every GPU sends what goes to other nodes through its own network card, and the rest meanwhile within
-        its node. Each rank has `bytes_` and sends an equal share of them to every rank.
-        """
+        """Seconds of an all-to-all without its latency, over neighbouring ranks that fill nodes. Each sends
+        equal shares of its `bytes_`: to other nodes through its network card, and meanwhile in its node."""
         inside = min(ranks, self.gpus_per_node)
         near = bytes_ * (inside - 1) / ranks / self.node.bandwidth
         return max(near, bytes_ * (ranks - inside) / ranks / self.network.bandwidth)
 
     def slower_network(self, factor: float) -> Cluster:
-        """This cluster with a network of that many times the latency and less bandwidth."""
+        """This cluster with `factor` times the network's latency, and its bandwidth divided by `factor`."""
         network = Link(self.network.bandwidth / factor, self.network.latency * factor)
         return replace(self, name=f"{self.name}, network {factor:g}x slower", network=network)
 
@@ -92,25 +83,22 @@ FIGURES: dict[str, Field[Any]] = {
     **{one.metadata["key"]: one for one in fields(Cluster) if one.metadata},
     **{f"[{name}] {one.metadata['key']}": one for name in ("node", "network") for one in fields(Link)},
 }
-"""The fields of the file's numbers, by section and key."""
 
 
 @cache
 def shipped() -> tuple[str, ...]:
-    """The names of the files in the folder clusters."""
     return tuple(sorted(path.stem for path in CLUSTERS.glob("*.toml")))
 
 
 def cluster_of_device(name: str) -> str | None:
-    """The shipped cluster whose [gpu] device is in a GPU's name, in whole words; None if there is none."""
+    """The shipped cluster whose [gpu] device is in a GPU's name, in whole words."""
     known = ((cluster, load_cluster(cluster).device) for cluster in shipped())
     whole = (cluster for cluster, device in known if device and re.search(rf"\b{re.escape(device)}\b", name))
     return next(whole, None)
 
 
 def cluster_of_gpu(name: str, memory: float) -> Cluster:
-    """The shipped cluster of a GPU's name, with at most `memory` bytes; where there is none, the rates of
-    `UNKNOWN` with this memory."""
+    """The shipped cluster of a GPU, or the rates of `UNKNOWN`, with at most `memory` bytes."""
     known = cluster_of_device(name)
     cluster = load_cluster(known or UNKNOWN)
     if known:
@@ -170,7 +158,6 @@ def _read(path: Path) -> Cluster:
 
 
 def _figure_of(value: Any, key: str, path: Path) -> Any:
-    """A number of the file, or its field's default where there is none."""
     figure = FIGURES[key]
     (low, high), unit = figure.metadata["range"], figure.metadata["unit"]
     number, text = (int, "a whole number") if figure.type == "int" else (float, "a number")

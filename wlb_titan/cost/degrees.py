@@ -1,13 +1,11 @@
 """Dimensions of parallelism and a job's degrees along them (paper section 2.1: TP, CP, PP and DP).
 
 A dimension says what the ranks along a mesh axis divide, where they lie, and what that costs. Those of
-torchtitan are here, with their degrees in [parallelism]. Another one is a class of anybody's, chosen by
-`[[wlb.dimensions]]`: what this class says of it is all that planner, memory, simulator, checks and trainer
-ask (docs/extending.md).
+torchtitan are here, with their degrees in [parallelism]. Others are classes that `[[wlb.dimensions]]` names;
+planner, memory, simulator, checks and trainer ask nothing but this class of them (docs/extending.md).
 
-What stays a matter of its own beside this: a pipeline's order of passes (`pipeline/`), who holds which tokens
-in context parallelism (`context/`), and the bytes and seconds of a layer that tensor, context and expert
-parallelism divide, which are formulas of `cost/`, `memory/` and `simulator/`.
+Kept elsewhere: a pipeline's order of passes (`pipeline/`), who holds which tokens in context parallelism
+(`context/`), and the formulas for a layer's bytes and seconds (`cost/`, `memory/` and `simulator/`).
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ Divides = Literal["data", "tokens", "heads", "layers", "experts", "nothing"]
 
 
 class Meeting(NamedTuple):
-    """What the ranks of a dimension all-reduce when they meet, outside the passes."""
+    """What a dimension's ranks all-reduce outside the passes."""
 
     bytes_: float  # of one rank
-    collectives: int  # that they go in
+    collectives: int  # among which they are divided
 
 
 class Dimension(Plugin):
@@ -65,21 +63,18 @@ class Dimension(Plugin):
 
     axis: ClassVar[str] = ""  # name of its mesh axis
     divides: ClassVar[Divides] = "nothing"
-    """What its ranks share. The planner gives ranks that divide `data` micro-batches of their own; ranks of
-    any other dimension of a user's get the same ones."""
+    """Of a user's dimensions only those that divide `data` give each rank micro-batches of its own."""
 
     outside: ClassVar[str] = "dp_replicate"
-    """Axis that it lies directly outside of in the order of ranks. What divides data lies outside
-    `dp_replicate`; nothing lies outside the pipeline, which torchtitan takes to be outermost."""
+    """Axis directly inside it in the order of ranks. What divides data lies outside `dp_replicate`; nothing
+    lies outside the pipeline, which torchtitan takes to be outermost."""
 
     key: ClassVar[str] = ""  # of its degree in [parallelism]; empty for those of [[wlb.dimensions]]
     borrows: ClassVar[bool] = False  # its ranks are those of other dimensions
     runtime: ClassVar[str] = ""
-    """Its half that moves tensors, as "module:Class" derived from `wlb_titan.runtime.dimension:Axis`; empty:
-    none."""
+    """Its half that moves tensors: "module:Class", a `wlb_titan.runtime.dimension:Axis`; empty: none."""
 
-    every: ClassVar[int] = 1
-    """Steps from one meeting of its ranks to the next; in between they do not wait for each other."""
+    every: ClassVar[int] = 1  # steps from one meeting of its ranks to the next; none waits in between
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -89,16 +84,16 @@ class Dimension(Plugin):
         """Raises PlanError, with the setting to blame, for a job that it cannot divide."""
 
     def memory(self, job: Job, peak: Any) -> Any:
-        """The peak of a pipeline rank, a `wlb_titan.memory.rank.RankMemory` in bytes, with what the dimension
-        changes in it. What it holds beside all passes is the term `dimensions`."""
+        """The peak of a pipeline rank, a `wlb_titan.memory.rank.RankMemory` in bytes, as the dimension
+        changes it. The term `dimensions` is for what it holds beside all passes."""
         return peak
 
     def passes(self, job: Job, times: PassTimes) -> PassTimes:
-        """The times of passes with what the dimension changes in them."""
+        """The times of passes, as the dimension changes them."""
         return times
 
     def meeting(self, job: Job, weights: float) -> Meeting | None:
-        """What its ranks, each with this number of weights, all-reduce every `every` steps; None: nothing."""
+        """What ranks of this number of weights all-reduce every `every` steps; None: nothing."""
         return None
 
 
@@ -183,19 +178,19 @@ TORCHTITAN = {
 """The dimensions of [parallelism], by the field of `Degrees`, in the order of ranks: the outermost first."""
 
 TAKEN = {"batch", "loss", "dp", "efsdp", "fsdp", "world", *(one.axis for one in TORCHTITAN.values())}
-"""Names that torchtitan's meshes have."""
+"""Names of torchtitan's meshes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """How many ranks share the work along each dimension: those of `TORCHTITAN`, and the user's."""
+    """How many ranks share the work along each dimension of `TORCHTITAN`, and the user's dimensions."""
 
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
     shard: int = 1
     replicate: int = 1
-    expert: int = 1  # divides the ranks of TP, CP and `shard`, from which it takes its own
+    expert: int = 1  # divides the ranks of TP, CP and `shard`, and takes its own from them
     own: tuple[Dimension.Config, ...] = ()
 
     def __post_init__(self) -> None:
@@ -211,7 +206,7 @@ class Degrees:
 
     @cached_property
     def dimensions(self) -> tuple[Dimension, ...]:
-        """All of them in the order of ranks, outermost first, and then those that borrow ranks."""
+        """All in the order of ranks, outermost first, then those that borrow ranks."""
         known = [cls(cls.Config(degree=getattr(self, name))) for name, cls in TORCHTITAN.items()]
         ranks = in_order([one for one in known if not one.borrows], own_dimensions(self.own))
         return (*ranks, *(one for one in known if one.borrows))
@@ -223,43 +218,38 @@ class Degrees:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How many ranks two neighbours along an axis are apart."""
+        """Ranks from one neighbour to the next along each axis."""
         degrees = list(self.layout.values())
         return {axis: math.prod(degrees[place + 1 :]) for place, axis in enumerate(self.layout)}
 
     @cached_property
     def own_data(self) -> int:
-        """Degree of the user's dimensions that divide data. Ranks along them have weights of their
-        own between meetings, as FSDP does not add up their gradients."""
+        """Degree of the user's dimensions that divide data, whose weights differ between meetings."""
         return math.prod(one.degree for one in own_dimensions(self.own) if one.divides == "data")
 
     @property
     def data(self) -> int:
-        """Data-parallel degree: ranks that run different micro-batches."""
+        """Ranks that run different micro-batches."""
         return self.shard * self.replicate * self.own_data
 
     @property
     def ranks(self) -> int:
-        """GPUs of the job."""
         return math.prod(self.layout.values())
 
     @property
     def sharding_ranks(self) -> int:
-        """Ranks over which FSDP shards weights: context-parallel ranks would hold the same ones."""
+        """Ranks over which FSDP shards weights, context-parallel ones included."""
         return self.shard * self.context
 
     def link(self, cluster: Cluster, axis: str) -> Link:
-        """What the ranks along an axis communicate over."""
         return cluster.link(self.layout[axis], self.strides[axis])
 
     def axes_of(self, ranks: Sequence[int]) -> list[str]:
-        """The axes along which some ranks differ."""
         places: tuple[Ints, ...] = np.unravel_index(ranks, tuple(self.layout.values()))
         return [axis for axis, place in zip(self.layout, places, strict=True) if len(set(place.tolist())) > 1]
 
     def ends_of(self, replica: int) -> list[int]:
-        """The first rank of the first and of the last pipeline rank that run a data-parallel rank's
-        micro-batches."""
+        """The first global rank of the first and of the last pipeline rank of a data-parallel rank."""
         axes = [one.axis for one in self.dimensions if one.divides == "data"]
         places = np.unravel_index(replica, [self.layout[axis] for axis in axes])
         first = sum(int(place) * self.strides[axis] for axis, place in zip(axes, places, strict=True))
@@ -275,8 +265,7 @@ class Degrees:
 
 
 def own_dimensions(configs: Sequence[Dimension.Config]) -> tuple[Dimension, ...]:
-    """The dimensions of [[wlb.dimensions]]; PlanError where one is torchtitan's, has another's axis or lies
-    where it cannot."""
+    """The dimensions of [[wlb.dimensions]], checked."""
     found: list[Dimension] = []
     for place, config in enumerate(configs):
         one = config.make()
@@ -300,8 +289,7 @@ def own_dimensions(configs: Sequence[Dimension.Config]) -> tuple[Dimension, ...]
 
 
 def in_order(torchtitan: Sequence[Any], own: Sequence[Dimension]) -> list[Any]:
-    """Dimensions in the order of ranks: each of the user's directly outside of the axis that it names, the
-    first that does so outermost."""
+    """Dimensions in the order of ranks: the user's directly outside the axis that each names, in order."""
     found = list(torchtitan)
     for one in own:
         place = next(number for number, other in enumerate(found) if other.axis == one.outside)

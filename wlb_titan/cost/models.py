@@ -21,19 +21,15 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    feed_forward: int  # inner width of the gated MLP; in a mixture of experts, of all that a token visits
+    feed_forward: int  # inner width of the gated MLP, or of all experts that a token visits
     vocabulary: int
     unvisited_weights: int = 0  # of one layer's experts that a token does not visit
     experts: int = 0  # routed experts of a layer that has them; 0 in a dense model
     routed_width: int = 0  # the part of `feed_forward` in routed experts, which expert parallelism spreads
-    visits: float = 0.0  # routed experts that a token visits; as `routed_width`, the mean over all layers
-    v_head_dim: int | None = None  # of values; None where it is that of queries and keys
-    projections: int | None = None
-    """Weights of a layer's attention; None where they are those of queries, keys, values and output, which
-    they are not with multi-head latent attention."""
-    windows: tuple[tuple[int, int], ...] = ()
-    """(keys, layers) for each sliding window: the most keys that a query sees, its own included, and the
-    layers that have it."""
+    visits: float = 0.0  # routed experts that a token visits; like `routed_width`, a mean over all layers
+    v_head_dim: int | None = None  # of values; None: `head_dim`
+    projections: int | None = None  # weights of a layer's attention, if it is latent; None: from the shape
+    windows: tuple[tuple[int, int], ...] = ()  # (keys, layers) of each; keys that a query sees, with its own
     tied: bool = False  # embedding and head are one table
 
     @property
@@ -42,33 +38,29 @@ class ModelShape:
         return self.head_dim + (self.v_head_dim or self.head_dim)
 
     def key_elements(self, tensor: int) -> float:
-        """Elements of one token's keys and values in a layer, on each of `tensor` tensor-parallel ranks."""
+        """Elements of a token's keys and values in a layer, on one of `tensor` tensor-parallel ranks."""
         return self.kv_heads * self.head_dims / tensor
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's attention."""
         if self.projections is not None:
             return self.projections
         return self.hidden * self.head_dims * (self.heads + self.kv_heads)
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one layer's routed experts, visited or not."""
+        """Of one layer, visited or not."""
         return 3 * self.hidden * self.routed_width + self.unvisited_weights
 
     @property
     def linear_weights(self) -> int:
-        """Weights that every token is multiplied with; the embedding's look-up is not among them."""
+        """Weights that every token is multiplied with; not the embedding, which is looked up."""
         layer = self.attention_weights + 3 * self.hidden * self.feed_forward
         return self.layers * layer + self.hidden * self.vocabulary
 
     def squares(self, lengths: NDArray[Any]) -> Floats:
-        """Twice the pairs of a query and a key that meet in the model's layers, shaped like `lengths`.
-
-        A document of d tokens has d^2 of them in a layer, or w (2 d - w) under a window of w < d keys: its
-        work grows with its square only in layers without a window.
-        """
+        """Twice the pairs of query and key in all layers, shaped like `lengths`: in each d^2 for a document
+        of d tokens, or w (2 d - w) under a window of w < d keys."""
         d = np.asarray(lengths, dtype=np.float64)
         total = (self.layers - sum(layers for _, layers in self.windows)) * d * d
         for window, layers in self.windows:
@@ -77,11 +69,8 @@ class ModelShape:
         return total
 
     def flops(self, lengths: NDArray[Any]) -> float:
-        """FLOPs of forward and backward passes over documents of these lengths, without any recomputation.
-
-        Attention counts the lower triangle of each document, and of that what windows leave, which is what
-        has to be computed; an MFU from it does not reward work on pairs of tokens that masks leave out.
-        """
+        """FLOPs of forward and backward passes over documents of these lengths, without recomputation and
+        masked pairs of tokens, so that MFU rewards no work on those."""
         d = np.asarray(lengths, dtype=np.float64)
         linear = 2.0 * self.linear_weights * d.sum()
         attention = self.heads * self.head_dims * self.squares(d).sum()
@@ -89,13 +78,12 @@ class ModelShape:
 
 
 def layer_parameters(model: ModelShape) -> int:
-    """Weights of one layer."""
     mlp = 3 * model.hidden * model.feed_forward
     return model.attention_weights + mlp + 2 * model.hidden + model.unvisited_weights
 
 
 def rank_parameters(model: ModelShape, layers: Sequence[int], stages: Sequence[int]) -> int:
-    """Weights of some stages, embedding and head included where they have them."""
+    """Weights of some stages, with embedding and head where they have them."""
     first, last = 0 in stages, len(layers) - 1 in stages
     tables = 1 if first and last and model.tied else first + last
     ends = tables * model.hidden * model.vocabulary + last * model.hidden
@@ -116,5 +104,5 @@ PAPER_MODELS = {
         layers=86, hidden=8192, heads=64, kv_heads=64, head_dim=128, feed_forward=22016, vocabulary=32000
     ),
 }
-"""The sizes of the paper's Table 1. Only the 7B model is the published LLaMA2; of the others the paper says
-that layers and width are scaled in proportion, so these are shapes of that size."""
+"""The sizes of the paper's Table 1. The 7B model is LLaMA2; the paper says of the others only that layers and
+width are scaled in proportion, so these are shapes of that size."""

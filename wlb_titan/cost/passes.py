@@ -5,14 +5,13 @@
     W = layers x tokens x matrices + head
 
 Context-parallel ranks hold equal numbers of tokens and differ in attention; they meet in a collective in
-every layer and pass, so that the slowest rank of each pass counts (paper section 3.1). A backward pass
-multiplies twice as much as a forward pass, once for the gradient of its inputs and once for that of the
-weights.
+every layer and pass, so the slowest rank of each pass counts (paper section 3.1). A backward pass multiplies
+twice as much as a forward pass: for the gradients of inputs (I) and of weights (W).
 Activation checkpointing repeats part of the forward pass: `selective` every second matrix product, the
-element-wise operators and what has to be gathered again; `full` all of it.
-How much of context parallelism's communication is waited for, its strategy says; of tensor parallelism's the
-job does (`tensor_overlap`). Experts take what their busiest rank takes, and exchange tokens twice in a pass
-(dispatch and combine). What is offloaded travels while a layer computes, which waits if that takes longer.
+element-wise operators and the gathers they need; `full` all of it.
+The strategy says how much of context parallelism's communication is waited for, and the job
+(`tensor_overlap`) how much of tensor parallelism's. Experts are as slow as their busiest rank, and exchange
+tokens twice in a pass (dispatch and combine). A layer waits for offloading that outlasts its computation.
 """
 
 from __future__ import annotations
@@ -36,44 +35,30 @@ EXPERT_COLLECTIVES = 2
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """What the passes of micro-batches follow from; arrays of one shape. All of them are of one job: those
-    that data-parallel ranks share, of `Job.merged`.
+    """What the passes of one job's micro-batches follow from (merged ones: of `Job.merged`); float64 arrays
+    of one shape."""
 
-    Attributes:
-        tokens: float64, with padding.
-        forward, backward: float64, seconds of one layer's attention on the slowest context-parallel rank.
-        moving, repeated, latency: float64, seconds of context parallelism's collectives in one layer, as of
-            `ExchangeSeconds`.
-    """
-
-    tokens: Floats
-    forward: Floats
+    tokens: Floats  # with padding
+    forward: Floats  # seconds of one layer's attention on the slowest context-parallel rank
     backward: Floats
-    moving: Floats
+    moving: Floats  # seconds of context parallelism in one layer, as in `ExchangeSeconds`
     repeated: Floats
     latency: Floats
 
     @classmethod
     def imagined(cls, job: Job, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
-        """Micro-batches whose documents are not known: what moves always travels, and nothing else."""
+        """Micro-batches of unknown documents, where only what always moves travels."""
         one, none = job.exchanging.always, np.zeros_like(tokens)
         return cls(tokens, forward, backward, tokens * one.moving, tokens * one.repeated, none + one.latency)
 
     def in_runs(self, n: int) -> MicroBatches:
-        """As arrays (n, k): the micro-batches one after the other, n to a run."""
+        """As arrays (n, k): k runs of n micro-batches in order."""
         arrays = (getattr(self, field.name) for field in fields(self))
         return MicroBatches(*(array.reshape(-1, n).T for array in arrays))
 
 
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
-    """The passes of micro-batches through every stage.
-
-    Args:
-        micro_batches: arrays (n, k), the n of each of k runs in the order in which they run.
-
-    Returns:
-        Seconds, float64 (stages, n, k).
-    """
+    """Seconds, float64 (stages, n, k), of micro-batches as arrays (n, k): k runs of n in order."""
     token, tokens = job.token, micro_batches.tokens
     links = _latencies(job) + micro_batches.latency
     matrices = token.matrices + token.experts * (job.routing_imbalance - 1)
@@ -95,27 +80,25 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
 
 
 def _tensor(job: Job) -> float:
-    """Seconds a token that one layer waits for tensor parallelism in one pass."""
+    """Seconds a token that a layer waits for in one pass."""
     return job.token.tensor - min(job.tensor_overlap * job.token.tensor, job.token.matrices)
 
 
 def _experts(job: Job) -> float:
-    """Seconds a token of one layer's exchange with the experts in one pass; the busiest rank gets most."""
+    """Seconds a token of a layer's exchange in one pass, on the busiest rank."""
     model, degrees = job.model, job.degrees
     bytes_ = model.visits * model.hidden * BYTES / (degrees.context * degrees.tensor)
     return EXPERT_COLLECTIVES * job.cluster.all_to_all(bytes_, degrees.expert) * job.routing_imbalance
 
 
 def _offloaded(job: Job, tokens: Floats) -> Floats:
-    """Seconds in which one layer's offloaded activations reach the host, or come back, shaped alike."""
     assert job.cluster.host_bandwidth is not None
     seconds: Floats = tokens * (job.token_bytes.offloaded / job.cluster.host_bandwidth)
     return seconds
 
 
 def _latencies(job: Job) -> float:
-    """Seconds of one layer's collectives in one pass that do not depend on tokens, but for context
-    parallelism's."""
+    """Latencies of a layer's collectives in one pass but for context parallelism's."""
     tensor, expert = job.degrees.tensor, job.degrees.expert
     seconds = 0.0
     if tensor > 1:
@@ -126,7 +109,6 @@ def _latencies(job: Job) -> float:
 
 
 def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
-    """Seconds of one layer's recomputation, of `forward` seconds at the most."""
     if job.memory.checkpointing == "none":
         return np.zeros_like(forward)
     if job.memory.checkpointing == "full":
@@ -141,11 +123,8 @@ def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
 
 
 class JobCost(CostModel):
-    """The workload of a document as the simulator sees it, in seconds.
-
-    W_a is the attention of the document on its own, shared equally by the context-parallel ranks; W_l all
-    that grows with tokens. All layers together, on one rank of each stage.
-    """
+    """A document's seconds in the simulator, of all layers on one rank of each stage. W_a is its attention,
+    shared equally by context-parallel ranks; W_l all that grows with tokens."""
 
     recomputes = True
 

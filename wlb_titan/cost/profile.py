@@ -1,6 +1,6 @@
-"""The times that a job is predicted by: a device's profile, or else our kernels' on H100.
+"""The times that predictions use: a device's profile, or else those of our kernels on H100.
 
-A profile is what `wlb-titan profile` measured on a device, and the JSON file that keeps it:
+`wlb-titan profile` measures a device and writes its profile as a JSON file:
 
     {"schema": 2, "device": "NVIDIA H200", "units": 132, "software": "torch 2.11.0, wlb_titan 0.1.0",
      "entries": [
@@ -13,10 +13,9 @@ A profile is what `wlb-titan profile` measured on a device, and the JSON file th
 "v_head_dim" is null or missing where values have the same head dim, and "linear" is missing in profiles of
 attention alone. Times are seconds; a point is q_len, kv_len, segments, heads, measured time.
 
-What is not attention is a line in each case, fixed + size x each seconds: FLOPs of matrix products, bytes
-that element-wise operators read and write, bytes that a rank receives in an all-gather. Planning takes the
-slopes, as rates. The fixed part of a gather is its latency; those of launches are small beside the
-micro-batches that planning is about.
+All else follows lines of fixed + size x each seconds: FLOPs of matrix products, bytes that element-wise
+operators read and write, bytes that a rank receives in an all-gather. Planning takes the slopes, as rates,
+and the fixed part of a gather, its latency; launches are short beside micro-batches.
 """
 
 from __future__ import annotations
@@ -41,24 +40,22 @@ SCHEMA = 2
 PASSES = ("forward", "backward")
 TILES_OF = {"queries": Tiling, "keys": KeyTiling}
 
-Line = tuple[tuple[float, float], ...]
-"""(size, seconds) of each measurement."""
+Line = tuple[tuple[float, float], ...]  # (size, seconds) of each measurement
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The attention of one layer on one device. The default is the paper's 7B model on one GPU."""
+    """One layer's attention on one device; by default the paper's 7B model on one GPU."""
 
     head_dim: int = 128  # of queries and keys
-    heads: int = 32  # query heads on the device: those of the model over the tensor-parallel degree
+    heads: int = 32  # query heads on the device: the model's over the tensor-parallel degree
     group: int = 1  # query heads that share a key head
     dtype: str = "bfloat16"  # as torch names it
-    v_head_dim: int | None = None  # of values, where it is another
+    v_head_dim: int | None = None  # of values, where it differs
     windows: tuple[tuple[int, float], ...] = ()  # (keys, share of the layers) for each sliding window
 
     @classmethod
     def of(cls, model: ModelShape, tensor_parallel: int, dtype: str = "bfloat16") -> AttentionShape:
-        """The attention of one layer of a model on one tensor-parallel rank."""
         return cls(
             head_dim=model.head_dim,
             heads=max(model.heads // tensor_parallel, 1),
@@ -70,12 +67,12 @@ class AttentionShape:
 
     @property
     def dims(self) -> str:
-        """Head dims as `wlb-titan profile` takes them: 128, or 192/128 where values have another."""
+        """Head dims as `wlb-titan profile` takes them: 128, or 192/128 where values differ."""
         return str(self.head_dim) if self.v_head_dim is None else f"{self.head_dim}/{self.v_head_dim}"
 
     @property
     def kind(self) -> str:
-        """What of it a profile must have measured."""
+        """The part that a profile must match."""
         return f"head dim {self.dims}, GQA group {self.group}, {self.dtype}"
 
 
@@ -126,7 +123,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LinearProfile:
-    """Everything but attention, measured on one device or between the devices of one node."""
+    """All but attention, measured on one device or between those of one node."""
 
     dtype: str  # of the operands, as torch names it
     matrices: Line  # FLOPs
@@ -136,17 +133,15 @@ class LinearProfile:
 
     @property
     def matrix_flops(self) -> float:
-        """FLOP/s."""
         return 1 / line(self.matrices)[1]
 
     @property
     def element_bandwidth(self) -> float:
-        """Bytes/s."""
         return 1 / line(self.elements)[1]
 
     @property
     def link(self) -> Link | None:
-        """What the devices of the node communicate over; None if there was one device."""
+        """None if one device was measured."""
         if not self.gathers:
             return None
         fixed, each = line(self.gathers)
@@ -162,8 +157,8 @@ class LinearProfile:
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fixed seconds and seconds a unit of points of two sizes at least, by least squares of relative errors;
-    neither below zero.
+    """Fixed seconds and seconds a unit, neither below zero, by least squares of relative errors. Points have
+    at least two sizes.
 
     Example: 1 second and 2 seconds a unit:
 
@@ -180,8 +175,6 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured on one device."""
-
     device: str
     units: int  # programs that it runs side by side
     software: str  # versions
@@ -189,7 +182,6 @@ class Profile:
     linear: LinearProfile | None = None  # None where only attention was measured
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
-        """The latency model of an attention that was measured."""
         found = {entry.direction: entry for entry in self.entries if entry.shape.kind == shape.kind}
         if missing := [direction for direction in PASSES if direction not in found]:
             lacks = f"{missing[0]} pass of the attention" if found else "attention"
@@ -211,14 +203,13 @@ class Profile:
         )
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster at the measured rates; as it is where only attention was measured."""
+        """The cluster at the measured rates; unchanged where only attention was measured."""
         if self.linear is None:
             return cluster
         flops, bandwidth = self.linear.matrix_flops, self.linear.element_bandwidth
         return replace(cluster, linear_flops=flops, memory_bandwidth=bandwidth)
 
     def save(self, path: Path) -> None:
-        """Writes the JSON file; one line for each entry."""
         head = {"schema": SCHEMA, "device": self.device, "units": self.units, "software": self.software}
         entries = ",\n".join(json.dumps(entry.to_json()) for entry in self.entries)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +218,6 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Reads what `save` wrote."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["schema"] != SCHEMA:
@@ -255,14 +245,8 @@ def fitted(
     units: int,
     implementations: tuple[str, str],
 ) -> list[Entry]:
-    """The entries of both passes that describe measured times best.
-
-    Args:
-        shape: what was measured; its heads are those of each case.
-        cases: (q_len, kv_len, segments) of each.
-        seconds: float64 (cases, 2), of the forward and of the backward.
-        implementations: of forward and backward, as `tilings` names them.
-    """
+    """The entries of both passes, fitted to `seconds`, float64 (cases, 2), of forward and backward. A case is
+    (q_len, kv_len, segments); `tilings` names implementations."""
     entries = []
     for number, (direction, name) in enumerate(zip(PASSES, implementations, strict=True)):
         times = seconds[:, number].tolist()
@@ -275,7 +259,7 @@ def fitted(
 
 
 def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) -> AttentionLatency:
-    """The attention of one layer, as [wlb.sharding] profile says or, where it is empty, the cluster."""
+    """One layer's attention by [wlb.sharding] profile or, where it is empty, by the cluster."""
     if not profile:
         return cluster_latency(cluster, shape)
     try:
@@ -285,14 +269,14 @@ def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) ->
 
 
 def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
-    """The cluster at the rates of the profile that [wlb.sharding] or it names, if there is one."""
+    """The cluster at the rates of the profile that [wlb.sharding] or the cluster names, if any."""
     name = profile or cluster.attention_profile
     return Profile.load(Path(name)).on(cluster) if name else cluster
 
 
 def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:
-    """The attention of one layer on a GPU of a cluster: by its profile, or where that lacks this attention by
-    our kernels on an H100, scaled to the cluster's rates."""
+    """One layer's attention by the cluster's profile or, where that lacks it, by our kernels on an H100
+    scaled to the cluster's rates."""
     if cluster.attention_profile:
         try:
             return Profile.load(Path(cluster.attention_profile)).latency(shape)

@@ -1,21 +1,19 @@
 """The workload of a document of d tokens on a device: W_a(d) + W_l(d) (paper equation 2, Figure 7).
 
 W_a is attention, which grows with d^2; W_l is everything else (matrix products, element-wise operators and
-communication), which grows with d. Forward and backward are given apart: the backward pass of attention costs
-2.5 times its forward (five matrix products, one of them recomputed, against two), that of a linear layer
-twice (SlimPack, section 2.2.2), so a packing that balances one pass alone does not balance the other. Packing
-balances their sum, since a micro-batch holds the same documents in both.
+communication), which grows with d. The backward pass of attention costs 2.5 times its forward (five matrix
+products, one of them recomputed, against two), that of a linear layer twice (SlimPack, section 2.2.2), so
+balance in one pass is not balance in the other. Packing balances their sum, since a micro-batch holds the
+same documents in both.
 
-`analytic` counts operations, in seconds that one micro-batch of that one document takes on all pipeline
-stages together:
+`analytic` counts operations, as seconds of a micro-batch of that document on all pipeline stages together:
 
     W_a(d) = attention FLOPs / achieved FLOP/s
     W_l(d) = linear FLOPs / achieved FLOP/s + element-wise bytes / memory bandwidth + TP, CP communication
 
-The gradient reduction of data parallelism and FSDP's gathers do not depend on documents; they are the same
-for every micro-batch and left out, as is the pipeline's point-to-point traffic, which overlaps with
-computation. `profile:FILE` takes W_a from measured times, and `simulated` (`cost/passes.py`) all of it from
-the simulator's passes.
+Left out are gradient reduction and FSDP's gathers, which are the same for every micro-batch, and the
+pipeline's point-to-point traffic, which overlaps with computation. `profile:FILE` takes W_a from measured
+times, and `simulated` (`cost/passes.py`) all of it from the simulator's passes.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ if TYPE_CHECKING:
     from wlb_titan.job import Job
 
 BYTES = 2  # of an activation in bfloat16
-ATTENTION_BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: 5 / 2
+ATTENTION_BACKWARD = 2.5  # five matrix products over two in the forward pass
 LINEAR_BACKWARD = 2.0
-LARGEST = 1e100  # coefficient, with which the work of any step is still a finite number
+LARGEST = 1e100  # coefficient for which the work of any step is still finite
 
 COST_MODELS = Family(
     kind="cost model",
@@ -77,13 +75,12 @@ class CostModel(Plugin):
                 )
             return cls(**dict(zip(names, parts, strict=False)))
 
-    recomputes: ClassVar[bool] = False
-    """Whether `backward` has what full activation checkpointing computes again, where it is set."""
+    recomputes: ClassVar[bool] = False  # whether `backward` counts what full checkpointing computes again
 
     @classmethod
     @abstractmethod
     def of(cls, config: Any, job: Job) -> CostModel:
-        """The model for a job."""
+        """The cost model of a job."""
 
     @abstractmethod
     def forward(self, lengths: NDArray[Any]) -> Floats:
@@ -100,9 +97,8 @@ class CostModel(Plugin):
 
 
 def cost_model(text: str, job: Job) -> CostModel:
-    """What `[wlb.packing] cost_model` or `--cost-model` names: a name, with its settings after a colon
-    (`quadratic:0.9e6,4e10`); the path of a profile, which is short for `profile:PATH`; or
-    "package.module:Class"."""
+    """The model of `[wlb.packing] cost_model` or `--cost-model`: a name, with settings after a colon
+    (`quadratic:0.9e6,4e10`); the path of a profile, short for `profile:PATH`; or "package.module:Class"."""
     name, _, settings = text.partition(":")
     if text.endswith(".json") and name not in COST_MODELS.names:
         name, settings = "profile", text
@@ -123,18 +119,17 @@ def workload(model: CostModel, lengths: NDArray[Any]) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class TokenSeconds:
-    """Forward seconds that one token of a micro-batch adds to one rank, in one layer but for `head`."""
+    """Forward seconds that one token adds to one rank, in one layer but for `head`."""
 
     matrices: float  # products
     elements: float  # element-wise operators
     tensor: float  # collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer
-    context: float  # collectives of context parallelism, of those that move all tokens
-    experts: float  # the part of `matrices` in routed experts, where they get equally many tokens
+    context: float  # collectives of context parallelism that move all tokens
+    experts: float  # the part of `matrices` in routed experts that get equally many tokens
     head: float  # the product with the vocabulary, on the last stage
 
     @classmethod
     def of(cls, job: Job, cluster: Cluster) -> TokenSeconds:
-        """A token of a job on this cluster."""
         shape, tensor = job.model, job.degrees.tensor
         ranks = tensor * job.degrees.context
         head = shape.hidden * shape.vocabulary
@@ -186,14 +181,13 @@ class Analytic(CostModel):
         return attention + self.linear_backward * np.asarray(lengths, dtype=np.float64)
 
     def _attention(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
-        """W_a of both passes."""
         squares = self._squares(lengths)
         return self._forward * squares, self._backward * squares
 
 
 class ProfileCost(Analytic):
-    """`profile:FILE`: W_a as `wlb-titan profile` measured it, W_l by operations at the measured rates, or at
-    the cluster's where only attention was measured."""
+    """`profile:FILE`: W_a as `wlb-titan profile` measured it, W_l by operations at the measured rates, if
+    any, or the cluster's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CostModel.Config):

@@ -16,46 +16,35 @@ from wlb_titan.plan import Action
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
-USABLE = 0.9
-"""Share of a device's memory that predictions may fill, wherever something is chosen, searched, packed or
-refused by them: the rest is for what they do not count."""
+USABLE = 0.9  # share of memory that predictions may fill; the rest is for what they do not count
 
 USABLE_IN_SLICES = 0.85
-"""The same where documents are sliced: packs of ever other lengths leave more fragments. Reserved and
-allocated memory were 12 % apart on an H100, against 3 % without slices."""
+"""The share for sliced documents: packs of ever-changing lengths leave more fragments. Reserved and allocated
+memory were 12 % apart on an H100, against 3 % without slices."""
 
-LONGEST = 2
-"""Context windows that a micro-batch may have at most, where the user sets no bound: as in WLB-LLM."""
+LONGEST = 2  # context windows of a micro-batch at most, where the user sets no bound: as in WLB-LLM
 
-SLICES = 16  # of the document of an imagined step
+SLICES = 16  # of `one_document`
 
 
 def usable_share(slices: bool) -> float:
-    """Share of a device's memory that predictions may fill."""
     return USABLE_IN_SLICES if slices else USABLE
 
 
 def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
-    """The pipeline rank that needs most."""
     return max(ranks, key=lambda rank: rank.total)
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """Which of a job's steps fit a device.
-
-    Attributes:
-        usable: bytes of a device that predictions may fill.
-        known: whether memory bounds micro-batches: it is predicted for the model, and there is a device.
-    """
+    """Which of a job's steps fit a device."""
 
     job: Job
-    usable: float
-    known: bool = True
+    usable: float  # bytes of a device that predictions may fill
+    known: bool = True  # whether memory bounds micro-batches: there are a prediction and a device
 
     @property
     def room(self) -> str:
-        """What there is to fill, for messages."""
         return f"the {self.usable / GIB:.1f} GiB of a device that may be filled"
 
     def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
@@ -78,8 +67,8 @@ class Fitting:
 
     @cached_property
     def longest(self) -> int:
-        """The default of L_max: tokens of the longest micro-batches of which a step is predicted to fit, a
-        multiple of `divisor`, at least a window and at most two; two where memory is not known."""
+        """The default of L_max: the most tokens, a multiple of `divisor` from one window to two, of which a
+        step of micro-batches is predicted to fit; two windows where memory is not known."""
         window, divisor = self.job.window, self.job.divisor
         shortest, most = -(-window // divisor), LONGEST * window // divisor
         longest = _most(self._fits, shortest, most) if self.windows_fit else shortest
@@ -87,11 +76,11 @@ class Fitting:
 
     @cached_property
     def windows_fit(self) -> bool:
-        """Whether a step of micro-batches of a window each fits, as far as is known."""
+        """Whether a step with one window a micro-batch fits, as far as is known."""
         return self._fits(-(-self.job.window // self.job.divisor))
 
     def _fits(self, parts: int) -> bool:
-        """Whether a step of micro-batches of `parts` times the divisor fits, as far as is known."""
+        """Whether micro-batches of `parts` times the divisor fit, as far as is known."""
         if not self.known:
             return True
         lengths = [parts * self.job.divisor] * self.job.replica_micro_batches
@@ -102,7 +91,7 @@ class Fitting:
 
     @cached_property
     def most_in_flight(self) -> int:
-        """The most tokens in flight that are predicted to fit, if all of them were one document's."""
+        """The most tokens in flight that are predicted to fit, if all were one document's."""
         window = self.job.window
         most = fullest(self.document(window))
         if most.total > self.usable:
@@ -121,11 +110,8 @@ class Fitting:
 
 
 def one_document(tokens: int, shape: PipelineShape, regroups: bool) -> Passes:
-    """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
-
-    Args:
-        regroups: whether backward passes have packs of their own.
-    """
+    """One document with every slice in flight: the step that holds most. With `regroups` backward passes have
+    packs of their own."""
     parts = min(SLICES, tokens)
     cuts = [tokens * part // parts for part in range(parts + 1)]
     slices = [CachedSlice(start, stop - start, tokens) for start, stop in itertools.pairwise(cuts)]
@@ -141,7 +127,7 @@ def one_document(tokens: int, shape: PipelineShape, regroups: bool) -> Passes:
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """The largest number up to `most` that fits, as `least` does."""
+    """The largest number up to `most` that fits; `least` does."""
     if fits(most):
         return most
     while least < most:

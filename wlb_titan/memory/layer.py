@@ -1,8 +1,8 @@
 """Bytes of a transformer layer and of the loss: the arithmetic below `rank.py`.
 
-What they hold of tokens stands here, what FSDP has whole of weights and gradients at `FsdpWhole`. All figures
-are bytes on one GPU for each token of the micro-batch, of all context-parallel ranks together: a
-rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elements of the compute type:
+`FsdpWhole` has the weights and gradients, and this text the rest: bytes on one GPU for each token of the
+micro-batch on all context-parallel ranks together. So a rank that holds one token in CP x TP counts a
+CP x TP-th of its bytes. In elements of the compute type:
 
     s   hidden state between blocks, divided by sequence parallelism     hidden / (CP x TP)
     g   the same gathered over the tensor-parallel ranks                 hidden / CP
@@ -11,11 +11,11 @@ rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elemen
     f   one inner activation of the MLP                                  feed_forward / (CP x TP)
     K   keys and values that a rank's documents have                     2 x key heads x head_dim / TP,
                                                                          times `KeyShares.held`
-    G   those of them that come from other ranks, with its own share     the same, times `KeyShares.gathered`
+    G   those of them that are gathered, with its own share              the same, times `KeyShares.gathered`
 
-Kept by a layer from its forward pass to its backward pass (compare Korthikanti et al., Reducing Activation
-Recomputation, section 4), with attention's log-sum-exp in float32 in the first two, and in the first the
-rotary factors of the rank's tokens:
+A layer keeps from its forward pass to its backward pass (compare Korthikanti et al., Reducing Activation
+Recomputation, section 4), besides attention's log-sum-exp in float32 (but for `full`) and the rotary factors
+of the rank's tokens (with `none`):
 
     none        2 s + 2 g + 2 q + 4 f + K   residuals, the inputs of QKV and of the MLP as gathered, rotated
                                             queries, attention's output; both inner activations, gate, product
@@ -23,7 +23,7 @@ rotary factors of the rank's tokens:
                                             which are QKV and w1 (never w2), and attention's output
     full        s                           the layer's input
 
-A backward pass recomputes what is missing, layer by layer, and makes gradients. Its fullest moment is one of:
+A backward pass recomputes what is missing, layer by layer. Its fullest moment is one of:
 
     gathering K and V again     2 g + G + 2 k
     rotating again              2 g + 4 (q + k), in float32, before K is there
@@ -34,10 +34,10 @@ A backward pass recomputes what is missing, layer by layer, and makes gradients.
     the gradients of w1, w3     4 g + f: two inputs, and the gradient of the MLP's input from each
     the gradient of attention   g + 2 q + K: the gradients of output and q, and those of K and V
 
-and besides, in all of them, two hidden states (the residual and the gradient that comes in), q, the keys and
-values that attention needs again, and the rotary factors of the rank's tokens. Only while q and k are rotated
-QKV's output is still there: attention gets a copy of the values. With `full` a layer also makes attention's
-output, w1's and w2's outputs again; with `none` what is kept is not counted again.
+All of them add two hidden states (the residual and the incoming gradient), q, the keys and values that
+attention needs again, and the rotary factors of the rank's tokens. QKV's output is only there while q and k
+are rotated, as attention gets a copy of the values. With `full` a layer also makes the outputs of attention,
+w1 and w2 again; with `none` what is kept is not counted again.
 """
 
 from __future__ import annotations
@@ -56,32 +56,20 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySettings:
-    """The settings of a training configuration that decide about memory, besides shape, degrees and lengths.
-
-    Attributes:
-        checkpointing: kind of activation checkpointing.
-        parameter_bytes: bytes of a weight as the optimizer keeps it, and of its gradient.
-        compute_bytes: bytes of a weight or an activation in forward and backward.
-        optimizer_bytes: bytes of a weight's state: AdamW has two moments in float32.
-        loss_chunks: pieces of a micro-batch of which the logits exist one at a time.
-        window: context window in tokens, for which every layer has a table of rotary factors.
-        rotary_bytes: bytes of such a table for each position and element of the head dim.
-        sequence_parallel: whether tensor parallelism divides the tokens of hidden states.
-        offload: share of what layers keep from forward to backward that lies in the host's memory meanwhile.
-        reshard: whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default:
-            not under pipeline parallelism, where micro-batches add up gradients before they are reduced.
-    """
+    """The settings that memory depends on, besides shape, degrees and lengths."""
 
     checkpointing: Literal["none", "selective", "full"] = "selective"
-    parameter_bytes: int = 4
-    compute_bytes: int = 2
-    optimizer_bytes: int = 8
-    loss_chunks: int = 8
-    window: int = 0
-    rotary_bytes: int = 4
-    sequence_parallel: bool = True
-    offload: float = 0.0
+    parameter_bytes: int = 4  # of a weight as the optimizer keeps it, and of its gradient
+    compute_bytes: int = 2  # of a weight or an activation in forward and backward
+    optimizer_bytes: int = 8  # of a weight's state: AdamW has two moments in float32
+    loss_chunks: int = 8  # pieces of a micro-batch whose logits exist one at a time
+    window: int = 0  # tokens, for which every layer has a table of rotary factors
+    rotary_bytes: int = 4  # of that table for each position and element of the head dim
+    sequence_parallel: bool = True  # whether tensor parallelism divides the tokens of hidden states
+    offload: float = 0.0  # share of what layers keep that lies in the host's memory meanwhile
     reshard: bool | None = None
+    """Whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default: not under
+    pipeline parallelism, where micro-batches add up gradients before they are reduced."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.offload <= 1:
@@ -93,41 +81,25 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """Bytes a token on one GPU, as the module describes them.
+    """Bytes a token on one GPU, as the module describes them; of one layer, where a layer has them."""
 
-    Attributes:
-        hidden, hidden_gathered: s and g above.
-        kept: bytes of one layer from its forward pass to its backward pass.
-        offloaded: bytes of it that lie in the host's memory meanwhile and would be kept otherwise.
-        forward: bytes of the layer whose forward pass runs, besides what it keeps.
-        backward: bytes of the layer whose backward pass runs, besides what it kept, at its fullest moment.
-        attention: the same at the moment of attention's gradients, which go into the cache of slices.
-        waiting: bytes of one layer between the two halves of a split backward pass, besides what it kept:
-            the gradients of its linear layers' and norms' outputs.
-        loss: bytes of the loss, besides the hidden states of which it is, at its softmax's fullest moment.
-        head: the same at the moment of the head's gradient.
-        inputs: token ids, positions and labels, int64, and the order of the keys.
-        cached: K and V of one layer, which a slice leaves to those behind it.
-        cached_gradients: their gradients, added up in float32.
-    """
-
-    hidden: float
-    hidden_gathered: float
-    kept: float
-    offloaded: float
-    forward: float
-    backward: float
-    attention: float
-    waiting: float
-    loss: float
-    head: float
-    inputs: float
-    cached: float
-    cached_gradients: float
+    hidden: float  # s above
+    hidden_gathered: float  # g
+    kept: float  # from the forward to the backward pass
+    offloaded: float  # in the host's memory meanwhile, and not in `kept`
+    forward: float  # while the forward pass runs, besides what is kept
+    backward: float  # while the backward pass runs, besides what was kept, at its fullest moment
+    attention: float  # the same at attention's gradients, which go into the cache of slices
+    waiting: float  # gradients of linear layers' and norms' outputs, between a split backward pass's halves
+    loss: float  # besides its hidden states, at the softmax's fullest moment
+    head: float  # the same at the head's gradient
+    inputs: float  # token ids, positions and labels, int64, and the order of the keys
+    cached: float  # K and V, which a slice leaves to those behind it
+    cached_gradients: float  # in float32
 
     @property
     def kept_in_slices(self) -> float:
-        """All bytes that a layer may keep of a token of a document in slices, besides the pass at hand."""
+        """All that a layer may keep of a sliced document's token, besides the pass at hand."""
         return self.kept + self.cached + self.cached_gradients
 
     @classmethod
@@ -139,12 +111,8 @@ class TokenBytes:
         exchange: Exchange | None = None,
         keys: KeyShares = ALL_KEYS,
     ) -> TokenBytes:
-        """Those of a model at some degrees.
-
-        Args:
-            exchange: of context parallelism; None: all ranks gather keys and values.
-            keys: what a rank has of a micro-batch's keys; of documents in slices all are cached.
-        """
+        """By default all context-parallel ranks gather keys and values. `keys` are a rank's shares of a
+        micro-batch's; of documents in slices all are cached."""
         cp, tp = degrees.context, degrees.tensor
         exchange = exchange or all_gather_exchange(model, tp, cp)
         layer = _Layer(model, degrees, settings, exchange, keys)
@@ -182,12 +150,10 @@ class _Layer:
 
     Attributes:
         keys: K; without context parallelism the rotated keys and a copy of the values.
-        gathering: what collectives bring of them, before it is in order.
-        key_gradients: gradients of K and V, as attention gives them.
-        sent: what a rank sends to the others before attention.
-        outputs: queries, and as many outputs, of the tokens that attention works on, where they are others
-            than the rank's own.
-        exchanged: what `selective` keeps of the ranks' exchange.
+        gathering: the keys and values that collectives bring, before they are put in order.
+        sent: by a rank to the others before attention.
+        outputs: queries, and as many outputs, of attention's tokens where they are not the rank's own.
+        exchanged: the part of the ranks' exchange that `selective` keeps.
         shared_keys: whether context-parallel ranks exchange K and V.
         gathers: whether tensor-parallel ranks gather hidden states.
     """
@@ -229,12 +195,11 @@ class _Layer:
 
     @property
     def qkv(self) -> float:
-        """The output of QKV."""
         return self.q + 2 * self.k
 
     def passes(self, checkpointing: str) -> tuple[float, float, float]:
-        """What is at hand besides what is kept: at the fullest moments of a forward and of a backward pass,
-        and at that of attention's gradients."""
+        """Bytes besides those kept, at the fullest moments of forward and backward and at attention's
+        gradients."""
         s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
         gradients = g + 2 * q + 2 * self.outputs + self.key_gradients
         if checkpointing == "none":
@@ -261,21 +226,21 @@ class _Layer:
 
 
 class FsdpWhole:
-    """Bytes that FSDP has whole on a pipeline rank beside shards: weights for passes, gradients until they
-    are reduced.
+    """Whole weights (for passes) and gradients (until they are reduced) on a pipeline rank, beside FSDP's
+    shards, in bytes.
 
     Under pipeline parallelism micro-batches add up gradients before they are reduced: weights stay gathered
     in the compute type, and gradients add up in the reduction's type from a stage's first backward pass on.
 
-    Without it a layer at a time is whole, and with several sharding ranks the one that is fetched meanwhile.
-    In a backward pass there is one weight's gradient at the fullest moment, the MLP's; the layer's gradients
-    are all there when they are copied to be reduced; and this copy, in the reduction's type, stays while the
-    next layer's backward pass runs. The first backward layer of all has none of it. Where the sharding degree
-    is 1 only a step's last backward pass reduces: in those before it gradients add up in the reduction's
-    type, and layers stay whole until their next forward pass.
+    Without it one layer is whole at a time, and with several sharding ranks the one that is fetched
+    meanwhile. At a backward pass's fullest moment there is one weight's gradient, the MLP's. A layer's
+    gradients are all there when they are copied to be reduced. The copy, in the reduction's type, stays
+    during the next layer's backward pass. With a sharding degree of 1 only a step's last backward pass
+    reduces: before it gradients add up in the reduction's type, and layers stay whole until their next
+    forward pass.
 
     The chunked loss makes the head's gradient in each chunk, in both types, and adds it up. Where embedding
-    and head are one table, FSDP has it once more in the compute type meanwhile, and a shard of its gradient.
+    and head are one table, FSDP then has it once more in the compute type, and a shard of its gradient.
     """
 
     def __init__(
@@ -291,10 +256,9 @@ class FsdpWhole:
         self._layers, self._last = sum(layers), len(layers) - 1
         self._reshards = settings.reshards(degrees)
         self._compute, self._reduced = settings.compute_bytes, settings.parameter_bytes
-        # Of a rank alone whose weights have the compute type the shards are whole weights.
+        # A lone rank's shards are whole weights if they have the compute type.
         self._whole = self._compute if self._shards > 1 or self._compute != self._reduced else 0
-        # Weights in number from here on: of the embedding, of the head by the kind of loss, of the MLP's
-        # largest matrix, of a layer, of each stage.
+        # From here on numbers of weights.
         self._table = model.hidden * model.vocabulary / tensor
         head = self._table if self._last in stages else 0.0
         self._chunked_head, self._plain_head = (head, 0.0) if settings.loss_chunks > 1 else (0.0, head)
@@ -302,7 +266,7 @@ class FsdpWhole:
         if model.tied and 0 in stages:
             self._tied = self._chunked_head * (self._compute + self._reduced / self._shards)
         self._matrix = model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor
-        # A rank gathers its share of a layer: by tensor parallelism, and of experts by expert parallelism.
+        # A rank gathers its share of a layer: of experts by expert parallelism, else by tensor parallelism.
         experts = model.expert_weights if degrees.expert > 1 else 0
         less = experts / tensor - experts / degrees.expert
         self._layer = layer_parameters(model) / tensor - less
@@ -310,7 +274,7 @@ class FsdpWhole:
         self._own_layers = sum(layers[stage] for stage in stages)
 
     def in_pipeline(self, went_back: Collection[int], *, in_loss: bool = False) -> float:
-        """In a pass through a stage of a pipeline; `went_back` has the stages with gradients."""
+        """In a pass through a pipeline's stage; `went_back` has the stages with gradients."""
         result = self._matrix * (self._compute + self._reduced)
         head = self._chunked_head * self._reduced
         if self._shards > 1:
@@ -320,7 +284,7 @@ class FsdpWhole:
             result -= head
         if not self._reshards:
             return result + sum(self._held.values()) * self._whole
-        # The layer at hand and the one that is fetched ahead, and the ends of the model.
+        # The layer at hand, the one fetched ahead, and the model's ends.
         ends = sum(self._held.values()) - self._own_layers * self._layer
         return result + (2 * self._layer + ends) * self._whole
 
@@ -336,22 +300,21 @@ class FsdpWhole:
         yield token.head, whole + head * (2 * self._reduced + copied)
 
     def weights(self, layer: int) -> float:
-        """Without a pipeline: of a layer at hand, and of what is fetched meanwhile; layer 0 is the
-        embedding."""
+        """Without a pipeline: the layer at hand and what is fetched meanwhile, the embedding for layer 0."""
         if not self._reshards:
             return sum(self._held.values()) * self._whole
         fetched = (self._layer if layer else self._table) if self._shards > 1 else 0.0
         return (self._layer + fetched) * self._whole
 
     def in_backward(self, layer: int, *, behind: bool, first: bool, last: bool) -> float:
-        """Without a pipeline: in a layer's backward pass at its fullest moment or, `behind` it, where its
+        """Without a pipeline: at the fullest moment of a layer's backward pass or, `behind` it, while
         gradients are copied or added up; in a step's `first` or `last` backward pass."""
         if self._shards > 1 or last:  # gradients are reduced
             if behind:
                 return self.weights(layer) + self._layer * (self._compute + self._reduced)
             before = self._plain_head if layer == self._layers - 1 else self._layer  # what is being reduced
             return self.weights(layer) + self._matrix * self._compute + before * self._reduced
-        # Weights of this and all later layers, and if they are the first their gradients.
+        # Weights of this and all later layers, and in the first pass their gradients.
         later = self._layers - layer
         kept = later * self._layer * self._whole if self._reshards else self.weights(layer)
         added = (later if behind else later - 1) * self._layer * self._reduced if first else 0.0

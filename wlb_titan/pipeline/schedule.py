@@ -1,13 +1,13 @@
 """The passes of each rank of a pipeline, in order, under torch's schedules.
 
-Actions are forward passes F and backward passes B; zero-bubble schedules run the gradient of the inputs I,
-which the previous stage waits for, apart from the gradient of the weights W, which nobody waits for and which
-fills the gaps (Qi et al., Zero Bubble Pipeline Parallelism). Where layers are recomputed in the backward pass
-B takes the place of I, and there is no W. Two ranks, 1F1B, three micro-batches:
+Actions are forward passes F and backward passes B. Zero-bubble schedules split B: the previous stage waits
+for the gradient of the inputs I, and that of the weights W fills gaps (Qi et al., Zero Bubble Pipeline
+Parallelism). Where layers are recomputed B stays whole, in the place of I. Two ranks, 1F1B, three
+micro-batches:
 
     rank 0: F0 F1 B0 F2 B1 B2        rank 1: F0 B0 F1 B1 F2 B2
 
-The order is that of torch.distributed.pipelining, action for action; a test compares them.
+A test compares the order with torch.distributed.pipelining's, action for action.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ from wlb_titan.errors import PlanError
 from wlb_titan.plan import Action
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-"""Those whose order is known here."""
 
-ONE_STAGE = ("GPipe", "1F1B")
-"""Those that run one stage a rank; the others run several."""
+ONE_STAGE = ("GPipe", "1F1B")  # one stage a rank; the others have several
 
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Those whose stages go down the ranks and back up: rank 0 has the first and the last."""
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages go down the ranks and back up: rank 0 has both ends
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """A pipeline's schedule and size."""
-
-    schedule: str  # one of SCHEDULES, or another of torch's where its order is not asked for
+    schedule: str  # one of SCHEDULES, or any of torch's if nothing asks for its order
     ranks: int  # pipeline-parallel degree
     chunks: int = 1  # stages of each rank; 1 for GPipe and 1F1B, 2 for ZBVZeroBubble
     splits: bool = True  # whether zero-bubble schedules run backward passes in two halves
@@ -43,7 +38,6 @@ class PipelineShape:
         return self.ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
         if self.schedule in V_SHAPED and stage >= self.ranks:
             return self.stages - 1 - stage
         return stage % self.ranks
@@ -53,11 +47,9 @@ class PipelineShape:
 
 
 def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less: int = 1) -> tuple[int, ...]:
-    """How torchtitan divides a model's layers over the stages of a pipeline.
-
-    Embedding and head count as `first_less` and `last_less` layers; what does not divide goes to the first
-    stages. Example: 32 layers on 4 stages are 8, 9, 8 and 7.
-    """
+    """A model's layers on each pipeline stage, as torchtitan divides them: embedding and head count as
+    `first_less` and `last_less` layers, and the first stages get one more where these do not divide evenly.
+    Example: 32 layers on 4 stages are 8, 9, 8 and 7."""
     if stages == 1:
         return (layers,)
     each, more = divmod(layers + first_less + last_less, stages)
@@ -70,7 +62,6 @@ def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less
 
 
 def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterator[Action]:
-    """What a rank runs, in order."""
     _check(shape)
     in_order = _v_shaped if shape.schedule == "ZBVZeroBubble" else _in_turn
     actions = in_order(shape, micro_batches, rank)
@@ -88,7 +79,7 @@ def check_micro_batches(schedule: str, ranks: int, stages: int, n: int) -> None:
 
 
 def micro_batches_in_round(schedule: str, ranks: int, n: int) -> int:
-    """How many micro-batches go through a rank's first stage before its next one gets any."""
+    """Micro-batches that go through a rank's first stage before its next one gets any."""
     if not schedule.startswith("Interleaved"):
         return n
     rounds = max(1, n // ranks)
@@ -121,11 +112,9 @@ def _with_whole_backward(actions: Iterator[Action]) -> Iterator[Action]:
 
 
 def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
-    """A number of forward passes, then forward and backward in turn, then the backward passes that are left.
-
-    With several stages a rank, passes go through them in rounds. With zero bubble, W follows `rank` pairs
-    behind I, so that the ranks that would wait longest at the end have most of it left.
-    """
+    """Some forward passes, then forward and backward in turn, then the backward passes that are left. With
+    several stages a rank, passes go through them in rounds. With zero bubble, W runs `rank` pairs behind I,
+    so that the ranks that would wait longest at the end have most of it left."""
     ranks, chunks = shape.ranks, shape.chunks
     zero_bubble = shape.schedule == "InterleavedZeroBubble"
     ahead, in_round = ranks - 1 - rank, micro_batches_in_round(shape.schedule, ranks, n)
@@ -161,8 +150,7 @@ def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
 
 
 def _v_shaped(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
-    """ZBVZeroBubble. Torch makes the order for at least 2 ranks - 1 micro-batches and leaves out those that
-    there are not."""
+    """Torch makes the order for at least 2 ranks - 1 micro-batches and leaves out those from n on."""
     return (action for action in _v_shaped_full(shape, max(2 * shape.ranks - 1, n), rank) if action.place < n)
 
 

@@ -1,14 +1,14 @@
-"""Whether the calls that all ranks of a job make of their process groups meet, by the rules of NCCL.
+"""Whether all ranks' calls to their process groups meet, by the rules of NCCL.
 
-A rank's calls are played in the order in which it makes them, all ranks at the same time:
+All ranks' calls are played at the same time, each rank's in order:
 
 - A process group is made by all ranks of the job, one group after the other.
-- A group's calls are done in the order in which each member makes them. A collective begins when all members
-  have come to it, with the same kind, dtype and sizes; a rank goes on when its collective is done, since a
-  job that needs two communicators at a time may hang under NCCL.
-- Sends and receives wait in a queue, and the rank goes on. They leave it in order, those that were issued
-  together at the same time, each when the other side has come to it with as many bytes. The queue is the
-  group's, or one for each direction between two ranks where a pipeline's stages have groups of their own.
+- A group's calls run in order. A collective starts when all members have come to it, with the same kind,
+  dtype and sizes; each rank waits until it is done, since a job that needs two communicators at a time may
+  hang under NCCL.
+- Sends and receives wait in a queue, and the rank goes on. They leave it in order, those issued together at
+  the same time, each when the other side has come to it with as many bytes. A group has one queue, or one for
+  each direction between two ranks where a pipeline's stages have groups of their own.
 
 Two ranks that send to each other before they receive, in one queue, wait for ever; gloo lets this pass:
 
@@ -27,15 +27,13 @@ OTHER_SIDE = {SEND: RECEIVE, RECEIVE: SEND}
 
 
 class Call(NamedTuple):
-    """One call that a rank makes of a process group."""
-
     kind: str  # "all-gather", "send", ...
     group: int  # which of the rank's groups
     sent: int = 0  # bytes
     received: int = 0
     dtype: str = ""
-    peer: int = -1  # global rank of the other side, or of a collective's root; -1 without one
-    batch: int = 0  # the same for sends and receives that are issued together; 0: by itself
+    peer: int = -1  # global rank of the other side, or of a collective's root; -1: none
+    batch: int = 0  # equal for sends and receives issued together; 0: by itself
     place: str = ""  # where it is made, for people
 
     def __str__(self) -> str:
@@ -49,14 +47,12 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class RankCalls:
-    """The calls of one rank, in order."""
-
-    made: int  # process groups in the making of which it took part, as a member or not
-    groups: Sequence[tuple[int, ...]]  # global ranks of each group that it is in, in the order of making
-    calls: Sequence[Call]
+    made: int  # process groups that it helped to make, as a member or not
+    groups: Sequence[tuple[int, ...]]  # global ranks of each of its groups, in the order of making
+    calls: Sequence[Call]  # in order
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers, with each place once."""
+        """Plain lists and numbers; each place is written once."""
         places = {call.place: number for number, call in enumerate(self.calls)}
         return {
             "made": self.made,
@@ -67,19 +63,14 @@ class RankCalls:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankCalls:
-        """What `to_json` wrote."""
         places = {number: place for place, number in record["places"].items()}
         calls = [Call._make([*facts, places[place]]) for *facts, place in record["calls"]]
         return cls(record["made"], [tuple(members) for members in record["groups"]], calls)
 
 
 def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None:
-    """What does not meet: a call that ranks make differently, or who waits for whom; None if all calls meet.
-
-    Args:
-        ranks: calls of every rank of the job, by global rank.
-        queue_per_edge: whether each direction between two ranks has a queue of its own.
-    """
+    """A call that ranks make differently, or who waits for whom; None if all calls meet. With
+    `queue_per_edge` each direction between two ranks has a queue of its own."""
     made: dict[int, list[int]] = defaultdict(list)
     for rank, own in ranks.items():
         made[own.made].append(rank)
@@ -90,20 +81,16 @@ def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None
 
 
 class Communicator(NamedTuple):
-    """What has a queue on each of its ranks."""
-
     ranks: tuple[int, ...]  # the group's members, or the two ends of an edge with a queue of its own
-    group: tuple[tuple[int, ...], int]  # its members, and its number among groups of the same members
+    group: tuple[tuple[int, ...], int]  # members, and number among groups with the same ones
 
 
 class _Play:
-    """The calls under way."""
-
     def __init__(self, ranks: Mapping[int, RankCalls], queue_per_edge: bool) -> None:
         self._per_edge = queue_per_edge
         self._groups = {rank: list(_numbered(own.groups)) for rank, own in ranks.items()}
         self._calls = {rank: _with_making(own) for rank, own in ranks.items()}
-        # By communicator and rank what is not done, in order: calls that are issued together.
+        # Calls not yet done, in order; those issued together share a list.
         self._queues: dict[Communicator, dict[int, deque[list[Call]]]] = {}
         # The communicator of the collective that a rank has come to.
         self._blocked: dict[int, Communicator] = {}
@@ -126,7 +113,6 @@ class _Play:
         return self._circle(stuck[0]) if stuck else None
 
     def _queue(self, rank: int, call: Call) -> Communicator:
-        """Puts a call in its queue."""
         group = self._groups[rank][call.group]
         ranks = group[0]
         if call.kind in OTHER_SIDE and self._per_edge:
@@ -142,7 +128,7 @@ class _Play:
         return communicator
 
     def _settle(self, communicator: Communicator) -> tuple[str | None, list[int]]:
-        """Does what can be done in a communicator; what is wrong with it, and the ranks that go on."""
+        """Completes all calls that meet; returns a problem, if any, and the ranks that go on."""
         queues = self._queues[communicator]
         while True:
             heads = {rank: queue[0] for rank, queue in queues.items() if queue}
@@ -165,14 +151,12 @@ class _Play:
                     queues[end].popleft()
 
     def _waiting(self) -> Iterator[tuple[Communicator, int]]:
-        """Communicators and ranks where something is not done."""
         for communicator, queues in self._queues.items():
             for rank, queue in queues.items():
                 if queue:
                     yield communicator, rank
 
     def _circle(self, rank: int) -> str:
-        """Who waits for whom, from a rank on."""
         seen: list[int] = []
         lines: list[str] = []
         while rank not in seen:
@@ -192,7 +176,6 @@ class _Play:
         return "; ".join([*lines, f"and so on from rank {rank}"]) + "."
 
     def _held_up(self, rank: int) -> Communicator | None:
-        """Where a rank waits: in a collective, or else in a queue."""
         if rank in self._blocked:
             return self._blocked[rank]
         return next((one for one, waiting in self._waiting() if waiting == rank), None)
@@ -204,7 +187,6 @@ class _Play:
 
 
 def _numbered(groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Each group's members, and its number among those of the same members."""
     seen: dict[tuple[int, ...], int] = defaultdict(int)
     for members in groups:
         yield members, seen[members]
@@ -212,13 +194,12 @@ def _numbered(groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ..
 
 
 def _with_making(own: RankCalls) -> Iterator[Call]:
-    """A rank's calls after the making of its groups, which all members take part in in one order."""
+    """A rank's calls, after the making of its groups in order."""
     yield from (Call(MAKING, number) for number in range(len(own.groups)))
     yield from own.calls
 
 
 def _pairs(heads: Mapping[int, list[Call]]) -> Iterator[tuple[tuple[int, Call], tuple[int, Call]]]:
-    """Sends, with their ranks, and the receives that they meet."""
     for rank, calls in heads.items():
         for call in calls:
             if call.kind == SEND:
@@ -229,7 +210,7 @@ def _pairs(heads: Mapping[int, list[Call]]) -> Iterator[tuple[tuple[int, Call], 
 
 
 def _difference(calls: Mapping[int, Call]) -> str | None:
-    """In what the members of a collective differ; `calls` by rank."""
+    """How the members' calls of one collective differ, by rank."""
     (first, one), *others = calls.items()
     for rank, other in others:
         if _facts(other) != _facts(one):
@@ -241,7 +222,7 @@ def _difference(calls: Mapping[int, Call]) -> str | None:
 
 
 def _facts(call: Call) -> tuple[object, ...]:
-    """What is the same for all members of a collective."""
+    """What all members of a collective must agree on."""
     uneven = call.kind in ("all-to-all", "gather", "scatter")
     return call.kind, call.dtype, call.peer, *(() if uneven else (call.sent, call.received))
 

@@ -1,14 +1,13 @@
 """The choice of `policy = "auto"`: the policy that is predicted fastest among those that fit memory.
 
-Every candidate plans the job's first documents, and its steps are simulated, after some in which queues fill.
-`[wlb.packing]` and `[wlb.sharding]` are chosen together where both are `auto`, as the one changes what the
-other is worth: packing to equal work leaves context-parallel ranks less to balance, or more. `plain` is among
-the candidates, so nothing that is chosen is predicted to be slower. Not tried is what plans by a clock
-(`fixed_solver`): a trial would take as long as many steps.
+Every candidate plans the job's first documents; its steps are simulated, after some in which queues fill.
+`[wlb.packing]` and `[wlb.sharding]` are chosen together where both are `auto`, as packing to equal work
+changes what context-parallel ranks have to balance. With `plain` as a candidate nothing slower is chosen.
+Policies that plan by a clock (`fixed_solver`) are not tried: a trial would take as long as many steps.
 
-Steps are compared by the model's FLOPs a second. Tokens a second would not tell in so few steps whether a
-policy is fast or holds back long documents, which have more work in fewer tokens. In a large job only as many
-data-parallel ranks are planned as have `MOST_MICRO_BATCHES`, and stand for the others.
+Steps are compared by the model's FLOPs a second: by tokens a second a policy that holds back long documents,
+which have more work in fewer tokens, would look fast over a few steps. In a large job the data-parallel ranks
+of `MOST_MICRO_BATCHES` are planned, and stand for the others.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ STEPS = 16  # steps by which candidates are compared
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a policy's steps follow from, besides the policy: documents, and a job, whose own policies lend
-    their settings to others that have them too."""
+    """Documents and a job to simulate under any policy. The job's own policies lend their settings to others
+    that have them too."""
 
     job: Job
     documents: Documents
@@ -46,11 +45,11 @@ class Scenario:
     )
 
     def under(self, policy: Policy) -> Job:
-        """The job under a policy, made once, as much that it knows takes long to find; `auto` is chosen."""
+        """The job under a policy, with `auto` resolved; kept, as much that it knows takes long to find."""
         return self._decided(policy)[0]
 
     def choice(self, policy: Policy) -> Choice | None:
-        """What `auto` stands for in a policy; None in one without it."""
+        """What `auto` stands for in a policy; None without it."""
         return self._decided(policy)[1]
 
     def _decided(self, policy: Policy) -> tuple[Job, Choice | None]:
@@ -64,28 +63,26 @@ class Scenario:
         return self.under(policy).plans(self.documents, steps, after=warm_up)
 
     def simulate(self, policy: Policy, plans: list[Plan]) -> Prediction:
-        """What these plans take under the policy that made them."""
         return simulate(self.under(policy), plans)
 
     def predict(self, policy: Policy, steps: int) -> Prediction:
         return self.simulate(policy, self.plans(policy, steps))
 
     def on(self, job: Job) -> Scenario:
-        """These documents in another job."""
         return replace(self, job=job)
 
 
 def network_sensitivity(
     scenario: Scenario, plans: dict[Policy, list[Plan]], factor: float
 ) -> dict[Policy, float]:
-    """FLOP/s of each policy's same plans when the network between nodes is `factor` times slower."""
+    """FLOP/s of each policy's plans when the network between nodes is `factor` times slower."""
     slower = scenario.on(scenario.job.on(scenario.job.cluster.slower_network(factor)))
     return {policy: slower.simulate(policy, planned).flops_per_second for policy, planned in plans.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A policy that `auto` may stand for, and what its steps are predicted to be; nan where it cannot run."""
+    """A policy that `auto` may stand for, and its predicted steps; nan where it cannot run."""
 
     policy: Policy
     seconds: float = nan  # of a step, mean
@@ -101,18 +98,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `auto` stands for in a job."""
-
     undecided: Job
     candidates: tuple[Candidate, ...]  # the fastest first, those that cannot be chosen last
 
     @property
     def job(self) -> Job:
-        """The job under the first of the candidates."""
         return self.undecided.under(self.candidates[0].policy)
 
     def rows(self) -> list[dict[str, str]]:
-        """Headings and cells of those that are predicted; `!` where memory does not suffice."""
+        """Headings and cells of candidates with a prediction; `!` where memory does not suffice."""
         peak = self.undecided.cluster.peak_flops * self.undecided.degrees.ranks
         best = self.candidates[0].flops_per_second
         return [
@@ -129,13 +123,12 @@ class Choice:
         ]
 
     def remarks(self) -> list[str]:
-        """What is chosen, and why others could not be."""
         named = [f"{one.policy} {one.problem}" for one in self.candidates if one.problem]
         return [f"auto is {self.candidates[0].policy}, by predicted MFU.", *named]
 
 
 def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) -> Choice:
-    """Predicts the policies that a job may have in place of `auto`, on one rank for all."""
+    """Predicts the policies that a job may have instead of `auto`, on one rank for all."""
     # Without context parallelism all shardings are alike.
     shardings = _names(job.sharding)[: None if job.degrees.context > 1 else 1]
     policies = [
@@ -169,7 +162,6 @@ def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) 
 
 
 def predicted(job: Job, policy: Policy, documents: Documents) -> Candidate:
-    """The steps of a job under one policy."""
     try:
         job = job.under(policy)
         sample = job.sample(MOST_MICRO_BATCHES)
@@ -189,7 +181,6 @@ def predicted(job: Job, policy: Policy, documents: Documents) -> Candidate:
 
 
 def _problem(job: Job, memory: float) -> str:
-    """Why a job that needs this much memory cannot run, as far as it says so."""
     if isnan(memory):
         return "cannot run, for a reason that rank 0 gives"
     if job.memory_unknown or memory <= job.fitting.usable:
@@ -198,5 +189,5 @@ def _problem(job: Job, memory: float) -> str:
 
 
 def _names(config: PluginConfig) -> list[str]:
-    """The names that a section may have: its own, or for `auto` those of its family."""
+    """The section's own name, or for `auto` those of its family."""
     return config.family.candidates if config.owner.automatic else [config.name]

@@ -1,14 +1,12 @@
 """The passes of a step, put together from measurements of some of its ranks.
 
-- A rank that ran alone (`wlb-titan rehearse`) measured how long its passes compute, and which collectives
-  they ask for. These take what the cluster takes for their bytes: those of tensor parallelism, and all others
-  too where communication does not overlap with passes. Whatever else a pass would wait for is added as
-  predicted.
-- A pass of a rank that did not run takes its predicted time, scaled by measured over predicted for the same
-  micro-batch on the most similar stage that ran (stages of equal layers take the same), or for all
-  micro-batches of that stage where this one did not run.
-- Context- and tensor-parallel ranks that ran wait for each other in every collective, so that between two
-  collectives the slower one counts. So do FSDP's ranks where nothing hides its collectives. If the slowest
+- A rank that ran alone (`wlb-titan rehearse`) measured how long its passes compute and which collectives
+  they call. Collectives of tensor parallelism, and all others too where communication does not overlap with
+  passes, take the cluster's time for their bytes. Other waiting is added as predicted.
+- A pass of a rank that did not run takes its predicted time, scaled by measured over predicted of the same
+  micro-batch on the most similar stage that ran, or of all micro-batches there if this one did not run.
+- Context- and tensor-parallel ranks that ran wait for each other in every collective, so the slowest counts
+  between two collectives. So do FSDP's ranks where nothing hides its collectives. If the slowest
   context-parallel rank did not run, another is scaled to it.
 """
 
@@ -28,26 +26,21 @@ from wlb_titan.packing.predicted import pass_seconds
 from wlb_titan.plan import MicroBatch, Plan
 
 ROWS = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
-"""Rows of `seconds` (0 forward, 1 inputs, 2 weights) that a kind of pass covers. Several are given the shares
-that are predicted."""
-TINY = 1e-30  # seconds; in the place of none in a denominator
+"""Rows of `seconds` (0 forward, 1 inputs, 2 weights) that a kind of pass covers, in predicted shares."""
+TINY = 1e-30  # seconds; instead of 0 in a denominator
 
 
 class Pass(NamedTuple):
-    """One pass of one micro-batch through one stage.
-
-    Its kind is F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of
-    inputs and of weights alone, FB a whole micro-batch without pipeline parallelism.
-    """
-
     kind: str
+    """F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of inputs
+    and of weights alone, FB a whole micro-batch without pipeline parallelism."""
     stage: int
-    micro_batch: int  # in the order in which this data-parallel rank runs the step's
+    micro_batch: int  # number in this data-parallel rank's step
     start: float  # seconds since the timer was switched on
     seconds: float
     computed: float | None = None  # processor time of the thread that ran it; None on an accelerator
     pieces: Sequence[float] = ()  # `seconds` divided where collectives were; empty: not measured
-    waited: float | None = None  # seconds that its collectives are waited for; None: not known
+    waited: float | None = None  # seconds of waiting for its collectives; None: not known
 
     @property
     def end(self) -> float:
@@ -56,8 +49,6 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step of one rank."""
-
     dp: int
     cp: int
     passes: Sequence[Pass]  # all that it ran, with no communication in them
@@ -66,7 +57,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPasses:
-    """What takes the place of predicted passes, with the micro-batches of all steps in the plans' order."""
+    """Replaces predicted passes; the micro-batches of all steps in the plans' order."""
 
     seconds: Floats  # (3, stages, micro-batches), as of `pass_seconds`
     known: Bools  # (stages, micro-batches): whether a rank with this pass ran
@@ -75,7 +66,7 @@ class MeasuredPasses:
     rest: Job  # without the communication that was counted
 
     def of(self, steps: Sequence[int]) -> MeasuredPasses:
-        """Some of the steps, by rising number."""
+        """Some of the steps, in rising order."""
         own = np.isin(self.step, steps)
         numbers = np.searchsorted(steps, self.step[own])
         return replace(
@@ -92,7 +83,7 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     quiet = job.on(without_waiting(job.cluster))
     packs = [m for plan in plans for m in plan.micro_batches]
     step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
-    # Collectives that were counted are not predicted once more.
+    # Collectives that were counted are not predicted as well.
     rest = job
     if any(one.waited is not None for ranks in steps for rank in ranks for one in rank.passes):
         rest = replace(job, tensor_overlap=1.0) if job.overlap else quiet
@@ -113,22 +104,13 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
 
 
 def without_waiting(cluster: Cluster) -> Cluster:
-    """This cluster with communication that takes no time."""
     free = Link(float("inf"), 0.0)
     return replace(cluster, node=free, network=free)
 
 
 class _Found:
-    """What ranks measured of forward passes, inputs and weights.
-
-    Args:
-        packs: micro-batches of all steps.
-        step: the step of each.
-
-    Attributes:
-        passes: float64 (3, stages, micro-batches), nan where none ran.
-        predicted: what is predicted of the ranks that ran it, the most of them, in the same shape.
-    """
+    """`passes` that ran, float64 (3, stages, micro-batches), else nan; and `predicted`, their predictions: of
+    several ranks that ran a pass the most."""
 
     def __init__(self, job: Job, packs: Sequence[MicroBatch], step: Sequence[int]) -> None:
         self.passes = np.full((3, len(job.layers), len(step)), np.nan)
@@ -140,13 +122,13 @@ class _Found:
         self._meeting = 1 if job.overlap or job.degrees.pipeline > 1 else job.degrees.shard
 
     def add(self, step: int, ranks: Sequence[MeasuredStep], own: Mapping[int, Floats]) -> None:
-        """One step of its ranks; `own` is what is predicted of the passes of a context-parallel rank."""
+        """One step's ranks; `own` has the predicted passes of each context-parallel rank."""
         ran: dict[tuple[int, str, int, int], list[tuple[MeasuredStep, Pass]]] = defaultdict(list)
         for rank in ranks:
             for one in rank.passes:
                 ran[rank.dp // self._meeting, one.kind, one.stage, one.micro_batch].append((rank, one))
         for (_, kind, stage, micro_batch), of_pass in ran.items():
-            # A loss is of forward passes, unless backward passes have micro-batches of their own.
+            # A loss counts as forward, unless backward passes have micro-batches of their own.
             rows = ROWS["R" if kind == "L" and self._apart else kind]
             seconds = _together([one for _, one in of_pass]) + max(one.waited or 0.0 for _, one in of_pass)
             for dp in {rank.dp for rank, _ in of_pass}:
@@ -156,14 +138,12 @@ class _Found:
                 self.predicted[where] = predicted
 
     def scaled(self, slowest: Floats) -> Floats:
-        """The passes, float64 (3, stages, micro-batches), scaled to the slowest context-parallel rank where
-        only others ran; `slowest` is what is predicted of it."""
+        """`passes`, scaled where the slowest context-parallel rank, predicted as `slowest`, did not run."""
         mine = np.where(self.predicted > 0, self.predicted, slowest)
         return self.passes * np.maximum(slowest / np.maximum(mine, TINY), 1.0)
 
 
 def _together(ran: Sequence[Pass]) -> float:
-    """Seconds of one pass on ranks that wait for each other in every collective."""
     pieces = [one.pieces or [one.seconds] for one in ran]
     if len({len(own) for own in pieces}) > 1:  # some have more collectives
         return max(one.seconds for one in ran)
@@ -171,7 +151,7 @@ def _together(ran: Sequence[Pass]) -> float:
 
 
 def _filled(found: Floats, predicted: Floats, layers: Sequence[int]) -> Floats:
-    """float64 (stages, micro-batches), with what did not run in place of nan."""
+    """float64 (stages, micro-batches), with estimates of passes that did not run."""
     filled = found.copy()
     ran = np.isfinite(found)
     sources = [stage for stage in range(len(layers)) if ran[stage].any()]
@@ -187,6 +167,6 @@ def _filled(found: Floats, predicted: Floats, layers: Sequence[int]) -> Floats:
 
 
 def _unlike(stage: int, other: int, layers: Sequence[int]) -> tuple[bool, bool, int, int]:
-    """How different two stages are: in being the last, which has the head, in layers, in place."""
+    """How different two stages are: whether one of them has the head, then by layers, then by place."""
     last = len(layers) - 1
     return stage != other, (stage == last) != (other == last), abs(layers[stage] - layers[other]), other

@@ -1,16 +1,15 @@
 """Degrees, schedules and policies that fit memory, ranked by predicted FLOPs per second.
 
 Degrees of tensor and context parallelism are powers of two, tensor parallelism within a node and a divisor of
-the heads; pipelines have at most a stage for every layer; what is left is data parallelism. Where there are
-experts, expert parallelism takes powers of two of these ranks. All are tried under the schedules of
-`SEARCHED`, with as many stages a rank as they and the layers allow, up to `MOST_CHUNKS`. Balanced packing
-gets the longest micro-batches that fit, up to two context windows, as everywhere.
+the heads; pipelines have at most a stage for every layer; what is left is data parallelism. Expert
+parallelism takes powers of two of these ranks. Each is tried under the schedules of `SEARCHED`, with as many
+stages a rank as they and the layers allow, up to `MOST_CHUNKS`. Balanced packing gets the longest
+micro-batches that fit, up to two context windows, as everywhere.
 
-Hundreds of candidates are too many to plan. So each first gets a step of N equal micro-batches, with the work
-of an average window shared equally by all ranks, which takes milliseconds. Hardly a policy does better than
-that. Candidates are planned from the most promising on, and the search ends where even perfect balance would
-be slower than the fastest found, but not before `LEAST` of them fit. One whose plain micro-batches do not fit
-memory is left out before it is planned.
+Hundreds of candidates are too many to plan. So each first gets a step of N equal micro-batches, an average
+window's work shared equally by all ranks: that takes milliseconds, and hardly any policy is faster.
+Candidates whose plain micro-batches fit memory are planned, the most promising first, until perfect balance
+would be slower than the fastest found and at least `LEAST` of them fit.
 """
 
 from __future__ import annotations
@@ -38,10 +37,8 @@ SAMPLE = 4096  # documents whose mean work stands for all
 
 
 class Search(NamedTuple):
-    """What a search came to."""
-
-    found: list[Prediction]  # of candidates that fit, the fastest first, each with its `job`
-    configured: Prediction | None  # the job as it was given, under the policy that is fastest there
+    found: list[Prediction]  # candidates that fit, the fastest first, each with its `job`
+    configured: Prediction | None  # the given job, under its fastest policy
     untried: int  # candidates for which there was no time
 
 
@@ -52,11 +49,7 @@ def search(
     steps: int,
     goes_on: Callable[[str], bool] = lambda what: True,
 ) -> Search:
-    """Tries the ways to run a job on `gpus` with all policies.
-
-    Args:
-        goes_on: asked before a candidate is planned whether there is time for it; gets its name.
-    """
+    """Tries the ways to run a job; `goes_on`, asked with a way's name, says if there is time to plan it."""
     window = _average_window(scenario)
     bounds: list[tuple[float, Job]] = []
     for job in candidates(scenario.job, gpus):
@@ -89,7 +82,6 @@ def search(
 
 
 def candidates(job: Job, gpus: int) -> Iterator[Job]:
-    """The job at all degrees that multiply to `gpus`, in every schedule."""
     for degrees in degrees_of(job, gpus):
         for schedule, chunks in _schedules(job, degrees):
             yield at_degrees(job, degrees, schedule, chunks)
@@ -124,7 +116,7 @@ def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
 
 
 def at_degrees(job: Job, degrees: Degrees, schedule: str, chunks: int) -> Job:
-    """The job at other degrees, its attention divided accordingly and each replica's step in one run."""
+    """The job at other degrees, with each replica's step in one run."""
     attention = job.attention
     if attention is not None:
         attention = replace(attention, heads=job.model.heads // degrees.tensor)
@@ -141,7 +133,7 @@ def at_degrees(job: Job, degrees: Degrees, schedule: str, chunks: int) -> Job:
 
 
 def _schedules(job: Job, degrees: Degrees) -> Iterator[tuple[str, int]]:
-    """Schedules and stages a rank. Zero bubble is 1F1B where backward passes are not split."""
+    """Schedules, and stages a rank. Without split backward passes zero bubble is 1F1B."""
     if degrees.pipeline == 1:
         yield "1F1B", 1
         return
@@ -154,7 +146,7 @@ def _schedules(job: Job, degrees: Degrees) -> Iterator[tuple[str, int]]:
 
 
 def _average_window(scenario: Scenario) -> list[float]:
-    """An average window: tokens, seconds of both passes of attention on one head, the model's FLOPs."""
+    """Tokens, seconds of attention's forward and backward on one head, the model's FLOPs."""
     job = scenario.job
     lengths = scenario.documents.mixture().sample()[:SAMPLE]
     whole, rest = lengths // job.window, lengths % job.window
@@ -165,8 +157,7 @@ def _average_window(scenario: Scenario) -> list[float]:
 
 
 def _if_balanced(job: Job, window: list[float]) -> float:
-    """FLOPs per second of a step of equal micro-batches whose attention context parallelism shares equally.
-    Nothing travels, as under `hybrid` nothing may have to."""
+    """FLOP/s of equal micro-batches, of which nothing travels, as under `hybrid` nothing may have to."""
     share = job.latency.heads / job.degrees.context
     tokens, forward, backward, flops = (np.full((job.replica_micro_batches, 1), value) for value in window)
     none = np.zeros_like(tokens)
@@ -175,7 +166,6 @@ def _if_balanced(job: Job, window: list[float]) -> float:
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Prediction]:
-    """The job under each policy, those that are possible and fit."""
     found: list[Prediction] = []
     for policy in policies if scenario.job.fitting.windows_fit else ():
         with suppress(PlanError):
@@ -184,7 +174,7 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Predi
 
 
 def pipeline_words(job: Job) -> str:
-    """Schedule and stages a rank, such as "Interleaved1F1B x 4", or that there is none."""
+    """Schedule and stages a rank: "Interleaved1F1B x 4"."""
     if job.degrees.pipeline == 1:
         return "no pipeline"
     return job.schedule + (f" x {job.chunks}" if job.chunks > 1 else "")

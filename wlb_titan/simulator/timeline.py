@@ -31,17 +31,11 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backw
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Activations of one pipeline rank over a step.
-
-    Attributes:
-        rank: pipeline-parallel rank.
-        seconds: float64 (actions,), when each of its actions ends.
-        bytes_: float64 (actions,), of activations that it holds from then on.
-    """
+    """Activations of one pipeline rank over a step."""
 
     rank: int
-    seconds: Floats
-    bytes_: Floats
+    seconds: Floats  # (actions,), when each of its actions ends
+    bytes_: Floats  # (actions,), that it holds from then on
 
 
 Step = tuple[list[Span], list[MemoryCurve]]
@@ -54,15 +48,8 @@ def step_timeline(
     dp_rank: int | None = None,
     measured: MeasuredPasses | None = None,
 ) -> Step:
-    """The step of one data-parallel replica.
-
-    Args:
-        dp_rank: the replica; None takes the one that takes longest.
-        measured: the step's passes, in place of predicted ones; those of ranks that ran say so.
-
-    Returns:
-        A slice for each pass, on the track of its pipeline rank, and each rank's memory.
-    """
+    """A span for each pass of one data-parallel replica, by default the slowest, on its pipeline rank's
+    track, and ranks' memory. `measured` passes replace predicted ones; those of ranks that ran say so."""
     number = len(plan.of_rank(0))
     run = number if plan.flows is not None else job.run or number
     times, tokens = planned_times(job, plan.micro_batches, run)
@@ -85,8 +72,6 @@ def step_timeline(
 
 
 class _Picture:
-    """Spans and curves of a replica, run after run."""
-
     def __init__(self, job: Job, name: str) -> None:
         self._job, self._name = job, name
         self._spans: list[Span] = []
@@ -100,7 +85,6 @@ class _Picture:
         return self._spans, [MemoryCurve(rank, *curve) for rank, curve in enumerate(curves)]
 
     def add(self, replica: Replica, ends: Floats, known: Bools | None) -> None:
-        """A run, behind those before it."""
         job, memory, here = self._job, self._job.packing.rank_memory, replica.micro_batches
         packs = held(job, here)
         kept = [
@@ -136,14 +120,12 @@ class _Picture:
 
 
 def _origin(action: Action, known: Bools | None) -> dict[str, str]:
-    """Where the time of a pass is from, where some were measured."""
     if known is None:
         return {}
     return {"time": MEASURED if known[action.stage, action.place] else "of a like pass"}
 
 
 def _facts(micro_batch: MicroBatch) -> dict[str, Any]:
-    """What a timeline says of a micro-batch."""
     facts: dict[str, Any] = {
         "tokens": micro_batch.length,
         "documents": len(micro_batch.documents),
@@ -156,7 +138,6 @@ def _facts(micro_batch: MicroBatch) -> dict[str, Any]:
 
 
 def _slices_of(micro_batch: MicroBatch) -> dict[str, Any]:
-    """What a timeline says of a MicroPack: its formation state and the tokens of its slices."""
     if micro_batch.slices is None:
         return {}
     lengths = micro_batch.lengths

@@ -1,11 +1,11 @@
 """Spans of time, predicted or measured, as a trace that Perfetto opens; and a replay of a traced step.
 
-The file is in the trace event format of Chrome, JSON that ui.perfetto.dev and chrome://tracing read.
+The file is JSON in Chrome's trace event format, for ui.perfetto.dev and chrome://tracing.
 
-Processes that share cores wait for each other where they would not have to, and what else runs on a machine
-slows them down. Each pass' own processor time has neither in it. So a replay puts a step together from these
-times as the simulator puts one together from predicted ones: every rank runs its passes in the order in which
-it ran them, each as soon as its data is there, which takes no time on its way.
+Processes that share cores slow each other down, and so does all else that runs on their machine. A pass's own
+processor time does not include that. So a replay puts a step together from these times, as the simulator does
+from predicted ones: every rank runs its passes in their traced order, each as soon as its data is there.
+Transfers take no time.
 """
 
 from __future__ import annotations
@@ -25,27 +25,23 @@ from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action
 
-COMPUTED = "processor_seconds"
-"""The argument of a span with its thread's own time on a CPU: waiting and others' work are not in it."""
+COMPUTED = "processor_seconds"  # argument of a span: its thread's own time on a CPU, without waiting
 
-MEASURED = "measured"
-"""The argument `time` of a pass that ran itself, where others did not."""
+MEASURED = "measured"  # value of the argument `time` of a pass that ran, where others did not
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work."""
-
-    process: str  # the first level of the picture, such as `step 12` or `wlb`
-    track: str  # the line within it, such as `pp 0`
-    name: str  # such as `F3`
+    process: str  # the first level of the picture: `step 12`, `wlb`
+    track: str  # the line within it: `pp 0`
+    name: str  # for a pass its kind and place: `F3`
     start: float  # seconds from the start of the trace
     duration: float
     args: Mapping[str, float | int | str] = field(default_factory=dict)  # what a click on the span shows
 
 
 def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
-    """Writes the spans to `path`; processes and tracks appear in the order of their first spans."""
+    """Writes a file with processes and tracks in the order of their first spans."""
     processes: dict[str, int] = {}
     tracks: dict[tuple[str, str], int] = {}
     events: list[dict[str, Any]] = []
@@ -57,14 +53,13 @@ def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
         events.append({**place, **times, "args": dict(span.args)})
     names = [_name("process_name", number, 0, name) for name, number in processes.items()]
     names += [_name("thread_name", processes[p], number, name) for (p, name), number in tracks.items()]
-    new = f"{os.fspath(path)}.new"  # who reads never finds a part
+    new = f"{os.fspath(path)}.new"  # readers never find half a file
     with open(new, "w") as file:
         json.dump({"displayTimeUnit": "ms", "traceEvents": names + events}, file)
     os.replace(new, path)
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:
-    """The spans that `write_trace` wrote to `path`, in its order."""
     try:
         with open(path) as file:
             events = json.load(file)["traceEvents"]
@@ -93,11 +88,8 @@ PASS = re.compile(r"(FB|[FLBIW])(\d+)")
 
 
 def replayed_seconds(spans: Sequence[Span]) -> float | None:
-    """Seconds of the passes of a traced step, as if each process had a device of its own.
-
-    None where it cannot be told: passes without processor time (those of an accelerator), or others than
-    forward and backward ones.
-    """
+    """Seconds of a traced step's passes, as if each process had a device of its own; None where a pass has no
+    processor time (on an accelerator) or is neither forward, backward nor loss."""
     replicas: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if COMPUTED not in span.args or not PASS.fullmatch(span.name):
@@ -114,7 +106,7 @@ def replayed_seconds(spans: Sequence[Span]) -> float | None:
 
 
 def _pipeline(spans: Sequence[Span]) -> float:
-    """Seconds of one replica. Ranks that share a pipeline rank's passes count as the slowest of them."""
+    """Seconds of one replica; of ranks that share a pipeline rank's passes the slowest counts."""
     ranks: dict[int, dict[Action, float]] = defaultdict(dict)
     losses: dict[tuple[int, int], float] = defaultdict(float)
     for span in sorted(spans, key=lambda one: one.start):
@@ -143,12 +135,11 @@ def _pipeline(spans: Sequence[Span]) -> float:
 
 
 def _rank(track: str) -> int:
-    """The pipeline rank that a track names; 0 without a pipeline."""
     words = track.split()
     return int(words[words.index("pp") + 1]) if "pp" in words else 0
 
 
 def _schedule(ranks: dict[int, dict[Action, float]]) -> str:
-    """A schedule that lays stages out as these ranks have them: in turn, or there and back again."""
+    """A schedule with these ranks' layout of stages: in turn, or there and back again."""
     back = any(action.stage == len(ranks) for action in ranks[len(ranks) - 1]) and len(ranks) > 1
     return "ZBVZeroBubble" if back else "1F1B"
