@@ -92,7 +92,7 @@ def check_place(folder: Path) -> None:
 
 
 def note_beginning(folder: Path, config: str, step: int) -> None:
-    """Writes the settings of a run into its dump folder; at step 0 moves an earlier run's files aside first."""
+    """Writes a run's settings into its dump folder; at step 0 moves an earlier run's files aside first."""
     try:
         if step == 0:
             _move_former_aside(folder)
