@@ -118,8 +118,7 @@ def advise_checkpointing(job: Job) -> list[str]:
 
 
 def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
-    """The peak of each pipeline rank in GiB. Every rank calls it; the collective also compares the `digest` of
-    their plans.
+    """The peak of each pipeline rank in GiB. Every rank calls it; it also compares the `digest` of plans.
 
     On an accelerator: allocated memory since the last report; on the CPU: the process's resident memory.
     """
