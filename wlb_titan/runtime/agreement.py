@@ -82,8 +82,7 @@ def agreed_beginning(config: TrainerConfig) -> Beginning:
 
 
 def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
-    """The cluster to plan for on GPUs of these names and bytes: the first's hardware, with the least memory.
-    Also a warning, or an empty string."""
+    """The cluster of the first of these GPUs (name, bytes), with the least memory of all; and a warning."""
     names, cluster = {name for name, _ in gpus}, cluster_of_gpu(gpus[0][0], min(bytes_ for _, bytes_ in gpus))
     if len(names) == 1 and cluster_of_device(*names):
         return cluster, ""
@@ -129,7 +128,7 @@ def _gathered(mine: Any) -> list[Any]:
 
 
 def set_timeouts(seconds: int, without: dist.ProcessGroup | None = None) -> None:
-    """Sets the timeout of all process groups of this rank but one; torchtitan leaves out some of them."""
+    """Sets the timeout of this rank's process groups, of which torchtitan leaves out some."""
     for group in process_groups():
         if group is not without:
             dist.set_timeout(timedelta(seconds=seconds), group)
@@ -141,11 +140,8 @@ def first_timeout(comm: CommConfig) -> int:
 
 
 def train_timeout(config: TrainerConfig, job: Job) -> tuple[int, str]:
-    """Seconds after which a collective is given up in training, and the reason.
-
-    The user's `comm.train_timeout_seconds`; otherwise torchtitan's default or ten predicted steps, whichever
-    is longer, plus the time for compiling and for the solver.
-    """
+    """Seconds after which a collective is given up in training, and the reason: the user's setting, or the
+    longer of torchtitan's default and ten predicted steps, plus time for compiling and for the solver."""
     default = CommConfig().train_timeout_seconds
     if config.comm.train_timeout_seconds != default:
         return config.comm.train_timeout_seconds, "as comm.train_timeout_seconds says"

@@ -27,14 +27,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Beginning:
-    """The checkpoint to go on from."""
-
     step: int  # of the newest whole checkpoint; -1: none
     broken: tuple[tuple[int, str], ...] = ()  # newer ones: step and damage
 
 
 def beginning(config: TrainerConfig) -> Beginning:
-    """The checkpoint of its own that a run goes on from."""
+    """The newest whole checkpoint of a run, or the one that it names."""
     checkpoint = config.checkpoint
     folder = Path(config.dump_folder) / checkpoint.folder
     if not checkpoint.enable or checkpoint.create_seed_checkpoint:
@@ -90,11 +88,8 @@ def damage(checkpoint: Path) -> str:
 
 
 def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -> str:
-    """Saves a run that stops before its last step; returns in words what is saved.
-
-    Args:
-        new: whether this process trained the step.
-    """
+    """Saves a run that stops before its last step; `new`: whether this process trained the step. Returns a
+    sentence for the log."""
     if not checkpointer.enable or checkpointer.load_only:
         return "nothing is saved, as checkpoint.enable = false or load_only = true"
     saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
@@ -123,11 +118,8 @@ def exported(config: TrainerConfig, step: int) -> Path | None:
 
 
 def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseException:
-    """The user's error behind one of torch's checkpointing; the error itself if there is none.
-
-    Args:
-        saving: whether the run had started; before that, a checkpoint is loaded.
-    """
+    """The user's error behind one of torch's checkpointing, or else the error itself. Before a run has
+    started (`saving`), a checkpoint is loaded."""
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, UserError):
@@ -151,7 +143,6 @@ def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseExcept
 
 
 def _steps(folder: Path) -> list[int]:
-    """Steps whose checkpoint was finished."""
     if not folder.is_dir():
         return []
     names = [(path, re.fullmatch(r"step-(\d+)", path.name)) for path in folder.iterdir()]

@@ -14,8 +14,7 @@ Overridden or set on classes of torch and torchtitan, without an import, and cov
   (`runtime/pipeline/regroup.py`). Without them: no asymmetric partition.
 - `Decoder._skip_lm_head`: whether the last stage makes logits. Without it: forward passes under the
   asymmetric partition make logits that nobody needs.
-- `PipelineStage._user_meta`: all shapes, so that torch infers none.
-  Without it: pass `input_args` and `output_args` to torch's constructor.
+- `PipelineStage._user_meta`: all shapes, so that torch infers none. Without it: `input_args`, `output_args`.
 - `PipelineScheduleMulti._initialize_stages`, `PipelineStage._inference_mode`: how a new schedule connects the
   ranks of its stages. Without them: each step in slices waits for that.
 - `CheckpointWrapper.checkpoint_fn`: sets the early stop that torchtitan leaves out. Without it: one more
@@ -44,8 +43,7 @@ import torch.distributed as dist
 # graph for each length with a single document.
 from torch._dynamo.decorators import mark_unbacked
 
-# For `KeepInputs`, which is not needed any more once Inductor's `remove_no_ops` leaves the tags of a graph's
-# inputs alone.
+# For `KeepInputs`. Not needed once Inductor's `remove_no_ops` leaves the tags of a graph's inputs alone.
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
 
 # Tensors with shapes and without memory, on which a dry run runs. Without them: no dry run; torch.compile
@@ -62,8 +60,7 @@ from torch._subclasses.fake_tensor import (
 # And the all-to-all of Ulysses, with its gradient. Without it: an autograd function of two of dist's own.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single_autograd
 
-# Wraps a layer without changing the names of its weights. Without it: a module of our own, and its prefix in
-# the names of checkpoints.
+# Wraps a layer without renaming its weights. Without it: a module of ours, whose prefix checkpoints have.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 # The process group of a name. Without it: a dry run numbers groups that are no axis of the mesh. And all
@@ -80,8 +77,7 @@ from torch.distributed.pipelining._recv_buffers import _RecvInfo as RecvInfo
 from torch.distributed.pipelining._utils import _StageMeta as StageMeta
 from torch.distributed.pipelining._utils import _TensorMeta as TensorMeta
 
-# A schedule given as actions, for PackFlow's orders. Without them: torch's schedules from a CSV file run
-# these orders too.
+# A schedule given as actions, for PackFlow's orders. Without them: torch's schedules from a CSV file.
 from torch.distributed.pipelining.schedules import _Action as ScheduleAction
 from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
 
@@ -110,10 +106,8 @@ def in_backward_pass() -> bool:
 
 
 def fake_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-    """A process group without other processes, which repeats this rank's own data, for rehearsals.
-
-    Without it: a `dist.ProcessGroup` of ours with a method for each collective.
-    """
+    """A group without other processes, which repeats this rank's data, for rehearsals. Without it: a
+    `dist.ProcessGroup` of ours with a method for each collective."""
     fake = torch._C._distributed_c10d.FakeProcessGroup
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group = dist.ProcessGroup(store, rank, size)
@@ -125,10 +119,8 @@ def fake_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
 
 
 def owner_of(config: Configurable.Config) -> type:
-    """The class that a configuration builds; the configuration's own if it belongs to none.
-
-    Without `_owner`: look the class up by the configuration's qualified name.
-    """
+    """The class that a configuration builds; the configuration's own if it belongs to none. Without `_owner`:
+    look the class up by the configuration's qualified name."""
     return config._owner or type(config)
 
 
@@ -143,17 +135,14 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 def groups_made() -> tuple[int, dict[str, list[int]]]:
     """How many process groups this rank helped to make, and the global ranks of its own by name, in the order
-    of making. Without `_world`: a dry run does not compare that order between ranks.
-    """
+    of making. Without `_world`: a dry run does not compare that order between ranks."""
     groups = {name: list(_world.pg_group_ranks[group]) for group, name in _world.pg_names.items()}
     return _world.group_count, groups
 
 
 def place_in_batch() -> int | None:
-    """The place of this operation in the current `batch_isend_irecv`, from 0; None outside of one.
-
-    Without its two local variables: sends and receives count as issued one by one.
-    """
+    """The place of this operation in the current `batch_isend_irecv`, from 0; None outside of one. Without
+    its two local variables: sends and receives count as issued one by one."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not dist.batch_isend_irecv.__code__:
         frame = frame.f_back
@@ -166,8 +155,6 @@ def place_in_batch() -> int | None:
 def optimizer_factory(
     container: type[OptimizersContainer], name: str
 ) -> Callable[..., torch.optim.Optimizer]:
-    """What makes the optimizer of a name; NotImplementedError if torchtitan does not know it.
-
-    Without it: `getattr(torch.optim, name)`.
-    """
+    """What makes the optimizer of a name; NotImplementedError if torchtitan does not know it. Without it:
+    `getattr(torch.optim, name)`."""
     return container._resolve_optimizer_factory(name)

@@ -78,10 +78,8 @@ def hide_accelerators() -> None:
 
 
 def use_cpu_without_accelerator() -> bool:
-    """Makes torchtitan use the CPU if there is no accelerator; returns whether it does.
-
-    Call it before torchtitan is imported: its other parts copy the device.
-    """
+    """Makes torchtitan use the CPU if there is no accelerator; returns whether it does. Call it before
+    torchtitan is imported: its other parts copy the device."""
     if torch.accelerator.is_available():
         return False
     from torchtitan.tools import utils

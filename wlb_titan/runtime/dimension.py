@@ -37,7 +37,7 @@ class Axis:
 
 
 def meets(trainer: Trainer, every: int) -> bool:
-    """Whether ranks that meet every `every` steps meet in this one; in the last, which is saved, all do."""
+    """Whether ranks that meet every `every` steps meet in this one; in the last, which is saved, they do."""
     return trainer.step % every == 0 or trainer.step == trainer.config.training.steps
 
 
@@ -75,7 +75,7 @@ class OwnAxes:
             axis.after_optimizer(trainer, meets=meets(trainer, every))
 
     def stop(self, trainer: Trainer) -> None:
-        """Lets ranks that did not meet in this step meet now, as the run ends before its last."""
+        """Has ranks that did not meet in this step meet now: the run ends before its last step."""
         for every, axis in self._axes:
             axis.after_optimizer(trainer, meets=not meets(trainer, every))
 

@@ -176,7 +176,7 @@ class Alarm:
         self.close()
 
     def close(self) -> None:
-        """Ends watching: this rank is done, and others may end before it."""
+        """Ends watching: others may now end before this rank."""
         self._closed.set()
         signal.set_wakeup_fd(-1)
         for number in HEARD_SIGNALS:
@@ -184,14 +184,13 @@ class Alarm:
 
     def fail(self, error: BaseException) -> None:
         """Reports an error to all ranks, once. It is printed unless another rank has printed the same, or it
-        only says that another is gone.
-        """
+        only says that another is gone."""
         with self._lock:
             if self._failed:
                 return
             self._failed = True
         message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        # With the store goes the host that knows the reason; in a job of one process there is no other.
+        # If the store is gone, its host knows the reason. A job of one process tells its own error.
         lost = isinstance(error, DistNetworkError) and self._store is not None
         if lost:
             message = "the other ranks do not answer any more; the log of rank 0's host says why"
@@ -240,7 +239,7 @@ class Alarm:
                 self._follow(self._seen)
 
     def _hear(self, heard: signal.Signals) -> None:
-        """SIGUSR1 is a scheduler's warning that time is up (`sbatch --signal`): it starts the job again."""
+        """SIGUSR1 is a scheduler's warning that time is up (`sbatch --signal`); the job then starts again."""
         again = self._asked is not None and time.monotonic() - self._asked > ONE_REQUEST
         if heard == signal.SIGINT or again:
             self._end_at_once(f"was told to stop at once ({heard.name})", 128 + heard)
@@ -251,7 +250,6 @@ class Alarm:
             self.stop.ask(name, EXIT_AGAIN if heard == signal.SIGUSR1 else 128 + heard)
 
     def _follow(self, failure: dict[str, Any]) -> None:
-        """Ends this rank because another has failed."""
         if self._closed.wait(GRACE):
             return
         first = self._rank % int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 0  # LOCAL_RANK may be virtual
@@ -308,7 +306,6 @@ def _says_that_another_is_gone(error: BaseException) -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process without waiting for its threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

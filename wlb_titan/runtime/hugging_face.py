@@ -26,7 +26,6 @@ from wlb_titan.runtime.job import has_latent_attention
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-
 KEY = "checkpoint.initial_load_path"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template.*", "vocab.*", "merges.txt")

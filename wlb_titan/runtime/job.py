@@ -103,11 +103,9 @@ def device_bytes() -> int:
 
 
 def memory_settings(config: TrainerConfig) -> MemorySettings:
-    """The settings that decide about memory."""
     checkpointing = config.activation_checkpoint
     kind = "selective" if checkpointing is not None else "none"
-    # float32, by position and element of the head dim: torchtitan's ComplexRoPE has a complex number for two
-    # elements, its CosSinRoPE cosine and sine for one.
+    # float32 for each position: ComplexRoPE has a complex number for two elements, CosSinRoPE two for one.
     cos_sin = any(True for _ in config.model_spec.model.traverse(CosSinRoPE.Config))
     return MemorySettings(
         checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
@@ -167,12 +165,10 @@ def has_experts(model: Decoder.Config) -> bool:
 
 
 def has_latent_attention(model: Decoder.Config) -> bool:
-    """Whether keys and values come from a latent vector (multi-head latent attention)."""
     return hasattr(model.first_attention, "kv_lora_rank")
 
 
 def _projections(attention: BaseAttention.Config) -> int:
-    """Weights of an attention layer's matrix products."""
     linears = [linear for _, linear, _, _ in attention.traverse(Linear.Config)]
     if isinstance(qkv := getattr(attention, "qkv_linear", None), QKVLinear.Config):
         linears.append(qkv.wkv)  # which stands for keys and for values

@@ -85,7 +85,6 @@ def _applies(record: logging.LogRecord) -> bool:
 
 
 def tell_beginning(job: Job, choice: Choice | None, corpus: Corpus, wlb: WlbSettings) -> None:
-    """Logs the corpus, the chosen policies, and predicted memory."""
     if not logger.isEnabledFor(logging.INFO):
         return  # whole steps would be planned for a log that nobody reads
     lines = [f"Corpus {corpus}: {len(corpus):,} documents, {corpus.lengths.sum():,} tokens"]

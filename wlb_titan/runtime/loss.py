@@ -38,8 +38,6 @@ def total_weight(labels: torch.Tensor) -> float:
 
 
 class WeightedCrossEntropyLoss(CrossEntropyLoss):
-    """torchtitan's cross-entropy, summed with the weight of each label."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(CrossEntropyLoss.Config):
         pass
@@ -53,16 +51,13 @@ class WeightedCrossEntropyLoss(CrossEntropyLoss):
 def weighted_cross_entropy(
     pred: torch.Tensor, labels: torch.Tensor, *, global_vocab_size: int | None = None
 ) -> torch.Tensor:
-    """The weighted sum over the labels, int64 (1, L, 2) as of `with_weights`.
-
-    `pred`: (1, L, vocabulary) logits, or this tensor-parallel rank's part of the vocabulary.
-    """
+    """The weighted sum over the labels, int64 (1, L, 2) as of `with_weights`; `pred`: (1, L, vocabulary)
+    logits, or this tensor-parallel rank's part of the vocabulary."""
     weights = labels[..., 1].view(torch.float64).float()
     return -(compute_logprobs(pred, labels[..., 0].contiguous()) * weights).sum()
 
 
 def weighted(loss: BaseLoss.Config) -> BaseLoss.Config:
-    """The weighted loss that stands for a configured one."""
     if isinstance(loss, ChunkedLossWrapper.Config):
         return replace(loss, loss_fn=weighted(loss.loss_fn))
     if type(loss) is not CrossEntropyLoss.Config:

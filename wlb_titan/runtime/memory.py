@@ -19,11 +19,8 @@ from wlb_titan.plan import Plan
 from wlb_titan.runtime.agreement import check_same
 from wlb_titan.simulator.replicas import flow_memory, rank_memory
 
-FIRST_STEPS = 12
-"""Steps of slices that are planned to predict their memory."""
-
-MOST_REPLICAS = 64
-"""Data-parallel ranks whose memory is predicted in these steps; one takes some milliseconds."""
+FIRST_STEPS = 12  # steps of slices that are planned to predict their memory
+MOST_REPLICAS = 64  # data-parallel ranks whose memory is predicted in these; one takes some milliseconds
 
 
 def predicted_memory(job: Job, length: int) -> tuple[RankMemory, ...] | None:
@@ -47,7 +44,7 @@ def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[Rank
 
 
 def check_memory(job: Job, device_bytes: int) -> None:
-    """Refuses a job whose micro-batches of one context window do not fit. If documents are sliced, it is a
+    """Refuses a job in which micro-batches of one context window do not fit or, if documents are sliced, a
     document of the window: all its slices are in flight when its backward pass starts."""
     if job.packing.owner.slices:
         what = f"a document of {job.window} tokens"
@@ -118,10 +115,8 @@ def advise_checkpointing(job: Job) -> list[str]:
 
 
 def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
-    """The peak of each pipeline rank in GiB. Every rank calls it; it also compares the `digest` of plans.
-
-    On an accelerator: allocated memory since the last report; on the CPU: the process's resident memory.
-    """
+    """The peak of each pipeline rank in GiB: of allocated memory since the last report or, on the CPU, of the
+    process's resident memory. Every rank calls it; it also compares the `digest` of their plans."""
     if device.type == "cpu":
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:

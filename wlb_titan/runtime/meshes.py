@@ -29,10 +29,8 @@ from wlb_titan.job import Job
 
 @dataclass
 class Dims(ParallelDims):
-    """torchtitan's degrees and meshes, with the user's dimensions.
-
-    A mesh of torchtitan's lies at one place along these; only `batch` and `loss` span those that divide data.
-    """
+    """torchtitan's degrees and meshes, with the user's dimensions. A mesh of torchtitan's lies at one place
+    along these; only `batch` and `loss` span those that divide data."""
 
     own: tuple[Dimension, ...] = ()
 
@@ -156,12 +154,7 @@ def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
 
 
 def divided(ranks: Ints, sizes: Mapping[str, int]) -> DeviceMesh | None:
-    """Divides ranks into meshes of one shape; returns this rank's, None if it is not among them.
-
-    Args:
-        ranks: global ranks, with those of one mesh consecutive.
-        sizes: of the mesh's axes, by name.
-    """
+    """Divides ranks, consecutive in a mesh, into meshes of these sizes; returns this rank's or None."""
     rows = torch.from_numpy(np.ascontiguousarray(ranks)).view(-1, *sizes.values())
     backends = (("fake", None), *[(None, None)] * len(sizes))  # between meshes nothing is sent
     mesh = DeviceMesh(device_type, rows, mesh_dim_names=("meshes", *sizes), backend_override=backends)

@@ -73,12 +73,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Reports one step; times and rates are means over the steps since the last report.
-
-        Args:
-            global_avg_loss: loss per token with a label over the whole job; `global_max_loss`: of one rank.
-            grad_norm: norm of the gradient before clipping.
-        """
+        """Reports one step; times and rates are means over the steps since the last report. Losses are per
+        token with a label, over the whole job and on one rank; `grad_norm` is before clipping."""
         elapsed, steps = time.perf_counter() - self.time_last_log, max(self._steps, 1)
         flops = self._flops / elapsed
         memory = self.device_memory_monitor.get_peak_stats()

@@ -31,12 +31,9 @@ if TYPE_CHECKING:
 
 
 class PassTimer:
-    """Measures while it is on, and costs next to nothing while it is off.
-
-    On an accelerator it uses events in the stream, for which nothing waits until the step is over; on the CPU
-    the clock. A pass's time includes its collectives (FSDP, context and tensor parallelism), but not the wait
-    for a neighbour stage's tensors.
-    """
+    """Measures while it is on: with events in the stream, for which nothing waits until the step is over, or
+    on the CPU with the clock. A pass's time includes its collectives (FSDP, context and tensor parallelism),
+    but not the wait for a neighbour stage's tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self.on = False
@@ -49,7 +46,6 @@ class PassTimer:
         self._passes: list[tuple[str, int, int, Any, Any, float | None]] = []
 
     def start(self) -> None:
-        """Starts to measure, at time 0."""
         self.on = True
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream()
@@ -155,10 +151,8 @@ class StepTrace:
 
 
 def measured_imbalance(ranks: Sequence[RankPasses], plan: Plan) -> float:
-    """Largest over mean time of the job's micro-batches, like the predicted `imbalance` of a plan.
-
-    A micro-batch's time is the sum over stages of the mean over its context- and tensor-parallel ranks.
-    """
+    """Largest over mean time of the job's micro-batches, like the predicted `imbalance` of a plan. A time is
+    the sum over stages of the mean over context- and tensor-parallel ranks."""
     seconds: dict[tuple[int, int], float] = defaultdict(float)
     sharers = len({(rank.cp, rank.tp) for rank in ranks})
     for rank in ranks:

@@ -40,11 +40,8 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
 
 
 def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> int:
-    """Runs an experiment in one of the launcher's processes. A UserError leaves the dump folder unchanged.
-
-    Returns:
-        The exit status: 0 if all steps are done, `Stop.status` if the run was stopped.
-    """
+    """Runs an experiment in one of the launcher's processes; returns the exit status, `Stop.status` if it was
+    stopped. A configuration that cannot run is refused before the dump folder is changed."""
     from wlb_titan.config.sources import read_sources, written
     from wlb_titan.runtime.cpu_device import hide_accelerators, use_cpu_without_accelerator
 
@@ -86,10 +83,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
 
 def allow_segments_to_grow() -> None:
-    """Lets torch's memory segments grow, unless the user configured its allocator. For before CUDA starts.
-
-    Each step's micro-batches need blocks of other sizes, and fixed segments would be cut into useless pieces.
-    """
+    """Lets torch's memory segments grow, unless the user configured its allocator. Call it before CUDA
+    starts. Each step needs blocks of other sizes, and fixed segments would be cut into useless pieces."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -113,7 +108,6 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
 
 
 def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
-    """Trains, or makes a seed checkpoint; returns the exit status."""
     import torch
 
     from wlb_titan.runtime.checkpoints import explained, move_broken_aside
@@ -159,8 +153,7 @@ if __name__ == "__main__":
         main()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    # While threads of torch's communication run, a normal exit sometimes ends in SIGABRT, and a job that is
-    # done would count as failed.
+    # A normal exit sometimes ends in SIGABRT, from threads of torch's communication.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

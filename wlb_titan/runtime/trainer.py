@@ -126,11 +126,7 @@ class Trainer(TorchtitanTrainer):
         self, begin: Callable[[int], None] | None = None, goes_on: Callable[[int], bool] | None = None
     ) -> bool:
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
-
-        Args:
-            begin: called before the first step with the loaded checkpoint's step, or 0.
-            goes_on: called between steps with the number of the last; says whether another follows.
-        """
+        `begin` gets the loaded checkpoint's step, or 0; `goes_on`, each step's number, to allow another."""
         self._begin, self._goes_on = begin, goes_on
         comm = self.config.comm
         self._give_up_after(first_timeout(comm))
@@ -178,7 +174,7 @@ class Trainer(TorchtitanTrainer):
         return False
 
     def _give_up_after(self, seconds: int) -> None:
-        """Sets all groups' timeouts but that of the group which writes checkpoints: disks take their time."""
+        """Sets all groups' timeouts except that of the group that writes checkpoints: a disk may be slow."""
         set_timeouts(seconds, without=getattr(self.checkpointer, "pg", None))
 
     def post_dataloading_process(
@@ -188,10 +184,8 @@ class Trainer(TorchtitanTrainer):
         return to_device(input_dict, labels, self.device, cache.number if cache is not None else None)
 
     def train_step(self, data_iterator: Iterator[Step]) -> None:
-        """One optimizer step; waits for the device only if it is logged or traced.
-
-        torchtitan's waits at every copy, and asks all ranks for the number of labels, which the plan knows.
-        """
+        """One optimizer step; waits for the device only if it is logged or traced. torchtitan's waits at each
+        copy, and asks all ranks for the number of labels, which the plan knows."""
         step = next(data_iterator)
         self.step_trace.begin(self.step)
         asked = ask_comparison(self.config.wlb.attention, self.step)
@@ -249,7 +243,7 @@ class Trainer(TorchtitanTrainer):
 
     @property
     def lower(self) -> Callable[[Flow], PackFlowSchedule] | None:
-        """Makes a schedule of an order of passes; None without a pipeline."""
+        """Makes the schedule of an order of passes; None without a pipeline."""
         return self.pp_schedule.lower if self.parallel_dims.pp_enabled else None
 
     def forward_backward(
@@ -260,9 +254,7 @@ class Trainer(TorchtitanTrainer):
         lowered: PackFlowSchedule | None = None,
     ) -> torch.Tensor:
         """The group's part of the loss: its sum on this rank, divided by the labels of the whole job.
-
-        `cache` and `lowered` are the keys of a step in slices, and the schedule of its passes.
-        """
+        `cache` and `lowered` are the keys of a step in slices, and the schedule of its passes."""
         if not self.parallel_dims.pp_enabled:
             ((item, targets),) = group
             with self.timer.time("FB", 0, 0):
@@ -273,7 +265,6 @@ class Trainer(TorchtitanTrainer):
             return self.pp_schedule.step(moved, labels, lowered).detach()
 
     def _run_flow(self, step: Step, flow: Flow, labels: torch.Tensor) -> torch.Tensor:
-        """`forward_backward` of a step of MicroPacks, whose passes run in the plan's order."""
         cache = KeyValueCache()
         if self.parallel_dims.pp_enabled:
             assert step.lowered is not None, "the loader was not told how to lower an order of passes"

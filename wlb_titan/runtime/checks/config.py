@@ -120,7 +120,6 @@ def _check_batch(config: TrainerConfig, dims: Dims) -> None:
 
 
 def _check_settings(config: TrainerConfig) -> None:
-    """Refuses settings of torchtitan's that do not go with packs of different lengths or our attention."""
     for key, (value, reason) in ONLY.items():
         section, name = key.split(".")
         if getattr(getattr(config, section), name) != value:
@@ -163,7 +162,6 @@ def _check_own(wlb: WlbSettings, loss: BaseLoss.Config) -> None:
 
 
 def _check_checkpoint(config: TrainerConfig) -> None:
-    """Refuses settings that would not load the weights that the user names."""
     checkpoint = config.checkpoint
     named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
     if named and not checkpoint.enable:
@@ -262,11 +260,8 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
 
 
 def _check_optimizer(config: TrainerConfig) -> None:
-    """Refuses optimizers that torch cannot make.
-
-    torchtitan passes keywords as a parameter group, in which torch ignores unknown names: `lrr = 0.1` would
-    train at the default rate. So each group is tried on one parameter as arguments, which torch checks.
-    """
+    """Tries optimizers on one parameter, with their keywords as arguments, which torch checks. torchtitan
+    passes them as a parameter group, in which torch ignores unknown names such as `lrr`."""
     if not isinstance(config.optimizer, OptimizersContainer.Config):
         return
     for number, group in enumerate(config.optimizer.param_groups):
@@ -290,7 +285,6 @@ def _check_optimizer(config: TrainerConfig) -> None:
 
 
 def _refusal(factory: Any, keywords: dict[str, Any]) -> str:
-    """An optimizer's error about its arguments; empty if it takes them."""
     try:
         factory([torch.nn.Parameter(torch.zeros(1, 1))], **keywords)
     except Exception as error:  # an argument of a wrong type may raise anything

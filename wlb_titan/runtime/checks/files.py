@@ -46,7 +46,7 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
 
 
 def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
-    """`validate_inputs`, `validate_plan`, and the checkpoint to start from: a run's own checks."""
+    """`validate_inputs`, `validate_plan` and `check_resumed`: what a run would only find out itself."""
     corpus = validate_inputs(config)
     validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
     if beginning(config).step >= 0:
@@ -72,10 +72,8 @@ def validate_memory(config: TrainerConfig, world_size: int | None, device_gib: f
 
 
 def validate_corpus(config: TrainerConfig) -> Corpus:
-    """Opens the corpus of a configuration; its tokens must fit the model's vocabulary.
-
-    Ids are sampled unless the corpus was prepared, which has none beyond its tokenizer's.
-    """
+    """Opens the corpus and checks that its tokens fit the model's vocabulary. A prepared corpus has no ids
+    beyond its tokenizer's; in others they are sampled."""
     assert config.model_spec is not None
     vocabulary = config.model_spec.model.vocab_size
     settings, key = config.wlb.corpus, "wlb.corpus.path"
@@ -128,7 +126,6 @@ def check_resumed(config: TrainerConfig, corpus: Corpus) -> None:
 
 
 def _fingerprint(settings: Sources) -> str:
-    """The fingerprint of the corpus that settings name; empty if it cannot be opened."""
     names = (*CORPUS, "tokenizer")
     try:
         return Corpus.open(
@@ -139,10 +136,8 @@ def _fingerprint(settings: Sources) -> str:
 
 
 def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
-    """Plans a step of a job, unless its policy is slow, such as the solver of `fixed_solver`.
-
-    Attention times are always looked up: without context parallelism only predictions read them.
-    """
+    """Plans a step, unless the policy is slow, such as `fixed_solver`. Attention times are always looked up:
+    without context parallelism only predictions read them."""
     try:
         documents = training_documents(wlb, corpus)
         if job.undecided:

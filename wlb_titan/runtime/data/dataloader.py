@@ -40,14 +40,11 @@ class Step:
 
     plan: Plan  # of the whole job
     source_figures: dict[str, float]  # the plan's, of each source of a mixture
-
     items: list[Item]
     """This rank's share of its micro-batches; if backward passes have their own, those of forward passes
     without labels, and then these."""
 
-    labels: float
-    """Divides the sum of losses: tokens with a label in the whole job, or the sum of their weights."""
-
+    labels: float  # of the whole job, or the sum of their weights: divides the sum of losses
     own_labels: float  # the part of `labels` in `items`
     flops: float  # of the model, on the documents of the whole job
     state_after: dict[str, dict[str, Any]]  # of the planners
@@ -57,7 +54,6 @@ class Step:
     shadow: Plan | None = None  # the plan of the job's shadow for this step
 
     def figures(self, job: Job, shadow: Job | None) -> dict[str, Any]:
-        """The figures of the step's plan and of its shadow, for metrics."""
         plan = self.plan
         found = {"tokens": plan.tokens, "labels": self.labels, "padding": plan.padding}
         found |= plan_figures(plan, job)
@@ -222,8 +218,8 @@ def _planner(config: PlannedDataLoader.Config, job: Job, documents: Documents) -
 class SharedAnswer:
     """One answer for all ranks: a solver stopped by its time limit finds different packings on each.
 
-    Rank 0 asks the solver, in the thread that plans ahead, and tells the others over a process group that
-    nothing else uses. All ranks make and call these in the same order.
+    The thread that plans ahead asks on rank 0, and tells the others over a process group that nothing else
+    uses. All ranks make and call these in the same order.
     """
 
     def __init__(self) -> None:

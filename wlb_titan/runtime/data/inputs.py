@@ -46,14 +46,12 @@ def rank_item(
         tokens, positions: int64 (L,).
         labels: int64 (L,), or (L, 2) as of `with_weights`.
         lengths: int64 (n,), tokens of the documents, in their order; the rest of L is padding.
-        rank: among the context-parallel ranks of all sharers.
+        rank: among the context-parallel ranks of all data-parallel ranks that share the micro-batch.
         rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None if they are whole.
         slices: the other micro-batches' slices of these documents; None if they are whole.
-        sharers: data-parallel ranks that share the micro-batch.
 
     Returns:
-        Tokens, positions and labels, int64 (1, L / ranks, ...); segments, int32 (S, 4); `exchange` of the
-        strategy's mask; rows and sharers.
+        Tokens, positions and labels, int64 (1, L / ranks, ...); segments, int32 (S, 4).
     """
     mask = ContextMask.of_sequence(lengths)
     if strategy is not None and shards is not None:
@@ -90,14 +88,8 @@ def to_device(
     device: torch.device,
     cache: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Starts the copies of an item to the device; segments and rows stay on the host.
-
-    Args:
-        cache: number of the step's `KeyValueCache`, if documents are sliced.
-
-    Returns:
-        Inputs, labels, and other arguments of the model or a stage: positions, attention_masks.
-    """
+    """Starts the copies of an item to the device; segments and rows stay on the host. `cache` is the number
+    of the step's `KeyValueCache`. Returns inputs, labels, and other arguments of the model or a stage."""
     moved = {name: one.to(device, non_blocking=True) for name, one in item.items() if name not in OF_MASK}
     exchange = tree_map(lambda tensor: tensor.to(device, non_blocking=True), item["exchange"])
     rows = None if item["rows"] is None else documents_vary(item["rows"])

@@ -101,10 +101,7 @@ def unsupported(
     model: Configurable.Config, inner_attentions: tuple[type, ...] = (DocumentAttention,)
 ) -> list[str]:
     """Parts of a model that cannot be trained here, each with its first layer and how many more have it.
-
-    Args:
-        inner_attentions: classes of inner attention that are right, or may be replaced.
-    """
+    `inner_attentions` are right, or may be replaced."""
     if not isinstance(model, Decoder.Config):
         return [f"{short_name(type(model))} is not a decoder of torchtitan's"]
     places: dict[str, list[str]] = {}
@@ -117,7 +114,6 @@ def unsupported(
 
 
 def has_adapters(model: Configurable.Config) -> bool:
-    """Whether layers have adapters of torchtitan's LoRA."""
     return any(
         owner_of(node).__module__ == LORA
         for _, node, _, _ in model.traverse(Configurable.Config, recurse=True)
@@ -136,10 +132,7 @@ def sliding_window(attention: BaseAttention.Config) -> int | None:
 def _attention_demands(
     attention: BaseAttention.Config, inner_attentions: tuple[type, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Place and description of what a layer needs and document attention cannot do.
-
-    Compared is the class that a configuration builds, since LoRA freezes a model by its own configurations.
-    """
+    """Place and description of anything that a layer needs and document attention cannot do."""
     cls = full_name(owner_of(attention))
     if not isinstance(attention, GQAttention.Config) and cls not in ATTENTION_CLASSES:
         yield "", f"{cls}, which is neither grouped-query nor multi-head latent attention"

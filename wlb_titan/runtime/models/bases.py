@@ -52,7 +52,6 @@ SHAPES = {
 }
 MAX_CONTEXT = 2**20  # of the rotary table, which is cut to training.seq_len when the model is built
 
-
 PUBLISHED = ("torchtitan.models.llama3.config_registry", "torchtitan.models.qwen3.config_registry")
 """Modules with the bases of published models."""
 
@@ -138,7 +137,6 @@ def base_config(name: str) -> Trainer.Config:
 
 
 def _published(path: str) -> Trainer.Config:
-    """The first base that agrees with a config.json."""
     try:
         theirs = read_description(Path(path))
     except (OSError, ValueError) as error:
@@ -161,7 +159,6 @@ def _published(path: str) -> Trainer.Config:
 
 
 def llama_spec(size: str) -> ModelSpec:
-    """The torchtitan model of one of SHAPES, with document attention."""
     shape = SHAPES[size]
     dim = shape.hidden
     rope = PairwiseRoPE.Config(dim=shape.head_dim, max_seq_len=MAX_CONTEXT, theta=10000.0)

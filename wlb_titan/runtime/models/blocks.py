@@ -30,8 +30,8 @@ model, under tensor parallelism on every rank, before it is reduced."""
 class SelectiveDocumentAC(titan.SelectiveAC):
     """torchtitan's SelectiveAC, which also keeps document attention's output, and never w2's.
 
-    torchtitan keeps the output of every second matrix product, and w2 is the fifth of a layer with fused QKV,
-    the seventh of others. The forward pass is repeated only up to w2's input.
+    torchtitan keeps the output of every second matrix product, and so w2's: the fifth of a layer with fused
+    QKV, the seventh of others. The forward pass is repeated only up to w2's input.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -55,10 +55,8 @@ class SelectiveDocumentAC(titan.SelectiveAC):
 
 
 def prepare_compiling(job: Job) -> None:
-    """Raises torch's limit of graphs to one for each set of collectives that a micro-batch may use.
-
-    It uses only those that gather keys for its documents.
-    """
+    """Raises torch's limit of graphs to one for each set of collectives: a micro-batch uses only those that
+    gather keys for its documents."""
     graphs = sum(2 ** (1 + len(shared.exchanging.moves)) for shared in job.merged.values())
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
     keep_inputs()
@@ -74,9 +72,8 @@ class KeepInputs(CustomGraphPass):
     """Removes the tags that have a block's inputs recomputed in the backward pass.
 
     Inductor replaces x / 1 by x, which then has the division's tag. If x is a parameter, nothing computes it,
-    and torch's partition fails: "AssertionError: Node add_21 was invalid, but is output". torchtitan divides
-    a bias by the tensor-parallel degree (`ScaledBiasRowwiseLinear`), so gpt-oss would not compile under full
-    checkpointing.
+    and torch's partition fails: "AssertionError: Node add_21 was invalid, but is output". gpt-oss would not
+    compile under full checkpointing: it divides a bias by the tensor-parallel degree.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -84,7 +81,6 @@ class KeepInputs(CustomGraphPass):
             node.meta.pop("recompute", None)
 
     def uuid(self) -> str:
-        """The name of this pass in Inductor's cache keys."""
         return "wlb_titan.KeepInputs.1"
 
 
