@@ -118,8 +118,8 @@ def exported(config: TrainerConfig, step: int) -> Path | None:
 
 
 def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseException:
-    """The user's error behind one of torch's checkpointing, or else the error itself. Before a run has
-    started (`saving`), a checkpoint is loaded."""
+    """The user's error behind one of torch's checkpointing, or else the error itself; `saving`: whether the
+    run had started, as before that a checkpoint is loaded."""
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, UserError):

@@ -14,7 +14,8 @@ Overridden or set on classes of torch and torchtitan, without an import, and cov
   (`runtime/pipeline/regroup.py`). Without them: no asymmetric partition.
 - `Decoder._skip_lm_head`: whether the last stage makes logits. Without it: forward passes under the
   asymmetric partition make logits that nobody needs.
-- `PipelineStage._user_meta`: all shapes, so that torch infers none. Without it: `input_args`, `output_args`.
+- `PipelineStage._user_meta`: all shapes, so that torch infers none.
+  Without it: pass `input_args` and `output_args` to torch's constructor.
 - `PipelineScheduleMulti._initialize_stages`, `PipelineStage._inference_mode`: how a new schedule connects the
   ranks of its stages. Without them: each step in slices waits for that.
 - `CheckpointWrapper.checkpoint_fn`: sets the early stop that torchtitan leaves out. Without it: one more
@@ -55,12 +56,11 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-# A functional collective's result that is not waited for yet. Without it: the trace of a dry run counts the
-# result only when it is waited for.
+# A collective's result before anything waits for it. Without it: a dry run's trace counts it later.
 # And the all-to-all of Ulysses, with its gradient. Without it: an autograd function of two of dist's own.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single_autograd
 
-# Wraps a layer without renaming its weights. Without it: a module of ours, whose prefix checkpoints have.
+# Wraps a layer without renaming its weights. Without it: a module of ours, with a prefix in checkpoints.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 # The process group of a name. Without it: a dry run numbers groups that are no axis of the mesh. And all
@@ -129,7 +129,7 @@ def ranks_of_group(name: str) -> list[int]:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """This rank's process groups but torch's fake ones, which wait for nobody."""
+    """This rank's process groups, except torch's fake ones, which wait for nobody."""
     return [group for group, (backend, _) in _world.pg_map.items() if backend != "fake"]
 
 

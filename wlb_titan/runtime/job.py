@@ -105,7 +105,7 @@ def device_bytes() -> int:
 def memory_settings(config: TrainerConfig) -> MemorySettings:
     checkpointing = config.activation_checkpoint
     kind = "selective" if checkpointing is not None else "none"
-    # float32 for each position: ComplexRoPE has a complex number for two elements, CosSinRoPE two for one.
+    # float32 by position: ComplexRoPE has a complex number for two elements, CosSinRoPE cos and sin for each.
     cos_sin = any(True for _ in config.model_spec.model.traverse(CosSinRoPE.Config))
     return MemorySettings(
         checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,

@@ -84,7 +84,7 @@ def _room(job: Job, device_bytes: int) -> tuple[float, str]:
 
 def describe_memory(job: Job, documents: Documents) -> list[str]:
     """A line on each pipeline rank's predicted peak, with the longest micro-batches or, if documents are
-    sliced, in the first steps."""
+    sliced, in the largest of the first steps."""
     ranks: tuple[RankMemory, ...] | None
     if job.packing.owner.slices:
         solved = job.packing.planning_seconds > 0

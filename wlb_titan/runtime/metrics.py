@@ -74,7 +74,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """Reports one step; times and rates are means over the steps since the last report. Losses are per
-        token with a label, over the whole job and on one rank; `grad_norm` is before clipping."""
+        token with a label: of the whole job, and the largest of a rank. `grad_norm` is before clipping."""
         elapsed, steps = time.perf_counter() - self.time_last_log, max(self._steps, 1)
         flops = self._flops / elapsed
         memory = self.device_memory_monitor.get_peak_stats()

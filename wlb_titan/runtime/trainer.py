@@ -1,8 +1,8 @@
 """torchtitan's trainer on planned micro-batches.
 
 A micro-batch is one packed sequence, so the batch dimension is always 1. A step of the whole job has
-`global_batch_size` micro-batches (or local_batch_size x data-parallel degree). With pipeline parallelism a
-rank's `local_batch_size` micro-batches go through the pipeline together, without it one by one.
+`global_batch_size` micro-batches (or local_batch_size x data-parallel degree), whatever the parallelism. A
+rank's `local_batch_size` micro-batches go through a pipeline together; without one they go one by one.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Trainer(TorchtitanTrainer):
         self, begin: Callable[[int], None] | None = None, goes_on: Callable[[int], bool] | None = None
     ) -> bool:
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
-        `begin` gets the loaded checkpoint's step, or 0; `goes_on`, each step's number, to allow another."""
+        `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows."""
         self._begin, self._goes_on = begin, goes_on
         comm = self.config.comm
         self._give_up_after(first_timeout(comm))
@@ -194,7 +194,7 @@ class Trainer(TorchtitanTrainer):
         # Without a learned token, loss and gradients are 0, not 0 / 0.
         kind = torch.int64 if isinstance(step.labels, int) else torch.float32
         labels = torch.full((), step.labels or 1, dtype=kind, device=self.device)
-        if (own_data := self.job.degrees.own_data) > 1:  # their mean gradient is that of the whole job
+        if (own_data := self.job.degrees.own_data) > 1:  # the mean of their gradients is the whole job's
             labels = labels / own_data
         if step.flow is None:
             run = self.config.training.local_batch_size if self.parallel_dims.pp_enabled else 1

@@ -261,7 +261,8 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
 
 def _check_optimizer(config: TrainerConfig) -> None:
     """Tries optimizers on one parameter, with their keywords as arguments, which torch checks. torchtitan
-    passes them as a parameter group, in which torch ignores unknown names such as `lrr`."""
+    passes them as a parameter group, whose unknown names torch ignores: `lrr = 0.1` would train at the
+    default rate."""
     if not isinstance(config.optimizer, OptimizersContainer.Config):
         return
     for number, group in enumerate(config.optimizer.param_groups):

@@ -44,7 +44,7 @@ class Step:
     """This rank's share of its micro-batches; if backward passes have their own, those of forward passes
     without labels, and then these."""
 
-    labels: float  # of the whole job, or the sum of their weights: divides the sum of losses
+    labels: float  # of the whole job, or the sum of their weights; losses are divided by it
     own_labels: float  # the part of `labels` in `items`
     flops: float  # of the model, on the documents of the whole job
     state_after: dict[str, dict[str, Any]]  # of the planners

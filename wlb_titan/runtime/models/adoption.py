@@ -132,7 +132,8 @@ def sliding_window(attention: BaseAttention.Config) -> int | None:
 def _attention_demands(
     attention: BaseAttention.Config, inner_attentions: tuple[type, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Place and description of anything that a layer needs and document attention cannot do."""
+    """Place and description of anything that a layer needs and document attention cannot do. LoRA freezes a
+    model by its own configurations, so the classes that these build are compared."""
     cls = full_name(owner_of(attention))
     if not isinstance(attention, GQAttention.Config) and cls not in ATTENTION_CLASSES:
         yield "", f"{cls}, which is neither grouped-query nor multi-head latent attention"

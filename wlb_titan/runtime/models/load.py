@@ -16,8 +16,8 @@ BASES = "wlb_titan.runtime.models.bases"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
-    """Loads a TOML file: command-line overrides, `["--training.steps", "5", "--training.seq_len=4096"]`, over
-    the file over its base. The degrees of parallelism must fit `world_size`, if it is known."""
+    """Loads a TOML file with all that it extends; overrides come last and win, such as
+    `["--training.steps", "5", "--training.seq_len=4096"]`. Degrees must fit `world_size`, if it is known."""
     resolved = resolve(path, overrides, _base_config)
     from wlb_titan.runtime.checks.config import validate
 
