@@ -1,12 +1,10 @@
-"""What all ranks settle as soon as they have met: the checkpoint to go on from, the hardware that is planned
-for, policies that are `auto`, the steps of `wlb.epochs`; and how long they wait for each other.
+"""What all ranks settle at the start: the checkpoint to go on from, the hardware to plan for, policies that
+are `auto`, the steps of `wlb.epochs`, and how long they wait for each other.
 
-Each rank plans by itself, and nothing would notice if two planned differently. So they compare what plans
-follow from.
+Each rank plans by itself, and nothing would notice if two planned differently. So they compare their inputs.
 
-torchtitan gives up a rank that does not answer after 300 seconds until the first step is done, after 100 from
-then on. A job of balanced micro-batches needs a bound of its own: a rank may wait for another that compiles,
-in any of the first steps, or that works on a longer micro-batch, through the whole depth of a pipeline.
+torchtitan gives up a rank that does not answer after 300 seconds in the first step, and after 100 later. Here
+a rank may wait longer: for one that compiles, or for a long micro-batch in each stage of a pipeline.
 """
 
 from __future__ import annotations
@@ -38,15 +36,13 @@ from wlb_titan.runtime.data.dataloader import SharedAnswer
 from wlb_titan.runtime.job import gpu_at_hand
 from wlb_titan.simulator.choice import Choice, choose
 
-GRAPHS = 6  # that a compiled model needs in all, each forward and backward
-COMPILE_SECONDS = 90  # of one of them, at the most seen
+GRAPHS = 6  # of a compiled model, each forward and backward
+COMPILE_SECONDS = 90  # the most seen for one of them
 STEPS = 10  # predicted steps that a rank may fall behind
 
 
 def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
-    """A configured job on the hardware of all ranks, with its policies chosen, and how they were;
-    `training.steps` is set to those of `wlb.epochs`. UserError where ranks differ.
-    """
+    """A job on the hardware of all ranks, its policies chosen; sets `training.steps` from `wlb.epochs`."""
     choice, epochs, documents = None, config.wlb.epochs, training_documents(config.wlb)
     gpus = _gathered(None if config.wlb.cluster else gpu_at_hand(config.wlb.device))
     if all(gpus):
@@ -60,7 +56,7 @@ def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
         job = choice.job
     if epochs:
         trained = job.trained
-        # A solver that is stopped by its time limit finds other packings on other ranks.
+        # A solver stopped by its time limit finds different packings on different ranks.
         if trained.packing.planning_seconds:
             trained = replace(trained, on_one_rank=SharedAnswer())
         config.training.steps = steps_of_epochs(trained, documents, epochs)
@@ -69,9 +65,7 @@ def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
 
 
 def agreed_beginning(config: TrainerConfig) -> Beginning:
-    """What rank 0 finds that the run goes on from, also where another rank would see another folder;
-    `checkpoint.load_step` is set to it. Newer checkpoints that are broken are told.
-    """
+    """The checkpoint that rank 0 finds, for all ranks; sets `checkpoint.load_step`, warns of broken ones."""
     found = [beginning(config) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     (agreed,) = found
@@ -88,8 +82,7 @@ def agreed_beginning(config: TrainerConfig) -> Beginning:
 
 
 def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
-    """What is planned for on GPUs of these names and bytes where no cluster is named: the first's hardware
-    with the least memory; and a warning, empty for none."""
+    """The cluster of the first of these GPUs (name, bytes), with the least memory of all; and a warning."""
     names, cluster = {name for name, _ in gpus}, cluster_of_gpu(gpus[0][0], min(bytes_ for _, bytes_ in gpus))
     if len(names) == 1 and cluster_of_device(*names):
         return cluster, ""
@@ -100,7 +93,7 @@ def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
 
 
 def check_same(mine: Mapping[str, Any]) -> None:
-    """Compares what every rank has of these. Every rank takes part."""
+    """Refuses values that differ between ranks. Every rank takes part."""
     ranks = _gathered((socket.gethostname(), mine))
     first_host, first = ranks[0]
     different = [rank for rank, (_, its) in enumerate(ranks) if its != first]
@@ -118,7 +111,6 @@ def check_same(mine: Mapping[str, Any]) -> None:
 
 
 def _facts(job: Job, documents: Documents) -> dict[str, str]:
-    """What plans follow from."""
     facts = {field.name: repr(getattr(job, field.name)) for field in fields(job) if field.repr}
     facts["cluster"] = repr(replace(job.cluster, attention_profile=""))  # which lies where packages do
     facts["attention"] = repr(job.strategy and job.latency)
@@ -136,27 +128,20 @@ def _gathered(mine: Any) -> list[Any]:
 
 
 def set_timeouts(seconds: int, without: dist.ProcessGroup | None = None) -> None:
-    """Has every process group of this rank, `without` one of them, give others up after so many seconds.
-
-    torch gives the groups of a mesh, and those that FSDP makes, their backend's default, and torchtitan tells
-    only some of them, after its first step.
-    """
+    """Sets the timeout of this rank's process groups, of which torchtitan leaves out some."""
     for group in process_groups():
         if group is not without:
             dist.set_timeout(timedelta(seconds=seconds), group)
 
 
 def first_timeout(comm: CommConfig) -> int:
-    """Seconds after which a collective is given up until the first step is done: never fewer than later."""
+    """Seconds after which a collective is given up in the first step: never fewer than later."""
     return max(comm.init_timeout_seconds, comm.train_timeout_seconds)
 
 
 def train_timeout(config: TrainerConfig, job: Job) -> tuple[int, str]:
-    """Seconds after which a collective is given up in training, and the reason.
-
-    What the user set (`comm.train_timeout_seconds`) holds. Otherwise it is torchtitan's default, or ten times
-    the predicted step if that is longer, with the time of all graphs of torch.compile and of planning a step.
-    """
+    """Seconds after which a collective is given up in training, and the reason: the user's setting, or the
+    longer of torchtitan's default and ten predicted steps, plus time for compiling and for the solver."""
     default = CommConfig().train_timeout_seconds
     if config.comm.train_timeout_seconds != default:
         return config.comm.train_timeout_seconds, "as comm.train_timeout_seconds says"
@@ -172,6 +157,6 @@ def train_timeout(config: TrainerConfig, job: Job) -> tuple[int, str]:
 
 
 def predicted_step(job: Job) -> float:
-    """Seconds of a rank's micro-batches, if all are as long as they may be, of whole windows."""
+    """Seconds of a rank's micro-batches, if all are as long as possible and consist of whole windows."""
     windows = job.replica_micro_batches * job.longest_micro_batch / job.window
     return windows * float(workload(JobCost(job), np.array([job.window]))[0])

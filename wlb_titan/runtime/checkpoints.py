@@ -1,8 +1,8 @@
 """The checkpoint that a run goes on from: the newest that is whole.
 
 A checkpoint is a folder step-N of torch's distributed checkpoint format. Its .metadata is written last and
-lists where every piece lies: in which file, from which byte, how many bytes. A checkpoint whose files do not
-reach so far is broken: a disk was full, or a copy was cut off. The bytes themselves carry no checksum.
+lists each piece's file, first byte and length. A checkpoint is broken if a file is shorter than that, because
+a disk was full or a copy was cut off. The bytes themselves carry no checksum.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Beginning:
-    """What to go on from."""
-
-    step: int  # of the newest whole checkpoint; -1 is none
-    broken: tuple[tuple[int, str], ...] = ()  # newer ones, step and what is wrong with it
+    step: int  # of the newest whole checkpoint; -1: none
+    broken: tuple[tuple[int, str], ...] = ()  # newer ones: step and damage
 
 
 def beginning(config: TrainerConfig) -> Beginning:
-    """Which of a run's own checkpoints it goes on from."""
+    """The newest whole checkpoint of a run, or the one that it names."""
     checkpoint = config.checkpoint
     folder = Path(config.dump_folder) / checkpoint.folder
     if not checkpoint.enable or checkpoint.create_seed_checkpoint:
@@ -58,7 +56,6 @@ def beginning(config: TrainerConfig) -> Beginning:
 
 
 def newest_whole(folder: Path) -> Beginning:
-    """Looks through the checkpoints of a folder from the newest on."""
     broken = []
     for step in sorted(_steps(folder), reverse=True):
         wrong = damage(folder / f"step-{step}")
@@ -69,7 +66,7 @@ def newest_whole(folder: Path) -> Beginning:
 
 
 def damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint; empty if nothing is."""
+    """What is wrong with a checkpoint; empty if it is whole."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     if not (checkpoint / METADATA).is_file():
@@ -91,12 +88,8 @@ def damage(checkpoint: Path) -> str:
 
 
 def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -> str:
-    """Saves a run that stops before its last step, as it saves itself every so many steps; returns what is
-    saved, in words.
-
-    Args:
-        new: whether this process trained the step.
-    """
+    """Saves a run that stops before its last step; `new`: whether this process trained the step. Returns a
+    sentence for the log."""
     if not checkpointer.enable or checkpointer.load_only:
         return "nothing is saved, as checkpoint.enable = false or load_only = true"
     saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
@@ -108,7 +101,7 @@ def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -
 
 
 def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
-    """Renames broken checkpoints to broken-N, so that a new one can be saved under their name."""
+    """Renames broken checkpoints to broken-N, which frees their names for new ones."""
     for step in steps:
         number, aside = 1, folder / f"broken-{step}"
         while aside.exists():
@@ -117,7 +110,7 @@ def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
 
 
 def exported(config: TrainerConfig, step: int) -> Path | None:
-    """The folder of the last step's weights in Hugging Face's format; None where none is written."""
+    """The folder of the last step's weights in Hugging Face's format, if they are written."""
     checkpoint = config.checkpoint
     folder = Path(config.dump_folder) / checkpoint.folder / f"step-{step}"
     writes = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
@@ -125,11 +118,8 @@ def exported(config: TrainerConfig, step: int) -> Path | None:
 
 
 def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseException:
-    """The user's error behind what torch's checkpointing raised; the error itself where there is none.
-
-    Args:
-        saving: whether the run had begun; before, a checkpoint is loaded.
-    """
+    """The user's error behind one of torch's checkpointing, or else the error itself; `saving`: whether the
+    run had started, as before that a checkpoint is loaded."""
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, UserError):
@@ -153,7 +143,6 @@ def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseExcept
 
 
 def _steps(folder: Path) -> list[int]:
-    """Steps with a checkpoint whose saving was finished."""
     if not folder.is_dir():
         return []
     names = [(path, re.fullmatch(r"step-(\d+)", path.name)) for path in folder.iterdir()]

@@ -1,10 +1,9 @@
 """Lets torchtitan train on a machine without an accelerator, or as if it had none.
 
-torchtitan decides on its device when `torchtitan.tools.utils` is imported, and falls back to "cuda". This is
-the one place in the project that replaces another package's names, and only where torch finds no accelerator.
+torchtitan picks its device when `torchtitan.tools.utils` is imported, and falls back to "cuda". This is the
+only place that replaces another package's names, and only where torch finds no accelerator.
 
-gloo, which communicates between CPUs, lacks one collective that experts need: an all-to-all of tensors of
-different sizes. spmd_types has a hook for other implementations of collectives, which is used here.
+gloo, which connects CPUs, lacks a collective that experts need: an all-to-all of tensors of different sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class CpuDeviceModule:
-    """What torchtitan asks of `torch.cuda`, answered for the CPU."""
+    """`torch.cuda`, as far as torchtitan uses it, for the CPU."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cpu, name)
@@ -74,15 +73,13 @@ def add_up_by_sums(parts: Sequence[nn.Module]) -> None:
 
 
 def hide_accelerators() -> None:
-    """Has this process, and those that it starts, find no GPU. Call it before anything asks CUDA for one."""
+    """Hides GPUs from this process and those that it starts. Call it before anything asks CUDA for one."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def use_cpu_without_accelerator() -> bool:
-    """Makes torchtitan use the CPU if there is no accelerator, and returns whether there is none.
-
-    Call it before torchtitan is imported: its other parts copy the device.
-    """
+    """Makes torchtitan use the CPU if there is no accelerator; returns whether it does. Call it before
+    torchtitan is imported: its other parts copy the device."""
     if torch.accelerator.is_available():
         return False
     from torchtitan.tools import utils

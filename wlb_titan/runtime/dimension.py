@@ -1,4 +1,4 @@
-"""The half of a dimension of parallelism that moves tensors: what its class names as `runtime`."""
+"""The half of a dimension of parallelism that moves tensors; its class names it as `runtime`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Axis:
         self.config, self.mesh = config, mesh
 
     def prepare(self, part: nn.Module) -> None:
-        """Changes a part of the model, on the meta device, before tensor parallelism and FSDP divide it."""
+        """Changes a part of the model on the meta device, before tensor parallelism and FSDP divide it."""
 
     def before_optimizer(self, trainer: Trainer) -> None:
-        """Called in every step, after the last backward pass and before gradients are clipped."""
+        """Runs in every step, after the last backward pass and before gradients are clipped."""
 
     def after_optimizer(self, trainer: Trainer, *, meets: bool) -> None:
-        """Called in every step; `meets`: whether the ranks meet, as every `every` steps and before a save."""
+        """Runs in every step; `meets`: whether the ranks meet, every `every` steps and before a save."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """What it holds beside weights, gradients and the optimizer's state."""
+        """Its tensors besides weights, gradients and the optimizer's state."""
         return ()
 
 
 def meets(trainer: Trainer, every: int) -> bool:
-    """Whether ranks that meet every `every` steps do so in this one: also in the last, which is saved."""
+    """Whether ranks that meet every `every` steps meet in this one; in the last, which is saved, they do."""
     return trainer.step % every == 0 or trainer.step == trainer.config.training.steps
 
 
@@ -48,7 +48,7 @@ class OwnAxes:
         self._axes: list[tuple[int, Axis]] = []  # with the steps between their meetings
 
     def make(self, dims: Dims) -> None:
-        """Makes those of more than one rank, once the job's meshes are there."""
+        """Makes the axes of more than one rank; the job's meshes must exist."""
         self._axes = [
             (one.every, load(one.runtime)(one.config, dims.get_mesh(one.axis)))
             for one in dims.own
@@ -56,7 +56,7 @@ class OwnAxes:
         ]
 
     def prepared(self, spec: ModelSpec) -> ModelSpec:
-        """A model whose parts they prepare before these are parallelised."""
+        """A model whose parts the axes prepare before these are parallelised."""
         parallelize = spec.parallelize_fn
 
         def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
@@ -75,7 +75,7 @@ class OwnAxes:
             axis.after_optimizer(trainer, meets=meets(trainer, every))
 
     def stop(self, trainer: Trainer) -> None:
-        """The run ends before its last step: those that did not meet in this one do so now."""
+        """Has ranks that did not meet in this step meet now: the run ends before its last step."""
         for every, axis in self._axes:
             axis.after_optimizer(trainer, meets=not meets(trainer, every))
 

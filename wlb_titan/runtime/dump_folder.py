@@ -1,10 +1,10 @@
 """The dump folder of a run: one run at a time, and nothing of an earlier one is lost.
 
-.lock              names rank 0 of the run, which holds it; the kernel lets go when that process is gone
+.lock              held by rank 0 of the run, whose name is in it; the kernel frees it when that process ends
 config.toml        every setting of the run, resolved
 metrics.jsonl      and validation.jsonl: a line a step
 traces/            step-N.json: timelines of traced steps
-former-1/          the same of an earlier run, where a new one began from step 0
+former-1/          the files of an earlier run, where a new one started from step 0
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 TRACES = "traces"
-PATIENCE = 15.0  # seconds in which a run that was stopped just now may end
+PATIENCE = 15.0  # seconds for a run that was just stopped to end
 
 
 @contextlib.contextmanager
 def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Holds the lock of a dump folder; nothing in it but the lock is touched."""
+    """Holds the lock of a dump folder and touches nothing else in it."""
     check_place(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def _holder(lock: int) -> str:
 
 
 def check_place(folder: Path) -> None:
-    """Makes sure that a dump folder can be made and written, without making it."""
+    """Checks that a dump folder can be made and written, without making it."""
     place = folder.absolute()
     try:
         while not place.exists():
@@ -92,8 +92,7 @@ def check_place(folder: Path) -> None:
 
 
 def note_beginning(folder: Path, config: str, step: int) -> None:
-    """Writes the settings of a run that goes on from `step`, or begins at 0, into its dump folder, which is
-    held; what an earlier run left is moved aside first."""
+    """Writes a run's settings into its dump folder; at step 0 moves an earlier run's files aside first."""
     try:
         if step == 0:
             _move_former_aside(folder)

@@ -2,23 +2,21 @@
 is asked to end finishes its step, saves and ends, after the same step on every rank.
 
 A rank that stops leaves the others waiting in a collective, which they give up after minutes. So each rank
-has a thread (`Alarm`) that looks, once a second, at the store by which a job's processes find each other:
+has a thread (`Alarm`) that looks once a second at the store by which a job's processes find each other:
 
     failed          the first failure: rank, host and message
-    stop            why the run is to end, by the first that was asked
-    begun/<rank>    the step that a rank had begun when it saw that; it begins no other before the answer
-    last            the largest of these, by rank 0 when all have said theirs: the last step of all
+    stop            the first reason to end the run
+    begun/<rank>    the step that a rank had started when it saw `stop`; it starts no other before `last`
+    last            the largest of these, set by rank 0 once all are there: the last step of all ranks
 
-A run is asked to end by a signal, which may reach one rank only, or by `wlb.stop_after`. No rank may stop by
-itself: the others would wait for it in a collective. So they agree (`Stop`), in the alarm's thread: a step
-costs a lock, and nothing is exchanged before somebody asks. No rank waits for one that waits: whoever stands
-between two steps has entered all collectives of those before, so that others can end theirs; and what they
-had begun is said by their alarms' threads, which no collective holds up. A call of the store may fail: what
-it was to do is done at the next look, and twice does no harm.
+A run is asked to end by a signal, which may reach one rank only, or by `wlb.stop_after`. The ranks then agree
+on a last step (`Stop`) in the alarms' threads; until somebody asks, a step costs only a lock. They cannot
+deadlock: a rank between two steps has entered all collectives of those before, so that others can finish
+theirs, and no collective holds up the threads. A call of the store that fails is repeated at the next look.
 
 The thread also hears signals, as the main thread may be inside a collective, where Python runs no handler:
 the first SIGTERM or SIGUSR1 lets all ranks stop after a step, a second one and SIGINT end this rank at once.
-It ends, too, when the launcher of its host is gone, however that died.
+It also ends the rank when the launcher of its host is gone.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ from torchtitan.tools.logging import logger
 from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR, ONE_REQUEST, UserError
 
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_WHILE_ALL_WAIT = 0.5  # between looks, until it is agreed when to stop
-GRACE = 3.0  # seconds for a rank to say what it has met itself, after another has failed
-HEARD = 2.5  # seconds in which all others have looked, before the store may go with this host
-LOST = 30.0  # seconds without the store after which its host is taken for gone
+SECONDS_WHILE_ALL_WAIT = 0.5  # between looks, until the last step is agreed on
+GRACE = 3.0  # seconds for a rank to report its own error after another has failed
+HEARD = 2.5  # seconds in which all others look at the store, which may end with this host
+LOST = 30.0  # seconds without the store after which its host counts as gone
 CONNECT = timedelta(seconds=120)
 
 EXIT_FAILED = 1
@@ -56,10 +54,10 @@ HEARD_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stop:
-    """What ranks agree on when they are asked to end. A job of one process needs no store."""
+    """The ranks' agreement on when to end. A job of one process needs no store."""
 
     def __init__(self, rank: int, world_size: int, store: Store | None) -> None:
-        self.status = 0  # with which the process ends once the run has stopped; 0 until somebody asks
+        self.status = 0  # the exit status of a stopped run; 0 until somebody asks
         self._rank = rank
         self._store = store or HashStore()
         self._all_begun = [f"begun/{one}" for one in range(world_size)]
@@ -77,16 +75,15 @@ class Stop:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether some ranks may wait for the others' answer."""
         return self.is_asked and self._last is None
 
     def after(self, seconds: float) -> None:
-        """Has the run stop in so many seconds; rank 0's clock counts."""
+        """Stops the run in so many seconds by rank 0's clock."""
         if self._rank == 0:
             self._deadline = time.monotonic() + seconds
 
     def goes_on(self, step: int) -> bool:
-        """Whether a step after `step` is trained; for the main thread, between two steps."""
+        """Whether another step follows `step`; for the main thread, between two steps."""
         with self._changed:
             if not self._frozen:
                 self._begun = step + 1
@@ -99,7 +96,7 @@ class Stop:
         self._wish = self._wish or json.dumps({"why": why, "status": status})
 
     def look(self) -> None:
-        """What the alarm's thread does at each of its looks; where the store fails, the next one goes on."""
+        """One look of the alarm's thread at the store; the next one makes up for one that fails."""
         if time.monotonic() > self._deadline:
             self.ask("wlb.stop_after", EXIT_AGAIN)
         store = self._store
@@ -119,21 +116,20 @@ class Stop:
                 self._changed.notify_all()
 
     def leave(self) -> None:
-        """Answers before anybody asks: this rank has done its last step, and looks no more."""
+        """Answers in advance: this rank has done its last step, and looks no more."""
         with self._changed:
             self._frozen = True
         with contextlib.suppress(Exception):  # the store's host may be done already
             if not self._told:
                 self._tell()
             if self._rank == 0 and self._last is None:
-                self._store.set("last", str(self._begun))  # of all, as none ends its last step alone
+                self._store.set("last", str(self._begun))  # of all ranks: none finishes a step alone
 
     def _tell(self) -> None:
         self._store.set(self._all_begun[self._rank], str(self._begun))
         self._told = True
 
     def _freeze(self, asked: str) -> None:
-        """Begins no step from now on."""
         found = json.loads(asked)
         with self._changed:
             self._frozen = True
@@ -144,7 +140,7 @@ class Stop:
 
 
 class Alarm:
-    """A context manager: while it is open, this rank watches all others, and they watch it."""
+    """A context in which this rank watches all others, and they watch it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -171,7 +167,7 @@ class Alarm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends watching. An error is told first, and then ends the process, with no wait for threads."""
+        """Reports an error and ends the process, without waiting for threads; otherwise ends watching."""
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             self.fail(error)
             if self._store is not None:
@@ -180,24 +176,21 @@ class Alarm:
         self.close()
 
     def close(self) -> None:
-        """No longer watches: this rank is done, and others may end before it."""
+        """Ends watching: others may now end before this rank."""
         self._closed.set()
         signal.set_wakeup_fd(-1)
         for number in HEARD_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the error to the person and to all ranks; does nothing the second time.
-
-        Every rank prints its own, unless another has printed the same, or it only says that another is gone.
-        """
+        """Reports an error to all ranks, once. It is printed unless another rank has printed the same, or it
+        only says that another is gone."""
         with self._lock:
             if self._failed:
                 return
             self._failed = True
         message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        # Also of the store: with it, whoever knows the reason. A job of one process has only itself to blame,
-        # such as a port that another program has.
+        # If the store is gone, its host knows the reason. A job of one process tells its own error.
         lost = isinstance(error, DistNetworkError) and self._store is not None
         if lost:
             message = "the other ranks do not answer any more; the log of rank 0's host says why"
@@ -210,7 +203,7 @@ class Alarm:
         print(f"error: {who}{message}", file=sys.stderr, flush=True)
 
     def _report(self, message: str) -> dict[str, Any] | None:
-        """Notes a failure in the store; returns the one that was there before, None if there was none."""
+        """Notes a failure in the store; returns an earlier one that was there."""
         if self._store is None:
             return None
         own = json.dumps({"rank": self._rank, "host": self._host, "message": message})
@@ -226,7 +219,7 @@ class Alarm:
             pause = SECONDS_WHILE_ALL_WAIT if self.stop.is_undecided else SECONDS_BETWEEN_LOOKS
             readable, _, _ = select.select([self._woken], [], [], pause)
             signals = self._woken.recv(64) if readable else b""
-            # A launcher that was killed while the ranks stop leaves them to it.
+            # If the launcher is killed while the ranks stop, they still finish.
             if os.getppid() != self._launcher and not self.stop.is_asked:
                 self._end_at_once("ends, as its launcher is gone", EXIT_STOPPED)
             for number in signals:
@@ -246,8 +239,7 @@ class Alarm:
                 self._follow(self._seen)
 
     def _hear(self, heard: signal.Signals) -> None:
-        """SIGUSR1 is a scheduler's warning that time is up (`sbatch --signal`): it is to start the job again.
-        Who sends another one knows what follows."""
+        """SIGUSR1 is a scheduler's warning that time is up (`sbatch --signal`); the job then starts again."""
         again = self._asked is not None and time.monotonic() - self._asked > ONE_REQUEST
         if heard == signal.SIGINT or again:
             self._end_at_once(f"was told to stop at once ({heard.name})", 128 + heard)
@@ -258,7 +250,6 @@ class Alarm:
             self.stop.ask(name, EXIT_AGAIN if heard == signal.SIGUSR1 else 128 + heard)
 
     def _follow(self, failure: dict[str, Any]) -> None:
-        """Ends this rank, as another has failed."""
         if self._closed.wait(GRACE):
             return
         first = self._rank % int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 0  # LOCAL_RANK may be virtual
@@ -277,7 +268,7 @@ class Alarm:
 
 
 def seconds_of(duration: str) -> float:
-    """`23:40:00` or `1-12:00:00` (days, as Slurm writes it) in seconds."""
+    """`23:40:00` or, with days as in Slurm, `1-12:00:00` in seconds."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", duration)
     if match is None:
         raise UserError(
@@ -288,7 +279,7 @@ def seconds_of(duration: str) -> float:
 
 
 def _store(rank: int) -> Store:
-    """The store of this job, by a connection of our own; each restart has its own keys."""
+    """The job's store, by a connection of its own; each restart has its own keys."""
     launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -315,7 +306,6 @@ def _says_that_another_is_gone(error: BaseException) -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process whatever its threads wait for."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

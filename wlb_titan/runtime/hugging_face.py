@@ -1,10 +1,9 @@
 """Models in Hugging Face's format: a folder of weights read, and one written so that others can open it.
 
-torchtitan reads and writes tensors by name and shape (`*.safetensors`). What has neither, such as the base of
-the rotary positions, would go unnoticed if it differed, and the corpus could be of another tokenizer: so
-`config.json` and the tokenizer are compared before weights are loaded. transformers, vLLM and
+torchtitan compares tensors by name and shape only (`*.safetensors`). So `config.json`, which has the base of
+the rotary positions, and the tokenizer are compared before weights are loaded. transformers, vLLM and
 `checkpoint.initial_load_path` want both beside saved weights: they are copied from where the weights came, or
-written for models that are trained from nothing.
+written for models that are trained from scratch.
 """
 
 from __future__ import annotations
@@ -27,20 +26,18 @@ from wlb_titan.runtime.job import has_latent_attention
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-
 KEY = "checkpoint.initial_load_path"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template.*", "vocab.*", "merges.txt")
 LLAMA = ("llama", "LlamaForCausalLM")
 KINDS = {"llama": LLAMA, "llama3": LLAMA, "qwen3": ("qwen3", "Qwen3ForCausalLM")}
 """Dense models whose config.json is written here: torchtitan's name, and transformers' two."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as Qwen, gpt-oss and DeepSeek call them
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of Qwen, gpt-oss and DeepSeek
 ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
-    """Refuses a folder of weights (config.json, *.safetensors, tokenizer.json) that are of another model, or
-    of another tokenizer than the corpus."""
+    """Refuses a folder of weights of another model, or of another tokenizer than the corpus'."""
     if not folder.is_dir():
         raise UserError(f"{KEY}: there is no folder {str(folder)!r}.")
     if not any(folder.glob("*.safetensors")):
@@ -66,7 +63,7 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
 
 
 def differences(model: Decoder.Config, theirs: dict[str, Any]) -> list[str]:
-    """What a description, as of `read_description`, says otherwise than a model."""
+    """Where a description, as of `read_description`, differs from a model."""
     return [
         f"{name} is {theirs[name]} there and {value} in the base"
         for name, value in described(model).items()
@@ -75,7 +72,7 @@ def differences(model: Decoder.Config, theirs: dict[str, Any]) -> list[str]:
 
 
 def described(model: Decoder.Config) -> dict[str, Any]:
-    """What of a model a config.json tells, under the names that it has there."""
+    """A model's values in a config.json, under their names there."""
     attention = model.first_attention
     assert attention is not None
     rope = attention.rope
@@ -124,7 +121,7 @@ def described(model: Decoder.Config) -> dict[str, Any]:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """A config.json with what it says of the rotary positions, which has moved between versions, on top."""
+    """A config.json, with its values for rotary positions, which moved between versions, at the top level."""
     config = json.loads(path.read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     values = {name: value for name, value in {**config, **rope}.items() if value is not None}
@@ -133,10 +130,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def complete_export(folder: Path, config: TrainerConfig, corpus: Corpus) -> None:
-    """Writes beside the weights in a folder what makes a model of them.
-
-    The ranks' own shards, of which torchtitan has put the weights together, go: they are as large again.
-    """
+    """Adds a config and a tokenizer to weights, and deletes the ranks' shards, which are as large again."""
     if any(folder.glob("*.safetensors")):
         shutil.rmtree(folder / "sharded", ignore_errors=True)
     assert config.model_spec is not None
@@ -164,13 +158,13 @@ def complete_export(folder: Path, config: TrainerConfig, corpus: Corpus) -> None
             return
         model["eos_token_id"] = tokenizer.end_of_text_id
     model = {**model, "torch_dtype": checkpoint.export_dtype}
-    model.pop("dtype", None)  # as newer versions call it
+    model.pop("dtype", None)  # its name in newer versions
     (folder / CONFIG).write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
     logger.info(f"{folder} is a model in Hugging Face's format, with its tokenizer")
 
 
 def model_config(spec: ModelSpec) -> dict[str, Any] | None:
-    """The config.json of a model that is trained from nothing; None if its kind is not known."""
+    """The config.json of a model that is trained from scratch; None if its kind is not known."""
     values = described(spec.model)
     if spec.name not in KINDS or "moe_intermediate_size" in values:
         return None

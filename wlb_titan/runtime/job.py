@@ -1,4 +1,4 @@
-"""From a torchtitan configuration to the job that is planned and predicted: model, degrees, batch, memory."""
+"""Turns a torchtitan configuration into the job that is planned and predicted."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ from wlb_titan.runtime.pipeline.schedules import canonical_name, stage_names
 
 
 def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
-    """The job that a configuration trains at these degrees."""
     return configured_job(config, dims).trained
 
 
 def configured_job(config: TrainerConfig, dims: ParallelDims) -> Job:
-    """The job of a configuration, also where it is only planned (`wlb.packing.shadow`)."""
+    """The job of a configuration, even if it is only planned (`wlb.packing.shadow`)."""
     wlb, training = config.wlb, config.training
     model = config.model_spec.model
     memory = memory_settings(config)
@@ -74,7 +73,7 @@ def configured_job(config: TrainerConfig, dims: ParallelDims) -> Job:
 
 
 def configured_degrees(config: TrainerConfig) -> dict[str, int]:
-    """The degrees whose product is the job's processes, by key; -1 is torchtitan's for all that are left."""
+    """The degrees whose product is the job's processes, by key; -1 stands for all that are left."""
     known = [one.key for one in TORCHTITAN.values() if not one.borrows]
     found = {f"parallelism.{key}": getattr(config.parallelism, key) for key in known}
     own = enumerate(config.wlb.dimensions)
@@ -82,12 +81,12 @@ def configured_degrees(config: TrainerConfig) -> dict[str, int]:
 
 
 def degrees_product(config: TrainerConfig) -> int:
-    """Processes that the configured degrees need, with a data-parallel degree of 1 where it is -1."""
+    """Processes that the configured degrees need; a degree of -1 counts as 1."""
     return math.prod(max(degree, 1) for degree in configured_degrees(config).values())
 
 
 def parallel_dims(config: TrainerConfig, world_size: int | None = None) -> Dims:
-    """The degrees of a job of so many processes; None: as many as the configured degrees need."""
+    """The degrees of a job of so many processes; by default as many as its degrees need."""
     own = own_dimensions(config.wlb.dimensions)
     return Dims.of(config.parallelism, world_size or degrees_product(config), own)
 
@@ -100,16 +99,13 @@ def gpu_at_hand(device: str = "auto") -> tuple[str, int] | None:
 
 
 def device_bytes() -> int:
-    """Memory of this process's device."""
     return utils.device_module.get_device_properties(0).total_memory
 
 
 def memory_settings(config: TrainerConfig) -> MemorySettings:
-    """What of a configuration decides about memory."""
     checkpointing = config.activation_checkpoint
     kind = "selective" if checkpointing is not None else "none"
-    # float32 for each position and element of the head dim: torchtitan's ComplexRoPE has a complex number
-    # for two elements, its CosSinRoPE cosine and sine for each.
+    # float32 by position: ComplexRoPE has a complex number for two elements, CosSinRoPE cos and sin for each.
     cos_sin = any(True for _ in config.model_spec.model.traverse(CosSinRoPE.Config))
     return MemorySettings(
         checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
@@ -129,7 +125,7 @@ def _memory_unknown(model: Decoder.Config) -> str:
 
 
 def model_shape(model: Decoder.Config) -> ModelShape:
-    """A model's numbers: of its mean layer, and of experts those that a token visits."""
+    """A model's sizes: those of its mean layer, and of the experts that a token visits."""
     attention = model.first_attention
     if has_latent_attention(model):
         kv_heads = attention.n_heads
@@ -165,17 +161,14 @@ def model_shape(model: Decoder.Config) -> ModelShape:
 
 
 def has_experts(model: Decoder.Config) -> bool:
-    """Whether a layer of the model is a mixture of experts."""
     return any(layer.moe is not None for layer in model.layers)
 
 
 def has_latent_attention(model: Decoder.Config) -> bool:
-    """Whether keys and values come from a latent vector (multi-head latent attention)."""
     return hasattr(model.first_attention, "kv_lora_rank")
 
 
 def _projections(attention: BaseAttention.Config) -> int:
-    """Weights of an attention layer's matrix products."""
     linears = [linear for _, linear, _, _ in attention.traverse(Linear.Config)]
     if isinstance(qkv := getattr(attention, "qkv_linear", None), QKVLinear.Config):
         linears.append(qkv.wkv)  # which stands for keys and for values

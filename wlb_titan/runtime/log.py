@@ -1,5 +1,4 @@
-"""The log of a run: torchtitan's on the rank that knows the loss, and warnings and errors of all ranks; what
-it says before the first step and after the last."""
+"""The log of a run: all of it on the rank that knows the loss, warnings and errors on the others."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from wlb_titan.runtime.metrics import metrics_rank, spoken
 from wlb_titan.simulator.choice import Choice
 
 MISLEADING = (
-    # Said of every configuration that keeps the default.
+    # Logged for every configuration that keeps the default.
     "initial_load_model_only=True has no effect",
-    # Said unless LOG_RANK is set; here the right rank always shows the loss.
+    # Logged unless LOG_RANK is set; here the right rank always shows the loss.
     "Pipeline Parallel loss is not visible",
-    # The peak of a CPU is not known, and figures that would need it are left out.
+    # The peak of a CPU is not known; figures that need it are left out.
     "Peak flops undefined for",
     "Error running lspci",
     "Peak FLOPS used for computing MFU",
@@ -57,7 +56,7 @@ OF_NO_USE = (
 
 
 def drop_misleading_warnings() -> None:
-    """Leaves out of torchtitan's log what does not apply to wlb_titan's runs, or helps nobody."""
+    """Drops from torchtitan's log what does not apply to wlb_titan's runs, or helps nobody."""
     root = logging.getLogger()  # torchtitan logs on the root logger
     if _applies not in root.filters:
         root.addFilter(_applies)
@@ -70,10 +69,10 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
     drop_misleading_warnings()
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
-    handler.addFilter(_applies)  # for those who log on loggers of their own
+    handler.addFilter(_applies)  # for other loggers
     root = logging.getLogger()
     root.handlers = [handler]
-    logging.raiseExceptions = False  # a log on a full disk: what training cannot do without is told
+    logging.raiseExceptions = False  # training goes on if the log's disk is full
     reports = rank == metrics_rank(parallel_dims, schedule)
     root.setLevel(logging.INFO if reports else logging.WARNING)
 
@@ -86,9 +85,8 @@ def _applies(record: logging.LogRecord) -> bool:
 
 
 def tell_beginning(job: Job, choice: Choice | None, corpus: Corpus, wlb: WlbSettings) -> None:
-    """The corpus, what was chosen, and what memory is predicted."""
     if not logger.isEnabledFor(logging.INFO):
-        return  # nobody reads it on this rank, and whole steps are planned for it
+        return  # whole steps would be planned for a log that nobody reads
     lines = [f"Corpus {corpus}: {len(corpus):,} documents, {corpus.lengths.sum():,} tokens"]
     if choice is not None:
         for row in choice.rows():
@@ -100,7 +98,7 @@ def tell_beginning(job: Job, choice: Choice | None, corpus: Corpus, wlb: WlbSett
 
 
 def tell_end(config: TrainerConfig, step: int, began: float | None) -> None:
-    """What came of a run whose last step is done; `began`: when it trained its first; None: it had none."""
+    """Logs the end of a run; `began`: the time of its first step, None if it had no step to train."""
     if began is not None:
         seconds = time.monotonic() - began
         logger.info(

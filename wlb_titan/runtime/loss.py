@@ -1,9 +1,9 @@
 """Labels, and the loss of labels that weigh differently.
 
-torchtitan's loss is a sum over a micro-batch's labels, which the trainer divides by their number in the whole
-step, whatever rank they lie on. With `wlb.loss_weight = "conversation"` a label weighs one over the labels of
-its document, and the sum is divided by the weights of the step. The weights travel with the labels, through
-context-parallel shards, pipelines and chunks of the loss: int64 (..., 2), label and the bits of its weight.
+torchtitan's loss is a sum over a micro-batch's labels, which the trainer divides by their number in the step
+on all ranks. With `wlb.loss_weight = "conversation"` a label weighs one over the labels of its document, and
+the sum is divided by the weights of the step. Weights travel with labels: int64 (..., 2), label and the bits
+of its weight.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ def with_weights(labels: Ints, weights: Floats) -> Ints:
 
 
 def total_weight(labels: torch.Tensor) -> float:
-    """What the labels of one or more sequences weigh: (1, L), one each, or (1, L, 2) as of `with_weights`."""
+    """The weight of all labels: one each for (1, L); for (1, L, 2) as of `with_weights`."""
     if labels.dim() == 2:
         return int((labels != IGNORE_INDEX).sum())
     return float(labels[..., 1].view(torch.float64).sum())
 
 
 class WeightedCrossEntropyLoss(CrossEntropyLoss):
-    """torchtitan's cross-entropy, summed with the weight of each label."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(CrossEntropyLoss.Config):
         pass
@@ -53,16 +51,13 @@ class WeightedCrossEntropyLoss(CrossEntropyLoss):
 def weighted_cross_entropy(
     pred: torch.Tensor, labels: torch.Tensor, *, global_vocab_size: int | None = None
 ) -> torch.Tensor:
-    """The weighted sum over the labels, int64 (1, L, 2) as of `with_weights`.
-
-    `pred`: (1, L, vocabulary) logits, or this tensor-parallel rank's part of the vocabulary.
-    """
+    """The weighted sum over the labels, int64 (1, L, 2) as of `with_weights`; `pred`: (1, L, vocabulary)
+    logits, or this tensor-parallel rank's part of the vocabulary."""
     weights = labels[..., 1].view(torch.float64).float()
     return -(compute_logprobs(pred, labels[..., 0].contiguous()) * weights).sum()
 
 
 def weighted(loss: BaseLoss.Config) -> BaseLoss.Config:
-    """The loss of a configuration for labels with weights."""
     if isinstance(loss, ChunkedLossWrapper.Config):
         return replace(loss, loss_fn=weighted(loss.loss_fn))
     if type(loss) is not CrossEntropyLoss.Config:

@@ -19,21 +19,18 @@ from wlb_titan.plan import Plan
 from wlb_titan.runtime.agreement import check_same
 from wlb_titan.simulator.replicas import flow_memory, rank_memory
 
-FIRST_STEPS = 12
-"""Steps of slices that are planned to tell how much memory they take."""
-
-MOST_REPLICAS = 64
-"""Data-parallel ranks that are looked at in these steps: one takes some milliseconds."""
+FIRST_STEPS = 12  # steps of slices that are planned to predict their memory
+MOST_REPLICAS = 64  # data-parallel ranks whose memory is predicted in these; one takes some milliseconds
 
 
 def predicted_memory(job: Job, length: int) -> tuple[RankMemory, ...] | None:
-    """The peak of each pipeline rank in a step of micro-batches of so many tokens. None where it is unknown:
-    with experts or latent attention, and in schedules whose order of passes the planner does not know."""
+    """The peak of each pipeline rank, with micro-batches of `length` tokens. None if it is unknown: with
+    experts, latent attention, or a schedule whose order of passes the planner does not know."""
     return _known(job, lambda: job.fitting.peak(Passes.of([length] * job.replica_micro_batches)))
 
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
-    """The peak of each pipeline rank with the micro-batches that a plan gives one data-parallel rank."""
+    """The peak of each pipeline rank, with a plan's micro-batches for one data-parallel rank."""
     return _known(job, lambda: rank_memory(job, plan, replica))
 
 
@@ -47,8 +44,8 @@ def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[Rank
 
 
 def check_memory(job: Job, device_bytes: int) -> None:
-    """Refuses what cannot fit: a step of micro-batches of one context window or, where documents are sliced,
-    a document of the window, all of whose slices are in flight when its backward pass begins."""
+    """Refuses a job in which micro-batches of one context window do not fit or, if documents are sliced, a
+    document of the window: all its slices are in flight when its backward pass starts."""
     if job.packing.owner.slices:
         what = f"a document of {job.window} tokens"
         ranks = _known(job, lambda: job.fitting.document(job.window))
@@ -67,7 +64,7 @@ def check_memory(job: Job, device_bytes: int) -> None:
 
 
 def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_bytes: int) -> str | None:
-    """Refuses a step that is predicted not to fit; returns the arithmetic, None where it is not known."""
+    """Refuses a step that is predicted not to fit; returns the prediction in words, None if unknown."""
     ranks = planned_memory(job, plan, replica)
     if ranks is None:
         return None
@@ -78,7 +75,6 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
 
 
 def _room(job: Job, device_bytes: int) -> tuple[float, str]:
-    """Bytes of a device that predictions may fill, and these in words."""
     share = usable_share(job.packing.owner.slices)
     words = (
         f"{share:.0%} of a device's {device_bytes / GIB:.2f} GiB (the rest is for CUDA, NCCL and fragments)"
@@ -87,8 +83,8 @@ def _room(job: Job, device_bytes: int) -> tuple[float, str]:
 
 
 def describe_memory(job: Job, documents: Documents) -> list[str]:
-    """A line on each pipeline rank's predicted peak, with the longest possible micro-batches or, where
-    documents are sliced, in the largest of the first steps."""
+    """A line on each pipeline rank's predicted peak, with the longest micro-batches or, if documents are
+    sliced, in the largest of the first steps."""
     ranks: tuple[RankMemory, ...] | None
     if job.packing.owner.slices:
         solved = job.packing.planning_seconds > 0
@@ -105,7 +101,7 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
 
 
 def advise_checkpointing(job: Job) -> list[str]:
-    """A line where a run without activation checkpointing is predicted to fit."""
+    """A line if a run without activation checkpointing is predicted to fit."""
     if job.memory.checkpointing == "none" or job.packing.owner.slices:
         return []
     bare = replace(job, memory=replace(job.memory, checkpointing="none"))
@@ -119,12 +115,8 @@ def advise_checkpointing(job: Job) -> list[str]:
 
 
 def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
-    """The largest GiB of each pipeline rank. Every rank calls it; by the same collective they compare the
-    `digest` of their plans.
-
-    On an accelerator the peak is that of allocated memory since the last report, on the CPU that of
-    resident memory since the process started, libraries included.
-    """
+    """The peak of each pipeline rank in GiB: of allocated memory since the last report or, on the CPU, of the
+    process's resident memory. Every rank calls it; it also compares the `digest` of their plans."""
     if device.type == "cpu":
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
@@ -140,7 +132,6 @@ def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> di
 
 
 def _in_short(rank: RankMemory) -> str:
-    """The peak and its two largest terms."""
     parts = sorted(((getattr(rank, name), name.replace("_", " ")) for name in TERMS), reverse=True)[:2]
     most = " and ".join(f"{name} {size / GIB:.2f}" for size, name in parts)
     return f"{rank.total / GIB:.2f} GiB on pipeline rank {rank.rank}, {most} of them"

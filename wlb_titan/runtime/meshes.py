@@ -1,9 +1,9 @@
 """The meshes of a job: torchtitan's, with the dimensions that a user adds ([[wlb.dimensions]]), and those of
 ranks that attend to a micro-batch together.
 
-Every rank of a job takes part in making every process group, also one that it is not in: NCCL splits a
-communicator of all ranks, and torch names groups by how many there were. So meshes follow from the job alone,
-and not from whether a pipeline stage has attention, or a data-parallel rank somebody to share with.
+Every rank takes part in making every process group, even one that it is not in: NCCL splits a communicator of
+all ranks, and torch numbers groups. So meshes follow from the job alone, and not from whether a pipeline
+stage has attention, or a data-parallel rank another to share with.
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ from wlb_titan.job import Job
 
 @dataclass
 class Dims(ParallelDims):
-    """torchtitan's degrees and meshes, with dimensions that it does not have.
-
-    torchtitan's own meshes are those of ranks at one place along these dimensions. Only `batch` and `loss` go
-    over those of them that divide data, too.
-    """
+    """torchtitan's degrees and meshes, with the user's dimensions. A mesh of torchtitan's lies at one place
+    along these; only `batch` and `loss` span those that divide data."""
 
     own: tuple[Dimension, ...] = ()
 
     @classmethod
     def of(cls, parallelism: ParallelismConfig, ranks: int, own: Sequence[Dimension] = ()) -> Dims:
-        """The degrees of a configuration on so many ranks."""
         return cls(
             **{one.axis: getattr(parallelism, one.key) for one in TORCHTITAN.values()},
             world_size=ranks,
@@ -54,7 +50,7 @@ class Dims(ParallelDims):
         return self.dp_replicate * self.dp_shard * own
 
     def place(self, axis: str) -> int:
-        """This rank's place along a mesh axis; 0 where it has one rank only."""
+        """This rank's place along a mesh axis; 0 if the axis has one rank."""
         mesh = self.get_optional_mesh(axis)
         return 0 if mesh is None else mesh.get_local_rank()
 
@@ -72,7 +68,7 @@ class Dims(ParallelDims):
         return self.build_open_mesh() if self.own else super().build_mesh()
 
     def build_open_mesh(self) -> DeviceMesh:
-        """As torchtitan's `build_mesh` under `spmd_types`, from ranks that are put in its order."""
+        """torchtitan's `build_mesh` under `spmd_types`, after ranks are put in its order."""
         ranked = in_order([one for one in TORCHTITAN.values() if not one.borrows], self.own)
         degrees = {one.axis: getattr(self, one.axis) for one in TORCHTITAN.values()}
         degrees |= {one.axis: one.degree for one in self.own}
@@ -122,20 +118,20 @@ class Dims(ParallelDims):
 
 
 def rank_layout(dims: ParallelDims) -> NDArray[Any]:
-    """Global ranks by (others, pp, data-parallel rank, cp, tp); `others` are one without own dimensions."""
+    """Global ranks (others, pp, data-parallel rank, cp, tp); `others` is 1 without own dimensions."""
     layout: NDArray[Any] = dims._global_meshes["dataloading"].mesh.numpy()
     return layout.reshape(-1, *layout.shape[-4:])
 
 
 ContextMeshes = dict[int, list[DeviceMesh]]
-"""The `meshes` of a strategy, by how many data-parallel ranks share a micro-batch."""
+"""A strategy's `meshes`, by the number of data-parallel ranks that share a micro-batch."""
 
 
 def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
-    """Those that this rank is in. Every rank of the job has to call it.
+    """The context meshes that this rank is in. Every rank of the job has to call it.
 
-    Ranks that share micro-batches are consecutive data-parallel ranks, the first of which is a multiple of
-    their number, with all of their context-parallel ranks. Those that are left over share none.
+    n data-parallel ranks that share micro-batches are consecutive, with all their context-parallel ranks; the
+    first is a multiple of n. Ranks that are left over share none.
     """
     made: dict[tuple[object, bytes], DeviceMesh | None] = {}
     found: ContextMeshes = {}
@@ -158,12 +154,7 @@ def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
 
 
 def divided(ranks: Ints, sizes: Mapping[str, int]) -> DeviceMesh | None:
-    """This rank's mesh, where ranks are divided into meshes of one shape; None where it is not among them.
-
-    Args:
-        ranks: global ranks, those of a mesh in a row.
-        sizes: of the mesh's axes, by name.
-    """
+    """Divides ranks, consecutive in a mesh, into meshes of these sizes; returns this rank's or None."""
     rows = torch.from_numpy(np.ascontiguousarray(ranks)).view(-1, *sizes.values())
     backends = (("fake", None), *[(None, None)] * len(sizes))  # between meshes nothing is sent
     mesh = DeviceMesh(device_type, rows, mesh_dim_names=("meshes", *sizes), backend_override=backends)

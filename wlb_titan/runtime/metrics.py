@@ -23,18 +23,18 @@ from wlb_titan.runtime.pipeline.schedules import canonical_name
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:
-    """The one rank that knows the loss and reports it: the first of the last pipeline stage."""
+    """The rank that knows and reports the loss: the first of the last pipeline stage."""
     return metrics_rank_of(parallel_dims=parallel_dims, pp_schedule=_shape(parallel_dims, schedule))
 
 
 def _shape(parallel_dims: Any, schedule: str) -> str:
-    """The name by which torchtitan's metrics know a schedule: of those in a V only one, spelled like this."""
+    """A schedule's name for torchtitan's metrics, which know only one of those in a V."""
     in_v = parallel_dims.pp_enabled and canonical_name(schedule) in V_SHAPED
     return V_SHAPED[0] if in_v else schedule
 
 
 class MetricsProcessor(titan.MetricsProcessor):
-    """torchtitan's metrics with the plan's figures beside them, also as JSON lines."""
+    """torchtitan's metrics and the plan's figures, also as JSON lines."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.MetricsProcessor.Config):
@@ -50,17 +50,17 @@ class MetricsProcessor(titan.MetricsProcessor):
             config, parallel_dims=parallel_dims, dump_folder=dump_folder, pp_schedule=shape, **kwargs
         )
         self._reports = torch.distributed.get_rank() == metrics_rank(parallel_dims, pp_schedule)
-        # torchtitan knows the peak of accelerators only and takes an A100's otherwise.
+        # Without an accelerator, torchtitan would assume an A100's peak.
         self._peak_flops = (
             self.gpu_peak_flops * parallel_dims.world_size if torch.accelerator.is_available() else None
         )
         self._lines = JsonLines(Path(dump_folder) / METRICS_FILE)
         self._validation_lines = JsonLines(Path(dump_folder) / VALIDATION_FILE)
         self._steps, self._tokens, self._flops = 0, 0, 0.0  # since the last report
-        self._first: tuple[int, float] | None = None  # report of this process: its step, and when
+        self._first: tuple[int, float] | None = None  # step and time of this process's first report
 
     def count(self, tokens: int, flops: float) -> None:
-        """Takes note of a step: tokens of documents in the whole job, and the model's FLOPs on them."""
+        """Counts a step: tokens of documents in the whole job, and the model's FLOPs on them."""
         self._steps += 1
         self._tokens += tokens
         self._flops += flops
@@ -73,14 +73,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Reports one step; times and rates are means over the steps since the last report.
-
-        Args:
-            global_avg_loss: loss per token with a label over the whole job.
-            global_max_loss: largest such loss of a rank.
-            grad_norm: norm of the gradient before clipping.
-            extra_metrics: what the plan says of the step; torchtitan's own, such as learning rates.
-        """
+        """Reports one step; times and rates are means over the steps since the last report. Losses are per
+        token with a label: of the whole job, and the largest of a rank. `grad_norm` is before clipping."""
         elapsed, steps = time.perf_counter() - self.time_last_log, max(self._steps, 1)
         flops = self._flops / elapsed
         memory = self.device_memory_monitor.get_peak_stats()
@@ -112,7 +106,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.device_memory_monitor.reset_peak_stats()
 
     def _seconds_left(self, step: int) -> float | None:
-        """Predicted by the steps since the first report, whose own may have compiled."""
+        """Predicted from the steps since the first report, before which code may have compiled."""
         now = time.perf_counter()
         if self._first is None:
             self._first = step, now
@@ -121,10 +115,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         return (self.last_step - step) * (now - then) / (step - first)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Reports a validation, as a line of validation.jsonl too.
-
-        torchtitan's would count time and peak memory from here, between two reports of steps.
-        """
+        """Reports a validation. torchtitan's would reset times and peak memory between reports of steps."""
         extra = extra_metrics or {}
         self.logger.log({"validation_metrics/loss": loss, **extra}, step)
         if self._reports:
@@ -154,7 +145,7 @@ ON_CONSOLE = {
     "mfu_documents": "MFU {:.1%}",
     "memory_gib": "memory {:.2f} GiB",
 }
-"""What the console shows besides, where it is there and not 0."""
+"""What the console also shows, if there is a value and it is not 0."""
 
 
 def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
@@ -176,10 +167,10 @@ def warn_once(message: str) -> None:
 
 
 class JsonLines:
-    """A file of one JSON object a line, each with a `step`, which a resumed run goes on with.
+    """A file of one JSON object a line, each with a `step`.
 
-    A run resumed from a checkpoint repeats the steps since then. So the first line that it writes replaces
-    those of the same step and later ones, and what a crash has left half-written; all others are kept.
+    A run resumed from a checkpoint repeats the steps since then. So its first line replaces those of the same
+    step and later ones, and any line that a crash left half-written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,7 +178,7 @@ class JsonLines:
         self._file: TextIO | None = None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends a line. On a full disk the line is lost, and the next one is tried again."""
+        """Appends a line. On a full disk it is lost, and the next one is tried again."""
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
-"""The measured side of a step: times of passes, and every `trace_every` steps a trace of all ranks' passes,
-bubble and imbalance.
+"""Measured steps: times of passes and, every `trace_every` steps, a trace, bubble and imbalance of all ranks.
 
-A traced step begins with a barrier, so that all ranks count from one moment, and ends with one gather of the
-passes to the rank that reports. All other steps pay nothing.
+A traced step starts with a barrier, so that all ranks count from one moment, and ends with a gather of the
+passes to the rank that reports. Other steps cost nothing.
 """
 
 from __future__ import annotations
@@ -32,26 +31,21 @@ if TYPE_CHECKING:
 
 
 class PassTimer:
-    """Measures while it is on, and costs next to nothing while it is off.
-
-    On an accelerator by events in the stream, so that nothing waits for them until the step is over; on the
-    CPU by the clock. What a pass waits for *within* itself is part of its time: the collectives of FSDP,
-    context and tensor parallelism. What it waits for *before* it starts, the neighbour stage's tensors, is
-    not.
-    """
+    """Measures while it is on: with events in the stream, for which nothing waits until the step is over, or
+    on the CPU with the clock. A pass's time includes its collectives (FSDP, context and tensor parallelism),
+    but not the wait for a neighbour stage's tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self.on = False
         self.clock: Callable[[], float] = time.perf_counter  # of passes on the CPU
-        self.first = 0  # micro-batch of the run at hand, which the trainer sets: a step may have several
-        self.latest = "the beginning"  # the latest pass that began, measured or not
+        self.first = 0  # micro-batch of the current run, set by the trainer: a step may have several runs
+        self.latest = "the beginning"  # the latest pass that started, measured or not
         self._device = device
         self._start: Any = None
         self._stream: torch.Stream | None = None
         self._passes: list[tuple[str, int, int, Any, Any, float | None]] = []
 
     def start(self) -> None:
-        """Begins to measure, at time 0."""
         self.on = True
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream()
@@ -59,7 +53,7 @@ class PassTimer:
 
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        """Measures what runs within; `micro_batch` counts from the run's first."""
+        """Measures a pass; `micro_batch` counts from the run's first."""
         self.latest = f"{kind}{self.first + micro_batch} of stage {stage}"
         if not self.on:
             yield
@@ -71,15 +65,15 @@ class PassTimer:
     def keep(
         self, kind: str, begin: Any, stage: int = 0, micro_batch: int = 0, waited: float | None = None
     ) -> None:
-        """Keeps what ran from a mark until now; `micro_batch` counts from the step's first."""
+        """Keeps a pass from a mark until now; `micro_batch` counts from the step's first."""
         self._passes.append((kind, stage, micro_batch, begin, self.mark(), waited))
 
     def measures_this_stream(self) -> bool:
-        """Whether it is on and what starts now would run on the passes' stream."""
+        """Whether it is on and the current stream is that of the passes."""
         return self.on and (self._stream is None or torch.accelerator.current_stream() == self._stream)
 
     def stop(self) -> list[Pass]:
-        """Ends measuring and waits for the accelerator; returns the passes in the order of their ends."""
+        """Ends measuring, waits for the accelerator and returns the passes in the order of their ends."""
         self.on = False
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
@@ -107,8 +101,6 @@ class PassTimer:
 
 @dataclass(frozen=True, slots=True)
 class RankPasses:
-    """The passes of one rank, and its place in each dimension of parallelism."""
-
     dp: int
     pp: int
     cp: int
@@ -117,7 +109,7 @@ class RankPasses:
 
 
 class StepTrace:
-    """Measures every `trace_every`-th step; the rank that reports writes traces/step-N.json."""
+    """Measures every `trace_every`-th step; the reporting rank writes traces/step-N.json."""
 
     def __init__(self, timer: PassTimer, config: TrainerConfig, parallel_dims: ParallelDims) -> None:
         self._timer = timer
@@ -128,14 +120,14 @@ class StepTrace:
         self._measuring = False
 
     def begin(self, step: int) -> None:
-        """Measures the passes if this step is due. Call it on every rank."""
+        """Starts to measure if this step is due. Call it on every rank."""
         if self._every > 0 and step % self._every == 0:
             dist.barrier()
             self._measuring = True
             self._timer.start()
 
     def end(self, step: int, plan: Plan) -> dict[str, float]:
-        """Ends measuring; the figures of a measured step, on the writer alone. Call it on every rank."""
+        """Returns the figures of a measured step, on the writer alone. Call it on every rank."""
         if not self._measuring:
             return {}
         self._measuring = False
@@ -159,11 +151,8 @@ class StepTrace:
 
 
 def measured_imbalance(ranks: Sequence[RankPasses], plan: Plan) -> float:
-    """Largest over mean time of the job's micro-batches, as the predicted `imbalance` of a plan.
-
-    The time of a micro-batch is that of its passes through all stages, each the mean over the context- and
-    tensor-parallel ranks that share it.
-    """
+    """Largest over mean time of the job's micro-batches, like the predicted `imbalance` of a plan. A time is
+    the sum over stages of the mean over context- and tensor-parallel ranks."""
     seconds: dict[tuple[int, int], float] = defaultdict(float)
     sharers = len({(rank.cp, rank.tp) for rank in ranks})
     for rank in ranks:
@@ -173,7 +162,7 @@ def measured_imbalance(ranks: Sequence[RankPasses], plan: Plan) -> float:
 
 
 def bubble(ranks: Sequence[RankPasses]) -> float:
-    """Share of the ranks' time in which they run no pass, from a pipeline's first pass to its last; mean."""
+    """Mean share of the ranks' time without a pass, from a pipeline's first pass to its last."""
     pipelines: dict[int, list[RankPasses]] = defaultdict(list)
     for rank in ranks:
         pipelines[rank.dp].append(rank)
@@ -186,7 +175,7 @@ def bubble(ranks: Sequence[RankPasses]) -> float:
 
 
 def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
-    """A process for each data-parallel rank, a track for each of its ranks, and a span for each pass."""
+    """A span for each pass, with a process for each data-parallel rank and a track for each of its ranks."""
     for rank in ranks:
         micro_batches = plan.of_rank(rank.dp)
         track = " ".join(

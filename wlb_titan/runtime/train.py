@@ -1,6 +1,6 @@
 """The program that every rank runs: `torchrun ... -m wlb_titan.runtime.train --config FILE [overrides]`.
 
-Users start it through TorchX (`torchx run wlb.train`), which works out the number of processes.
+Users start it through TorchX (`torchx run wlb.train`), which computes the number of processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import click
 
 from wlb_titan.errors import UserError
 
-if TYPE_CHECKING:  # what needs torch is imported when the ranks watch each other
+if TYPE_CHECKING:  # torch is imported only when the ranks watch each other
     from wlb_titan.config import Resolved
     from wlb_titan.runtime.ends import Alarm
 
@@ -40,13 +40,8 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
 
 
 def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> int:
-    """Runs one experiment in this process, one of those that the launcher started.
-
-    An experiment that cannot run as it is ends in a UserError before anything in the dump folder is changed.
-
-    Returns:
-        The exit status: 0 where all steps are done, `Stop.status` where the run stopped before.
-    """
+    """Runs an experiment in one of the launcher's processes; returns the exit status, `Stop.status` if it was
+    stopped. A configuration that cannot run is refused before the dump folder is changed."""
     from wlb_titan.config.sources import read_sources, written
     from wlb_titan.runtime.cpu_device import hide_accelerators, use_cpu_without_accelerator
 
@@ -70,7 +65,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if gpus == 1 and shown and "," not in shown:
-            processes = 1  # the launcher shows each of them a GPU of its own
+            processes = 1  # the launcher shows each process its own GPU
         resolved.check(lambda config: validate_devices(config, processes, gpus))
         if config.wlb.device == "cpu":
             raise UserError(
@@ -88,17 +83,13 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
 
 def allow_segments_to_grow() -> None:
-    """Has torch map memory as it is needed, unless the user configured its allocator. For before CUDA starts.
-
-    Micro-batches of other lengths ask for blocks of other sizes at every step; segments of a fixed size would
-    be cut into pieces that fit none of them.
-    """
+    """Lets torch's memory segments grow, unless the user configured its allocator. Call it before CUDA
+    starts. Each step needs blocks of other sizes, and fixed segments would be cut into useless pieces."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
-    """Trains with the dump folder held by rank 0; returns as `train`."""
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger
 
@@ -117,7 +108,6 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
 
 
 def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
-    """Trains, or makes a seed checkpoint; returns as `train`."""
     import torch
 
     from wlb_titan.runtime.checkpoints import explained, move_broken_aside
@@ -149,7 +139,7 @@ def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         better = explained(error, checkpoints, saving=begun)
-        alarm.fail(better)  # before anything is waited for
+        alarm.fail(better)  # before this rank waits for anything
         raise better from error
     finally:
         trainer.close()
@@ -163,8 +153,7 @@ if __name__ == "__main__":
         main()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    # Threads of torch's communication may still run. Taking the interpreter down under them at times ends in
-    # SIGABRT, and a job that is done would count as failed.
+    # A normal exit sometimes ends in SIGABRT, from threads of torch's communication.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,9 +1,8 @@
 """torchtitan's trainer on planned micro-batches.
 
-A micro-batch is one packed sequence, so the batch dimension is always 1. The step of the whole job is
-`global_batch_size` micro-batches (or local_batch_size x data-parallel degree), whatever the parallelism:
-with pipeline parallelism a rank's `local_batch_size` micro-batches go through the pipeline together, without
-it they are accumulated one by one.
+A micro-batch is one packed sequence, so the batch dimension is always 1. A step of the whole job has
+`global_batch_size` micro-batches (or local_batch_size x data-parallel degree), whatever the parallelism. A
+rank's `local_batch_size` micro-batches go through a pipeline together; without one they go one by one.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class Trainer(TorchtitanTrainer):
 
     Config = TrainerConfig
 
-    job: Job  # what trains
-    shadow: Job | None  # the configured job where it is only planned
-    choice: Choice | None  # how the policies were chosen; None where they are configured
+    job: Job  # that trains
+    shadow: Job | None  # the configured job, if it is only planned
+    choice: Choice | None  # how the policies were chosen; None if they are configured
 
     def __init__(self, config: TrainerConfig) -> None:
         self._decide(configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"]))))
@@ -88,13 +87,13 @@ class Trainer(TorchtitanTrainer):
         self.shadow = configured if configured.packing.shadow else None
 
     def init_distributed(self) -> ParallelDims:
-        """Starts the process groups, and then settles what is left open, before anything is built from it."""
+        """Starts the process groups and settles the job, before anything is built from it."""
         world_size = dist_utils.init_distributed(
             self.config.comm,
             enable_cpu_backend=self.config.training.enable_cpu_offload,
             base_folder=self.config.dump_folder,
         )
-        dist_config.pipeline_per_edge_p2p = True  # or a send waits behind receives from other ranks
+        dist_config.pipeline_per_edge_p2p = True  # otherwise a send waits behind receives from other ranks
         dims = parallel_dims(self.config, world_size)
         self.beginning = agreed_beginning(self.config)
         self._decide(*agreed_job(self.config, self.shadow or self.job))
@@ -102,7 +101,7 @@ class Trainer(TorchtitanTrainer):
         return dims
 
     def set_up(self, dims: Dims) -> None:
-        """Makes what all ranks make together, and settings that follow from the job and this rank's place."""
+        """Makes the meshes, and the settings that follow from the job and this rank's place."""
         config, wlb = self.config, self.config.wlb
         dims.build_mesh()
         self.axes.make(dims)
@@ -127,11 +126,7 @@ class Trainer(TorchtitanTrainer):
         self, begin: Callable[[int], None] | None = None, goes_on: Callable[[int], bool] | None = None
     ) -> bool:
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
-
-        Args:
-            begin: called with the step that a checkpoint was loaded of, or with 0, before the first step.
-            goes_on: asked between two steps whether another one follows on the step of this number.
-        """
+        `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows."""
         self._begin, self._goes_on = begin, goes_on
         comm = self.config.comm
         self._give_up_after(first_timeout(comm))
@@ -151,7 +146,7 @@ class Trainer(TorchtitanTrainer):
         return True
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
-        """The loader's steps; the metrics get the seconds that each was waited for."""
+        """The loader's steps; the metrics get the seconds of waiting for each."""
         self._first_step, self._began = self.step + 1, time.monotonic()
         self.metrics_processor.last_step = self.config.training.steps
         if self._begin is not None:
@@ -179,28 +174,24 @@ class Trainer(TorchtitanTrainer):
         return False
 
     def _give_up_after(self, seconds: int) -> None:
-        """Every group but that which writes checkpoints beside training, for as long as disks take."""
+        """Sets all groups' timeouts except that of the group that writes checkpoints: a disk may be slow."""
         set_timeouts(seconds, without=getattr(self.checkpointer, "pg", None))
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, cache: KeyValueCache | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Starts the copies of a micro-batch to the device; see `to_device`."""
-        self.ntokens_seen += labels.shape[1]  # 0 where only the backward pass has labels
+        self.ntokens_seen += labels.shape[1]  # 0 if only the backward pass has labels
         return to_device(input_dict, labels, self.device, cache.number if cache is not None else None)
 
     def train_step(self, data_iterator: Iterator[Step]) -> None:
-        """One optimizer step; only a step that is logged or traced waits for the device.
-
-        It takes the place of torchtitan's, which waits for the device at every copy, and which asks all ranks
-        for a number that the plan knows: how many tokens of the step have a label.
-        """
+        """One optimizer step; waits for the device only if it is logged or traced. torchtitan's waits at each
+        copy, and asks all ranks for the number of labels, which the plan knows."""
         step = next(data_iterator)
         self.step_trace.begin(self.step)
         asked = ask_comparison(self.config.wlb.attention, self.step)
         self.optimizers.zero_grad()
         learning_rates = self.lr_schedulers.get_metrics()
-        # A step without a learned token has a loss and gradients of 0, not 0 / 0.
+        # Without a learned token, loss and gradients are 0, not 0 / 0.
         kind = torch.int64 if isinstance(step.labels, int) else torch.float32
         labels = torch.full((), step.labels or 1, dtype=kind, device=self.device)
         if (own_data := self.job.degrees.own_data) > 1:  # the mean of their gradients is the whole job's
@@ -231,15 +222,14 @@ class Trainer(TorchtitanTrainer):
         difference = compared_difference(self.step) if asked else None
         if self.metrics_processor.should_log(self.step):
             self.report(step, torch.stack(losses).sum() / own_data, grad_norm, learning_rates, difference)
-        self.step_trace.end(self.step, step.plan)  # where the step was not logged
+        self.step_trace.end(self.step, step.plan)  # if the step was not logged
 
     def _reduce_gradients(self, now: bool) -> None:
-        """Whether the next backward pass reduces gradients, or leaves them as they are for a later one.
+        """Sets whether the next backward pass reduces gradients or leaves that to a later one.
 
-        Where FSDP shards nothing they are as large before as after it, so that a step reduces once. Weights
-        then stay gathered from one backward pass to the next forward pass. A pipeline's stages do the like
-        by themselves. A compiled model reduces every time: Dynamo refuses to compile for a second length
-        while weights in bfloat16 have gradients in float32.
+        If FSDP shards nothing, unreduced gradients are no larger, so a step reduces once, and weights stay
+        gathered between passes. A pipeline's stages do so by themselves. A compiled model reduces every time:
+        Dynamo does not compile for a second length while bfloat16 weights have float32 gradients.
         """
         dims, compiling = self.parallel_dims, self.config.compile
         compiled = compiling.enable and "model" in compiling.components
@@ -253,7 +243,7 @@ class Trainer(TorchtitanTrainer):
 
     @property
     def lower(self) -> Callable[[Flow], PackFlowSchedule] | None:
-        """Makes what runs an order of passes in the pipeline; None without one."""
+        """Makes the schedule of an order of passes; None without a pipeline."""
         return self.pp_schedule.lower if self.parallel_dims.pp_enabled else None
 
     def forward_backward(
@@ -263,11 +253,8 @@ class Trainer(TorchtitanTrainer):
         cache: KeyValueCache | None = None,
         lowered: PackFlowSchedule | None = None,
     ) -> torch.Tensor:
-        """The group's part of the loss: its sum on this rank over the labels of the whole job.
-
-        Args:
-            cache, lowered: keys of a step in slices, and what runs its passes in the plan's order.
-        """
+        """The group's part of the loss: its sum on this rank, divided by the labels of the whole job.
+        `cache` and `lowered` are the keys of a step in slices, and the schedule of its passes."""
         if not self.parallel_dims.pp_enabled:
             ((item, targets),) = group
             with self.timer.time("FB", 0, 0):
@@ -278,7 +265,6 @@ class Trainer(TorchtitanTrainer):
             return self.pp_schedule.step(moved, labels, lowered).detach()
 
     def _run_flow(self, step: Step, flow: Flow, labels: torch.Tensor) -> torch.Tensor:
-        """A step of MicroPacks, whose passes run in the plan's order; as `forward_backward`."""
         cache = KeyValueCache()
         if self.parallel_dims.pp_enabled:
             assert step.lowered is not None, "the loader was not told how to lower an order of passes"
@@ -291,7 +277,7 @@ class Trainer(TorchtitanTrainer):
     def run_alone(
         self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor, cache: KeyValueCache
     ) -> torch.Tensor:
-        """A step without a pipeline: forward and backward passes one by one."""
+        """A step of MicroPacks without a pipeline: forward and backward passes one by one."""
         losses: dict[int, torch.Tensor] = {}
         total = torch.zeros((), device=self.device)
         for number, (kind, _, place) in enumerate(actions, start=1):
@@ -316,7 +302,7 @@ class Trainer(TorchtitanTrainer):
         learning_rates: dict[str, float],
         difference: float | None = None,
     ) -> None:
-        """Reports a step; every rank takes part. difference: `compared_difference`, where asked for."""
+        """Reports a step; every rank takes part. `difference`: of `compared_difference`, if asked for."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         own_mean = loss * (step.labels / step.own_labels if step.own_labels else 0.0)
         mean, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own_mean, mesh)
@@ -343,8 +329,7 @@ class Trainer(TorchtitanTrainer):
 
 
 def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
-    """A copy that a trainer may change, with our attention, tokenizer, validator, loss and stages; the loader
-    follows when the ranks have settled what trains."""
+    """A copy that a trainer may change, with our attention, tokenizer, validator, loss and stages."""
     wlb, spec = config.wlb, config.model_spec
     for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
         attention.implementation = wlb.attention.implementation

@@ -1,8 +1,8 @@
-"""Validation on documents of its own: those held out of training, or another corpus, all of them once.
+"""Validation on all documents that are held out of training, or of another corpus, once.
 
-`wlb_titan.validation` packs them, balanced like those of training, with the same sharding and label masks.
-The loss is that of a step over all of them. It does not depend on packing or parallelism, but for documents
-above the context window, which are cut there. Each source of a mixture is validated by itself.
+`wlb_titan.validation` packs them, balanced as in training, with the same sharding and label masks. The loss
+is that of one step over all of them. It does not depend on packing or parallelism, except for documents above
+the context window, which are cut there. Each source of a mixture is validated by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from wlb_titan.validation import Once
 
 
 class Source(NamedTuple):
-    """What is validated by itself: a source of a mixture, or all documents."""
+    """Documents that are validated together: a source of a mixture, or all."""
 
     name: str
     loader: PlannedDataLoader
@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
 class Validator(titan.BaseValidator):
     """Validates after the first step, every `validation.every` steps and after the last. torchtitan's trainer
-    builds it; ours calls `prepare` when all is built."""
+    builds it; ours then calls `prepare`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Validator.Config):
@@ -50,7 +50,7 @@ class Validator(titan.BaseValidator):
     def prepare(
         self, wlb: WlbSettings, training: PlannedDataLoader.Config, last_step: int, device: torch.device
     ) -> None:
-        """Packs the documents, for a loader like that of training."""
+        """Packs the documents for loaders like that of training."""
         self._last, self._device = last_step, device
         job = training.job
         once = dataclasses.replace(
@@ -71,14 +71,12 @@ class Validator(titan.BaseValidator):
         return super().should_validate(step) or step == self._last
 
     def close(self) -> None:
-        """Ends the loaders' threads."""
         for source in self._sources:
             source.loader.close()
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Goes once through all documents, in evaluation mode, and tells the metrics the losses. Its time is
-        not counted as that of the steps around it."""
+        """Goes once through all documents and reports the losses. Its time does not count for steps."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         begin, metrics = time.perf_counter(), self._parts["metrics_processor"]
@@ -97,7 +95,7 @@ class Validator(titan.BaseValidator):
         metrics.time_last_log += time.perf_counter() - begin
 
     def _validated(self, source: Source, model_parts: list[nn.Module]) -> tuple[float, float]:
-        """The sum of the losses of all documents of a source, on all ranks, and of their labels."""
+        """A source's sums over all ranks: of its losses, and of its labels."""
         run = self._parts["local_batch_size"] if self._parts["pp_schedule"] is not None else 1
         mine = torch.zeros((), device=self._device)
         labels = 0.0
@@ -110,7 +108,7 @@ class Validator(titan.BaseValidator):
         return dist_utils.dist_sum(mine, mesh) if mesh is not None else float(mine), labels
 
     def _loss(self, group: Sequence[Item], model_parts: list[nn.Module]) -> torch.Tensor:
-        """The sum of the losses of this rank's part of a group; 0 where it has no last stage."""
+        """The sum of this rank's losses in a group; 0 if it does not have the last stage."""
         moved = [to_device(item, labels, self._device) for item, labels in group]
         schedule = self._parts["pp_schedule"]
         with self._parts["validation_context"]():

@@ -1,4 +1,1 @@
-"""Checks: what is refused before anything starts.
-
-Read `config` first.
-"""
+"""Checks before anything starts. Read `config` first."""

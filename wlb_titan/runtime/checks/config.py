@@ -1,7 +1,7 @@
 """Checks of a whole configuration before anything starts.
 
-Where torchtitan has a check of its own, that one is run, on copies, and its words are passed on; what is
-added are the conditions that torchtitan would only meet in the middle of a run.
+torchtitan's own checks run on copies, and their messages are passed on. Added are the conditions on which
+torchtitan would only fail in the middle of a run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ONLY = {
 
 
 def validate(config: TrainerConfig, world_size: int | None) -> None:
-    """Raises UserError, after a key, if it cannot run on so many processes (None: as many as it needs)."""
+    """Refuses what cannot run on so many processes (None: as many as it needs); a UserError names the key."""
     _check_degrees(config, world_size)
     dims = parallel_dims(config, world_size)
     _check_experts(config, dims, world_size)
@@ -120,7 +120,6 @@ def _check_batch(config: TrainerConfig, dims: Dims) -> None:
 
 
 def _check_settings(config: TrainerConfig) -> None:
-    """Refuses what torchtitan offers and packs of different lengths, or our attention, cannot do."""
     for key, (value, reason) in ONLY.items():
         section, name = key.split(".")
         if getattr(getattr(config, section), name) != value:
@@ -163,7 +162,6 @@ def _check_own(wlb: WlbSettings, loss: BaseLoss.Config) -> None:
 
 
 def _check_checkpoint(config: TrainerConfig) -> None:
-    """Refuses settings under which weights that the user names would not be loaded."""
     checkpoint = config.checkpoint
     named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
     if named and not checkpoint.enable:
@@ -186,7 +184,7 @@ def _check_checkpoint(config: TrainerConfig) -> None:
 
 
 def _check_meetings(config: TrainerConfig, dims: Dims) -> None:
-    """Refuses checkpoints between meetings of ranks whose weights are then each their own."""
+    """Refuses checkpoints between meetings of ranks, whose weights differ until then."""
     interval = config.checkpoint.interval
     for one in dims.own:
         if config.checkpoint.enable and one.divides == "data" and one.degree > 1 and interval % one.every:
@@ -220,7 +218,7 @@ def _check_model(config: TrainerConfig) -> None:
 
 
 def _key_in(message: str, config: TrainerConfig) -> str:
-    """The setting of which torchtitan speaks, by its name or in words; the base, if it speaks of none."""
+    """The setting that torchtitan's message is about; the base if there is none."""
     for section in ("training", "parallelism"):
         for field in fields(getattr(config, section)):
             if re.search(rf"\b{field.name}\b", message):
@@ -248,7 +246,7 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
         raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
     try:
         check_schedule(config.parallelism, config.compile)
-        # Slices have a schedule of their own, for MicroPacks; validation runs whole documents in the job's.
+        # Slices have their own schedule, but validation runs whole documents in the job's.
         packing = config.wlb.packing
         if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
             check_micro_batches(
@@ -262,12 +260,9 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
 
 
 def _check_optimizer(config: TrainerConfig) -> None:
-    """Refuses optimizers that torch cannot make.
-
-    torchtitan hands keywords to the optimizer as a parameter group, in which torch looks up the names that it
-    knows and ignores all others: `lrr = 0.1` would train at the default rate. So each group is tried on one
-    parameter as what it means, the optimizer's own arguments, which torch checks.
-    """
+    """Tries optimizers on one parameter, with their keywords as arguments, which torch checks. torchtitan
+    passes them as a parameter group, whose unknown names torch ignores: `lrr = 0.1` would train at the
+    default rate."""
     if not isinstance(config.optimizer, OptimizersContainer.Config):
         return
     for number, group in enumerate(config.optimizer.param_groups):
@@ -280,8 +275,8 @@ def _check_optimizer(config: TrainerConfig) -> None:
             raise UserError(f"{key}.optimizer_kwargs: the learning rate is missing; add lr.")
         known = inspect.signature(factory).parameters
         if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
-            continue  # it looks at its arguments itself
-        # One alone, and then all: what is wrong with one of them is told at its own key.
+            continue  # it checks its arguments itself
+        # First one by one, so that the error names the key, then together.
         for name, tried in [*((f".{name}", {name: given[name]}) for name in given), ("", given)]:
             if said := _refusal(factory, tried):
                 raise UserError(
@@ -291,10 +286,9 @@ def _check_optimizer(config: TrainerConfig) -> None:
 
 
 def _refusal(factory: Any, keywords: dict[str, Any]) -> str:
-    """What an optimizer says against its arguments; empty if it takes them."""
     try:
         factory([torch.nn.Parameter(torch.zeros(1, 1))], **keywords)
-    except Exception as error:  # what an optimizer makes of arguments of a wrong type is anything
+    except Exception as error:  # an argument of a wrong type may raise anything
         return str(error).rstrip(".")
     return ""
 

@@ -1,4 +1,4 @@
-"""Checks of what surrounds a configuration: the files that it names, and the devices that it runs on."""
+"""Checks of a configuration's surroundings: the files that it names, and the devices that it runs on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CORPUS = ("path", "column", "mask")
 
 
 def validate_inputs(config: TrainerConfig) -> Corpus:
-    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder."""
+    """Checks the corpus, weights in Hugging Face's format, and the dump folder."""
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         assert config.model_spec is not None
@@ -46,8 +46,7 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
 
 
 def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
-    """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
-    find out itself, before it."""
+    """`validate_inputs`, `validate_plan` and `check_resumed`: what a run would only find out itself."""
     corpus = validate_inputs(config)
     validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
     if beginning(config).step >= 0:
@@ -55,8 +54,8 @@ def validate_files(config: TrainerConfig, world_size: int | None = None) -> None
 
 
 def validate_devices(config: TrainerConfig, processes: int, gpus: int) -> None:
-    """Refuses what a machine with that many GPUs and processes of the job cannot run. The CPU runs
-    everything, which is used without GPUs or where the configuration asks for it."""
+    """Refuses what a machine with that many GPUs and processes of the job cannot run. The CPU, used without
+    GPUs or if the configuration asks for it, runs everything."""
     if gpus == 0 or config.wlb.device == "cpu":
         return
     if processes > gpus:
@@ -68,15 +67,13 @@ def validate_devices(config: TrainerConfig, processes: int, gpus: int) -> None:
 
 
 def validate_memory(config: TrainerConfig, world_size: int | None, device_gib: float) -> None:
-    """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
+    """`check_memory`, as a run does it, for devices of so many GiB."""
     check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
 
 
 def validate_corpus(config: TrainerConfig) -> Corpus:
-    """The corpus of a configuration, whose tokens must fit the model's vocabulary.
-
-    A prepared corpus has no ids beyond its tokenizer's; of others the ids are looked at.
-    """
+    """Opens the corpus and checks that its tokens fit the model's vocabulary. A prepared corpus has no ids
+    beyond its tokenizer's; in others they are sampled."""
     assert config.model_spec is not None
     vocabulary = config.model_spec.model.vocab_size
     settings, key = config.wlb.corpus, "wlb.corpus.path"
@@ -105,8 +102,8 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
 
 
 def check_resumed(config: TrainerConfig, corpus: Corpus) -> None:
-    """Refuses to go on from a checkpoint with another stream of tokens than the run's config.toml tells. A
-    former corpus that is gone is left to the planner."""
+    """Refuses to resume with another stream of tokens than that of the run's config.toml. A former corpus
+    that is gone is left to the planner."""
     file = Path(config.dump_folder) / CONFIG_FILE
     if not file.is_file():
         return
@@ -129,7 +126,6 @@ def check_resumed(config: TrainerConfig, corpus: Corpus) -> None:
 
 
 def _fingerprint(settings: Sources) -> str:
-    """Of the corpus that settings name; empty where it cannot be opened."""
     names = (*CORPUS, "tokenizer")
     try:
         return Corpus.open(
@@ -140,11 +136,8 @@ def _fingerprint(settings: Sources) -> str:
 
 
 def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
-    """Has the planner itself judge a job, which plans a step.
-
-    Policies that take their time for a step, as the solver of `fixed_solver` does, are spared the step. The
-    attention times are looked up in any case: without context parallelism only predictions read them.
-    """
+    """Plans a step, unless the policy is slow, such as `fixed_solver`. Attention times are always looked up:
+    without context parallelism only predictions read them."""
     try:
         documents = training_documents(wlb, corpus)
         if job.undecided:

@@ -1,8 +1,8 @@
-"""Serves the micro-batches of one rank, step by step, as the planner lays them out.
+"""Serves the planned micro-batches of one rank, step by step.
 
-The plan of the next step is made, its tokens are read, and this rank's share is cut out of them, on a
-background thread while the current step trains. The state that goes into a checkpoint is the planner's state
-after the step that was handed out last; it is the same on every rank, so a job can resume on other degrees.
+While a step trains, a background thread plans the next one, reads its tokens and cuts out this rank's share.
+A checkpoint has the planner's state after the step that was handed out last; it is the same on every rank, so
+a job can resume on other degrees.
 """
 
 from __future__ import annotations
@@ -36,28 +36,24 @@ from wlb_titan.summary import plan_figures
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank trains on in one optimizer step."""
+    """One rank's part of one optimizer step."""
 
     plan: Plan  # of the whole job
-    source_figures: dict[str, float]  # of the plan, by source of a mixture
-
+    source_figures: dict[str, float]  # the plan's, of each source of a mixture
     items: list[Item]
-    """The micro-batches of this data-parallel rank, this context-parallel rank's share of each; where
-    backward passes have others, those of forward passes without labels and then these."""
+    """This rank's share of its micro-batches; if backward passes have their own, those of forward passes
+    without labels, and then these."""
 
-    labels: float
-    """What the sum of losses is divided by: tokens with a label in the whole job, or their weights."""
-
-    own_labels: float  # the same of those in `items`
+    labels: float  # of the whole job, or the sum of their weights; losses are divided by it
+    own_labels: float  # the part of `labels` in `items`
     flops: float  # of the model, on the documents of the whole job
     state_after: dict[str, dict[str, Any]]  # of the planners
-    digest: int  # of the plans up to this one, as of `Plan.digest`
-    flow: Flow | None = None  # the order of this data-parallel rank's passes; None leaves it to the schedule
-    lowered: Any = None  # what runs them in that order in a pipeline
-    shadow: Plan | None = None  # what the job's shadow would have made of the step
+    digest: int  # of the plans up to this one (`Plan.digest`)
+    flow: Flow | None = None  # the order of this data-parallel rank's passes; None: that of the schedule
+    lowered: Any = None  # the pipeline schedule of that order
+    shadow: Plan | None = None  # the plan of the job's shadow for this step
 
     def figures(self, job: Job, shadow: Job | None) -> dict[str, Any]:
-        """What the plan says of the step, for metrics; beside it that of the job's shadow."""
         plan = self.plan
         found = {"tokens": plan.tokens, "labels": self.labels, "padding": plan.padding}
         found |= plan_figures(plan, job)
@@ -69,9 +65,8 @@ class Step:
 class PlannedDataLoader(BaseDataLoader):
     """Iterates over the steps of a corpus packed by the planner.
 
-    Positions start from 0 in every document. A label is the next token of the same document, also across a
-    cut, if the corpus' mask has it learned; a document's last token and padding have none. Padding lies at a
-    sequence's end.
+    Positions start from 0 in every document. A label is the next token of the same document, even across a
+    cut, if the corpus' mask lets it be learned. Padding, which has no labels, lies at a sequence's end.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -118,7 +113,7 @@ class PlannedDataLoader(BaseDataLoader):
         return self.steps()
 
     def steps(self, lower: Callable[[Flow], Any] | None = None) -> Iterator[Step]:
-        """The steps; `lower` makes what runs an order of passes, in the planner's thread."""
+        """The steps; `lower`, which makes a schedule of an order of passes, runs in the planner's thread."""
         ahead = self._thread.submit(self._prepare, lower)
         while True:
             step = ahead.result()
@@ -128,20 +123,18 @@ class PlannedDataLoader(BaseDataLoader):
 
     @property
     def policy(self) -> PackingPolicy:
-        """What packs the documents."""
         return self._planner.policy
 
     def close(self) -> None:
-        """Waits for the plan in the making."""
+        """Waits for the plan that is being made."""
         self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each planner, as JSON."""
         return {name: json.dumps(state, default=np.ndarray.tolist) for name, state in self._state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after the step that the state was saved at. Call it before iterating."""
-        for name in self._planners.keys() & state_dict.keys():  # a shadow may have begun since
+        """Continues after the step of the state. Call it before iterating."""
+        for name in self._planners.keys() & state_dict.keys():  # a shadow may be new
             self._planners[name].load_state_dict(json.loads(state_dict[name]))
         self._state = self._save()
 
@@ -211,44 +204,41 @@ class PlannedDataLoader(BaseDataLoader):
         )
 
     def _rank_within(self, micro_batch: MicroBatch) -> int:
-        """Whose share of a micro-batch this rank has, among the context-parallel ranks of all its sharers."""
+        """This rank's place among the context-parallel ranks of all sharers of a micro-batch."""
         before = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
         return before * self._job.degrees.context + self._context_rank
 
 
 def _planner(config: PlannedDataLoader.Config, job: Job, documents: Documents) -> Planner:
-    # A solver that is stopped by its time limit finds other packings on other ranks.
     if job.packing.planning_seconds and not config.alone:
         job = replace(job, on_one_rank=SharedAnswer())
     return job.planner(documents)
 
 
 class SharedAnswer:
-    """One answer for all ranks: a solver that is stopped by its time limit finds different packings on each.
+    """One answer for all ranks: a solver stopped by its time limit finds different packings on each.
 
-    Rank 0 asks it and tells the others, in the thread that plans ahead and over a process group that nothing
-    else uses. To be made and called on every rank in the same order.
+    The thread that plans ahead asks on rank 0, and tells the others over a process group that nothing else
+    uses. All ranks make and call these in the same order.
     """
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
 
     def __call__(self, ask: Callable[[], Floats]) -> Floats:
-        """What `ask` returns on rank 0, float64 (n,), on every rank."""
+        """Rank 0's `ask()`, float64 (n,), on every rank."""
         answer = [ask() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(answer, src=0, group=self._group)
         return answer[0]
 
 
 class Tokenizer(HuggingFaceTokenizer):
-    """torchtitan's, which compiles a chat template as soon as there is one, and knows no `{% generation %}`.
-
-    Training reads token ids; conversations were rendered when the corpus was prepared.
-    """
+    """torchtitan's, without chat templates, whose `{% generation %}` it cannot compile. Conversations were
+    rendered when the corpus was prepared."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HuggingFaceTokenizer.Config):
         pass
 
     def set_chat_template(self, template: str) -> None:
-        """Leaves it."""
+        """Does nothing."""

@@ -1,7 +1,7 @@
-"""From a packed sequence to what one rank trains on: its share of the tokens, and its attention mask.
+"""Turns a packed sequence into one rank's share of the tokens, and its attention mask.
 
-`rank_item` runs in the loader's thread and makes everything on the host, in pinned memory where there is an
-accelerator. `to_device` runs between two micro-batches and only starts copies: nothing there waits.
+`rank_item` runs in the loader's thread and makes everything on the host, in pinned memory if there is an
+accelerator. `to_device` runs between two micro-batches and only starts copies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from wlb_titan.runtime.attention.module import DocumentMask
 from wlb_titan.runtime.models.blocks import documents_vary
 
 Item = tuple[dict[str, Any], torch.Tensor]
-"""A micro-batch of one rank on the host: tensors "input" and "positions", OF_MASK, and for a backward pass
-with tokens of several forward passes its "regrouping"; and labels."""
+"""A micro-batch of one rank on the host: "input", "positions", OF_MASK, the "regrouping" of a backward pass
+with tokens of several forward passes; and labels."""
 
 OF_MASK = ("segments", "exchange", "rows", "sharers")
 REGROUPING = "regrouping"
@@ -40,22 +40,18 @@ def rank_item(
     slices: Slices | None = None,
     sharers: int = 1,
 ) -> Item:
-    """Cuts a context-parallel rank's share out of a micro-batch and makes what its attention mask needs.
+    """Cuts a context-parallel rank's share out of a micro-batch, with what its attention mask needs.
 
     Args:
         tokens, positions: int64 (L,).
         labels: int64 (L,), or (L, 2) as of `with_weights`.
-        lengths: int64 (n,), tokens of the documents, in their order; what is left of L is padding.
-        strategy: context-parallel strategy; None without it.
-        shards: what each context-parallel rank holds, as the strategy divided it.
-        rank: context-parallel rank, among those of all data-parallel ranks that share the micro-batch.
-        rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None where they are whole.
-        slices: what other micro-batches have of these documents; None where they are whole.
-        sharers: data-parallel ranks that share the micro-batch.
+        lengths: int64 (n,), tokens of the documents, in their order; the rest of L is padding.
+        rank: among the context-parallel ranks of all data-parallel ranks that share the micro-batch.
+        rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None if they are whole.
+        slices: the other micro-batches' slices of these documents; None if they are whole.
 
     Returns:
-        Tokens, positions and labels, int64 (1, L / ranks, ...); segments, int32 (S, 4); what the strategy's
-        mask has to exchange; rows and sharers.
+        Tokens, positions and labels, int64 (1, L / ranks, ...); segments, int32 (S, 4).
     """
     mask = ContextMask.of_sequence(lengths)
     if strategy is not None and shards is not None:
@@ -77,7 +73,7 @@ def rank_item(
 
 
 def rows_of_keys(rows: Ints, keys: Ints) -> Ints:
-    """The rows of the documents whose keys a rank has, in their order; `keys` as of `ContextMask`."""
+    """The rows of the documents whose keys a rank has, in order; `keys` as of `ContextMask`."""
     number, tokens = keys.T
     result = rows[number]
     result[number < 0] = 0
@@ -92,14 +88,8 @@ def to_device(
     device: torch.device,
     cache: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Starts the copies of an item to the device; segments and rows are read on the host.
-
-    Args:
-        cache: number of the step's `KeyValueCache`, where documents are sliced.
-
-    Returns:
-        Inputs and labels, and what else the model or a stage takes: positions, attention_masks.
-    """
+    """Starts the copies of an item to the device; segments and rows stay on the host. `cache` is the number
+    of the step's `KeyValueCache`. Returns inputs, labels, and other arguments of the model or a stage."""
     moved = {name: one.to(device, non_blocking=True) for name, one in item.items() if name not in OF_MASK}
     exchange = tree_map(lambda tensor: tensor.to(device, non_blocking=True), item["exchange"])
     rows = None if item["rows"] is None else documents_vary(item["rows"])
@@ -111,17 +101,17 @@ def to_device(
 
 
 def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
+    """Micro-batches that go through the model together: those of a pipeline run, or a single one."""
     for first in range(0, len(items), size):
         yield items[first : first + size]
 
 
 def as_tensor(part: Ints | int) -> torch.Tensor:
-    """What is in `ContextMask.exchange`, for the model: an array, or for a number an empty tensor (n, 0)."""
+    """A part of `ContextMask.exchange` as a tensor; a number n becomes an empty one (n, 0)."""
     return on_host(part) if isinstance(part, np.ndarray) else torch.empty((int(part), 0), dtype=torch.int64)
 
 
 def on_host(values: Ints) -> torch.Tensor:
-    """The values in memory from which copies to the device do not wait."""
+    """Pins the values, if there is an accelerator, so that copies to it do not wait."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor

@@ -1,7 +1,7 @@
 """Takes over a torchtitan configuration with nothing lost, or says what would be lost.
 
-Document attention stands in for a model's own inner attention, and our trainer, dataloader, metrics and
-validator for torchtitan's. What a model or a component asks for beyond what ours do is refused here, by name.
+Document attention replaces a model's inner attention, and our trainer, dataloader, metrics and validator
+replace torchtitan's. Whatever a model needs that ours lack is refused here, by name.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ ATTENTION_CLASSES = (
     "torchtitan.models.gpt_oss.model:Attention",
     "torchtitan.models.deepseek_v3.model:Attention",
 )
-"""Attention besides grouped-query attention inside which document attention is right: with sinks, and
+"""Attention in which document attention is right, besides grouped-query attention: with sinks, and
 multi-head latent attention. By name, because importing torchtitan's models takes a while."""
 
 ONLY_WINDOWS = ("torchtitan.models.gpt_oss.model", "torchtitan.models.muse_glimmer.model")
-"""Modules whose models make masks of their own, in which there is nothing but causality, documents and the
-windows that the layers' configurations name."""
+"""Modules whose models make their own masks, but only of causality, documents and the layers' windows."""
 
 REFUSED_MODULES = {
     "torchtitan.models.common.dist_gemm": "projections of the dist_gemm backend, which needs symmetric "
@@ -55,10 +54,9 @@ REFUSED_MODULES = {
     "torchtitan.components.quantization": "quantised weights, whose kernels take only lengths that divide by "
     "their blocks",
 }
-"""Parts of a model that do not run here, by the module of their class."""
+"""Parts of a model that do not run here, by the module of the class."""
 
 LORA = "torchtitan.components.lora"
-"""The module of its adapters."""
 
 REPLACED = {
     "metrics": (TitanMetricsProcessor.Config, MetricsProcessor.Config),
@@ -66,7 +64,7 @@ REPLACED = {
     "dataloader": (BaseDataLoader.Config, HuggingFaceTextDataLoader.Config),
     "tokenizer": (HuggingFaceTokenizer.Config,),
 }
-"""Sections for which ours stand in, each with the classes of which nothing is lost by that."""
+"""Sections that ours replace, each with the classes that lose nothing by that."""
 
 WHAT_TO_DO = (
     "Choose a base without that, or derive one in Python (docs/models.md lists torchtitan's bases, and why "
@@ -75,8 +73,7 @@ WHAT_TO_DO = (
 
 
 def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
-    """A torchtitan configuration, whose model is changed in place, with our trainer, our metrics, and our
-    attention inside its model; refused with the names of all that would be lost."""
+    """A torchtitan configuration with our trainer, metrics and attention; its model is changed in place."""
     if base.model_spec is None:
         raise UserError(f"the base {name!r} has no model.")
     model = base.model_spec.model
@@ -103,11 +100,8 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
 def unsupported(
     model: Configurable.Config, inner_attentions: tuple[type, ...] = (DocumentAttention,)
 ) -> list[str]:
-    """What of a model cannot be trained here, each with the first layer concerned and their number.
-
-    Args:
-        inner_attentions: classes of inner attention that are right, or may be replaced.
-    """
+    """Parts of a model that cannot be trained here, each with its first layer and how many more have it.
+    `inner_attentions` are right, or may be replaced."""
     if not isinstance(model, Decoder.Config):
         return [f"{short_name(type(model))} is not a decoder of torchtitan's"]
     places: dict[str, list[str]] = {}
@@ -120,7 +114,6 @@ def unsupported(
 
 
 def has_adapters(model: Configurable.Config) -> bool:
-    """Whether layers have adapters of torchtitan's LoRA, beside weights that are not trained."""
     return any(
         owner_of(node).__module__ == LORA
         for _, node, _, _ in model.traverse(Configurable.Config, recurse=True)
@@ -128,7 +121,7 @@ def has_adapters(model: Configurable.Config) -> bool:
 
 
 def sliding_window(attention: BaseAttention.Config) -> int | None:
-    """Keys that a query sees at most, its own included; None where a layer has no sliding window."""
+    """Most keys that a query sees, its own included; None without a sliding window."""
     inner = attention.inner_attention
     if isinstance(inner, VarlenAttention.Config) and inner.window_size[0] >= 0:
         return inner.window_size[0] + 1
@@ -139,10 +132,8 @@ def sliding_window(attention: BaseAttention.Config) -> int | None:
 def _attention_demands(
     attention: BaseAttention.Config, inner_attentions: tuple[type, ...]
 ) -> Iterator[tuple[str, str]]:
-    """What a layer asks of its inner attention that document attention does not do: where, and what.
-
-    Classes are looked up by what a configuration builds: LoRA freezes a model by configurations of its own.
-    """
+    """Place and description of anything that a layer needs and document attention cannot do. LoRA freezes a
+    model by its own configurations, so the classes that these build are compared."""
     cls = full_name(owner_of(attention))
     if not isinstance(attention, GQAttention.Config) and cls not in ATTENTION_CLASSES:
         yield "", f"{cls}, which is neither grouped-query nor multi-head latent attention"
@@ -157,7 +148,6 @@ def _attention_demands(
 
 
 def _demands(model: Decoder.Config, inner_attentions: tuple[type, ...]) -> Iterator[tuple[str, str]]:
-    """Place and description of everything in a model that is not supported."""
     for number, layer in enumerate(model.layers):
         if getattr(layer, "attention", None) is None:
             yield f"layers.{number}", "no attention but another way of mixing tokens"
@@ -183,7 +173,6 @@ def _demands(model: Decoder.Config, inner_attentions: tuple[type, ...]) -> Itera
 
 
 def _lost_components(base: TorchtitanTrainer.Config) -> Iterator[str]:
-    """Which parts of a base would be dropped for ours."""
     if type(base) is not TorchtitanTrainer.Config:
         yield f"its trainer is {full_name(type(base))}, for which ours would stand in"
     for name, known in REPLACED.items():

@@ -1,13 +1,13 @@
-"""Base configurations: what a TOML file's `base` key names.
+"""Base configurations, which a TOML file names as its `base`.
 
-A base is a function without arguments that returns a torchtitan Trainer.Config. Ours are the functions
-below, by their short names; any other is named "package.module:function", torchtitan's own registry
-functions among them, or by the config.json of a published model, which finds the one of its sizes.
+A base is a function without arguments that returns a torchtitan Trainer.Config. Ours, below, have short
+names; others are named "package.module:function", such as torchtitan's registry functions, or by the
+config.json of a published model, which finds the base of its sizes.
 
 Our models are Llamas in LLaMA-2 style, from a debug size to the paper's Table 1; its 7B is LLaMA-2 7B. The
 others keep that architecture (multi-head attention, SwiGLU of about 8/3 of the width, rotary positions with
-theta 10000, untied embeddings) with layers and width scaled in proportion. 70B keeps as many key heads as
-query heads, so that the paper's tensor-parallel degree of 16 divides them.
+theta 10000, untied embeddings) with layers and width scaled in proportion. 70B has as many key heads as query
+heads, so that the paper's tensor-parallel degree of 16 divides them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ SHAPES = {
 }
 MAX_CONTEXT = 2**20  # of the rotary table, which is cut to training.seq_len when the model is built
 
-
 PUBLISHED = ("torchtitan.models.llama3.config_registry", "torchtitan.models.qwen3.config_registry")
 """Modules with the bases of published models."""
 
@@ -91,7 +90,7 @@ def llama3_debug() -> Trainer.Config:
 
 
 def qwen3_8b() -> Trainer.Config:
-    """Qwen3 8B, which torchtitan has no base of, with its settings for 14B; both have 151,936 tokens."""
+    """Qwen3 8B, for which torchtitan has no base, with the settings of 14B; both have 151,936 tokens."""
     from torchtitan.models.qwen3 import model_registry
     from torchtitan.models.qwen3.config_registry import qwen3_14b
 
@@ -105,15 +104,11 @@ BASES = {
     **{f"llama2_{size.lower()}": partial(_llama, size) for size in PAPER_MODELS},
     "qwen3_8b": qwen3_8b,
 }
-"""Ours by short name; those of llama2 are the models of the paper's Table 1, of which 7B is LLaMA-2's."""
+"""Ours, by short name; those of llama2 are the models of the paper's Table 1."""
 
 
 def base_config(name: str) -> Trainer.Config:
-    """The configuration that a TOML file starts from.
-
-    Args:
-        name: one of BASES, "package.module:function", or the config.json of a published model.
-    """
+    """The base of one of BASES, of "package.module:function", or of a published model's config.json."""
     drop_misleading_warnings()
     if name in BASES:
         return BASES[name]()
@@ -134,7 +129,7 @@ def base_config(name: str) -> Trainer.Config:
         raise UserError(f"the base {name!r} cannot be imported: {error}.") from error
     try:
         base = function()
-    except Exception as error:  # whatever a base needs and does not find
+    except Exception as error:  # a base may fail in any way
         raise UserError(f"the base {name!r} cannot be made: {error}") from error
     if not isinstance(base, TorchtitanTrainer.Config):
         raise UserError(f"the base {name!r} returns {type(base).__name__}, not a torchtitan Trainer.Config.")
@@ -142,7 +137,6 @@ def base_config(name: str) -> Trainer.Config:
 
 
 def _published(path: str) -> Trainer.Config:
-    """The first base that differs in nothing that a config.json tells."""
     try:
         theirs = read_description(Path(path))
     except (OSError, ValueError) as error:
@@ -165,7 +159,6 @@ def _published(path: str) -> Trainer.Config:
 
 
 def llama_spec(size: str) -> ModelSpec:
-    """The torchtitan model of one of SHAPES, with document attention inside."""
     shape = SHAPES[size]
     dim = shape.hidden
     rope = PairwiseRoPE.Config(dim=shape.head_dim, max_seq_len=MAX_CONTEXT, theta=10000.0)
@@ -217,7 +210,7 @@ def llama_spec(size: str) -> ModelSpec:
 
 
 def _norm(dim: int) -> RMSNorm.Config:
-    # One object each: torchtitan writes the sharding of a module into its config.
+    # A new object each time: torchtitan writes the sharding of a module into its config.
     return RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_})
 
 

@@ -16,12 +16,8 @@ BASES = "wlb_titan.runtime.models.bases"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
-    """Load a TOML file with all that it extends: command-line overrides over the file over its base.
-
-    Args:
-        overrides: `["--training.steps", "5", "--training.seq_len=4096"]`.
-        world_size: the number of ranks, if known; the degrees of parallelism must then fit it.
-    """
+    """Loads a TOML file with all that it extends; overrides come last and win, such as
+    `["--training.steps", "5", "--training.seq_len=4096"]`. Degrees must fit `world_size`, if it is known."""
     resolved = resolve(path, overrides, _base_config)
     from wlb_titan.runtime.checks.config import validate
 
@@ -30,10 +26,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
 
 
 def _base_config(name: str) -> Any:
-    """A base; asked for when the files are read without a mistake, as torchtitan takes seconds to import."""
+    """A base. torchtitan takes seconds to import, so the files are read first."""
     if BASES not in sys.modules:
-        # What an import makes stays to the end. Not to look through half a million objects for garbage again
-        # and again spares a second.
+        # Half a million imported objects stay to the end; not searching them for garbage saves a second.
         gc.disable()
         importlib.import_module(BASES)
         gc.freeze()
