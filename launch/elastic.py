@@ -1,4 +1,4 @@
-"""The ranks of a host: torch's elastic agent, but one that ends politely and with one line. What is ours:
+"""The ranks of a host, under torch's elastic agent, which here ends politely and with one line:
 
 - The first SIGTERM, SIGUSR1, SIGINT or SIGHUP is passed on to the ranks, which finish their step, save and
   end (`runtime/ends.py`). A second one ends them at once.

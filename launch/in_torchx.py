@@ -65,7 +65,7 @@ def with_our_agent(app: specs.AppDef, image: str, words: list[str]) -> specs.App
 
 
 def interpreter(image: str, module: str, command: str) -> list[str]:
-    """Words that run a module: this interpreter, whose `bin` may not be on the PATH, or an image's command."""
+    """Words that run a module: this interpreter, whose `bin` may not be on PATH, or an image's command."""
     return [sys.executable, "-m", module] if image == HERE else [command]
 
 

@@ -134,7 +134,7 @@ class DryTrainer(OneRankTrainer):
 
     @contextmanager
     def _traced_passes(self, cache: KeyValueCache | None) -> Iterator[None]:
-        """Runs passes in the fake mode and keeps their peak. The optimizer runs outside the mode: in it, DTensor
+        """Runs passes in the fake mode and keeps their peak. The optimizer runs outside it: inside, DTensor
         would work out shapes on tensors of the rank's own mode, and the trace would count them."""
         with self._fake, AttentionOfSlices(cache, self._trace):
             yield

@@ -130,7 +130,6 @@ class Trace(TorchDispatchMode):
                 entry.term = term
 
     def now(self) -> Snapshot:
-        """What is alive."""
         terms: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         numbers: Counter[str] = Counter()
@@ -293,7 +292,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _group(values: Iterable[Any]) -> str:
-    """The name of the process group among a call's arguments."""
     for value in reversed(list(values)):
         if isinstance(value, str):  # functional collectives name it, after the reduction
             return value

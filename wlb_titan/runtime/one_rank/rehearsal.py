@@ -164,7 +164,7 @@ class RehearsalTrainer(OneRankTrainer):
         self._values = [loss.detach(), grad_norm.detach()]
 
     def _wait(self, kind: str, group: str, bytes_: int) -> float:
-        """Seconds that the job waits for a collective; a CPU waits as long, as cores are slower afterwards."""
+        """Seconds that the job waits for a collective. A CPU waits as long: it is slower after a wait."""
         exposed = self._exposed(kind, group)
         seconds = exposed * self._seconds(kind, group, bytes_) if exposed else 0.0
         if self.device.type == "cpu":
@@ -179,7 +179,6 @@ class RehearsalTrainer(OneRankTrainer):
         return float(not self.job.overlap and kind not in (SEND, RECEIVE))
 
     def _seconds(self, kind: str, group: str, bytes_: int) -> float:
-        """Seconds of a collective on the job's cluster."""
         ranks = ranks_of_group(group)
         if len(ranks) == 1:
             return 0.0
@@ -195,7 +194,7 @@ class RehearsalTrainer(OneRankTrainer):
 class Traffic:
     """What a rank asks of its process groups, and what they answer.
 
-    The groups are torch's fake ones, which repeat this rank's own data where they can. Hooks count every call,
+    The groups are torch's fake ones, which repeat this rank's own data where they can. Hooks count each call,
     measure the answer, and make up what only another rank has.
 
     Attributes:

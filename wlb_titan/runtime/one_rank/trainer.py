@@ -44,7 +44,6 @@ class OneRankTrainer(Trainer):
         )
 
     def start_group(self) -> None:
-        """Starts the default process group."""
         raise NotImplementedError
 
     def run(self) -> Iterator[dict[str, Any]]:
@@ -52,8 +51,8 @@ class OneRankTrainer(Trainer):
         raise NotImplementedError
 
     def init_distributed(self) -> ParallelDims:
-        # As torchtitan does when it starts a group: an accelerator's backward pass must recompute in the thread
-        # that has the meshes, or tensors are not gathered there.
+        # As torchtitan does when it starts a group: an accelerator's backward pass must recompute in the
+        # thread that has the meshes, or tensors are not gathered there.
         torch.autograd.set_multithreading_enabled(False)
         self.start_group()
         dims = parallel_dims(self.config, self._world_size)
@@ -82,7 +81,6 @@ class OneRankTrainer(Trainer):
         return steps
 
     def _facts(self) -> dict[str, Any]:
-        """The first entries of a rank's results."""
         parameters = [p for part in self.model_parts for p in part.parameters()]
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         axes = [one.axis for one in self.job.degrees.dimensions if one.axis in meshes]
@@ -94,7 +92,6 @@ class OneRankTrainer(Trainer):
         }
 
     def _predicted(self, plan: Plan) -> dict[str, Any]:
-        """The predicted peak of memory, in GiB."""
         ranks = planned_memory(self.job, plan, self._replica)
         if ranks is None:
             return {"predicted_gib": None, "predicted": {}}
@@ -103,8 +100,10 @@ class OneRankTrainer(Trainer):
         return {"predicted_gib": mine.total / GIB, "predicted": terms}
 
     def _collectives(self, counted: Mapping[tuple[str, str], tuple[int, int]]) -> list[dict[str, Any]]:
-        """Number and GiB of collectives by kind and mesh axis, largest first, from number and bytes by kind and
-        process group. Dimensions from plugins that meet in this step also have what is predicted."""
+        """Collectives by kind and mesh axis, largest first, from number and bytes by kind and process group.
+
+        Those of plugins' dimensions that meet in this step also have what is predicted.
+        """
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for (kind, group), (number, size) in counted.items():
             key = kind, self._axes.get(group) or self._named_by_ranks(group)
@@ -132,6 +131,5 @@ class OneRankTrainer(Trainer):
         return named
 
     def _named_by_ranks(self, group: str) -> str:
-        """The axes along which a group's ranks lie, and their number."""
         ranks = ranks_of_group(group)
         return f"{'_'.join(self.job.degrees.axes_of(ranks))}, {len(ranks)} ranks"

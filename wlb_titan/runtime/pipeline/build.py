@@ -58,9 +58,9 @@ Pipeline = tuple["PlannedSchedule", list[nn.Module], bool, bool]
 class PackFlowSchedule(PipelineScheduleRuntime):
     """torch's schedule of explicit actions, made from an order of passes.
 
-    torch adds sends and receives where they cannot wait for each other, and FSDP's collectives: gathers at the
-    start, from a rank's first stage to its last, and reductions at the end, in reverse. These are alike on all
-    data-parallel ranks, however their passes are ordered.
+    torch adds sends and receives where they cannot wait for each other, and FSDP's collectives: gathers at
+    the start, from a rank's first stage to its last, and reductions at the end, in reverse. These are alike
+    on all data-parallel ranks, however their passes are ordered.
 
     Another thread may make one while a step runs. It tells the stages which ranks have which stage, and that
     changes nothing, because FLOW_SCHEDULES put stages on ranks in a loop, as it does.
@@ -99,7 +99,7 @@ class PackFlowSchedule(PipelineScheduleRuntime):
 class PlannedSchedule:
     """Runs the micro-batches of a step, whatever their lengths, for the trainer and the validator.
 
-    torch's schedules have a fixed number of micro-batches, so one is kept for each number seen. They are never
+    torch's schedules have a fixed number of micro-batches, so one is kept for each number seen. They are not
     asked for outputs: those of different lengths could not be joined.
 
     Args:

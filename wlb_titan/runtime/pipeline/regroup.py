@@ -49,11 +49,9 @@ class Regrouping:
 
     @classmethod
     def of(cls, moves: TokenMoves) -> Regrouping:
-        """On the host."""
         return cls(moves, on_host(moves.sent), on_host(moves.places))
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Regrouping:
-        """This regrouping with tensors on a device; starts copies."""
         sent, places = (index.to(device, non_blocking=non_blocking) for index in (self.sent, self.places))
         return replace(self, sent=sent, places=places)
 
@@ -120,12 +118,11 @@ class RegroupedLayers:
             layers[name] = checkpoint_wrapper(layer, checkpoint_fn=partial(self._run, number))
 
     def keep(self, number: int, hidden: Tensor) -> None:
-        """Keeps a hidden state of the forward pass under way."""
         assert self.forward is not None
         self._kept[number][self.forward] = hidden
 
     def take(self, number: int, like: Tensor) -> Tensor:
-        """A hidden state of the backward pass under way, shaped as `like`; what no pass needs now is dropped."""
+        """A hidden state of the backward pass under way, like `like`; drops what no pass needs any more."""
         how, kept = self.backward, self._kept[number]
         assert how is not None
         with torch.no_grad():
@@ -193,7 +190,7 @@ def _called(layer: Callable[..., Tensor], args: Any, kwargs: dict[str, Any], hid
 class RegroupedStage(PlannedStage):
     """A stage whose backward passes may have micro-batches of their own.
 
-    `passes` has their token ids, on the first stage, and other arguments; none if they are forward passes'.
+    `passes` has their token ids, on the first stage, and other arguments; empty if forward passes have them.
     """
 
     def __init__(self, *args: Any, sharers: dist.ProcessGroup | None, **kwargs: Any) -> None:
@@ -208,8 +205,8 @@ class RegroupedStage(PlannedStage):
         with torch.no_grad(), self._without_head():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.layers.forward = None
-        # torch keeps these for the micro-batch's own backward pass. The output is still to be sent; the backward
-        # pass of this number overwrites it.
+        # torch keeps these for the micro-batch's own backward pass. The output is still to be sent; the
+        # backward pass of this number overwrites it.
         self._forward_chunk_states[fwd_chunk_id].input_values.clear()
         if self.is_last:
             del self._forward_chunk_states[fwd_chunk_id]

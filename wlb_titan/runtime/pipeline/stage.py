@@ -1,9 +1,9 @@
 """A pipeline stage whose micro-batches may all differ in length.
 
-torch's PipelineStage infers shapes from passes of the first micro-batch and keeps them for the whole run. Here
-the plan tells every stage the lengths of all micro-batches before the step. One tensor goes from stage to
-stage, the hidden states, whose shape follows from the length and the degrees of parallelism. It is compared
-with what the other side was told to expect, so a wrong declaration is an error that describes both.
+torch's PipelineStage infers shapes from passes of the first micro-batch and keeps them for the whole run. The
+plan tells these stages the lengths of all micro-batches before the step. One tensor goes from stage to stage,
+the hidden states, whose shape follows from the length and the degrees of parallelism. It is compared with
+what the other side was told to expect, so a wrong declaration is an error that describes both.
 
 Shapes: L tokens of a micro-batch, D model width.
 """
@@ -141,7 +141,6 @@ class PlannedStage(PipelineStage):
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def _begin(self, direction: str, chunk_id: int) -> int:
-        """A pass begins; returns the number of its micro-batch in the step."""
         self._stage_meta = (self._metas if direction == "forward" else self._backward_metas)[chunk_id]
         self.micro_batch = chunk_id
         return chunk_id
@@ -174,7 +173,7 @@ class PlannedStage(PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    # Schedules call these before the first step and between training and evaluation. Nothing is to be inferred
+    # Called before the first step and between training and evaluation. Nothing is to be inferred
     # or cleaned up: torch's clean-up would drop accumulated gradients.
 
     def _skip(self, *args: Any, **kwargs: Any) -> None:
