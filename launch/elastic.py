@@ -138,7 +138,7 @@ class Agent(LocalElasticAgent):
         return max(first.exitcode, 1)
 
     def await_others(self, result: RunResult | None) -> None:
-        """Waits for the other hosts unless torch has: not long after a failure, as a host may be lost."""
+        """Waits for the other hosts unless torch has; only briefly after a failure: a host may be lost."""
         if result is None or not result.is_failed():
             return
         if any(failure.exitcode not in STOPPED for failure in result.failures.values()):

@@ -31,7 +31,7 @@ def refusals() -> Iterator[None]:
 
 
 def refuse_docker(image: str) -> None:
-    """TorchX takes Docker by default, and has imported the scheduler that it takes."""
+    """Refuses Docker without an image: TorchX's default. TorchX has imported the scheduler that it takes."""
     if image == HERE and "torchx.schedulers.docker_scheduler" in sys.modules:
         raise UserError(
             "TorchX takes Docker in a folder without .torchxconfig, and --image names no image. On this "

@@ -42,9 +42,7 @@ from wlb_titan.runtime.trainer import Trainer
 
 
 class DryTrainer(OneRankTrainer):
-    """One rank of a job, built as the job builds it, on tensors without memory.
-
-    The model is made and parallelised on the meta device; what comes after runs in a fake mode.
+    """The model is made and parallelised on the meta device; what comes after runs in a fake mode.
 
     Args:
         step: number in the plan, from 1; the steps before it are planned but not run.
@@ -165,10 +163,7 @@ def _weight_shapes(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, ..
 
 
 def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Trainer.Config:
-    """A job's configuration with stand-ins for what needs values, or takes other memory on a CPU.
-
-    `parallelised` is called when the model has been parallelised, before its parameters are allocated.
-    """
+    """A job's configuration with stand-ins for what needs values, or takes other memory on a CPU."""
     spec = config.model_spec
     assert spec is not None
     model = copy.deepcopy(spec.model)
@@ -247,10 +242,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 class AttentionOfSlices(TorchDispatchMode):
-    """Has sliced attention fill and empty the cache of keys and values, which its fake ops would not do.
-
-    `cache` is None where documents are not sliced. Its tensors are a term of their own in the trace.
-    """
+    """Has sliced attention fill and empty the cache of keys and values, which its fake ops would not do."""
 
     def __init__(self, cache: KeyValueCache | None, trace: Trace) -> None:
         super().__init__()

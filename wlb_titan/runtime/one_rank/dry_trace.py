@@ -106,7 +106,7 @@ class Trace(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the peak."""
+        """Starts a new peak."""
         self.highest, self.peak = self._current, self.now()
 
     def add(self, tensor: torch.Tensor, term: str, what: str = "") -> None:
@@ -201,10 +201,7 @@ class Trace(TorchDispatchMode):
 
 
 class CallLog:
-    """The calls that a rank makes, in order, with the names of their groups.
-
-    `latest` says which pass began last.
-    """
+    """The calls that a rank makes, with the names of their groups; `latest` says which pass began last."""
 
     def __init__(self, latest: Callable[[], object] = str) -> None:
         self.calls: list[tuple[str, Call]] = []
@@ -232,7 +229,7 @@ class CallLog:
         )
 
     def note(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Keeps a dispatched operation if it is a call; waiting, for one, is not."""
+        """Keeps a dispatched operation if it is a call; waiting is none."""
         kind = kind_of(func._schema.name.partition("::")[2])
         if kind is None:
             return

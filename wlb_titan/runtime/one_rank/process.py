@@ -40,7 +40,6 @@ def main() -> None:
 def results(
     run: str, *, file: str, overrides: list[str], rank: int, world_size: int, **keywords: Any
 ) -> Iterator[dict[str, Any]]:
-    """What a rank finds; each result includes the one before it."""
     become_rank(rank, world_size)
     import torch
 

@@ -2,7 +2,8 @@
 
 Model, data, kernels and schedule are the job's own; weights are made up, and so is what other ranks would
 send. A collective's answer has the real one's shape, type and device. Its values are this rank's own in place
-of another's, or normal noise if it has none, as in a receive: a GPU multiplies zeros faster than numbers.
+of another's, or normal noise if it has none, as in a receive. Zeros would not do: a GPU multiplies them
+faster than other numbers.
 
 The answer is a copy within the device. Its time is measured and taken out of passes; what the job would wait
 for the collective itself is added.
@@ -38,7 +39,7 @@ from wlb_titan.simulator.calls import RECEIVE, SEND
 from wlb_titan.simulator.measured import Pass
 
 ANSWER, STEP = "answer", "step"
-"""Kinds of a timer's passes that are no passes: answers, and the whole step."""
+"""What a timer measures beside passes: answers, and the whole step."""
 
 BACKEND = "answering"
 HOOK = 4711  # any number that torch's own hooks do not have
@@ -83,7 +84,7 @@ class RehearsalTrainer(OneRankTrainer):
         dist.init_process_group(BACKEND, rank=self._rank, world_size=self._world_size, store=dist.HashStore())
 
     def _allowed_memory(self) -> int:
-        """Bytes that this rank may take; allocating more fails."""
+        """Limits this rank's memory; returns the bytes that it may take."""
         whole = device_bytes()
         if self._memory_gib is None:
             return whole

@@ -74,7 +74,7 @@ class OneRankTrainer(Trainer):
         return self.parallel_dims.place("pp")
 
     def _steps(self, first: int) -> Iterator[Step]:
-        """The planned steps from number `first` on, counted from 1."""
+        """The planned steps from number `first` on; numbers start at 1."""
         steps = self.planned.steps(self.lower)
         for _ in range(first - 1):
             next(steps)
@@ -100,10 +100,7 @@ class OneRankTrainer(Trainer):
         return {"predicted_gib": mine.total / GIB, "predicted": terms}
 
     def _collectives(self, counted: Mapping[tuple[str, str], tuple[int, int]]) -> list[dict[str, Any]]:
-        """Collectives by kind and mesh axis, largest first, from number and bytes by kind and process group.
-
-        Those of plugins' dimensions that meet in this step also have what is predicted.
-        """
+        """Collectives by kind and mesh axis, largest first; with predictions for dimensions that meet."""
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for (kind, group), (number, size) in counted.items():
             key = kind, self._axes.get(group) or self._named_by_ranks(group)

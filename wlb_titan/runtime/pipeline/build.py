@@ -62,8 +62,8 @@ class PackFlowSchedule(PipelineScheduleRuntime):
     the start, from a rank's first stage to its last, and reductions at the end, in reverse. These are alike
     on all data-parallel ranks, however their passes are ordered.
 
-    Another thread may make one while a step runs. It tells the stages which ranks have which stage, and that
-    changes nothing, because FLOW_SCHEDULES put stages on ranks in a loop, as it does.
+    Another thread may make a schedule while a step runs. The stages are then told again which ranks they are
+    on, but nothing changes: FLOW_SCHEDULES, and no others, put stages on ranks in the same loop.
     """
 
     def __init__(
@@ -102,9 +102,8 @@ class PlannedSchedule:
     torch's schedules have a fixed number of micro-batches, so one is kept for each number seen. They are not
     asked for outputs: those of different lengths could not be joined.
 
-    Args:
-        lower: makes the schedule of an order of passes. It takes a second for 256 MicroPacks on 16 ranks, so
-            another thread may call it ahead of the step.
+    `lower` makes the schedule of an order of passes. It takes a second for 256 MicroPacks on 16 ranks, so
+    another thread may call it ahead of the step.
     """
 
     def __init__(
@@ -256,7 +255,7 @@ def stage_layouts(
 ) -> tuple[Layout, Layout]:
     """A rank's layouts of tokens (1, L) and of hidden states (1, L, D), which have FSDP's compute dtype.
 
-    Context parallelism shards both along L, sequence parallelism the hidden states only.
+    Context parallelism shards L in both, sequence parallelism in hidden states only.
     """
     cp, sequence_parallel = parallel_dims.cp, parallelism.enable_sequence_parallel
     hidden_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]

@@ -38,10 +38,7 @@ from wlb_titan.runtime.pipeline.stage import PlannedStage
 
 @dataclass(frozen=True)
 class Regrouping:
-    """How this rank's share of a backward micro-batch is put together.
-
-    `sent` and `places`, int64 (R,), are those of `moves` as tensors.
-    """
+    """How this rank's share of a backward micro-batch is put together; tensors are int64 (R,)."""
 
     moves: TokenMoves
     sent: Tensor
@@ -59,10 +56,7 @@ class Regrouping:
 def regrouped_items(
     items: Sequence[Item], packs: Sequence[MicroBatch], tensor_ranks: int, rank: int
 ) -> list[Item]:
-    """The items of `packs`, with a `Regrouping` in those of backward passes and no labels in the others.
-
-    `packs`, `tensor_ranks` and `rank` are as for `token_moves`.
-    """
+    """The items of `packs`, with a `Regrouping` in those of backward passes and no labels in the others."""
     ways = map(Regrouping.of, token_moves(packs, tensor_ranks, rank))
     return [
         ({**item, REGROUPING: next(ways)}, labels) if pack.passes == "B" else (item, labels[:, :0])
@@ -98,12 +92,8 @@ class RegroupedLayers:
 
     Hidden state k is the input of the stage's layer k; the last one is the output of the last layer.
 
-    Args:
-        sharers: the ranks that share a micro-batch's hidden states; None for this one alone.
-
-    Attributes:
-        forward: the micro-batch whose forward pass is under way.
-        backward: the same for a backward pass. Without either, as in evaluation, layers run as always.
+    `forward` is the micro-batch of a forward pass under way, `backward` the regrouping of a backward pass.
+    Without either, as in evaluation, layers run as always.
     """
 
     def __init__(self, model: nn.Module, sharers: dist.ProcessGroup | None) -> None:
@@ -190,7 +180,7 @@ def _called(layer: Callable[..., Tensor], args: Any, kwargs: dict[str, Any], hid
 class RegroupedStage(PlannedStage):
     """A stage whose backward passes may have micro-batches of their own.
 
-    `passes` has their token ids, on the first stage, and other arguments; empty if forward passes have them.
+    `passes` has these: token ids, on the first stage, and the model's other arguments.
     """
 
     def __init__(self, *args: Any, sharers: dist.ProcessGroup | None, **kwargs: Any) -> None:
@@ -214,7 +204,7 @@ class RegroupedStage(PlannedStage):
 
     @contextmanager
     def _without_head(self) -> Iterator[None]:
-        """Without logits, which only backward passes need; the loss may skip them in the model anyway."""
+        """Skips logits, which only backward passes need."""
         model: Any = self.submod
         skips, model._skip_lm_head = model._skip_lm_head, True
         try:
@@ -223,7 +213,7 @@ class RegroupedStage(PlannedStage):
             model._skip_lm_head = skips
 
     def _begin(self, direction: str, chunk_id: int) -> int:
-        """The plan numbers micro-batches of backward passes after those of forward passes."""
+        # The plan numbers micro-batches of backward passes after those of forward passes.
         super()._begin(direction, chunk_id)
         self.micro_batch += len(self.passes) if direction == "backward" else 0
         return self.micro_batch

@@ -79,10 +79,8 @@ class PlannedStage(PipelineStage):
         self.act_send_info = {0: [] if self.is_last else [stage_index + 1]}
 
     def set_micro_batch_lengths(self, lengths: Sequence[int], backward: Sequence[int]) -> None:
-        """Prepares for a step with these micro-batches. Call it on every stage before every step.
-
-        Lengths, of forward and of backward passes, are in tokens with padding, over context-parallel ranks.
-        """
+        """To be called on every stage before every step. Lengths, of micro-batches of forward and of backward
+        passes, are in tokens with padding, over all context-parallel ranks."""
         ensure_receives_drained(self.args_recv_info)
         ensure_receives_drained(self.grad_recv_info)
         known = {length: self._meta(length) for length in {*lengths, *backward}}
@@ -173,8 +171,8 @@ class PlannedStage(PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    # Called before the first step and between training and evaluation. Nothing is to be inferred
-    # or cleaned up: torch's clean-up would drop accumulated gradients.
+    # Called before the first step and between training and evaluation. Nothing is to be inferred or cleaned
+    # up: torch's clean-up would drop accumulated gradients.
 
     def _skip(self, *args: Any, **kwargs: Any) -> None:
         pass
