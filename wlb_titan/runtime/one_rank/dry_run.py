@@ -42,7 +42,7 @@ from wlb_titan.runtime.trainer import Trainer
 
 
 class DryTrainer(OneRankTrainer):
-    """The model is made and parallelised on the meta device; what comes after runs in a fake mode.
+    """One rank of a job, made and parallelised on the meta device, then run in a fake mode.
 
     Args:
         step: number in the plan, from 1; the steps before it are planned but not run.

@@ -110,7 +110,7 @@ class Trace(TorchDispatchMode):
         self.highest, self.peak = self._current, self.now()
 
     def add(self, tensor: torch.Tensor, term: str, what: str = "") -> None:
-        """Counts a tensor's storage, but only once."""
+        """Counts a tensor's storage, unless it is counted already."""
         local = local_tensor(tensor)
         storage = local.untyped_storage()
         key = storage._cdata

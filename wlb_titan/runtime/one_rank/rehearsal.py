@@ -165,7 +165,7 @@ class RehearsalTrainer(OneRankTrainer):
         self._values = [loss.detach(), grad_norm.detach()]
 
     def _wait(self, kind: str, group: str, bytes_: int) -> float:
-        """Seconds that the job waits for a collective. A CPU waits as long: it is slower after a wait."""
+        """Seconds that the job waits for a collective. A CPU does wait: its cores are slower after that."""
         exposed = self._exposed(kind, group)
         seconds = exposed * self._seconds(kind, group, bytes_) if exposed else 0.0
         if self.device.type == "cpu":
