@@ -129,7 +129,7 @@ class PlannedSchedule:
 
         Args:
             micro_batches: those of forward passes, then those of backward passes if they have others.
-            labels: their number in the whole step, which divides the losses.
+            labels: their number in the whole step, by which the sum of the losses is divided.
             lowered: made by `lower`; None leaves the order of passes to torch.
         """
         with self._prepared(micro_batches, lowered) as schedule:

@@ -112,7 +112,7 @@ class RegroupedLayers:
         self._kept[number][self.forward] = hidden
 
     def take(self, number: int, like: Tensor) -> Tensor:
-        """A hidden state of the backward pass under way, like `like`; drops what no pass needs any more."""
+        """A hidden state of the backward pass under way, shaped as `like`; drops what is used up."""
         how, kept = self.backward, self._kept[number]
         assert how is not None
         with torch.no_grad():
@@ -180,7 +180,7 @@ def _called(layer: Callable[..., Tensor], args: Any, kwargs: dict[str, Any], hid
 class RegroupedStage(PlannedStage):
     """A stage whose backward passes may have micro-batches of their own.
 
-    `passes` has these: token ids, on the first stage, and the model's other arguments.
+    `passes` has these, if any: token ids, on the first stage, and the model's other arguments.
     """
 
     def __init__(self, *args: Any, sharers: dist.ProcessGroup | None, **kwargs: Any) -> None:
