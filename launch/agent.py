@@ -1,6 +1,6 @@
 """The launcher of a host's ranks, by torchrun's arguments: `wlb-agent`, or `python -m` this module.
 
-It ends as by SIGTERM when what started it is gone.
+It ends as by SIGTERM when the process that started it is gone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def main() -> None:
 
 
 def before_torch() -> None:
-    """What torch reads when it is imported, here and in the ranks; what is set already stays."""
-    # A lost connection is told in a line; torch would add the frames of its C++ on every rank.
+    """Sets what torch reads when it is imported, here and in the ranks, unless it is set already."""
+    # A lost connection takes a line; torch would add C++ frames on every rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def watch_parent() -> None:
-    """Has this process told to stop (SIGTERM) when the one that started it is gone, however that died."""
+    """Sends this process SIGTERM when the one that started it is gone, however that died."""
     parent = os.getppid()
 
     def watch() -> None:

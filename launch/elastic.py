@@ -1,13 +1,13 @@
-"""The ranks of a host: torch's elastic agent, that ends politely and with one line. What is ours:
+"""The ranks of a host, under torch's elastic agent, which here ends politely and with one line:
 
 - The first SIGTERM, SIGUSR1, SIGINT or SIGHUP is passed on to the ranks, which finish their step, save and
   end (`runtime/ends.py`). A second one ends them at once.
-- What starting again cannot mend is not started again: a user's mistake, and a run that was asked to stop.
-- Its exit status is that of the rank that failed first, or 128 and the number of the signal it was sent.
-- A host whose ranks have ended waits for the others: it may hold the store in which they still look.
+- Ranks are not started again after a user's mistake or when the run was asked to stop.
+- Its exit status is that of the rank that failed first, or 128 plus the number of the signal it was sent.
+- A host whose ranks have ended waits for the others, which may still need the store that it holds.
 
-Torch's agent has only private members for this. The list in `runtime/compat.py` has them too, and its test
-covers them; nothing is imported from there, as a launcher need not load torchtitan to start ranks.
+Torch's agent has only private members for this. `runtime/compat.py` lists them for its test, but is not
+imported here: a launcher need not load torchtitan.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ FINAL = (EXIT_USER_ERROR, *STOPPED)
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs the ranks of this host to their end."""
-    logging.disable(logging.ERROR)  # torch's agent tells its doings at length; how it ends is told below
+    """Runs the ranks of this host to their end; returns the exit status."""
+    logging.disable(logging.ERROR)  # torch's agent logs at length; how it ends is told below
     config, program, arguments = config_from_args(parse_args(list(words)))
     if config.max_restarts or config.min_nodes != config.max_nodes:
-        # The store that agents lend to ranks keeps what those before a restart have written.
+        # The store that agents share with ranks keeps what was written before a restart.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     agent = Agent(config, str(program), arguments)
     handlers = {number: signal.signal(number, agent.hear) for number in _heard()}
@@ -70,14 +70,10 @@ def run(words: Sequence[str]) -> int:
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent of a host.
-
-    Attributes:
-        asked: the first signal that asked it to end; None if none did.
-    """
+    """Torch's agent of a host; `asked` is the first signal that asked it to end."""
 
     def __init__(self, config: LaunchConfig, program: str, arguments: Sequence[str]) -> None:
-        # Of what torch would handle, those which are not heard here.
+        # torch handles only those signals that are not heard here.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         parameters = RendezvousParameters(
             backend=config.rdzv_backend,
@@ -114,7 +110,7 @@ class Agent(LocalElasticAgent):
         self._asked_at = 0.0
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """A handler of signals: the first asks the ranks, the second ends them at once."""
+        """Handles signals: the first asks the ranks to end, the second ends them at once."""
         again = self.asked is not None and (
             number == signal.SIGINT or time.monotonic() - self._asked_at > ONE_REQUEST
         )
@@ -127,7 +123,7 @@ class Agent(LocalElasticAgent):
                 process.send_signal(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
 
     def status_of(self, result: RunResult | None) -> int:
-        """The exit status of a run that has ended; a failure is told. None: others have ended it."""
+        """The exit status of a run; prints a failure. The result is None if other hosts ended the run."""
         if result is None or not result.is_failed():
             return 0
         rank, first = min(result.failures.items(), key=lambda failure: failure[1].timestamp)
@@ -142,8 +138,7 @@ class Agent(LocalElasticAgent):
         return max(first.exitcode, 1)
 
     def await_others(self, result: RunResult | None) -> None:
-        """Waits until the ranks of all hosts have ended, as torch does where all steps are done: not long if
-        they failed, as a host may be lost."""
+        """Waits for the other hosts unless torch has; only briefly after a failure: a host may be lost."""
         if result is None or not result.is_failed():
             return
         if any(failure.exitcode not in STOPPED for failure in result.failures.values()):
@@ -158,7 +153,7 @@ class Agent(LocalElasticAgent):
         return [one.proc for one in self._pcontext.subprocess_handlers.values()] if self._pcontext else []
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        # Those who still run are stopped because a host has come; they finish their step and save.
+        # They are stopped because a host has come; they finish their step and save.
         self._shutdown(timeout=PATIENCE)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

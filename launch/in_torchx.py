@@ -22,8 +22,7 @@ HERE = "."
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """A mistake of the user ends the process with its message, as in the `wlb-titan` command: TorchX would
-    print a traceback."""
+    """A mistake of the user ends the process with its message; TorchX would print a traceback."""
     try:
         yield
     except UserError as error:
@@ -32,7 +31,7 @@ def refusals() -> Iterator[None]:
 
 
 def refuse_docker(image: str) -> None:
-    """TorchX takes Docker where nothing else is said, and imports the scheduler that it takes."""
+    """Refuses Docker without an image: TorchX's default. TorchX has imported the scheduler that it takes."""
     if image == HERE and "torchx.schedulers.docker_scheduler" in sys.modules:
         raise UserError(
             "TorchX takes Docker in a folder without .torchxconfig, and --image names no image. On this "
@@ -66,14 +65,12 @@ def with_our_agent(app: specs.AppDef, image: str, words: list[str]) -> specs.App
 
 
 def interpreter(image: str, module: str, command: str) -> list[str]:
-    """How a module of ours is run: by this interpreter, whose `bin` need not be on the PATH, or by an image's
-    own command."""
+    """Words that run a module: this interpreter, whose `bin` may not be on PATH, or an image's command."""
     return [sys.executable, "-m", module] if image == HERE else [command]
 
 
 def end_cleanly() -> None:
-    """Has TorchX, in whose process components are made, end a local job on SIGHUP as it does on Ctrl-C and
-    SIGTERM, and say so in a line."""
+    """Has TorchX end a local job on SIGHUP, as on Ctrl-C and SIGTERM, and say so in a line."""
     if threading.current_thread() is not threading.main_thread():
         return
     if not _runs_here():
@@ -105,7 +102,7 @@ def end_cleanly() -> None:
 
 
 def _runs_here() -> bool:
-    """Whether a local scheduler of TorchX is to run the job: it handles signals by now, others do not."""
+    """Whether a local scheduler of TorchX runs the job: only these handle signals by now."""
     return signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)
 
 

@@ -15,7 +15,7 @@ LAST_CALL = 10
 
 
 class Hosts(NamedTuple):
-    """Hosts of a job, and processes on each; whether these want the CPU where there are GPUs."""
+    """Hosts of a job, processes on each, and whether these want the CPU even where there are GPUs."""
 
     nodes: int
     processes: int
@@ -36,8 +36,8 @@ def hosts_of(
     """Checks an experiment before it is started or submitted, and sizes its job.
 
     Args:
-        nodes: number of hosts; 0 for as few as `at_most` processes on each allow.
-        min_nodes: with how many of them it goes on when others are lost; 0 for all.
+        nodes: 0 for as few as `at_most` processes on each allow.
+        min_nodes: hosts with which it goes on when others are lost; 0 for all.
         processes: on each host; 0 for as many as the parallel degrees need.
         is_here: whether the job will see this machine's files, so that the corpus can be checked.
         gpus: says how many GPUs the job will find; None where it runs elsewhere.
@@ -86,7 +86,7 @@ def _takes_the_cpu_at_hand(config: str, overrides: Sequence[str]) -> bool:
 
 
 def _check_fewer(config: str, overrides: Sequence[str], world_size: int, fewer: int) -> None:
-    """Whether the job can go on with fewer processes, on the same global batch."""
+    """Refuses a job that cannot go on with fewer processes, on the same global batch."""
     from wlb_titan.runtime.models.load import load_config
 
     try:

@@ -6,7 +6,7 @@ from wlb_titan.cost.workload import CostModel
 
 
 class Tokens(CostModel):
-    """A document's work is its tokens: what balances lengths and nothing else."""
+    """A document's work is its tokens: only lengths are balanced."""
 
     @classmethod
     def of(cls, config, job):

@@ -1,7 +1,7 @@
-"""A dimension of parallelism: replicas that train apart and average what they learned every so many steps.
+"""A dimension of parallelism: replicas that train apart, and average their weights every few steps.
 
 Local SGD (Stich 2019), and with `outer_rate` the outer step of DiLoCo (Douillard and others 2023) without its
-momentum. This is the half that planning, memory and time ask; `local_sgd_runtime` moves the tensors.
+momentum. This half is for planning, memory and time; `local_sgd_runtime` moves the tensors.
 """
 
 from dataclasses import dataclass, replace

@@ -8,7 +8,7 @@ from wlb_titan.runtime.dimension import Axis
 
 
 class Averaging(Axis):
-    """Averages weights and the optimizer's state, so that after a meeting all replicas are the same."""
+    """Averages weights and the optimizer's state: after a meeting all replicas are the same."""
 
     _last = ()
 
@@ -37,7 +37,7 @@ def local_weights(trainer):
 
 
 def local_states(trainer):
-    """Moments, without the steps that are counted."""
+    """Moments, without step counters."""
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     return [local(x) for state in states for x in state.values() if isinstance(x, torch.Tensor) and x.ndim]
 

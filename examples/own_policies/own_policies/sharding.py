@@ -18,8 +18,8 @@ class Contiguous(AllGather):
 class RoundRobin(AllGather):
     """The paper's per-document sharding: equal chunks of a document, its last tokens dealt out one by one.
 
-    They go to ranks 0, 1, 2 ... in turn, over the documents, so that no rank is more than one ahead. Each is
-    a tile of its own; `per_document` makes some chunks one token longer instead.
+    They go to ranks 0, 1, 2 ... in turn, across documents, so that no rank is more than one ahead. Each is a
+    tile of its own; `per_document` makes some chunks one token longer instead.
     """
 
     def divide(self, lengths, total):

@@ -1,14 +1,14 @@
 """A strategy on two mesh axes: Ulysses within groups of ranks, and keys gathered between them.
 
-This is the half that planning, memory and time ask; `ulysses_gather_attention` moves the tensors.
+This half is for planning, memory and time; `ulysses_gather_attention` moves the tensors.
 
 `context_parallel_degree` is split in two. The ranks of a group, which share a node, exchange tokens for heads
 as in `ulysses`; then each gathers the keys and values of its heads from the ranks with the same heads in the
-other groups. So only keys of a share of the heads cross the network, and there may be more ranks than heads.
-LoongTrain (Gu et al., 2024) calls it 2D-attention, with a ring where keys are gathered here.
+other groups. So only keys of some heads cross the network, and there may be more ranks than heads. LoongTrain
+(Gu et al., 2024) calls it 2D-attention, with a ring where keys are gathered here.
 
-The sequence is divided over groups per document, as all-gather context parallelism does, and a group's tokens
-among its ranks in a row.
+The sequence is divided over groups per document, as in all-gather context parallelism, and a group's tokens
+over its ranks in order.
 
 Example: 4 ranks in groups of 2, one document of 16 tokens: group 0 has tokens 0-3 and 12-15, so rank 0 holds
 0-3 and rank 1 holds 12-15; group 1 has 4-11, rank 2 of them 4-7 and rank 3 8-11.
@@ -78,7 +78,7 @@ class UlyssesGather(ContextStrategy):
         return "ulysses_gather", tuple(part for group in groups for part in _cut(group, share, self._within))
 
     def seconds(self, sharding):
-        """Seconds of the group's queries, with a rank's share of the heads."""
+        """Seconds of the group's queries with each rank's heads."""
         groups = self._of_groups(sharding)
         shares = head_shares(self.latency.heads, self.latency.heads // self.latency.group, self._within)
         heads = [share.query_heads for share in shares]
@@ -91,7 +91,7 @@ class UlyssesGather(ContextStrategy):
         return gathered_mask(groups, lengths, total, rank // self._within, (self._groups,), slices)
 
     def travelling(self, sharding, total, slices=None):
-        """All tokens within groups, and between them those of documents that lie in several."""
+        """All tokens within groups; between groups, those of documents that lie in several."""
         groups = self._of_groups(sharding)
         sent = sent_tokens(groups, spans(groups, (self._groups,), slices), 1)
         return total, int(sent[0].max()) * self._groups
@@ -121,7 +121,7 @@ class UlyssesGather(ContextStrategy):
         )
 
     def _of_groups(self, sharding):
-        """The runs of each group: those of its ranks, joined where they were cut."""
+        """The runs of each group's ranks, joined where they were cut."""
         firsts = range(0, self.ranks, self._within)
         return tuple(_joined(np.concatenate(sharding[first : first + self._within])) for first in firsts)
 
@@ -140,7 +140,7 @@ def _cut(runs, share, parts):
 
 
 def _joined(runs):
-    """Runs of tokens, those that touch made one."""
+    """Makes runs that touch one."""
     same = runs[1:, DOCUMENT] == runs[:-1, DOCUMENT]
     heads = np.append(True, ~(same & (runs[1:, OFFSET] == runs[:-1, OFFSET] + runs[:-1, COUNT])))
     first = np.flatnonzero(heads[: len(runs)])

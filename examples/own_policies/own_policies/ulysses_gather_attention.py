@@ -1,5 +1,5 @@
-"""The half of `ulysses_gather` that moves tensors: Ulysses on one mesh axis, and in its middle, where
-attention would run, the gather of keys on the other."""
+"""The half of `ulysses_gather` that moves tensors: Ulysses on one mesh axis, and keys gathered on the other
+where its attention would run."""
 
 from wlb_titan.context.all_gather import PerDocument
 from wlb_titan.context.ulysses import Ulysses
@@ -8,7 +8,7 @@ from wlb_titan.runtime.attention.ulysses import UlyssesAttention
 
 
 class UlyssesGatherAttention:
-    """The group's tokens and this rank's share of the heads, and everybody's keys of these heads."""
+    """The group's tokens and all groups' keys, for this rank's share of the heads."""
 
     def __init__(self, config, mesh):
         self._gather = AllGatherAttention(PerDocument.Config(), mesh["cp_between"])

@@ -1,17 +1,14 @@
 """One rank of a job on fake tensors, through one planned step.
 
-The process group answers every collective at once, and tensors have shapes and types but no memory.
-Everything else is the job's own: the model is built and parallelised, a planned step goes through the
-pipeline's schedule, forward and backward, gradients are clipped and the optimizer runs.
+The process group answers every collective at once, and tensors have shapes and types but no memory. Model,
+schedule, passes, clipping and optimizer are the job's own. What differs:
 
-What differs from the job, and how:
-
-- The device is the CPU. RMSNorm there is made of single operations in float32, and is one kernel on CUDA: in
-  a dry run it allocates what that kernel does. Attention allocates what its kernels do: their output, the
-  log-sum-exp in float32, and the three gradients.
+- The device is the CPU. RMSNorm runs there as single operations in float32 and on CUDA as one kernel; here it
+  allocates what that kernel does. Attention allocates what its kernels do: their output, the log-sum-exp in
+  float32, and the three gradients.
 - torch.compile is off: what it fuses or keeps differently is not seen.
-- Parameters are not initialised and nothing is loaded: they have no values.
-- Experts get equally many tokens each.
+- Parameters are neither initialised nor loaded: they have no values.
+- All experts get equally many tokens.
 """
 
 from __future__ import annotations
@@ -45,15 +42,11 @@ from wlb_titan.runtime.trainer import Trainer
 
 
 class DryTrainer(OneRankTrainer):
-    """One rank of a job, built as the job builds it, on tensors without memory.
-
-    The model is made on the meta device and parallelised as ever; what comes after is done in a fake mode:
-    the parameters' allocation, the optimizer, the step.
+    """One rank of a job, made and parallelised on the meta device, then run in a fake mode.
 
     Args:
-        config: of the job.
-        step: which one of the plan is run, from 1; the plans before it are made and left out.
-        device_bytes: memory of a GPU, which bounds plans; None is that of the configured cluster.
+        step: number in the plan, from 1; the steps before it are planned but not run.
+        device_bytes: memory of a GPU, which bounds plans; None for the configured cluster's.
     """
 
     def __init__(
@@ -79,7 +72,7 @@ class DryTrainer(OneRankTrainer):
             self.job = self.job.on(replace(self.job.cluster, memory=self._device_bytes))
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Runs the step; yields what `wlb-titan dryrun --output` writes of a rank, see docs/dryrun.md."""
+        """Runs the step; yields what `wlb-titan dryrun --output` writes about a rank (docs/dryrun.md)."""
         begin = time.perf_counter()
         planned, self.step = next(self._steps(self._number)), self._number
         mine = planned.plan.of_rank(self._replica)
@@ -101,7 +94,7 @@ class DryTrainer(OneRankTrainer):
                 ) from error
         trace.reassign(_states(self.optimizers), "optimizer")
         trace.reassign(self.axes.tensors(), "dimensions")
-        # What is made after the passes of the first step is there in all passes of the next.
+        # What the first step makes after its passes is there in all passes of the next.
         alive = trace.now().terms
         beside = {term: alive[term] for term in ("optimizer", "dimensions") if alive.get(term)}
         traced = self._passes.terms | beside
@@ -139,11 +132,8 @@ class DryTrainer(OneRankTrainer):
 
     @contextmanager
     def _traced_passes(self, cache: KeyValueCache | None) -> Iterator[None]:
-        """The passes, in the fake mode, which the optimizer has to do without: in an active one DTensor would
-        work out shapes on tensors of the rank's own mode, and the trace would count them.
-
-        Their peak is kept, and a new one begins after them.
-        """
+        """Runs passes in the fake mode and keeps their peak. The optimizer runs outside it: inside, DTensor
+        would work out shapes on tensors of the rank's own mode, and the trace would count them."""
         with self._fake, AttentionOfSlices(cache, self._trace):
             yield
         if self._trace.highest > self._passes_peak:
@@ -160,7 +150,7 @@ def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tenso
 
 
 def _weight_shapes(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:
-    """Shapes of the whole weights that tensor parallelism leaves a rank."""
+    """Shapes of weights as FSDP gathers them: divided by tensor and expert parallelism only."""
     for parameter in parameters:
         shape = list(parameter.shape)
         if isinstance(parameter, DTensor):
@@ -173,11 +163,7 @@ def _weight_shapes(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, ..
 
 
 def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Trainer.Config:
-    """A job's configuration with stand-ins for what needs values, or takes other memory on a CPU.
-
-    Args:
-        parallelised: called when the model has been parallelised, before its parameters are allocated.
-    """
+    """A job's configuration with stand-ins for what needs values, or takes other memory on a CPU."""
     spec = config.model_spec
     assert spec is not None
     model = copy.deepcopy(spec.model)
@@ -203,18 +189,18 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
 
 
 def _replace(model: Any, found: type, ours: type) -> None:
-    """Puts a configuration of our class, with the same values, wherever the model has one of another."""
+    """Replaces the model's configurations of class `found` by those of `ours`, with the same values."""
     for _, config, parent, name in model.traverse(found):
         assert parent is not None and isinstance(name, str)
         setattr(parent, name, ours(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
 
 
 def _leave(parameter: torch.Tensor) -> None:
-    """The initialisation of a parameter that has no values."""
+    """Initialises nothing: parameters have no values."""
 
 
 class EvenTokenDispatcher(AllToAllTokenDispatcher):
-    """Experts that get equally many tokens each: the router's choices have no values here."""
+    """Gives all experts equally many tokens: the router's choices have no values here."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
@@ -233,7 +219,7 @@ class EvenTokenDispatcher(AllToAllTokenDispatcher):
 
 
 class FusedRMSNorm(RMSNorm):
-    """An RMSNorm that allocates what CUDA's kernels do: the output and 1 / RMS of each row in float32."""
+    """Allocates what CUDA's kernels do: the output and 1 / RMS of each row in float32."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
@@ -256,13 +242,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 class AttentionOfSlices(TorchDispatchMode):
-    """Attention of slices does in a dry run what its ops do, in place of what fake tensors know of them: the
-    cache of keys and values is filled and emptied, with tensors that have no values.
-
-    Args:
-        cache: cache of the step; None where documents are not sliced.
-        trace: gets the cache's tensors as a term of their own.
-    """
+    """Has sliced attention fill and empty the cache of keys and values, which its fake ops would not do."""
 
     def __init__(self, cache: KeyValueCache | None, trace: Trace) -> None:
         super().__init__()
@@ -275,7 +255,7 @@ class AttentionOfSlices(TorchDispatchMode):
         of_slices = {ops.sliced_attention.default: attend, ops.sliced_attention_backward.default: gradients}
         if self._cache is None or func not in of_slices:
             return func(*args, **(kwargs or {}))
-        with unset_fake_temporarily():  # in the mode the tensors that say which documents have no values
+        with unset_fake_temporarily():  # the tensors that say which documents need values
             result = of_slices[func](*args)
         self._trace.reassign(self._cache.tensors(), "cache")
         return result

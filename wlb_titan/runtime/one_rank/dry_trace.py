@@ -1,10 +1,8 @@
 """What one rank allocates and communicates, operation by operation.
 
-A dispatch mode sees every operation below autograd and DTensor, so the recorded memory is that of local
-tensors, and the recorded calls are those that the process would make of its process groups. Storages are
-counted once, however many views they have, and until the last of them is gone. FSDP frees a storage without
-freeing the tensor, by resizing it to nothing: such storages are looked at again before a new peak is
-believed.
+A dispatch mode sees every operation below autograd and DTensor: on local tensors, with the calls that the
+process would make of its process groups. A storage counts once, until its last view is gone. FSDP frees a
+storage by resizing it to nothing and keeps the tensor, so these are looked at again before a new peak counts.
 """
 
 from __future__ import annotations
@@ -49,14 +47,14 @@ KINDS = {
     "recv": RECEIVE,
     "irecv": RECEIVE,
 }
-"""How torch's names of operations begin, without underscores, and what they are called here."""
+"""Kinds of calls by how torch's names of operations begin, without underscores."""
 
 PEERS = ("dst", "src", "root_rank")
-"""What operations call the rank of the group that they name."""
+"""Arguments by which operations name a rank of the group."""
 
 HERE = Path(__file__).parent
 SNAPSHOT_STEP = 1.002
-"""A peak this much above the last one is looked at again: taking it apart costs more than an operation."""
+"""How far a new peak must be above the last one to be taken apart, which costs more than an operation."""
 
 GATHERED, FORWARD, BACKWARD = "gathered", "activations", "backward"
 
@@ -64,8 +62,8 @@ GATHERED, FORWARD, BACKWARD = "gathered", "activations", "backward"
 class Snapshot(NamedTuple):
     """A moment of a trace.
 
-    Terms are what storages were given for, `activations` for those made in a forward pass, `backward` for
-    those made in a backward pass, and `gathered` for FSDP's whole weights, their gradients and its buffers.
+    Terms are those given to `Trace`, and `activations` for storages made in a forward pass, `backward` in a
+    backward pass, and `gathered` for FSDP's whole weights, their gradients and its buffers.
     """
 
     bytes_: int
@@ -85,12 +83,11 @@ class Trace(TorchDispatchMode):
     """Records what is done while it is active.
 
     Args:
-        fake: the mode of the rank's tensors. DTensor works out shapes on tensors of a mode of its own.
-        weight_shapes: shapes of whole weights, as this rank has them between gathering and freeing them.
-        calls: gets the collectives, sends and receives.
+        fake: the mode of the rank's tensors; DTensor works out shapes on tensors of its own mode.
+        weight_shapes: as this rank has weights between gathering and freeing them.
 
     Attributes:
-        highest: the most bytes that were alive at any time since the latest `begin`.
+        highest: the most bytes alive at any time since the latest `begin`.
         peak: what was alive then, or at a moment with 0.2 % less.
     """
 
@@ -109,11 +106,11 @@ class Trace(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the peak: a new phase."""
+        """Starts a new peak."""
         self.highest, self.peak = self._current, self.now()
 
     def add(self, tensor: torch.Tensor, term: str, what: str = "") -> None:
-        """Counts a tensor's storage, if it is not counted yet."""
+        """Counts a tensor's storage, unless it is counted already."""
         local = local_tensor(tensor)
         storage = local.untyped_storage()
         key = storage._cdata
@@ -133,7 +130,6 @@ class Trace(TorchDispatchMode):
                 entry.term = term
 
     def now(self) -> Snapshot:
-        """What is alive."""
         terms: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         numbers: Counter[str] = Counter()
@@ -171,8 +167,7 @@ class Trace(TorchDispatchMode):
         self._resizable.add(local_tensor(tensor).untyped_storage()._cdata)
 
     def _is_of_weights(self, tensor: torch.Tensor) -> bool:
-        """Whether it is one of FSDP's flat buffers, which have one dimension, or has a whole weight's shape,
-        as its gradient does too."""
+        """Whether it is a flat buffer of FSDP's, or has the shape of a whole weight and its gradient."""
         shape = tuple(tensor.shape)
         is_buffer = len(shape) == 1 and tensor.is_floating_point() and tensor.numel() > 1 << 16
         return is_buffer or shape in self._weight_shapes or shape[::-1] in self._weight_shapes
@@ -206,14 +201,7 @@ class Trace(TorchDispatchMode):
 
 
 class CallLog:
-    """The calls that a rank makes of its process groups.
-
-    Args:
-        latest: what the latest pass that began was.
-
-    Attributes:
-        calls: in order, with the names of their groups.
-    """
+    """The calls that a rank makes, with the names of their groups; `latest` says which pass began last."""
 
     def __init__(self, latest: Callable[[], object] = str) -> None:
         self.calls: list[tuple[str, Call]] = []
@@ -228,7 +216,7 @@ class CallLog:
         received: Sequence[torch.Tensor],
         root: int = -1,
     ) -> None:
-        """Keeps a call; `root` is the rank of the group that it names."""
+        """Keeps a call; `root` is the rank that it names, within the group."""
         place = place_in_batch() if kind in (SEND, RECEIVE) else None
         self._batches += place == 0
         tensors = [*sent, *received]
@@ -241,7 +229,7 @@ class CallLog:
         )
 
     def note(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Keeps a dispatched operation that is a call; others, such as waiting, are left out."""
+        """Keeps a dispatched operation if it is a call; waiting is none."""
         kind = kind_of(func._schema.name.partition("::")[2])
         if kind is None:
             return
@@ -263,7 +251,7 @@ class CallLog:
 
     @property
     def collectives(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Number and bytes by kind and group: of the larger of what goes in and what comes out."""
+        """Number, and bytes of the larger of input and output, by kind and group."""
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for group, call in self.calls:
             number, total = found.get((call.kind, group), (0, 0))
@@ -280,13 +268,13 @@ class CallLog:
 
 
 def kind_of(operation: str) -> str | None:
-    """What an operation of a process group is called here; None if it is no call."""
+    """The kind of a process group's operation; None if it is no call."""
     name = operation.replace("_", "").lower()
     return next((kind for begin, kind in KINDS.items() if name.startswith(begin)), None)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, after any collective under way."""
+    """This rank's part of a tensor, after any collective under way."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
@@ -301,7 +289,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _group(values: Iterable[Any]) -> str:
-    """The name of the process group among a call's arguments."""
     for value in reversed(list(values)):
         if isinstance(value, str):  # functional collectives name it, after the reduction
             return value
@@ -311,7 +298,7 @@ def _group(values: Iterable[Any]) -> str:
 
 
 def _site() -> str:
-    """The innermost line that is the job's and not torch's or of this package."""
+    """The innermost line outside torch and this package."""
     for frame, line in traceback.walk_stack(None):
         file = Path(frame.f_code.co_filename)
         if file.suffix and "torch" not in file.parts and HERE not in file.parents:

@@ -1,9 +1,9 @@
-"""The process of one rank, as `wlb-titan dryrun` and `rehearse` start it for each rank that is asked for:
+"""The process of one rank, as `wlb-titan dryrun` and `rehearse` start it for each rank:
 
     python -m wlb_titan.runtime.one_rank.process '{"run": "dryrun", "rank": 3, "world_size": 64, ...}'
 
-Its argument is JSON: "run" says which trainer takes the rank's place, "dryrun" or "rehearse"; "file" and
-"overrides" name the job, and "result" the file to write. The rest are that trainer's own keywords.
+Its argument is JSON: "run" is "dryrun" or "rehearse", "file" and "overrides" name the job, and "result" the
+file to write. The rest are the trainer's own keywords.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from wlb_titan.errors import UserError
 
 
 def main() -> None:
-    """Writes what the rank finds, each time that it finds more; exits with 1 after an error, which is written
-    beside what was found before it."""
+    """Writes results as they come; exits with 1 after an error, written beside what was found before it."""
     asked = json.loads(sys.argv[1])
     path = Path(asked.pop("result"))
     found: dict[str, Any] = {"rank": asked["rank"]}
@@ -41,7 +40,6 @@ def main() -> None:
 def results(
     run: str, *, file: str, overrides: list[str], rank: int, world_size: int, **keywords: Any
 ) -> Iterator[dict[str, Any]]:
-    """What a rank finds, each result with all that the one before it had."""
     become_rank(rank, world_size)
     import torch
 
@@ -72,7 +70,7 @@ def become_rank(rank: int, world_size: int) -> None:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    """The file is whole at any moment: the process may be stopped at any."""
+    """Keeps the file whole: the process may be stopped at any moment."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(found), encoding="utf-8")
     os.replace(new, path)

@@ -1,15 +1,15 @@
-"""One rank of a job for real, on the device at hand: whole planned steps, of which every pass is measured.
+"""One rank of a job for real, on the device at hand: whole planned steps, with every pass measured.
 
 Model, data, kernels and schedule are the job's own; weights are made up, and so is what other ranks would
-send. What comes back from a collective has the shape, type and device that the real one's would, and finite
-values: this rank's own data in the place of another rank's, wherever it has such data, and where there is
-none, as in a receive, normal noise. Zeros would not do: a GPU multiplies them faster than numbers.
+send. A collective's answer has the real one's shape, type and device. Its values are this rank's own in place
+of another's, or normal noise if it has none, as in a receive. Zeros would not do: a GPU multiplies them
+faster than other numbers.
 
-A collective's answer takes time that is not the collective's, a copy within the device. It is measured as
-passes are, and taken out of them; what the job would wait for the collective itself is added.
+The answer is a copy within the device. Its time is measured and taken out of passes; what the job would wait
+for the collective itself is added.
 
-What differs from the job: no other rank is waited for, weights are not trained, and values that come from
-other ranks are not theirs, so that experts get as many tokens as this rank sends.
+What differs from the job: no other rank is waited for, weights are untrained, and experts get as many tokens
+as this rank sends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from wlb_titan.simulator.calls import RECEIVE, SEND
 from wlb_titan.simulator.measured import Pass
 
 ANSWER, STEP = "answer", "step"
-"""The kinds that answers and the whole step have among the passes of a timer."""
+"""What a timer measures beside passes: answers, and the whole step."""
 
 BACKEND = "answering"
 HOOK = 4711  # any number that torch's own hooks do not have
@@ -49,11 +49,10 @@ class RehearsalTrainer(OneRankTrainer):
     """One rank of a job, built as the job builds it, with weights made up.
 
     Args:
-        first: first step of the plan that counts, from 1; the plans before it and the warm-up's are left out.
-        warm_up: steps before it that are run and not counted.
-        steps: that count.
+        first: number of the first step that counts, from 1; those before the warm-up are planned but not run.
+        warm_up: steps that are run before it and do not count.
         seconds: after which no further step begins.
-        memory_gib: what the rank may take; None: what the device has.
+        memory_gib: what the rank may take; None for all that the device has.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class RehearsalTrainer(OneRankTrainer):
         self._values: list[torch.Tensor] = []
         changed = replace(config, metrics=replace(config.metrics, log_freq=1))
         super().__init__(changed, rank=rank, world_size=world_size)
-        # On the CPU all runs in this thread: its own time has nothing in it of what others do there.
+        # On the CPU all runs in this thread, whose own time excludes what others do there.
         self.timer.clock = time.thread_time
         self._traffic.timer, self._traffic.wait = self.timer, self._wait
 
@@ -85,7 +84,7 @@ class RehearsalTrainer(OneRankTrainer):
         dist.init_process_group(BACKEND, rank=self._rank, world_size=self._world_size, store=dist.HashStore())
 
     def _allowed_memory(self) -> int:
-        """Bytes that this rank may take; an allocation beyond them fails."""
+        """Limits this rank's memory; returns the bytes that it may take."""
         whole = device_bytes()
         if self._memory_gib is None:
             return whole
@@ -102,8 +101,7 @@ class RehearsalTrainer(OneRankTrainer):
         return memory
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Runs steps of the plan, and yields after each that counts what `wlb-titan rehearse --output` writes
-        of a rank."""
+        """Yields what `wlb-titan rehearse --output` writes about a rank, after each step that counts."""
         begin = time.perf_counter()
         planned = self._steps(self._first - self._warm_up)
         for _ in range(self._warm_up):
@@ -129,7 +127,6 @@ class RehearsalTrainer(OneRankTrainer):
             }
 
     def _step(self, planned: Step) -> dict[str, Any]:
-        """Runs and measures one step."""
         self.step += 1
         self.gc_handler.run(self.step)
         prediction = check_planned_memory(self.job, planned.plan, self._replica, self._stage, self._memory)
@@ -164,12 +161,11 @@ class RehearsalTrainer(OneRankTrainer):
         }
 
     def report(self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, *_: Any) -> None:
-        """Keeps what has to be finite; nothing waits for it."""
+        """Keeps what has to be finite, without waiting for it."""
         self._values = [loss.detach(), grad_norm.detach()]
 
     def _wait(self, kind: str, group: str, bytes_: int) -> float:
-        """The seconds that the job waits for a collective; on a CPU waits as long, since a core that has
-        waited is slower at first."""
+        """Seconds that the job waits for a collective. A CPU does wait: its cores are slower after that."""
         exposed = self._exposed(kind, group)
         seconds = exposed * self._seconds(kind, group, bytes_) if exposed else 0.0
         if self.device.type == "cpu":
@@ -177,15 +173,13 @@ class RehearsalTrainer(OneRankTrainer):
         return seconds
 
     def _exposed(self, kind: str, group: str) -> float:
-        """The share of a collective's seconds that the job waits for where it asks: for tensor parallelism,
-        what does not overlap with matrix products. Others overlap with passes or are predicted, unless
-        nothing overlaps; what stages send is in the pipeline's graph."""
+        """The share of a collective's seconds that the job waits for at the call. In tensor parallelism it is
+        what does not overlap with matrix products. What stages send is in the pipeline's graph."""
         if self._axes.get(group) == "tp":
             return 1 - self.job.tensor_overlap
         return float(not self.job.overlap and kind not in (SEND, RECEIVE))
 
     def _seconds(self, kind: str, group: str, bytes_: int) -> float:
-        """Seconds of a collective, as the cluster file has it."""
         ranks = ranks_of_group(group)
         if len(ranks) == 1:
             return 0.0
@@ -201,16 +195,14 @@ class RehearsalTrainer(OneRankTrainer):
 class Traffic:
     """What a rank asks of its process groups, and what they answer.
 
-    The groups are torch's fake ones, which repeat this rank's own data where they can. Hooks around every
-    call count it, measure the answer, and make up what only another rank has.
+    The groups are torch's fake ones, which repeat this rank's own data where they can. Hooks count each call,
+    measure the answer, and make up what only another rank has.
 
     Attributes:
-        asked: number of calls and bytes, of the larger of what goes in and what comes out, by kind of
-            collective and name of group.
-        timer: measures the answers while it is on and they are on the passes' own stream; to be set once
-            there is one.
-        wait: is told kind, name of group and bytes of each answer that is measured, before it ends, and
-            gives the seconds that the job waits in its place.
+        asked: number of calls, and bytes of the larger of input and output, by kind and name of group.
+        timer: measures answers on the passes' own stream while it is on.
+        wait: is called before a measured answer ends, with kind, name of group and bytes; returns the
+            seconds that the job waits in its place.
     """
 
     def __init__(self) -> None:
@@ -221,7 +213,7 @@ class Traffic:
         self._begin: Any = None
 
     def make_group(self, store: dist.Store, rank: int, size: int, timeout: Any) -> dist.ProcessGroup:
-        """As torch calls it for each process group that this rank is in."""
+        """Called by torch for each process group of this rank."""
         group = fake_group(store, rank, size)
         group.register_pre_hook(HOOK, self._before)
         group.register_post_hook(HOOK, partial(self._after, group))
@@ -253,7 +245,7 @@ class Traffic:
 
 
 def repeat(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Fills a tensor with another's values, from the first again where they end; of none, with zeros."""
+    """Fills `target` with the values of `source`, over and over; with zeros if there are none."""
     flat, own = target.view(-1), source.reshape(-1)
     if not own.numel():
         flat.zero_()
@@ -264,7 +256,7 @@ def repeat(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def make_up(tensors: Sequence[torch.Tensor]) -> None:
-    """Fills tensors: of floating point with normal noise, others with zeros."""
+    """Fills floating-point tensors with normal noise, others with zeros."""
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.normal_()
@@ -273,14 +265,11 @@ def make_up(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def without_answers(measured: Sequence[Pass]) -> tuple[list[Pass], float, float]:
-    """What a step's passes take without the answers of the rank's groups.
-
-    Args:
-        measured: passes, answers, each with what the job waits in its place, and the step.
+    """Replaces a step's answers by what the job waits in their place.
 
     Returns:
-        Passes, in pieces; seconds of the step with all that it waits for; and seconds after its last pass,
-        of clipping and optimizer, with what is waited for outside passes.
+        Passes, in the pieces between answers; seconds of the step, waits included; and seconds after its last
+        pass, of clipping and optimizer, with the waits outside passes.
     """
     answers = [one for one in measured if one.kind == ANSWER]
     (step,) = (one for one in measured if one.kind == STEP)

@@ -1,7 +1,6 @@
 """One rank of a job in one process, built as the job builds it: what dry runs and rehearsals share.
 
-The process is one rank of a world that is not there. Model, stages, data and schedule are the job's own; the
-process group answers every collective at once.
+Model, stages, data and schedule are the job's own; the process group answers every collective at once.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ from wlb_titan.simulator.step import meetings
 
 
 class OneRankTrainer(Trainer):
-    """The rank's trainer, in a process group without other processes, which `start_group` starts.
-
-    What writes files, or asks other ranks, is switched off in a copy of the job's configuration.
-    """
+    """The rank's trainer, without other processes; what writes files or asks other ranks is switched off."""
 
     def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -48,16 +44,15 @@ class OneRankTrainer(Trainer):
         )
 
     def start_group(self) -> None:
-        """Starts the default process group."""
         raise NotImplementedError
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Runs planned steps; yields results, each with all that the one before it had."""
+        """Runs planned steps and yields results, each of which includes the one before it."""
         raise NotImplementedError
 
     def init_distributed(self) -> ParallelDims:
-        # As torchtitan does where it starts a group: what an accelerator's backward pass repeats of the
-        # forward pass must be in the thread that has the meshes, or tensors are not gathered there.
+        # As torchtitan does when it starts a group: an accelerator's backward pass must recompute in the
+        # thread that has the meshes, or tensors are not gathered there.
         torch.autograd.set_multithreading_enabled(False)
         self.start_group()
         dims = parallel_dims(self.config, self._world_size)
@@ -79,14 +74,13 @@ class OneRankTrainer(Trainer):
         return self.parallel_dims.place("pp")
 
     def _steps(self, first: int) -> Iterator[Step]:
-        """The planned steps from a number on, from 1; those before it are left out."""
+        """The planned steps from number `first` on; numbers start at 1."""
         steps = self.planned.steps(self.lower)
         for _ in range(first - 1):
             next(steps)
         return steps
 
     def _facts(self) -> dict[str, Any]:
-        """What the results of a rank begin with."""
         parameters = [p for part in self.model_parts for p in part.parameters()]
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         axes = [one.axis for one in self.job.degrees.dimensions if one.axis in meshes]
@@ -98,7 +92,6 @@ class OneRankTrainer(Trainer):
         }
 
     def _predicted(self, plan: Plan) -> dict[str, Any]:
-        """The predicted peak of memory, in GiB."""
         ranks = planned_memory(self.job, plan, self._replica)
         if ranks is None:
             return {"predicted_gib": None, "predicted": {}}
@@ -107,12 +100,7 @@ class OneRankTrainer(Trainer):
         return {"predicted_gib": mine.total / GIB, "predicted": terms}
 
     def _collectives(self, counted: Mapping[tuple[str, str], tuple[int, int]]) -> list[dict[str, Any]]:
-        """Number and GiB of collectives by kind and mesh axis, the largest first; of dimensions of one's own
-        that meet in this step also what is predicted.
-
-        Args:
-            counted: number and bytes, by kind and name of process group.
-        """
+        """Collectives by kind and mesh axis, largest first; with predictions for dimensions that meet."""
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for (kind, group), (number, size) in counted.items():
             key = kind, self._axes.get(group) or self._named_by_ranks(group)
@@ -128,7 +116,7 @@ class OneRankTrainer(Trainer):
 
     @cached_property
     def _axes(self) -> dict[str, str]:
-        """Mesh axes by the names of their process groups; an axis has a group in each of several meshes."""
+        """Mesh axes by the names of their process groups; an axis may have groups in several meshes."""
         meshes = list(self.parallel_dims.get_all_one_dimensional_meshes().items())
         named = {mesh.get_group().group_name: axis for axis, mesh in meshes}
         parameters = (p for part in self.model_parts for p in part.parameters())
@@ -140,6 +128,5 @@ class OneRankTrainer(Trainer):
         return named
 
     def _named_by_ranks(self, group: str) -> str:
-        """The axes along which a group's ranks lie, and how many they are."""
         ranks = ranks_of_group(group)
         return f"{'_'.join(self.job.degrees.axes_of(ranks))}, {len(ranks)} ranks"

@@ -3,9 +3,8 @@
     pipeline(...) -> PlannedSchedule -> a torch schedule for the step's number of micro-batches
                                      -> PlannedStage, told the lengths of the step's micro-batches
 
-Every rank of a pipeline plans the same step, so the lengths are known everywhere; each rank reads them from
-the positions that its stages are given anyway. Apart from a few words when a schedule first runs, nothing but
-hidden states and their gradients is communicated.
+Every rank of a pipeline plans the same step, and reads the lengths from the positions that its stages are
+given. Except when a schedule first runs, only hidden states and their gradients are communicated.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ from wlb_titan.runtime.step_trace import PassTimer
 KINDS = {"F": ComputationType.FORWARD, "B": ComputationType.FULL_BACKWARD}
 
 Moved = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
-"""A micro-batch on the device, as of `to_device`: this context-parallel rank's tokens, their labels, and the
-model's keyword arguments, among them "positions", (1, tokens)."""
+"""A micro-batch from `to_device`: this context-parallel rank's tokens, their labels, and the model's keyword
+arguments, among them "positions", (1, tokens)."""
 
 Pipeline = tuple["PlannedSchedule", list[nn.Module], bool, bool]
 """The schedule, this rank's parts of the model, and whether they hold the first and the last stage."""
@@ -59,12 +58,12 @@ Pipeline = tuple["PlannedSchedule", list[nn.Module], bool, bool]
 class PackFlowSchedule(PipelineScheduleRuntime):
     """torch's schedule of explicit actions, made from an order of passes.
 
-    torch adds sends and receives where they cannot wait for each other, and FSDP's collectives: the gathers
-    of a rank's stages at the start, in the order of the stages, and the reductions at the end, from the last
-    stage to the first. These are alike on all data-parallel ranks, however their passes are ordered.
+    torch adds sends and receives where they cannot wait for each other, and FSDP's collectives: gathers at
+    the start, from a rank's first stage to its last, and reductions at the end, in reverse. These are alike
+    on all data-parallel ranks, however their passes are ordered.
 
-    A new schedule tells the stages which ranks have which stage. So another thread may make it while a step
-    runs only because FLOW_SCHEDULES, and no other schedule, put stages on ranks as it does: in a loop.
+    Another thread may make a schedule while a step runs. The stages are then told again which ranks they are
+    on, but nothing changes: FLOW_SCHEDULES, and no others, put stages on ranks in the same loop.
     """
 
     def __init__(
@@ -92,22 +91,19 @@ class PackFlowSchedule(PipelineScheduleRuntime):
         self._prepare_schedule_with_comms(self.pipeline_order)
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Once for all schedules of these stages: torch asks and connects their ranks, and waits for them."""
+        """Once for all schedules of these stages: torch connects their ranks and waits for them."""
         if self._stages[0]._inference_mode is None:
             super()._initialize_stages(*args, **kwargs)
 
 
 class PlannedSchedule:
-    """What the trainer and the validator call: runs the micro-batches of a step, whatever their lengths.
+    """Runs the micro-batches of a step, whatever their lengths, for the trainer and the validator.
 
-    torch's schedules are made for a fixed number of micro-batches; one is kept for each number seen. They are
-    never asked for outputs: those of different lengths could not be joined.
+    torch's schedules have a fixed number of micro-batches, so one is kept for each number seen. They are not
+    asked for outputs: those of different lengths could not be joined.
 
-    Args:
-        schedule_of: makes the schedule for a number of micro-batches.
-        lower: makes the schedule of an order of passes. Another thread may call it ahead of the step: for 256
-            MicroPacks on 16 ranks it takes a second.
-        context_parallel: ranks that share the tokens of a micro-batch.
+    `lower` makes the schedule of an order of passes. It takes a second for 256 MicroPacks on 16 ranks, so
+    another thread may call it ahead of the step.
     """
 
     def __init__(
@@ -129,22 +125,19 @@ class PlannedSchedule:
     def step(
         self, micro_batches: Sequence[Moved], labels: torch.Tensor, lowered: PackFlowSchedule | None = None
     ) -> torch.Tensor:
-        """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
+        """Runs forward and backward passes; returns the sum of the losses, 0 on ranks without the last stage.
 
         Args:
-            micro_batches: where backward passes have others, these come after those of forward passes.
-            labels: what the sum of losses is divided by.
-            lowered: schedule of an order of passes, made by `lower`; None leaves the order to torch's own.
-
-        Returns:
-            The sum of the losses; 0 on ranks without the last stage.
+            micro_batches: those of forward passes, then those of backward passes if they have others.
+            labels: their number in the whole step, by which the sum of the losses is divided.
+            lowered: made by `lower`; None leaves the order of passes to torch.
         """
         with self._prepared(micro_batches, lowered) as schedule:
             run = partial(schedule.step, loss_kwargs={"global_valid_tokens": labels})
             return self._run(run, micro_batches)
 
     def eval(self, micro_batches: Sequence[Moved]) -> torch.Tensor:
-        """Runs forward only; the sum of the losses as of `step`, not divided."""
+        """Runs forward passes only; returns the sum of the losses as `step` does, not divided."""
         with self._prepared(micro_batches, None) as schedule:
             return self._run(schedule.eval, micro_batches)
 
@@ -164,7 +157,7 @@ class PlannedSchedule:
     def _prepared(
         self, micro_batches: Sequence[Moved], lowered: PackFlowSchedule | None
     ) -> Iterator[PipelineSchedule]:
-        """The schedule for these micro-batches; an error gets a note that says how far this rank came."""
+        """The schedule for these micro-batches; an error gets a note on how far this rank got."""
         lengths = [extra["positions"].shape[1] * self._context_parallel for _, _, extra in micro_batches]
         number = len(lengths) if lowered is None else lowered.packs
         if lowered is None and number not in self._schedules:
@@ -198,12 +191,7 @@ def pipeline(
     stage_class: Callable[..., PlannedStage] = PlannedStage,
     flow_class: type[PackFlowSchedule] = PackFlowSchedule,
 ) -> Pipeline:
-    """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
-
-    Args:
-        stage_class, flow_class: make a stage, and the schedule of an order of passes. The others are
-            torchtitan's.
-    """
+    """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan."""
     check_schedule(parallelism, compile_config)
     schedule = parallelism.pipeline_parallel_schedule
     names = stage_names(parallelism, model_config)
@@ -265,10 +253,9 @@ def stage_layouts(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
 ) -> tuple[Layout, Layout]:
-    """What a rank holds of tokens (1, L) and of hidden states (1, L, D) between two stages.
+    """A rank's layouts of tokens (1, L) and of hidden states (1, L, D), which have FSDP's compute dtype.
 
-    Context parallelism shards the tokens of both, sequence parallelism those of the hidden states, which are
-    of the data type in which FSDP computes.
+    Context parallelism shards L in both, sequence parallelism in hidden states only.
     """
     cp, sequence_parallel = parallel_dims.cp, parallelism.enable_sequence_parallel
     hidden_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]

@@ -1,12 +1,11 @@
 """The asymmetric partition as torch runs it: backward passes with micro-batches of their own.
 
-The forward pass of a micro-batch runs without autograd. It leaves keys and values in the cache of the step,
-and the hidden states between layers with its stage. A backward pass has other tokens. Layer by layer, from
-the last to the first, it puts their hidden states together, runs the layer on them with autograd, and then
-backward. So every layer is computed twice and a hidden state a layer and token is in flight, as with full
-activation checkpointing, whose place this takes: it is the same, but that a backward pass takes its tokens
-from several forward passes. Where context and sequence parallelism divide hidden states, a token may be
-another rank's in the backward pass; it goes there by one all-to-all.
+A forward pass runs without autograd. It leaves keys and values in the step's cache, and the hidden states
+between layers with its stage. A backward pass takes its tokens from several forward passes. From the last
+layer to the first, it puts their hidden states together, runs the layer on them with autograd, and then
+backward. So layers are computed twice and one hidden state per layer and token is kept, as with full
+activation checkpointing, which this replaces. Where context and sequence parallelism divide hidden states, a
+token may be another rank's in the backward pass; one all-to-all sends it there.
 
 `regrouped_items` runs in the loader's thread and says which rows go where, `gathered` moves them, and
 `regrouped_pipeline` takes the place of `pipeline`.
@@ -39,12 +38,7 @@ from wlb_titan.runtime.pipeline.stage import PlannedStage
 
 @dataclass(frozen=True)
 class Regrouping:
-    """How this rank's share of a backward micro-batch is put together.
-
-    Attributes:
-        moves: moves of the plan.
-        sent, places: int64 (R,), those of `moves`.
-    """
+    """How this rank's share of a backward micro-batch is put together; tensors are int64 (R,)."""
 
     moves: TokenMoves
     sent: Tensor
@@ -52,11 +46,9 @@ class Regrouping:
 
     @classmethod
     def of(cls, moves: TokenMoves) -> Regrouping:
-        """On the host."""
         return cls(moves, on_host(moves.sent), on_host(moves.places))
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Regrouping:
-        """This regrouping with tensors on a device; starts copies."""
         sent, places = (index.to(device, non_blocking=non_blocking) for index in (self.sent, self.places))
         return replace(self, sent=sent, places=places)
 
@@ -64,15 +56,7 @@ class Regrouping:
 def regrouped_items(
     items: Sequence[Item], packs: Sequence[MicroBatch], tensor_ranks: int, rank: int
 ) -> list[Item]:
-    """What a rank trains on where its backward passes have micro-batches of their own.
-
-    Args:
-        items: those of the micro-batches `packs`.
-        packs, tensor_ranks, rank: as for `token_moves`.
-
-    Returns:
-        The same, with a `Regrouping` of each backward pass; those of forward passes without labels.
-    """
+    """The items of `packs`, with a `Regrouping` in those of backward passes and no labels in the others."""
     ways = map(Regrouping.of, token_moves(packs, tensor_ranks, rank))
     return [
         ({**item, REGROUPING: next(ways)}, labels) if pack.passes == "B" else (item, labels[:, :0])
@@ -86,7 +70,6 @@ def gathered(
     """This rank's share of a backward micro-batch. Every rank of the group has to call it.
 
     Args:
-        how: regrouping of that micro-batch, on the device.
         kept: by forward micro-batch (1, L, D), this rank's share of a hidden state.
         into: (1, L, D), zeros, which are filled.
         group: the ranks that share a micro-batch; None for this one alone.
@@ -107,17 +90,10 @@ def gathered(
 class RegroupedLayers:
     """The layers of a stage, and the hidden states between them, (1, L, D), that forward passes leave.
 
-    Hidden state number k is the input of the stage's k-th layer, the one after the last its last layer's
-    output.
+    Hidden state k is the input of the stage's layer k; the last one is the output of the last layer.
 
-    Args:
-        model: the stage's part of the model, whose layers are wrapped.
-        sharers: the ranks that share a micro-batch's hidden states; None for this one alone.
-
-    Attributes:
-        forward: the micro-batch whose forward pass is under way.
-        backward: where the tokens lie of the micro-batch whose backward pass is under way. Without either,
-            as in evaluation, layers run as always.
+    `forward` is the micro-batch of a forward pass under way, `backward` the regrouping of a backward pass.
+    Without either, as in evaluation, layers run as always.
     """
 
     def __init__(self, model: nn.Module, sharers: dist.ProcessGroup | None) -> None:
@@ -132,12 +108,11 @@ class RegroupedLayers:
             layers[name] = checkpoint_wrapper(layer, checkpoint_fn=partial(self._run, number))
 
     def keep(self, number: int, hidden: Tensor) -> None:
-        """Keeps a hidden state of the forward pass under way."""
         assert self.forward is not None
         self._kept[number][self.forward] = hidden
 
     def take(self, number: int, like: Tensor) -> Tensor:
-        """That of the backward pass under way, of which it has no further use; shaped as `like`."""
+        """A hidden state of the backward pass under way, shaped as `like`; drops what is used up."""
         how, kept = self.backward, self._kept[number]
         assert how is not None
         with torch.no_grad():
@@ -147,7 +122,7 @@ class RegroupedLayers:
         return hidden
 
     def clear(self) -> None:
-        """Forgets what is kept: of micro-batches of which a rank has padding only, or after an error."""
+        """Forgets what is left: micro-batches of which this rank has padding only, or all after an error."""
         self._kept.clear()
         self.forward = self.backward = None
 
@@ -194,7 +169,7 @@ class _Again(torch.autograd.Function):
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """An empty tensor of its shape, contiguous: torch compares strides with what a stage declares."""
+    """A contiguous tensor without values: torch compares strides with what a stage declares."""
     return like.new_empty(like.shape)
 
 
@@ -203,12 +178,9 @@ def _called(layer: Callable[..., Tensor], args: Any, kwargs: dict[str, Any], hid
 
 
 class RegroupedStage(PlannedStage):
-    """A stage whose backward passes may have micro-batches of their own; otherwise as `PlannedStage`.
+    """A stage whose backward passes may have micro-batches of their own.
 
-    Attributes:
-        passes: the token ids of the step's backward passes, on the first stage, and the model's other
-            arguments; empty where they are those of forward passes.
-        layers: what is kept between the passes.
+    `passes` has these, if any: token ids, on the first stage, and the model's other arguments.
     """
 
     def __init__(self, *args: Any, sharers: dist.ProcessGroup | None, **kwargs: Any) -> None:
@@ -223,8 +195,8 @@ class RegroupedStage(PlannedStage):
         with torch.no_grad(), self._without_head():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.layers.forward = None
-        # What torch keeps for a backward pass of the same micro-batch. Its output is still to be sent; the
-        # backward pass that has this number overwrites it.
+        # torch keeps these for the micro-batch's own backward pass. The output is still to be sent; the
+        # backward pass of this number overwrites it.
         self._forward_chunk_states[fwd_chunk_id].input_values.clear()
         if self.is_last:
             del self._forward_chunk_states[fwd_chunk_id]
@@ -232,7 +204,7 @@ class RegroupedStage(PlannedStage):
 
     @contextmanager
     def _without_head(self) -> Iterator[None]:
-        """Logits are made in backward passes only; where the loss makes them the model does not anyway."""
+        """Skips logits, which only backward passes need."""
         model: Any = self.submod
         skips, model._skip_lm_head = model._skip_lm_head, True
         try:
@@ -241,16 +213,13 @@ class RegroupedStage(PlannedStage):
             model._skip_lm_head = skips
 
     def _begin(self, direction: str, chunk_id: int) -> int:
-        """The plan numbers micro-batches of backward passes behind those of forward passes."""
+        # The plan numbers micro-batches of backward passes after those of forward passes.
         super()._begin(direction, chunk_id)
         self.micro_batch += len(self.passes) if direction == "backward" else 0
         return self.micro_batch
 
     def begin_backward(self, place: int) -> Tensor:
-        """The stage's output for a backward micro-batch, of which only the last stage's is a value.
-
-        Its backward pass has to come next.
-        """
+        """The stage's output, with values only on the last stage; the backward pass has to come next."""
         inputs, kwargs = self.passes[place]
         kwargs = dict(kwargs)
         self.layers.backward = kwargs.pop(REGROUPING)
@@ -275,8 +244,7 @@ class RegroupedStage(PlannedStage):
 class RegroupedSchedule(PackFlowSchedule):
     """An order of passes whose backward passes have micro-batches of their own.
 
-    What `step` is given of them comes behind what it is given of forward passes. Only there the loss is
-    computed. torch numbers both from 0.
+    `step` takes those of forward passes first. Only backward passes have a loss. torch numbers both from 0.
     """
 
     def __init__(self, stages: Sequence[PlannedStage], flow: Flow, loss_fn: Callable[..., Any]) -> None:
@@ -336,7 +304,7 @@ def regrouped_pipeline(
     parallelism: ParallelismConfig,
     **arguments: Any,
 ) -> Pipeline:
-    """As it is `made` by `pipeline`, with layers that are computed again in place of full checkpointing."""
+    """A pipeline as `made` makes it, with layers computed again in place of full checkpointing."""
     arguments["ac_config"] = None
     return made(
         model,
@@ -349,7 +317,7 @@ def regrouped_pipeline(
 
 
 def sharers(parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> dist.ProcessGroup | None:
-    """The ranks that divide the hidden states of a micro-batch among them; None where this one has all."""
+    """The ranks that share the hidden states of a micro-batch; None if this one has all."""
     axes = [("cp", parallel_dims.cp > 1)]
     axes.append(("tp", parallel_dims.tp > 1 and parallelism.enable_sequence_parallel))
     names = [name for name, divides in axes if divides]

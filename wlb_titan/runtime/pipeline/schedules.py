@@ -32,8 +32,7 @@ def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig
 
 
 def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[list[str]]:
-    """The modules of each stage of the whole pipeline, as torchtitan divides a model, which raises ValueError
-    where it cannot."""
+    """The modules of each stage, as torchtitan divides a model; ValueError where it cannot."""
     if parallelism.module_fqns_per_model_part:
         return parallelism.module_fqns_per_model_part
     degree = parallelism.pipeline_parallel_degree
@@ -43,10 +42,9 @@ def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[l
 
 
 def keys_of_stages(layers: int, stages: int) -> dict[str, object]:
-    """The keys of [parallelism] under which torchtitan divides a model's layers over a number of stages.
+    """The keys of [parallelism] with which torchtitan divides a model's layers over a number of stages.
 
-    Embedding and head count as a layer each. Where no number of layers a stage comes to that many stages,
-    their modules are named.
+    Embedding and head count as a layer each. If no number of layers per stage fits, modules are named.
     """
     sizes = [size for size in range(1, layers + 1) if math.ceil((layers + 2) / size) == stages]
     return {
@@ -58,8 +56,8 @@ def keys_of_stages(layers: int, stages: int) -> dict[str, object]:
 
 
 def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
-    """Raises ValueError for stages that the user wrote down, where a module is in none or in two, or ranks
-    cannot share them. torchtitan would leave out what no stage names."""
+    """Raises ValueError if a module is in none of the user's stages, which torchtitan would leave out, or in
+    two, or if ranks cannot share the stages."""
     stages = parallelism.module_fqns_per_model_part
     if stages is None:
         return
@@ -84,8 +82,8 @@ def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
 def splits_backward(checkpointing: ActivationCheckpointingConfig | None) -> bool:
     """Whether the schedules of SPLITS_BACKWARD run backward passes in two halves.
 
-    Not where layers are recomputed: torch would recompute a whole layer for its inputs' gradient and once
-    more for each of its weights, keeping all of it meanwhile, and under selective checkpointing it cannot.
+    Not with recomputation: torch would recompute and keep a whole layer for its inputs' gradient and again
+    for each of its weights, and with selective checkpointing it cannot.
     """
     return checkpointing is None
 

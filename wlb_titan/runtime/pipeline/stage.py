@@ -1,11 +1,9 @@
 """A pipeline stage whose micro-batches may all differ in length.
 
-torch's PipelineStage learns what it receives from one forward and backward pass of the first micro-batch,
-passes that on from stage to stage, and keeps it for the whole run. Here nothing is inferred and nothing is
-asked for: between two stages goes one tensor, the hidden states, whose shape follows from the degrees of
-parallelism, and the plan tells every stage the length of every micro-batch before the step. What a stage then
-sends is compared with what the other side was told to expect, so a wrong declaration is an error with both
-descriptions in it and not a buffer filled with something else.
+torch's PipelineStage infers shapes from passes of the first micro-batch and keeps them for the whole run. The
+plan tells these stages the lengths of all micro-batches before the step. One tensor goes from stage to stage,
+the hidden states, whose shape follows from the length and the degrees of parallelism. It is compared with
+what the other side was told to expect, so a wrong declaration is an error that describes both.
 
 Shapes: L tokens of a micro-batch, D model width.
 """
@@ -37,7 +35,6 @@ class Layout:
     dtype: torch.dtype
 
     def meta(self, length: int) -> TensorMeta:
-        """Description of the tensor of a micro-batch of `length` tokens."""
         if length < 1 or length % self.ranks:
             raise ValueError(
                 f"a micro-batch of {length} tokens cannot be shared equally by {self.ranks} context- and "
@@ -51,14 +48,10 @@ class PlannedStage(PipelineStage):
     """A stage of a decoder that is told the lengths of a step's micro-batches before the step.
 
     Args:
-        submodule: this stage's part of the model: tokens or hidden states in, hidden states or output out.
-        tokens: layout of what the first stage gets, (1, L).
+        tokens: layout of the first stage's input, (1, L).
         hidden: layout of what passes between stages, (1, L, D), and of its gradient.
-        splits_backward: whether a schedule may run the backward pass in two halves, of inputs and of weights;
-            if not, the first runs it whole and the second does nothing.
-
-    Attributes:
-        micro_batch: that of the latest pass.
+        splits_backward: whether backward passes may run in two halves, of inputs and of weights; if not, the
+            first runs it whole and the second does nothing.
     """
 
     def __init__(
@@ -77,21 +70,17 @@ class PlannedStage(PipelineStage):
         super().__init__(submodule, stage_index, num_stages, device, group=group)
         self._tokens, self._hidden, self._timer = tokens, hidden, timer
         self._splits_backward = splits_backward
-        self.micro_batch = 0
+        self.micro_batch = 0  # that of the latest pass
         self._metas: list[StageMeta] = []
         self._backward_metas: list[StageMeta] = []
-        # Complete, so torch has nothing to infer: the lengths that count are those told before each step.
+        # Complete, so that torch infers nothing; the lengths that count are set before each step.
         self._user_meta = self._meta(math.lcm(tokens.ranks, hidden.ranks))
         self._runtime_validate = True  # torch's own check, which it makes only when debugging
         self.act_send_info = {0: [] if self.is_last else [stage_index + 1]}
 
     def set_micro_batch_lengths(self, lengths: Sequence[int], backward: Sequence[int]) -> None:
-        """Prepares for a step with these micro-batches. Call it on every stage before every step.
-
-        Args:
-            lengths: tokens of each micro-batch, padding included, over all context-parallel ranks.
-            backward: lengths of those of backward passes, the same unless these have others.
-        """
+        """To be called on every stage before every step. Lengths, of micro-batches of forward and of backward
+        passes, are in tokens with padding, over all context-parallel ranks."""
         ensure_receives_drained(self.args_recv_info)
         ensure_receives_drained(self.grad_recv_info)
         known = {length: self._meta(length) for length in {*lengths, *backward}}
@@ -123,7 +112,7 @@ class PlannedStage(PipelineStage):
         what = f"gradients for stage {self.stage_index}"
         return (RecvInfo(what, self.stage_index + 1, meta.output_grads[0]),)
 
-    # What torch looks up in `_stage_meta` is true of one micro-batch: the one at hand.
+    # torch reads `_stage_meta`, which describes the micro-batch at hand.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._timer.time("F", self.stage_index, self._begin("forward", fwd_chunk_id)):
@@ -150,16 +139,14 @@ class PlannedStage(PipelineStage):
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def _begin(self, direction: str, chunk_id: int) -> int:
-        """A pass begins; returns the number of its micro-batch in the step."""
         self._stage_meta = (self._metas if direction == "forward" else self._backward_metas)[chunk_id]
         self.micro_batch = chunk_id
         return chunk_id
 
     def _gather_parameters(self) -> None:
-        """Undoes the resharding at the end of the chunked loss: of the last norm and the output layer.
+        """Gathers the last norm and the output layer again, which the chunked loss reshards at its end.
 
-        A backward pass split in two knows parameters by their whole tensors: a resharded one would silently
-        get no gradient. Where the parameters are whole already, nothing happens.
+        A split backward pass knows parameters by their whole tensors; others silently get no gradient.
         """
         if self.is_last and self.has_backward and isinstance(self.submod.lm_head, FSDPModule):
             self.submod.lm_head.unshard()  # the norm is in its group
@@ -173,8 +160,7 @@ class PlannedStage(PipelineStage):
             grads = (grads[0].view(grads[0].shape), *grads[1:])
         return grads, groups
 
-    # V-shaped schedules hand gradients from one stage of a rank to the other in evaluation too, where there
-    # are none.
+    # V-shaped schedules hand gradients between a rank's stages in evaluation too, where there are none.
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -185,8 +171,8 @@ class PlannedStage(PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    # A schedule calls these before its first step and between training and evaluation. Nothing is left to
-    # infer, and so nothing to clean up either: torch's clean-up would drop accumulated gradients.
+    # Called before the first step and between training and evaluation. Nothing is to be inferred or cleaned
+    # up: torch's clean-up would drop accumulated gradients.
 
     def _skip(self, *args: Any, **kwargs: Any) -> None:
         pass
