@@ -54,7 +54,7 @@ KEYS = gl.constexpr(64)  # of one consumer: the M of a wgmma
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of one step, whose first token is a multiple of how many it has
 
-# Barriers, those of a ring of buffers in one allocation: where two share one, Triton has the warps of a
+# Barriers, those of a ring of buffers in one allocation: where two are in one, Triton has the warps of a
 # partition meet between a wait for one and an arrival at the other. A ring's must; others would for nothing.
 KV = gl.constexpr(0)
 KV_READY = gl.constexpr(0)  # and the tile's numbers
@@ -82,7 +82,7 @@ NUMBERS = gl.constexpr(5)
 
 @gluon.jit
 def stage_and_phase(step):
-    """Of a step, without a division, which would take registers for numbers that might be negative."""
+    """Of a step; without a division, which takes registers where numbers may be negative."""
     return step & 1, (step >> 1) & 1
 
 
@@ -410,7 +410,7 @@ def gluon_backward_kernel(
     D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr,
     HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of 128 keys, for each key head and SPLIT parts of its query heads, by any number of programs.
+    """All tiles of 128 keys, for SPLIT parts of each key head's query heads, by any number of programs.
 
     Writes dk (SPLIT, Tk, Nkv, D) and dv (SPLIT, Tk, Nkv, DV), to be summed over the parts, and dq, as
     gluon_launch.py says, where edges must be zero before (tiles.key_tiles).

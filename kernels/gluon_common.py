@@ -63,8 +63,8 @@ def after_others(number):
 def zero_here():
     """0, but the compiler cannot know it: what is computed from it stays where it is.
 
-    A matrix product takes a 64-bit address for every 16 columns. Those of buffers that do not change the
-    compiler would compute before the loop, and then have no registers to keep them in.
+    A matrix product takes a 64-bit address for every 16 columns. If a buffer does not change, the compiler
+    computes its addresses once, before the loop, and then has no registers to keep them in.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 

@@ -241,8 +241,8 @@ def no_sums(q: Tensor, pack: int, edges: Tensor) -> Tensor:
 
 
 def gradient(sums: Tensor, q: Tensor, bounds: Tensor, pack: int, scale: float) -> Tensor:
-    """dQ (Tq, Nq, D) from its sums, scaled, in the dtype of q; zero, whatever the sums, in rows that by
-    `bounds`, int32 (2, Tq) of `tiles.row_bounds`, have no keys."""
+    """dQ (Tq, Nq, D) from its sums, scaled, in the dtype of q; zero in rows without keys, whatever their
+    sums. bounds: int32 (2, Tq) of `tiles.row_bounds`."""
     tokens, heads, dim = q.shape
     dq = q.new_empty(q.shape)
     dq_kernel[(triton.cdiv(tokens, ROWS // pack), heads // pack)](

@@ -236,7 +236,7 @@ class Comparison:
         return got
 
     def answer(self) -> float | None:
-        """Largest difference of a gradient, norm over norm, once it is computed; None if none was compared."""
+        """Largest difference of a gradient, norm over norm, once computed; None if none was compared."""
         self._asked = False
         return None if self._difference is None else float(self._difference)
 

@@ -1,5 +1,5 @@
-"""Compiles all kernels that an attention layer can meet, before it meets them, and checks that on this device
-they are right, repeat and end.
+"""Compiles all kernels that an attention layer can meet, before it meets them, and checks that they are
+right on this device, repeat and end.
 
 A kernel is compiled for a configuration (triton_launch.Config; in Gluon's backward, gluon_launch.Division)
 and never for lengths, so any few tokens will do.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FEW = torch.tensor([[0, 128, 0, 128]], dtype=torch.int32)  # segments to compile for
 THREADS = 8  # that compile side by side
 TOLERANCE = 1e-2  # of a whole tensor, norm over norm; rounding to bfloat16 leaves 0.003
-ROW_TOLERANCE = 5e-2  # of any row of a token and head, over its norm or the mean row's, the larger one
+ROW_TOLERANCE = 5e-2  # of any row of a token and head, over the larger of its norm and the mean row's
 PATIENCE = 120.0  # seconds; a launch takes milliseconds, but others may have the GPU
 LONG = (3000, 1, 5, 130, 4000, 777)
 CHUNKS = ((300, 900), (400, 2500))  # queries and keys of two chunks of one document
@@ -118,7 +118,7 @@ def masks(scale: int = 1) -> list[Visibility]:
 
 
 def ways(noise: Noise, options: Options) -> "list[Division | None]":
-    """The divisions with which the backward may run, whatever the segments; only None if it has no choice."""
+    """The divisions with which the backward may run, whatever the segments; [None] if it has no choice."""
     shape, device = noise.shape, device_of(noise.q.device)
     dims = shape.dim, shape.v_dim
     if chosen("backward", options.implementation, dims, noise.q.dtype, device) != "gluon":
@@ -188,7 +188,7 @@ def wanted(noise: Noise, options: Options, judge: str) -> dict[str, Tensor]:
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], where: str) -> float:
-    """The largest error of a whole tensor, norm over norm; that and each row's must be within tolerance."""
+    """The largest error of a whole tensor, norm over norm. Raises KernelError if it or a row's is too large."""
     largest = 0.0
     for name, expected in want.items():
         whole, row = errors(got[name].float(), expected.float())

@@ -83,7 +83,7 @@ def row_bounds(
 
 
 def send(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """To a GPU from pinned memory, so that the host does not wait for the copy."""
+    """Uses pinned memory for a GPU, so that the host does not wait for the copy."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -299,7 +299,7 @@ def _cover(segments: np.ndarray, q_tokens: int, visibility: Visibility) -> Cover
 
 
 def _fill_gaps(begin: np.ndarray, end: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The intervals in order, with the gaps in 0 ... total between them; and which were given."""
+    """The intervals in order, with the gaps that they leave in 0 ... total; and which were given."""
     edges = np.stack([np.append(0, end), np.append(begin, total)], axis=1)
     gap = edges[:, 0] < edges[:, 1]
     every = np.concatenate([np.stack([begin, end], axis=1), edges[gap]])

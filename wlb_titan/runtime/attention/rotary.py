@@ -24,7 +24,7 @@ class PairwiseRoPE(ComplexRoPE):
         pass
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Turns (1, tokens, heads, head dim). positions: int64 (1, tokens) in documents; None counts from 0."""
+        """Turns (1, tokens, heads, head dim). positions: int64 (1, tokens), in documents; None: from 0."""
         if not torch.compiler.is_compiling():
             return super().forward(query, key, positions)
         table = torch.view_as_real(self.cache)
