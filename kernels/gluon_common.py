@@ -34,8 +34,7 @@ def wait_until_read():
 @gluon.jit
 def wait_until_added():
     """Waits until this warp's TMA stores and additions are in global memory; returns 1, for a use that must
-    come after. In assembly, as Triton 3.6 only waits for the reads. One lane issued them; all lanes wait.
-    """
+    come after. In assembly, as Triton 3.6 only waits for the reads. One lane issued them; all lanes wait."""
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
         "=r,r",

@@ -228,8 +228,7 @@ def gluon_forward_kernel(
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     """out (Tq, Nq, DV) and lse (Nq, Tq), by any number of programs; tiles of 128 rows, PACK of them a token.
-    taken: (1,) int32, zero. Launched with four warps, those of the first consumer.
-    """
+    taken: (1,) int32, zero. Launched with four warps, those of the first consumer."""
     numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_ring = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, ROWS // PACK, PACK, D], q.layout)
     k_ring = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, D], k.layout)

@@ -45,7 +45,7 @@ class Device(NamedTuple):
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """What the rule needs to know about this one; forgotten with `device_of.cache_clear()`."""
+    """What the rule needs to know about a device; cached until `device_of.cache_clear()`."""
     if device.type == "cuda":
         found = Device("cuda", torch.cuda.get_device_capability(device))
         return found._replace(passed=record.passed(device, MEASURED_FASTEST)) if found.tma else found
@@ -55,7 +55,7 @@ def device_of(device: torch.device) -> Device:
 @cache
 def chosen(which: str, implementation: str, dims: tuple[int, int], dtype: torch.dtype, device: Device) -> str:
     """What runs a pass, "forward" or "backward", with head dims D and Dv, for a caller that asks for
-    `implementation`. Raises ValueError, with the reason, if that cannot."""
+    `implementation`. Raises ValueError, with the reason, if that cannot run it."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
     on_gpu = device.type == "cuda"

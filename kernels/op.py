@@ -46,7 +46,7 @@ def varlen_attention(
     q: (Tq, Nq, D); k: (Tk, Nkv, D); v: (Tk, Nkv, Dv), with Nq a multiple of Nkv (grouped-query attention).
     segments: int32 (S, 4) on the CPU, columns q_start, q_len, kv_start, kv_len: query i of a segment attends
     to keys kv_start ... kv_start + kv_len - q_len + i (see `segments.py`). Query ranges must not overlap;
-    rows of q in no segment are padding: zeros, without gradients. Key ranges may overlap.
+    rows of q in no segment are padding: they give zeros and no gradient. Key ranges may overlap.
     scale: positive factor on the scores, 1 / sqrt(D) if None.
     causal: if not, every query sees all keys of its segment, which may then have fewer keys than queries.
     window: a query sees the last `window` of those, its own included (FlashAttention's left window + 1).

@@ -97,7 +97,7 @@ def passed(device: torch.device, dims: tuple[int, int]) -> frozenset[tuple[tuple
 
 
 class Trial:
-    """A trial under way, by a command whose last line printed is the reason."""
+    """A trial under way; the last line that its command prints is the reason."""
 
     def __init__(self, of: Subject, command: list[str], seconds: float = LIMIT):
         self.of, self.seconds, self.end = of, seconds, time.monotonic() + seconds

@@ -14,9 +14,9 @@ A document of 8 tokens that two context-parallel ranks share in four chunks, on 
     q rows   0 1 | 2 3          segments = [[0, 2, 0, 2],      rows 0, 1 are tokens 0, 1 and see keys 0 ... 1
     token    0 1 | 6 7                      [2, 2, 0, 8]]      rows 2, 3 are tokens 6, 7 and see keys 0 ... 7
 
-Rows of q in no segment, and keys that no segment names, are padding: their output is zero and they take and
-give no gradient. Segments may come in any order and may be empty (q_len 0); their key ranges may overlap,
-their query ranges may not.
+Rows of q in no segment are padding: their output is zero, and they take and give no gradient. Keys in no
+segment are padding too. Segments may come in any order and may be empty (q_len 0); their key ranges may
+overlap, their query ranges may not.
 """
 
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ def trial(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> No
 def try_way(
     noise: Noise, options: Options, want: dict[str, torch.Tensor], divided: Division, repeats: int
 ) -> None:
-    """A division of the work: right, and the same with any number of programs, beside a kernel, repeated."""
+    """Checks that a division is right, and the same with any number of programs, beside a kernel and again."""
     got = attend(noise, options, divided)
     compare(got, want, f"{options.visibility}, {divided}")
     for programs in PROGRAMS:
@@ -94,7 +94,7 @@ def repeat(noise: Noise, options: Options, divided: Division, times: int) -> Non
 
 
 def beside(device: torch.device, work: Callable[[], dict]) -> dict:
-    """Runs `work` while a kernel that began before it holds HELD multiprocessors."""
+    """Runs `work` while another kernel, launched before, holds HELD multiprocessors."""
     if device.type != "cuda":
         return work()
     other = torch.cuda.Stream(device)

@@ -1,8 +1,8 @@
 """Common parts of the Triton kernels: loads and stores of tiles, with or without TMA.
 
 A head dim is one or two powers of two, BLOCK and REST: 128 is 128 alone, 192 is 128 and 64, 96 is 64 and 32.
-A tile is a tuple of one or two tensors, so that products have no column of padding; only other head dims are
-filled up with zeros.
+A tile is a tuple of one or two tensors, so that products have no column of padding; only head dims that
+two powers do not make are filled up with zeros.
 
 TMA descriptors (Hopper) are two-dimensional where they can be: (tokens, heads * dim) with blocks of one head,
 which go from shared memory to wgmma as they are. Where zeros are filled up they are (tokens, heads, dim), and

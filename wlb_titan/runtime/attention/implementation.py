@@ -22,7 +22,7 @@ from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.job import model_shape
 
-POLL = 20.0  # seconds between the collectives, which may time out, of ranks that wait for a trial
+POLL = 20.0  # seconds that ranks wait at a time for a trial, in a collective, which may time out
 
 
 def check_implementation(config: TrainerConfig, device: Device | None = None) -> tuple[str, str]:
@@ -130,7 +130,7 @@ def ask_comparison(settings: AttentionSettings, step: int) -> bool:
 
 
 def compared_difference(step: int) -> float:
-    """This rank's, norm over norm; -1 where Gluon ran no pass. Raises RuntimeError above TOLERANCE."""
+    """Between this rank's two passes, norm over norm, at most TOLERANCE; -1 where Gluon ran none."""
     difference = comparison.answer()
     if difference is not None and not difference <= TOLERANCE:  # nor is NaN
         raise RuntimeError(

@@ -121,7 +121,7 @@ class _Document:
         return *self._kv, *(self._gradients or ())
 
     def through(self, prefix: int, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values up to the end of a slice, which has these of its own."""
+        """Keys and values up to the end of a slice, whose own are given."""
         end = prefix + own[0].shape[0]
         if self._filled < end:
             assert self._filled == prefix, "forward passes of slices go from a document's start to its end"

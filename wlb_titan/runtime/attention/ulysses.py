@@ -1,8 +1,8 @@
 """The half of Ulysses that moves tensors (see `context/ulysses.py`).
 
-Before attention each rank sends every other rank that one's share of the heads, for its own tokens; after it
-the outputs go back the same way. A key head that several ranks share is sent to each of them, and its
-gradients are added when they come back.
+Before attention each rank sends the heads of its tokens to the ranks whose share they are; after it the
+outputs go back the same way. A key head that several ranks share is sent to each of them, and its gradients
+are added when they come back.
 
 Shape suffixes: L tokens of this rank, N heads, H head dim, W heads x head dim of what is sent.
 """
@@ -55,7 +55,7 @@ class UlyssesAttention:
         return output, lse
 
     def _exchanged(self, sent: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
-        """One all-to-all of (L, W) to each rank; W may differ. `widths`: those received, from each rank."""
+        """One all-to-all of (L, W) to each rank, where W may differ; `widths` are those received."""
         tokens = len(sent[0])
         received = all_to_all_single_autograd(
             torch.cat([part.flatten() for part in sent]),
