@@ -70,8 +70,8 @@ class Schedule:
 def schedule_of(
     segments: Tensor, q_tokens: int, kv_tokens: int, device: torch.device, visibility: Visibility = CAUSAL
 ) -> Schedule:
-    """Found by the tensor of segments and its version, which is quick, or by its content. Writing to it through
-    torch makes a new version; writing through a numpy array that shares its memory goes unnoticed."""
+    """Found by the segments' tensor and its version, which is quick, or by content. Writing to it by torch
+    makes a new version; writing through a numpy array that shares its memory goes unnoticed."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = Key(q_tokens, kv_tokens, visibility, device, stream)
     if segments.is_inference():  # these have no version

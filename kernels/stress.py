@@ -71,7 +71,7 @@ def trial(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> No
 def try_way(
     noise: Noise, options: Options, want: dict[str, torch.Tensor], divided: Division, repeats: int
 ) -> None:
-    """Checks that a division is right, and the same with any number of programs, beside a kernel and again."""
+    """Checks that a division is right, and repeats with any number of programs and beside a kernel."""
     got = attend(noise, options, divided)
     compare(got, want, f"{options.visibility}, {divided}")
     for programs in PROGRAMS:
