@@ -248,7 +248,7 @@ def accumulate_tile(
     work, items, groups, step, scale_log2, bars, loaded, ds_tile, dq_tile,
     PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's share of a tile: dK and dV of keys PART * 64 ... PART * 64 + 63, half a step's dQ."""
+    """A consumer's share of a tile: dK and dV of keys PART * 64 ... PART * 64 + 63; half of each dQ."""
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring = loaded
     TOKENS: gl.constexpr = ROWS // PACK
     HALF_D: gl.constexpr = D // 2

@@ -188,7 +188,7 @@ def wanted(noise: Noise, options: Options, judge: str) -> dict[str, Tensor]:
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], where: str) -> float:
-    """The largest error of a whole tensor, norm over norm. Raises KernelError if it or a row's is large."""
+    """Largest error of a whole tensor, norm over norm. Raises KernelError if it or a row's is too large."""
     largest = 0.0
     for name, expected in want.items():
         whole, row = errors(got[name].float(), expected.float())
