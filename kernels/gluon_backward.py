@@ -82,8 +82,7 @@ NUMBERS = gl.constexpr(5)
 
 @gluon.jit
 def stage_and_phase(step):
-    """Of two stages, that of a step; without a division, which for numbers that might be negative takes
-    registers."""
+    """Of a step; without a division, which takes registers where numbers may be negative."""
     return step & 1, (step >> 1) & 1
 
 
@@ -249,8 +248,7 @@ def accumulate_tile(
     work, items, groups, step, scale_log2, bars, loaded, ds_tile, dq_tile,
     PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's share of a tile: dK and dV of keys PART * 64 ... PART * 64 + 63, and half of every step's
-    dQ."""
+    """A consumer's share of a tile: dK and dV of keys PART * 64 ... PART * 64 + 63; half of each dQ."""
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring = loaded
     TOKENS: gl.constexpr = ROWS // PACK
     HALF_D: gl.constexpr = D // 2
@@ -376,8 +374,8 @@ def store_gradient(
     x, values, begin, end, first_row, heads, head, spare,
     DIM: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's rows of dK or dV. As the forward's output, in whole lines of memory: `spare`, of 64 keys
-    x 64, brings them together, but has no room for float32."""
+    """A consumer's rows of dK or dV, like the forward's output in whole lines of memory: `spare`, 64 keys x
+    64, brings these together, but has no room for float32."""
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if x.dtype.element_ty == gl.float32:
@@ -412,8 +410,7 @@ def gluon_backward_kernel(
     D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr,
     HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of 128 keys, for each key head and each of SPLIT parts of the query heads that share it, by
-    any number of programs.
+    """All tiles of 128 keys, for SPLIT parts of each key head's query heads, by any number of programs.
 
     Writes dk (SPLIT, Tk, Nkv, D) and dv (SPLIT, Tk, Nkv, DV), to be summed over the parts, and dq, as
     gluon_launch.py says, where edges must be zero before (tiles.key_tiles).

@@ -19,7 +19,7 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 @builtin
 def tma_add(descriptor, coordinates, source, _semantic=None):
-    """Add a tile in shared memory to global memory. 3.9 has it as tma.async_atomic_add, 3.6 not at all."""
+    """Adds a tile in shared memory to global memory: tma.async_atomic_add in Triton 3.9, missing in 3.6."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)
@@ -27,17 +27,14 @@ def tma_add(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def wait_until_read():
-    """Until this warp's TMA stores and additions have read their shared memory."""
+    """Waits until this warp's TMA stores and additions have read their shared memory."""
     tma.store_wait(0)
 
 
 @gluon.jit
 def wait_until_added():
-    """Until this warp's TMA stores and additions are in global memory; returns 1, for a use that must come
-    after.
-
-    In assembly, because Triton 3.6 only waits for the reads. One lane issued them; all lanes wait.
-    """
+    """Waits until this warp's TMA stores and additions are in global memory; returns 1, for a use that must
+    come after. In assembly, as Triton 3.6 only waits for the reads. One lane issued them; all lanes wait."""
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
         "=r,r",
@@ -63,17 +60,17 @@ def after_others(number):
 
 @gluon.jit
 def zero_here():
-    """0, which the compiler cannot know: what is computed from it stays where it is.
+    """0, but the compiler cannot know it: what is computed from it stays where it is.
 
-    The addresses that a matrix product takes are 64 bits for every 16 columns. Of buffers that do not change
-    the compiler works them out once, before the loop, and then has no registers to keep them in.
+    A matrix product takes a 64-bit address for every 16 columns. If a buffer does not change, the compiler
+    computes its addresses once, before the loop, and then has no registers to keep them in.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def give(number, at):
-    """Leaves a number in shared memory, from a partition of one warp."""
+    """Stores a number in shared memory, from a partition of one warp."""
     at.store(gl.full([1], number, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
 
 
@@ -87,8 +84,8 @@ def given(at, WARPS: gl.constexpr):
 def tile_and_head(number, heads, tiles, section):
     """Tile and head (or group of heads) of a piece of work.
 
-    `section` heads at a time run through the whole list, so that the keys of these stay in the L2 cache;
-    within a section all heads of the heaviest tile come first.
+    `section` heads at a time run through the whole list, so that their keys stay in the L2 cache; within a
+    section all heads of the heaviest tile come first.
     """
     before = number // (tiles * section)
     width = gl.minimum(section, heads - before * section)

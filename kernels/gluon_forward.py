@@ -48,7 +48,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def work_of(number, tile_list, tiles, groups, section, BLOCK_N: gl.constexpr):
-    """Row of the tile list and group of PACK heads, and the first key and number of blocks."""
+    """Row of the tile list, group of PACK heads, first key and number of blocks."""
     tile, group = tile_and_head(number, groups, tiles, section)
     row = tile_list + tile * 6
     kv_begin = gl.load(row + 2)
@@ -116,7 +116,7 @@ def online_softmax(
     scores, start, shared_begin, shared_end, first, last, m, l_sum, scale_log2,
     BLOCK_N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Probabilities of one block; the new maximum m and sum; and alpha, by which earlier sums fade."""
+    """Probabilities of one block, the new maximum m and sum, and alpha, by which earlier sums fade."""
     if (start < shared_begin) | (start + BLOCK_N > shared_end):
         at = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
         seen = (at[None, :] >= first[:, None]) & (at[None, :] < last[:, None])
@@ -228,8 +228,7 @@ def gluon_forward_kernel(
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     """out (Tq, Nq, DV) and lse (Nq, Tq), by any number of programs; tiles of 128 rows, PACK of them a token.
-    taken: (1,) int32, zero. Launched with four warps, those of the first consumer.
-    """
+    taken: (1,) int32, zero. Launched with four warps, those of the first consumer."""
     numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_ring = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, ROWS // PACK, PACK, D], q.layout)
     k_ring = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, D], k.layout)

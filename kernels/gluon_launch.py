@@ -1,8 +1,8 @@
 """Launches of the Gluon kernels (head dims 64 and 128, bf16 and fp16, Hopper), and the sums of dQ.
 
-The backward's sums of dQ are float32, in an order of their own, and `dq_kernel` makes dQ of them. Each thread
-of a consumer finds its values side by side only in this order, and so hands a step's dQ to the copy engine by
-stores of 16 bytes that meet in no bank of shared memory. For 64 rows, of `pack` heads each token, they are
+The backward's sums of dQ are float32, in an order of their own, from which `dq_kernel` makes dQ. In this
+order each thread of a consumer has its values side by side, and hands a step's dQ to the copy engine by
+stores of 16 bytes that meet in no bank of shared memory. For 64 rows, `pack` heads of each token, they are
 (half of D, 8 columns, warp, row of 8, lane of 4, row // 8 of the warp's 16, 2 columns).
 """
 
@@ -37,21 +37,16 @@ MOST_SIDE_BY_SIDE = 16  # key heads
 class Division(NamedTuple):
     """How the backward divides its work."""
 
-    split: int  # parts of the query heads of a key head, a program each
+    split: int  # parts of a key head's query heads, a program each
     pack: int  # heads in a step
-    heads_first: bool
-    """Whether a program walks over all of a segment's queries for one head after the other, or for all heads
-    at each block of queries."""
+    heads_first: bool  # over a segment's queries once for each head, not for all heads block by block
     section: int  # key heads that run side by side
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options, programs: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32.
-
-    programs: how many do the work, at most; `most_programs` unless told, and the result is the same.
-    """
+    """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32, the same for any number of programs."""
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     if kv_tokens == 0 or q_tokens == 0:
         return q.new_zeros(q_tokens, q_heads, v_dim), q.new_full((q_heads, q_tokens), torch.inf).float()
@@ -96,10 +91,7 @@ def backward(
     divided: Division | None = None,
     programs: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp.
-
-    divided: how to divide the work; `division` unless told. programs: as of `forward`.
-    """
+    """Gradients of q, k and v, given those of the output and, unless None, of the log-sum-exp."""
     q, k, v, out, lse = saved
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     if kv_tokens == 0 or q_tokens == 0:
@@ -161,10 +153,10 @@ def packed(heads: int, least: int = 1) -> int:
 def division(schedule: Schedule, q_heads: int, kv_heads: int, programs: int) -> Division:
     """What was fastest on an H100 (docs/kernels.md).
 
-    Programs that walk over the same queries find these, and their sums of dQ, in the L2 cache while they are
-    near each other, and they drift apart by some thousand tokens: of one head these fit, of all heads of a
-    group they do not. Short documents want all heads at once, or a tile would wait for turns that heavier
-    ones pass on only at the end of a head. Of split groups no heads are packed: their few tiles are long.
+    Programs that walk over the same queries find them, and their sums of dQ, in the L2 cache, but drift apart
+    by some thousand tokens: the cache holds that much of one head, not of a group. Short documents want all
+    heads at once, or a tile would wait for turns that heavier ones pass on only at the end of a head. Split
+    groups pack no heads: their few tiles are long.
     """
     group = q_heads // kv_heads
     heads_first = group > 1 and schedule.mean_keys >= HEADS_FIRST
@@ -191,12 +183,11 @@ def divisions(q_heads: int, kv_heads: int, visibility: Visibility) -> list[Divis
 
 
 def parts(heaviest: int, mean: float, group: int) -> int:
-    """Into how many parts to split the query heads of a key head, so that no program takes longer than all
-    multiprocessors together, and all have work.
+    """Into how many parts to split a key head's query heads, so that no program takes longer than all
+    multiprocessors together. Each part beyond the first writes dK and dV once more, in float32.
 
-    heaviest: steps of the heaviest tile and one key head. mean: steps of all tiles and key heads, over the
-    multiprocessors. A power of two that divides the group. Each part beyond the first writes dK and dV once
-    more, in float32.
+    heaviest: steps of the heaviest tile, for one key head. mean: steps of all tiles and key heads, for each
+    multiprocessor. Returns a power of two that divides the group.
     """
     split = 1
     while heaviest > mean * split and group % (2 * split) == 0:
@@ -205,13 +196,12 @@ def parts(heaviest: int, mean: float, group: int) -> int:
 
 
 def most_programs(device: torch.device, options: Options) -> int:
-    """One for each multiprocessor that is not left to other kernels: it fills the shared memory of one, and
-    stays to the end."""
+    """One for each multiprocessor not left to others: it fills the shared memory and stays to the end."""
     return max(units(device) - options.sm_margin, 1)
 
 
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """For x (n, `rows` or more) of 32 bits each, in blocks of one step's rows."""
+    """For x (n, `rows` or more), 32 bits each, in blocks of one step's rows."""
     return described(x, [x.shape[0], rows], [x.stride(0), 1], [1, ROWS], swizzle=0)
 
 
@@ -240,9 +230,8 @@ def described(x: Tensor, shape: list, strides: list, block: list, swizzle: int =
 
 
 def no_sums(q: Tensor, pack: int, edges: Tensor) -> Tensor:
-    """Room for the sums of dQ, block after block of 64 rows of q (Tq, Nq, D): (n, WIDTH) float32, zero in
-    `edges` only, (e,) int64, which are blocks of 64 / pack tokens.
-    """
+    """Room for the sums of dQ, one block of 64 rows of q (Tq, Nq, D) after another: (n, WIDTH) float32, zero
+    only in `edges`, int64 (e,), blocks of 64 / pack tokens."""
     tokens, heads, dim = q.shape
     blocks = triton.cdiv(tokens, ROWS // pack)
     shape = blocks * (heads // pack) * ROWS * dim // WIDTH, WIDTH
@@ -252,10 +241,8 @@ def no_sums(q: Tensor, pack: int, edges: Tensor) -> Tensor:
 
 
 def gradient(sums: Tensor, q: Tensor, bounds: Tensor, pack: int, scale: float) -> Tensor:
-    """dQ (Tq, Nq, D) of its sums, scaled, in the dtype of q.
-
-    bounds: (2, Tq) int32 of `tiles.row_bounds`; rows without keys are zero, whatever their sums.
-    """
+    """dQ (Tq, Nq, D) from its sums, scaled, in the dtype of q; zero in rows without keys, whatever their
+    sums. bounds: int32 (2, Tq) of `tiles.row_bounds`."""
     tokens, heads, dim = q.shape
     dq = q.new_empty(q.shape)
     dq_kernel[(triton.cdiv(tokens, ROWS // pack), heads // pack)](

@@ -10,7 +10,7 @@
 
 - On Hopper with head dim 128 Gluon, which took less time than Triton in all cases timed on an H100, forward
   and backward. Its backward only where a record says that it passed its trial (record.py), because its warps
-  meet in ways that only that GPU can show to be right; elsewhere Triton's, which needs the same of a forward.
+  meet in ways that only that GPU can show to be right; elsewhere Triton's, which takes the same forward.
 - With other head dims, which were not timed, and on other GPUs Triton.
 - On the CPU the reference; under Triton's interpreter (TRITON_INTERPRET=1), which computes bfloat16 wrongly,
   Triton for float16 and float32.
@@ -30,13 +30,12 @@ MEASURED_FASTEST = (128, 128)  # D and Dv for which Gluon was
 
 
 class Device(NamedTuple):
-    """What the rule has to know of a device."""
+    """What the rule needs to know about a device."""
 
     type: str  # as of torch.device
     capability: tuple[int, int] | None = None  # of a GPU; None, not known yet, excludes nothing
     interpreted: bool = False  # whether Triton is there and runs its kernels on the CPU, for tests
-    passed: frozenset[tuple[tuple[int, int], torch.dtype]] = frozenset()
-    """Head dims, D and Dv, and dtypes for which Gluon's backward has passed its trial there."""
+    passed: frozenset[tuple[tuple[int, int], torch.dtype]] = frozenset()  # D, Dv, dtype of passed trials
 
     @property
     def tma(self) -> bool:
@@ -46,7 +45,7 @@ class Device(NamedTuple):
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """The facts of a device that is there; asked for once, and again after `device_of.cache_clear()`."""
+    """What the rule needs to know about a device; cached until `device_of.cache_clear()`."""
     if device.type == "cuda":
         found = Device("cuda", torch.cuda.get_device_capability(device))
         return found._replace(passed=record.passed(device, MEASURED_FASTEST)) if found.tma else found
@@ -55,9 +54,8 @@ def device_of(device: torch.device) -> Device:
 
 @cache
 def chosen(which: str, implementation: str, dims: tuple[int, int], dtype: torch.dtype, device: Device) -> str:
-    """What runs a pass, "forward" or "backward", of head dims D and Dv, where a caller asks for
-    `implementation`. Raises ValueError, with the reason, if it cannot.
-    """
+    """What runs a pass, "forward" or "backward", with head dims D and Dv, for a caller that asks for
+    `implementation`. Raises ValueError, with the reason, if that cannot run it."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
     on_gpu = device.type == "cuda"

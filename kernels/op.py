@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.02  # between two gradients, norm over norm; rounding to bfloat16 leaves 0.004
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of q, k and v."""
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 def varlen_attention(
@@ -47,47 +46,40 @@ def varlen_attention(
     q: (Tq, Nq, D); k: (Tk, Nkv, D); v: (Tk, Nkv, Dv), with Nq a multiple of Nkv (grouped-query attention).
     segments: int32 (S, 4) on the CPU, columns q_start, q_len, kv_start, kv_len: query i of a segment attends
     to keys kv_start ... kv_start + kv_len - q_len + i (see `segments.py`). Query ranges must not overlap;
-    rows of q in no segment are padding: they give zeros, and no gradient flows from them. Key ranges may
-    overlap.
+    rows of q in no segment are padding: they give zeros and no gradient. Key ranges may overlap.
     scale: positive factor on the scores, 1 / sqrt(D) if None.
     causal: if not, every query sees all keys of its segment, which may then have fewer keys than queries.
-    window: sees only the last `window` keys of those, its own included (FlashAttention's left window + 1).
-    sinks: (Nq,) floating point, one logit a head that takes part in the softmax without a value (gpt-oss);
-    differentiable.
-    return_lse: give the log-sum-exp of the scores (natural logarithm, sinks included) too; differentiable.
-    implementation: what computes it, one of implementations.IMPLEMENTATIONS; "auto" chooses.
+    window: a query sees the last `window` of those, its own included (FlashAttention's left window + 1).
+    sinks: (Nq,) floating point, a logit for each head that takes part in the softmax without a value
+    (gpt-oss); differentiable.
+    return_lse: also return the log-sum-exp of the scores (natural logarithm, with sinks); differentiable.
+    implementation: one of implementations.IMPLEMENTATIONS.
     sm_margin: multiprocessors left to other kernels, see `segments.Options`; the result is the same.
 
-    Gradients repeat bit for bit.
-
     Returns (Tq, Nq, Dv) in the dtype of q, and if return_lse (Nq, Tq) float32, +inf for padding. Softmax and
-    sums are computed in float32 (float64 for float64 inputs).
+    sums are computed in float32 (float64 for float64 inputs); gradients repeat bit for bit.
 
     On CUDA (compute capability 8.0 or later): float16 and bfloat16, D and Dv multiples of 8 up to 256. On the
     CPU: any floating-point dtype and any head dims. All numbers must be finite, also those of padding: a
     kernel may multiply them by zero.
 
-    Raises ValueError, before anything is launched, if shapes, dtypes or devices do not fit together or are
-    not supported, or if a segment is out of range, overlaps another, or has fewer keys than queries though
-    attention is causal.
+    Raises ValueError, before anything is launched, for inputs that do not fit together or are not supported.
     """
     arguments = scale_of(q, scale), causal, window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.varlen_attention.default(q, k, v, segments, *arguments)
     if sinks is not None:
         check_sinks(sinks, q)
-        # exp(lse) grows by exp(sink): the output fades by what share of the sum is left to the keys.
+        # exp(lse) grows by exp(sink): the output fades to the keys' share of the sum.
         over = lse - sinks.to(lse.dtype).unsqueeze(1)
         out = (out * torch.sigmoid(over).T.unsqueeze(2)).to(out.dtype)
         lse = lse + torch.nn.functional.softplus(-over)
     return (out, lse) if return_lse else out
 
 
-OPTIONS = "float scale, bool causal, int? window, str implementation, int sm_margin"
-"""`Options` among the arguments of an op."""
+OPTIONS = "float scale, bool causal, int? window, str implementation, int sm_margin"  # `Options`, in a schema
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """The scale, or what it is where none is given."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
@@ -100,14 +92,14 @@ _library = torch.library.Library("wlb_titan", "FRAGMENT")
 
 
 def define_attention(name: str, tensors: Sequence[str], forward: Callable, backward: Callable) -> None:
-    """Makes functions the op wlb_titan::name and its gradient's, wlb_titan::name_backward.
+    """Makes functions the op wlb_titan::name and its gradient, wlb_titan::name_backward.
 
-    By the dispatcher itself and not by `torch.library.custom_op`, whose checks of every call cost as much
-    host time as all else between a model and its kernels.
+    Not by `torch.library.custom_op`, whose checks of every call cost as much host time as all else between a
+    model and its kernels.
 
-    tensors: names of those besides q, k and v; the first are the segments. forward: of q, k, v, these and
-    OPTIONS, gives output and log-sum-exp. backward: of dout, dlse (or None), q, k, v, output, log-sum-exp,
-    these and OPTIONS, gives the gradients of q, k and v.
+    tensors: names of those besides q, k and v; the first are the segments. forward: from q, k, v, these and
+    OPTIONS to output and log-sum-exp. backward: from dout, dlse (or None), q, k, v, output, log-sum-exp,
+    these and OPTIONS to the gradients of q, k and v.
     """
     others = "".join(f"Tensor {tensor}, " for tensor in tensors) + OPTIONS
     inputs, outputs = "Tensor q, Tensor k, Tensor v", "Tensor out, Tensor lse"
@@ -170,10 +162,7 @@ define_attention("varlen_attention", ("segments",), _forward, _backward)
 def forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options, programs: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted.
-
-    programs: for gluon_launch.forward, where that runs.
-    """
+    """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted."""
     implementation = _chosen("forward", q, v, options)
     if implementation == "reference":
         check_segments(segments.numpy(), q.shape[0], k.shape[0], options.visibility.causal)
@@ -193,10 +182,7 @@ def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options,
     divided: "Division | None" = None, programs: int | None = None,
 ) -> Gradients:  # fmt: skip
-    """Gradients for those of the output and, unless None, of the log-sum-exp.
-
-    divided, programs: for gluon_launch.backward, where that runs.
-    """
+    """Gradients, given those of the output and, unless None, of the log-sum-exp."""
     q, k, v, _, _ = saved
     implementation = _chosen("backward", q, v, options)
     if implementation == "reference":
@@ -222,16 +208,15 @@ def _chosen(which: str, q: Tensor, v: Tensor, options: Options) -> str:
 
 
 def current(device: torch.device) -> AbstractContextManager:
-    """Makes a GPU the current one: Triton launches on that, wherever the tensors are."""
+    """Makes a GPU the current one, on which Triton launches, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Comparison:
     """Gluon's backward beside Triton's within a run, on its own data and sizes, which no check knows before.
 
-    One backward pass, the next of any layer, is computed by both when it is asked for; the run goes on with
-    Gluon's. It finds what is wrong each time, not a rare race. A process has one, as passes run in autograd's
-    threads.
+    After `ask`, both compute the next backward pass of any layer; the run goes on with Gluon's. Finds what is
+    always wrong, not a rare race. One for the whole process, as passes run in autograd's threads.
     """
 
     def __init__(self) -> None:
@@ -239,11 +224,10 @@ class Comparison:
         self._difference: Tensor | None = None
 
     def ask(self) -> None:
-        """Compare the next backward pass."""
         self._asked, self._difference = True, None
 
     def compare(self, got: Gradients, judge: Callable[[], Gradients]) -> Gradients:
-        """`got`; compared with the judge's, where that was asked for."""
+        """Returns `got`, compared with the judge's if that was asked for."""
         if self._asked:
             self._asked = False
             with suppress(torch.OutOfMemoryError):  # of what a run may do without
@@ -252,8 +236,7 @@ class Comparison:
         return got
 
     def answer(self) -> float | None:
-        """The largest difference of a gradient, norm over norm; None where Gluon ran no pass, or there was no
-        room. Waits for the device."""
+        """Largest difference of a gradient, norm over norm, once computed; None if none was compared."""
         self._asked = False
         return None if self._difference is None else float(self._difference)
 

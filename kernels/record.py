@@ -1,8 +1,8 @@
-"""What came of trials of Gluon's backward, by GPU, driver, Triton and kernels.
+"""Records of trials of Gluon's backward, by GPU, driver, Triton and kernels.
 
 A trial (stress.py) runs in a process of its own, so that a launch that hangs or breaks the GPU's context
-costs that process alone. What passed is recorded, and so is what did not, so that it is not tried again. A
-record is a file of JSON under the user's cache folder ($XDG_CACHE_HOME, or ~/.cache): remove it to try again.
+costs that process alone. Failures are recorded too, and not tried again. A record is a JSON file under the
+user's cache folder ($XDG_CACHE_HOME, or ~/.cache): remove it to try again.
 """
 
 import hashlib
@@ -20,13 +20,11 @@ from typing import NamedTuple
 import torch
 
 LIMIT = 900.0  # seconds of a trial; most of them are the compiler's
-NOT_TRIED = 75  # exit status of a trial that could not be made, as for want of memory, and says nothing
+NOT_TRIED = 75  # exit status of a trial that could not be made, as for want of memory; not recorded
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Subject(NamedTuple):
-    """What a record is about."""
-
     gpu: str
     driver: str
     triton: str
@@ -54,7 +52,6 @@ def folder() -> Path:
 
 
 def subject(device: torch.device, dims: tuple[int, int], dtype: torch.dtype) -> Subject:
-    """What a trial of these head dims and this dtype on this machine's GPU is about."""
     text = DRIVER.read_text() if DRIVER.exists() else ""
     driver = re.search(r"\d+\.\d+(\.\d+)?", text)
     gpu = torch.cuda.get_device_name(device)
@@ -72,13 +69,12 @@ def _triton() -> str:
 
 @cache
 def sources() -> str:
-    """SHA-256 of the kernels' sources."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
 
 
 def verdict(of: Subject) -> Verdict | None:
-    """What is recorded; None if nothing is, or a file that is damaged or about something else."""
+    """The recorded one; None if there is none, or its file is damaged or about something else."""
     try:
         found = json.loads(of.path.read_text())
         about = of._replace(head_dims=list(of.head_dims))._asdict()
@@ -88,7 +84,6 @@ def verdict(of: Subject) -> Verdict | None:
 
 
 def write(of: Subject, what: Verdict) -> None:
-    """Records it in place of what was there."""
     of.path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=of.path.parent, suffix=".new", delete=False) as file:
         file.write(json.dumps({"of": of._asdict(), **what._asdict()}, indent=1) + "\n")
@@ -96,13 +91,13 @@ def write(of: Subject, what: Verdict) -> None:
 
 
 def passed(device: torch.device, dims: tuple[int, int]) -> frozenset[tuple[tuple[int, int], torch.dtype]]:
-    """The head dims with each dtype for which their trial on this machine's GPU has passed."""
+    """These head dims with each dtype that has passed its trial."""
     every = ((dims, dtype) for dtype in (torch.bfloat16, torch.float16))
     return frozenset(one for one in every if (found := verdict(subject(device, *one))) and found.passed)
 
 
 class Trial:
-    """A trial under way. `command`: of its process; the last line that it prints is its reason."""
+    """A trial under way; the last line that its command prints is the reason."""
 
     def __init__(self, of: Subject, command: list[str], seconds: float = LIMIT):
         self.of, self.seconds, self.end = of, seconds, time.monotonic() + seconds
@@ -115,7 +110,7 @@ class Trial:
         )
 
     def verdict(self, seconds: float) -> Verdict | None:
-        """What came of it, which is recorded; None if it still runs `seconds` from now."""
+        """The verdict, which is recorded; None if the trial still runs after `seconds`."""
         try:
             status = self._process.wait(max(0.0, min(seconds, self.end - time.monotonic())))
         except subprocess.TimeoutExpired:
@@ -138,7 +133,7 @@ class Trial:
 
 
 def trial(of: Subject, device: torch.device) -> Trial | None:
-    """Begins one on that GPU; None where something is recorded already."""
+    """Starts one on that GPU; None where a verdict is recorded already."""
     if verdict(of) is not None:
         return None
     dims = map(str, of.head_dims)

@@ -1,4 +1,4 @@
-"""Attention over segments in plain PyTorch: what runs on the CPU, for small models and for tests.
+"""Attention over segments in plain PyTorch, which runs on the CPU, for small models and for tests.
 
 Both passes walk over blocks of at most `BLOCK` queries of one segment and the keys that these see, so that
 memory is BLOCK x keys per head and nothing above the diagonal is computed but the last square. The heads that
@@ -19,16 +19,12 @@ BLOCK = 64  # the scores of a block stay in the second-level cache up to some th
 
 
 class Block(NamedTuple):
-    """Query rows and the keys that any of them sees.
-
-    triangle: whether each row sees one key less than the next, up to the last. ahead: how many rows still
-    see the first key; each of those after sees one key less at the start.
-    """
+    """Query rows and the keys that any of them sees."""
 
     rows: slice
     keys: slice
-    triangle: bool
-    ahead: int
+    triangle: bool  # each row sees one key less than the next
+    ahead: int  # rows that see the first key; each row after these sees one key less at the start
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -54,17 +50,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options)
 def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for those of the output (Tq, Nq, Dv) and of the log-sum-exp (Nq, Tq).
-
-    The log-sum-exp's gradient by the scores are the probabilities, so dlse is subtracted from delta.
-    """
+    """Gradients of q, k and v, given those of the output (Tq, Nq, Dv) and the log-sum-exp (Nq, Tq)."""
     q, k, v, out, lse = saved
     kv_heads = k.shape[1]
     qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]
     dog = _by_head(dout, kv_heads)
     delta = (dog * _by_head(out, kv_heads)).sum(-1)
     if dlse is not None:
-        delta -= dlse.reshape(delta.shape)
+        delta -= dlse.reshape(delta.shape)  # the gradient of log-sum-exp by the scores is p
     lse = lse.reshape(kv_heads, -1, q.shape[0]).to(qg.dtype)
     dq, dk, dv = torch.zeros_like(qg), torch.zeros_like(k_), torch.zeros_like(v_)
     hidden = _hidden(segments, qg)
@@ -95,13 +88,13 @@ def _blocks(segments: Tensor, visibility: Visibility) -> Iterator[Block]:
 
 
 def _hidden(segments: Tensor, like: Tensor) -> Tensor:
-    """-inf above the diagonal, 0 elsewhere, as many rows as the largest block has; adding is fast."""
+    """-inf above the diagonal, 0 elsewhere, in as many rows as the largest block has; adding is fast."""
     rows = min(int(segments[:, 1].max()), BLOCK) if len(segments) else 0
     return like.new_full((rows, rows), -torch.inf).triu_(1)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, block: Block, hidden: Tensor) -> Tensor:
-    """(heads, group, rows, keys), with the keys that a row does not see set to -inf."""
+    """(heads, group, rows, keys), -inf for keys that a row does not see."""
     scores = _rows_times(q * scale, k.transpose(1, 2))
     rows, keys = scores.shape[2:]
     if block.triangle and rows > 1:
@@ -115,7 +108,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, block: Block, hidden: Tensor) ->
 
 
 def _rows_times(x: Tensor, y: Tensor) -> Tensor:
-    """x (heads, group, rows, a) times y (heads, a, b): one product for each key head."""
+    """x (heads, group, rows, a) times y (heads, a, b): one product per key head."""
     return (_stack(x) @ y).unflatten(1, x.shape[1:3])
 
 

@@ -20,7 +20,7 @@ class Key(NamedTuple):
     kv_tokens: int
     visibility: Visibility
     device: torch.device
-    stream: int  # what was sent on one may not have arrived for another
+    stream: int  # lists sent on one stream may not have arrived for another
 
 
 class Schedule:
@@ -45,7 +45,7 @@ class Schedule:
         return tiles.row_bounds(self.segments, self.key.q_tokens, self.key.visibility, self.key.device)
 
     def packed_bounds(self, pack: int) -> Tensor:
-        """`bounds` of every row where `pack` heads of each token are packed; of whole 16 bytes, for TMA."""
+        """`bounds` of every row where `pack` heads of each token are packed; padded to 16 bytes, for TMA."""
         if pack not in self._packed_bounds:
             rows = self.bounds.repeat_interleave(pack, dim=1)
             self._packed_bounds[pack] = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
@@ -59,7 +59,6 @@ class Schedule:
         return self._query_tiles[tokens]
 
     def key_tiles(self, tokens: int, block_n: int, turn_rows: int = 0) -> tiles.KeyTiles:
-        """See tiles.key_tiles."""
         shape = (tokens, block_n, turn_rows)
         if shape not in self._key_tiles:
             lists = {"tokens": tokens, "block_n": block_n, "turn_rows": turn_rows}
@@ -71,11 +70,8 @@ class Schedule:
 def schedule_of(
     segments: Tensor, q_tokens: int, kv_tokens: int, device: torch.device, visibility: Visibility = CAUSAL
 ) -> Schedule:
-    """The schedule of these segments.
-
-    Found by the tensor and its version, which is quick, or by its content. Writing to the tensor through
-    torch makes a new version; writing through a numpy array that shares its memory goes unnoticed.
-    """
+    """Found by the segments' tensor and its version, which is quick, or by content. Writing to it by torch
+    makes a new version; writing through a numpy array that shares its memory goes unnoticed."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = Key(q_tokens, kv_tokens, visibility, device, stream)
     if segments.is_inference():  # these have no version

@@ -1,12 +1,12 @@
-"""What attention is asked for: segments and options; and the checks that make the kernels safe to launch.
+"""Segments and options of attention, and the checks that make the kernels safe to launch.
 
 A segment is a run of query tokens of one document and the keys it sees: one row (q_start, q_len, kv_start,
 kv_len) of an int32 tensor on the CPU. Query i of a segment (0 <= i < q_len) attends to the keys
 
     kv_start  ...  kv_start + kv_len - q_len + i        (both included: causal, aligned at the end)
 
-of these to the last `window` only, if there is a sliding window; or to all keys of the segment, if attention
-is not causal.
+or, with a sliding window, only to the last `window` of these; or, if attention is not causal, to all keys of
+the segment.
 
 A document of 8 tokens that two context-parallel ranks share in four chunks, on the rank that holds the chunks
 0 and 3, with all 8 keys gathered:
@@ -14,9 +14,9 @@ A document of 8 tokens that two context-parallel ranks share in four chunks, on 
     q rows   0 1 | 2 3          segments = [[0, 2, 0, 2],      rows 0, 1 are tokens 0, 1 and see keys 0 ... 1
     token    0 1 | 6 7                      [2, 2, 0, 8]]      rows 2, 3 are tokens 6, 7 and see keys 0 ... 7
 
-Rows of q that belong to no segment are padding: their output is zero and they take and give no gradient. So
-are keys that no segment names. Segments may come in any order and may be empty (q_len 0), their key ranges
-may overlap, but their query ranges may not.
+Rows of q in no segment are padding: their output is zero, and they take and give no gradient. Keys in no
+segment are padding too. Segments may come in any order and may be empty (q_len 0); their key ranges may
+overlap, their query ranges may not.
 """
 
 from dataclasses import dataclass
@@ -53,21 +53,18 @@ CAUSAL = Visibility()
 
 
 class Options(NamedTuple):
-    """The arguments of `varlen_attention` that say what is computed, and by what.
+    """The arguments of `varlen_attention` that say what is computed, and by what."""
 
-    scale: positive factor on the scores. visibility: which keys of its segment a query sees.
-    implementation: one of implementations.IMPLEMENTATIONS. sm_margin: multiprocessors that Gluon's kernels
-    leave to others, such as NCCL's; Triton's programs end one by one and let others in by themselves.
-    """
-
-    scale: float
+    scale: float  # positive factor on the scores
     visibility: Visibility = CAUSAL
-    implementation: str = "auto"
+    implementation: str = "auto"  # one of implementations.IMPLEMENTATIONS
     sm_margin: int = 0
+    """Multiprocessors that Gluon's kernels leave to others, like NCCL's. Triton's programs end one by one and
+    let others in by themselves."""
 
 
 class Saved(NamedTuple):
-    """Inputs and outputs of a forward pass, as its backward pass needs them."""
+    """Inputs and outputs of a forward pass, for its backward pass."""
 
     q: Tensor  # (Tq, Nq, D)
     k: Tensor  # (Tk, Nkv, D)
@@ -78,8 +75,6 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads and head dims of one attention layer, as a call of the op has them."""
-
     q_heads: int
     kv_heads: int
     dim: int
@@ -92,7 +87,7 @@ class Shape:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> None:
-    """Raise ValueError unless shapes, dtypes, devices and scale will do. Reads no values: fakes pass too."""
+    """Raise ValueError unless shapes, dtypes, devices and scale fit. Reads no values: fakes pass too."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name} must be (tokens, heads, head dim), got shape {tuple(x.shape)}")
@@ -128,10 +123,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def check_segments(segments: np.ndarray, q_tokens: int, kv_tokens: int, causal: bool = True) -> None:
-    """Raise ValueError, naming the first offending row, unless the segments can be attended safely.
-
-    segments: (S, 4) integers. q_tokens, kv_tokens: the first dimension of q and of k.
-    """
+    """Raise ValueError, naming the first offending row, unless `segments` (S, 4) can be attended safely."""
     q_start, q_len, kv_start, kv_len = segments.astype(np.int64).T
 
     def refuse(bad: np.ndarray, why: str) -> None:

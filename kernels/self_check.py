@@ -1,15 +1,15 @@
-"""Compiles all kernels that an attention layer can meet, before it meets them, and checks them: are they
-right on this device, do they repeat, and do they end?
+"""Compiles all kernels that an attention layer can meet, before it meets them, and checks that they are
+right on this device, repeat and end.
 
 A kernel is compiled for a configuration (triton_launch.Config; in Gluon's backward, gluon_launch.Division)
 and never for lengths, so any few tokens will do.
 
-Which GPU, driver and compiler a job meets cannot be known before, and a wrong gradient shows in no loss curve
-for a long time. So every way in which the backward may divide its work attends to the same noise, on segments
+A job's GPU, driver and compiler cannot be known before, and a wrong gradient shows in no loss curve for a
+long time. So each way in which the backward may divide its work attends to the same noise, on segments
 that need all of it: tiles that wait for many turns, several tiles a program, blocks that need no mask, short
 documents that share tiles, padding, chunks that share keys; keys and values side by side in one row, as
-context parallelism gathers them. New tensors are full of NaN, all rows are compared, and everything is done
-twice: the same bits.
+context parallelism gathers them. New tensors are full of NaN, all rows are compared, and all is done twice,
+to give the same bits.
 """
 
 import time
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 FEW = torch.tensor([[0, 128, 0, 128]], dtype=torch.int32)  # segments to compile for
 THREADS = 8  # that compile side by side
 TOLERANCE = 1e-2  # of a whole tensor, norm over norm; rounding to bfloat16 leaves 0.003
-ROW_TOLERANCE = 5e-2  # of any row of a token and head, over its norm or the mean row's, whichever is more
+ROW_TOLERANCE = 5e-2  # of any row of a token and head, over the larger of its norm and the mean row's
 PATIENCE = 120.0  # seconds; a launch takes milliseconds, but others may have the GPU
 LONG = (3000, 1, 5, 130, 4000, 777)
 CHUNKS = ((300, 900), (400, 2500))  # queries and keys of two chunks of one document
-SHORT = (300, 64, 9)  # and these again, until all multiprocessors have some tiles
+SHORT = (300, 64, 9)  # repeated until all multiprocessors have some tiles
 TILES = 4  # of 128 keys, for each program
 
 
@@ -44,8 +44,6 @@ class KernelError(Exception):
 
 
 class Noise(NamedTuple):
-    """What is attended to."""
-
     q: Tensor
     k: Tensor  # side by side with v
     v: Tensor
@@ -57,7 +55,6 @@ class Noise(NamedTuple):
     def on(
         cls, segments: Tensor, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0
     ) -> "Noise":
-        """For these segments."""
         q, k, v, dout = make_inputs(segments, shape, dtype, str(device), seed)
         widths = [x.shape[1] * x.shape[2] for x in (k, v)]
         both = torch.cat([k.flatten(1), v.flatten(1)], dim=1).split(widths, dim=1)
@@ -66,7 +63,6 @@ class Noise(NamedTuple):
 
     @classmethod
     def rich(cls, shape: Shape, dtype: torch.dtype, device: torch.device, scale: int = 1, seed: int = 0):
-        """For `rich_segments`."""
         return cls.on(rich_segments(shape.kv_heads, units(device), scale), shape, dtype, device, seed)
 
     @property
@@ -77,7 +73,7 @@ class Noise(NamedTuple):
 def make_inputs(
     segments: Tensor, shape: Shape, dtype: torch.dtype, device: str, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Standard normal q, k, v and output gradient, as many tokens as the segments reach."""
+    """Standard normal q, k, v and output gradient, of as many tokens as the segments reach."""
     q_start, q_len, kv_start, kv_len = segments.T
     q_tokens, kv_tokens = int((q_start + q_len).max()), int((kv_start + kv_len).max())
     rng = torch.Generator(device).manual_seed(seed)
@@ -122,7 +118,7 @@ def masks(scale: int = 1) -> list[Visibility]:
 
 
 def ways(noise: Noise, options: Options) -> "list[Division | None]":
-    """The divisions of its work with which the backward may run, whatever the segments; None is no choice."""
+    """The divisions with which the backward may run, whatever the segments; [None] if it has no choice."""
     shape, device = noise.shape, device_of(noise.q.device)
     dims = shape.dim, shape.v_dim
     if chosen("backward", options.implementation, dims, noise.q.dtype, device) != "gluon":
@@ -135,17 +131,13 @@ def ways(noise: Noise, options: Options) -> "list[Division | None]":
 def warm_up(
     shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[int, int]]:
-    """Launches every configuration of both passes; yields how many have been, of how many.
-
-    options: of the layer's calls; the scale does not matter.
-    """
+    """Launches every configuration of both passes, at any scale; yields how many are done, of how many."""
     noise = Noise.on(FEW, shape, dtype, device)
     q, k, v, dout, lse, _ = noise
     k, v = k.contiguous(), v.contiguous()
 
     def backward(divided: "Division | None") -> None:
-        """With a gradient of the log-sum-exp, as models with sinks have one, and without."""
-        for dlse in (None, lse):
+        for dlse in (None, lse):  # models with sinks have a gradient of the log-sum-exp
             op.backward(dout, dlse, Saved(q, k, v, dout, lse), FEW, options, divided)
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -157,11 +149,11 @@ def warm_up(
 
 
 def check_kernels(noise: Noise, options: Options, judge: str | None = None) -> float:
-    """Runs both passes in every way that the backward has, twice, and returns the largest error of an output
-    or gradient, norm over norm. Raises KernelError.
+    """Runs both passes twice in each of the backward's ways. Returns the largest error of an output or
+    gradient, norm over norm; raises KernelError.
 
-    judge: the implementation to compare with; unless told, Triton's for Gluon's backward, as its programs
-    share nothing, and the reference for Triton's.
+    judge: the implementation to compare with; by default Triton's for Gluon's backward, as its programs share
+    nothing, and the reference for Triton's.
     """
     every = ways(noise, options)
     want = wanted(noise, options, judge or ("reference" if every == [None] else "triton"))
@@ -176,11 +168,7 @@ def check_kernels(noise: Noise, options: Options, judge: str | None = None) -> f
 def attend(
     noise: Noise, options: Options, divided: "Division | None" = None, programs: int | None = None
 ) -> dict[str, Tensor]:
-    """Output, log-sum-exp (0 for padding) and gradients, on memory full of NaN. Raises KernelError if a
-    launch has not ended after PATIENCE.
-
-    divided, programs: for gluon_launch, where that runs.
-    """
+    """Output, log-sum-exp (0 for padding) and gradients, on memory full of NaN."""
     q, k, v, dout, dlse, segments = noise
     with poisoned():
         out, lse = op.forward(q, k, v, segments, options, programs)
@@ -192,7 +180,7 @@ def attend(
 
 
 def wanted(noise: Noise, options: Options, judge: str) -> dict[str, Tensor]:
-    """What another implementation says; the reference in float32."""
+    """The results of another implementation; the reference's in float32."""
     if judge == "reference":
         wide = {name: getattr(noise, name).float() for name in ("q", "k", "v", "dout")}
         noise = noise._replace(**wide)
@@ -200,8 +188,7 @@ def wanted(noise: Noise, options: Options, judge: str) -> dict[str, Tensor]:
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], where: str) -> float:
-    """The largest error of a whole tensor, norm over norm. Raises KernelError if that is more than TOLERANCE,
-    or in any row more than ROW_TOLERANCE."""
+    """Largest error of a whole tensor, norm over norm. Raises KernelError if it or a row's is too large."""
     largest = 0.0
     for name, expected in want.items():
         whole, row = errors(got[name].float(), expected.float())
@@ -212,7 +199,6 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], where: str) -> floa
 
 
 def same(got: dict[str, Tensor], again: dict[str, Tensor], when: str) -> None:
-    """Raises KernelError unless all bits are the same."""
     for name, x in got.items():
         if not torch.equal(x, again[name]):
             rows = int((x != again[name]).reshape(x.shape[0], -1).any(1).sum())
@@ -241,7 +227,6 @@ def poisoned() -> Iterator[None]:
 
 
 def _wait(device: torch.device) -> None:
-    """Until the device has done what was launched on it."""
     if device.type != "cuda":
         return
     with op.current(device):

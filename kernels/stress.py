@@ -2,10 +2,10 @@
 
     python -m wlb_titan.kernels.stress cuda:0 128 128 bfloat16
 
-For several numbers of heads, which between them pack and split in every way: self_check.py's comparison, with
-the reference as judge; the same bits whatever the number of programs, of which one alone runs as no other can
-race with it; the same bits in many launches, and beside a kernel that holds multiprocessors. n clean launches
-bound the rate of a race to 3 / n a launch (95 %).
+For several numbers of heads, which together pack and split in every way: self_check.py's comparison, with the
+reference as judge; the same bits for any number of programs, one of which has no other to race with; the same
+bits in many launches, and beside a kernel that holds multiprocessors. n clean launches bound the rate of a
+race to 3 / n a launch (95 %).
 
 Exit status 0: passed. 75: could not be tried. Any other: the last line says why it was refused.
 """
@@ -48,7 +48,6 @@ HELD_NS = 20_000_000
 
 
 def trial(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """All of it. Raises KernelError."""
     options = Options(dims[0] ** -0.5, implementation="gluon")
     layouts = [Shape(*heads, *dims) for heads in LAYOUTS]
     for shape in layouts:
@@ -72,9 +71,7 @@ def trial(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> No
 def try_way(
     noise: Noise, options: Options, want: dict[str, torch.Tensor], divided: Division, repeats: int
 ) -> None:
-    """One division of the backward's work: right, the same by any number of programs, beside another kernel
-    and again and again. Raises KernelError.
-    """
+    """Checks that a division is right, and repeats with any number of programs and beside a kernel."""
     got = attend(noise, options, divided)
     compare(got, want, f"{options.visibility}, {divided}")
     for programs in PROGRAMS:
@@ -84,7 +81,7 @@ def try_way(
 
 
 def repeat(noise: Noise, options: Options, divided: Division, times: int) -> None:
-    """Raises KernelError unless the backward's bits are always the same; compared on the device."""
+    """Raises KernelError unless the backward's bits, compared on the device, are always the same."""
     q, k, v, dout, dlse, segments = noise
     saved = Saved(q, k, v, *op.forward(q, k, v, segments, options))
     first = op.backward(dout, dlse, saved, segments, options, divided)
@@ -97,7 +94,7 @@ def repeat(noise: Noise, options: Options, divided: Division, times: int) -> Non
 
 
 def beside(device: torch.device, work: Callable[[], dict]) -> dict:
-    """What `work` gives while another kernel holds HELD multiprocessors, from before it to after it began."""
+    """Runs `work` while another kernel, launched before, holds HELD multiprocessors."""
     if device.type != "cuda":
         return work()
     other = torch.cuda.Stream(device)
@@ -111,7 +108,7 @@ def beside(device: torch.device, work: Callable[[], dict]) -> dict:
 
 @triton.jit
 def hold_kernel(begins, NANOSECONDS: tl.constexpr):
-    """A program holds a multiprocessor for so long: the registers of its 32 warps leave no room for ours."""
+    """Each program holds a multiprocessor: the registers of its 32 warps leave no room for ours."""
     begin = globaltimer()
     while globaltimer() - begin < NANOSECONDS:
         pass

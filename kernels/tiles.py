@@ -1,24 +1,21 @@
 """Tile lists: exactly the work that exists, found once per micro-batch on the CPU, document by document.
 
 A kernel launched over (longest document / tile, heads, documents) mostly starts programs with nothing to do,
-and one that searches for its document in a list costs more than the attention of short documents. Here numpy
-cuts the segments into tiles once, every layer and both passes reuse the list, and a program just reads its
-row.
+and one that searches a list for its document costs more than the attention of short documents. Here numpy
+cuts the segments into tiles once for all layers and both passes, and a program just reads its row.
 
 Query tiles (forward and dQ) are runs of at most `tokens` query tokens with the interval of keys that any of
 them sees. Key tiles (dK and dV) are runs of at most `block_n` keys with the query intervals that see any of
-them, so that several query segments over the same keys are summed inside one program and nothing is added
-atomically.
+them, so that one program sums all query segments over the same keys, without atomics.
 
 Every query row attends to one interval of keys: row r of a segment to
 
     first(r) = max(kv_start, r + 1 + shift - window)   ...   last(r) = min(r + 1 + shift, kv_start + kv_len)
 
 (the end excluded), where shift aligns the segment's last query with its last key if attention is causal, and
-lets the first query already see the last key if it is not. That is all a kernel needs to know of a row, so a
-tile may hold rows of several documents: neighbouring short segments are merged (paper section 5.2: a tile
-costs the same however few of its rows are used). Long ones are not, because all blocks of a mixed tile must
-be masked.
+else lets the first query see the last key. A kernel needs to know nothing else of a row, so a tile may hold
+rows of several documents: short neighbours are merged (paper section 5.2: a tile costs the same however few
+of its rows are used). Long ones are not, because all blocks of a mixed tile must be masked.
 
     >>> import numpy as np
     >>> two = np.array([[0, 200, 0, 200], [200, 30, 200, 30]], dtype=np.int32)
@@ -26,12 +23,12 @@ be masked.
     array([[128, 230,   0,   0,   0, 230],
            [  0, 128,   0,   0,   1, 128]], dtype=int32)
 
-Lists are in chains: tiles that share keys (or, of key tiles, queries) follow one another, the chain with the
-heaviest tile first. Side by side in time they find what they share in the L2 cache; heaviest first across
+Lists are in chains: tiles that share keys (key tiles: queries) follow one another, the chain of the heaviest
+tile first. Tiles that run at the same time then find what they share in the L2 cache; sorted by weight across
 documents, each would read its own from memory.
 
-All lists are int32, but for `edges`, by which torch indexes. Positions are tokens; the kernels multiply by
-the heads that share a tile.
+All lists are int32 except `edges`, by which torch indexes. Positions are tokens; the kernels multiply by the
+heads that share a tile.
 """
 
 from typing import NamedTuple
@@ -42,12 +39,12 @@ from torch import Tensor
 
 from .segments import CAUSAL, Visibility
 
-# Segments that see more keys than this are cut on their own. Merging saves about one tile at a boundary and
-# costs the masking of all blocks of the tile that holds it, some 20 % of each.
+# Segments that see more keys than this are cut on their own: merging saves about one tile at a boundary, but
+# all blocks of the tile across it must be masked, some 20 % of each.
 MERGE_KEYS = 1024
 # Keys that a merged pair may span beyond the sum of its parts: about what a tile's start costs.
 MERGE_SLACK = 128
-# The rows that a key tile reads begin at multiples of it: TMA reads their float32 statistics by 16 bytes.
+# Rows that a key tile reads begin at multiples of this: TMA reads their float32 statistics by 16 bytes.
 ROW_ALIGNMENT = 4
 MASK_COST = 1.2  # work of a masked position over that of an unmasked one
 
@@ -74,9 +71,7 @@ def row_bounds(
     segments: np.ndarray, q_tokens: int, visibility: Visibility, device: torch.device | str
 ) -> Tensor:
     """(2, q_tokens) int32 on `device`: the first key each query sees and one past the last; 0, 0 for padding.
-
-    Only five numbers a segment are sent; the rows are written where they are needed.
-    """
+    Only five numbers a segment are sent there."""
     cover = _cover(segments, q_tokens, visibility)
     table = np.stack([cover.q1 - cover.q0, cover.k0, cover.k1, cover.shift + 1, cover.k1 > cover.k0])
     length, k0, k1, shift, used = send(table.astype(np.int32), device)
@@ -88,7 +83,7 @@ def row_bounds(
 
 
 def send(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """The array on `device`; to a GPU from pinned memory, so that the host does not wait for the copy."""
+    """Uses pinned memory for a GPU, so that the host does not wait for the copy."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -98,11 +93,11 @@ def send(array: np.ndarray, device: torch.device | str) -> Tensor:
 def query_tiles(
     segments: np.ndarray, q_tokens: int, visibility: Visibility = CAUSAL, *, tokens: int
 ) -> np.ndarray:
-    """(n, 6) tiles over all query rows, padding included, in chains and the heaviest of a chain first.
+    """(n, 6) tiles over all query rows, with padding, in chains, the heaviest of each chain first.
 
     Columns: q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end. All rows of a tile see the keys
     shared_begin ... shared_end (end excluded); before and after, from kv_begin and to kv_end, each row has
-    its own bounds. A tile of padding has kv_begin = kv_end, and no other has.
+    its own bounds. Only tiles of padding have kv_begin = kv_end.
     """
     if q_tokens == 0:
         return np.zeros((0, 6), np.int32)
@@ -114,7 +109,7 @@ def query_tiles(
     merged = short[1:] & short[:-1] & (span <= length[1:] + length[:-1] + MERGE_SLACK)
     t0, t1 = _cut(q0, q1, merged, tokens)
 
-    # Pieces: where tiles and segments cross. Each has one segment and one tile.
+    # Pieces, each of one segment and one tile.
     p0 = np.sort(np.concatenate([q0, t0]))
     p0 = p0[np.append(True, p0[1:] > p0[:-1])]
     p1 = np.append(p0[1:], q_tokens)
@@ -140,24 +135,16 @@ def query_tiles(
 
 
 class KeyTiles(NamedTuple):
-    """What `key_tiles` returns.
+    """What `key_tiles` returns; in a chain, tiles are in the order of their keys."""
 
-    tiles: (n, 4) kv_begin, kv_end, item_begin, item_end, in chains: tiles that share a segment follow one
-    another in the order of their keys, the chain with the heaviest tile first. items: (m, 6) q_begin, q_full,
-    q_tail, q_end, turns, turn. first_turns: (c,), the last of which is 0 and no counter. edges: (e,), blocks
-    in which a segment begins or ends.
-    heaviest: steps of the heaviest tile. steps: of all.
-    """
-
-    tiles: np.ndarray | Tensor
-    items: np.ndarray | Tensor
-    first_turns: np.ndarray | Tensor
-    edges: np.ndarray | Tensor
-    heaviest: int = 0
-    steps: int = 0
+    tiles: np.ndarray | Tensor  # (n, 4) kv_begin, kv_end, item_begin, item_end, in chains
+    items: np.ndarray | Tensor  # (m, 6) q_begin, q_full, q_tail, q_end, turns, turn
+    first_turns: np.ndarray | Tensor  # (c,), the last of which is 0 and no counter
+    edges: np.ndarray | Tensor  # (e,), blocks in which a segment begins or ends
+    heaviest: int = 0  # steps of the heaviest tile
+    steps: int = 0  # of all tiles
 
     def to(self, device: torch.device) -> "KeyTiles":
-        """The same lists there."""
         return KeyTiles(*(send(x, device) for x in self[:4]), self.heaviest, self.steps)
 
 
@@ -170,23 +157,22 @@ def key_tiles(
     block_n: int,
     turn_rows: int = 0,
 ) -> KeyTiles:
-    """Tiles over all keys, and the query intervals that each of them needs.
+    """Tiles over all keys, and items: the query intervals that each of them needs.
 
-    Rows q_full ... q_tail of an item see all keys of the tile; they begin at a multiple of ROW_ALIGNMENT and
-    are a multiple of `tokens` (itself one of that). The rows before and after have their own bounds.
+    Rows q_full ... q_tail of an item see all keys of the tile; they begin at a multiple of ROW_ALIGNMENT, and
+    their number is a multiple of `tokens` (itself one of that). The other rows have their own bounds.
     Keys that nobody sees lie in tiles without items, because their gradient must be written too.
 
     Turns, if turn_rows > 0, fix the order in which tiles add to the same rows of dQ: an item adds to block b
-    of `turn_rows` rows when counter `turns` + b has come to twice its `turn`, or one more, and then raises it
-    by two. Counters start at first_turns. Turns follow the list, so a tile waits for earlier ones only; and
-    it first adds what later ones wait for, or neighbours that share tiles would wait in one chain through the
-    whole batch. An item whose rows no other tile sees has turn -1 and waits for nobody. Counters belong to a
-    segment: of the rows of two segments in one block, each is given something else than zero by its own
-    segment's tiles only.
+    of `turn_rows` rows when counter `turns` + b is twice its `turn`, or one more, and then raises it by two.
+    Counters start at first_turns. Turns follow the list, so a tile waits for earlier ones only; it first adds
+    what later ones wait for, or neighbours that share tiles would wait in one chain through the whole batch.
+    An item whose rows no other tile sees has turn -1 and waits for nobody. Counters belong to a segment: if
+    two segments have rows in one block, tiles add only zeros to the rows of the other segment.
 
-    dQ has no zeros to begin with but in `edges`, blocks that a segment does not fill, to which those of
-    another may add at any time. Elsewhere the first tile does not add but store. A counter is odd when its
-    block has something. Blocks that are filled by the rows of an item that waits for nobody have nothing.
+    dQ starts as zero only in `edges`, blocks that a segment does not fill, to which those of another may add
+    at any time. Elsewhere the first tile stores instead of adding. A counter is odd once its block has
+    something. Blocks filled by the rows of an item that waits for nobody have nothing.
     """
     if tokens % ROW_ALIGNMENT != 0:
         raise ValueError(f"tiles of {tokens} query tokens are not a multiple of {ROW_ALIGNMENT}")
@@ -219,7 +205,7 @@ def key_tiles(
     segment, tile = segment[order], tile[order]
     begin = np.maximum(q0[segment], t0[tile] - shift[segment])
     end = np.minimum(q1[segment], t1[tile] - 1 + visibility.reach - shift[segment])
-    # A kernel's block has block_n keys: of a shorter tile the last ones must be masked.
+    # A kernel's block has block_n keys: in a shorter tile the last ones must be masked.
     whole = (k0[segment] <= t0[tile]) & (t1[tile] <= k1[segment]) & (t1[tile] - t0[tile] == block_n)
     full = np.where(whole, np.clip(t1[tile] - 1 - shift[segment], begin, end), end)
     tail = np.clip(t0[tile] + visibility.reach - shift[segment], full, end)
@@ -271,7 +257,7 @@ def key_tiles(
 
 
 def steps(lists: KeyTiles, rows: int) -> np.ndarray:
-    """(n,) int64: blocks of `rows` queries, each beginning at a multiple of it, that a tile walks over."""
+    """(n,) int64: blocks of `rows` queries, each from a multiple of it on, that a tile walks over."""
     blocks = -(-lists.items[:, 3] // rows) - lists.items[:, 0] // rows
     before = np.append(0, np.cumsum(blocks, dtype=np.int64))
     return before[lists.tiles[:, 3]] - before[lists.tiles[:, 2]]
@@ -280,9 +266,9 @@ def steps(lists: KeyTiles, rows: int) -> np.ndarray:
 def _counters(q0, q1, t1, shift, first_tile, count, reach: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Where each segment's counters begin, less its first block's number; and all counters' first values.
 
-    A segment has one counter for each block of `rows` that it touches, if several tiles see it. The tiles
-    that add to a block follow one another; the first of them is 0 but for windows, which leave the earlier
-    keys behind. First values are twice that, and odd if the segment does not fill the block.
+    A segment has a counter for each block of `rows` that it touches, if several tiles see it. The tiles that
+    add to a block follow one another; the first is 0 except with windows, which leave earlier keys behind.
+    First values are twice that, and odd if the segment does not fill the block.
     """
     block, after = q0 // rows, -(-q1 // rows)
     blocks = np.where(count > 1, after - block, 0)
@@ -296,7 +282,7 @@ def _counters(q0, q1, t1, shift, first_tile, count, reach: int, rows: int) -> tu
 
 
 def _chains(work: np.ndarray, linked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each tile's chain, and the work of that chain's heaviest tile. linked[i]: i and i + 1 are of one."""
+    """Each tile's chain, and the work of its heaviest tile. linked[i]: i and i + 1 share a chain."""
     chain = np.cumsum(np.append(0, ~linked))
     heaviest = np.zeros(len(work))
     np.maximum.at(heaviest, chain, work)
@@ -313,7 +299,7 @@ def _cover(segments: np.ndarray, q_tokens: int, visibility: Visibility) -> Cover
 
 
 def _fill_gaps(begin: np.ndarray, end: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Intervals in order, with the gaps between them so that they cover 0 ... total; and which were given."""
+    """The intervals in order, with the gaps that they leave in 0 ... total; and which were given."""
     edges = np.stack([np.append(0, end), np.append(begin, total)], axis=1)
     gap = edges[:, 0] < edges[:, 1]
     every = np.concatenate([np.stack([begin, end], axis=1), edges[gap]])

@@ -4,9 +4,9 @@ With P the probabilities, dP = dO V^T and delta = rowsum(O * dO) per row (FlashA
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
-P is recomputed from Q, K and the log-sum-exp, in both passes: seven matrix products instead of five, in
-exchange for no atomics, so that results repeat bit for bit. One key tile sums over all query segments that
-see it and over all query heads of its key head. A gradient of the log-sum-exp is subtracted from delta.
+Both passes recompute P from Q, K and the log-sum-exp: seven matrix products instead of five, but no atomics,
+so that results repeat bit for bit. One key tile sums over all query segments that see it and over all query
+heads of its key head. A gradient of the log-sum-exp is subtracted from delta.
 """
 
 import triton
@@ -34,9 +34,7 @@ def statistics_kernel(
     HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """delta, less dlse if there is one, and the log-sum-exp in base 2, both (Nq / PACK, row_length) with the
-    rows in the order of key tiles' Q. BLOCK_DV: the next power of two from DV on.
-
-    In that order the statistics of any query tile are one contiguous run, which one TMA load fetches.
+    rows in the order of key tiles' Q: the statistics of a query tile are one run, which one TMA load fetches.
     """
     token = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
@@ -74,10 +72,10 @@ def key_tile_step(
     REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add what BLOCK_M query rows from `token`, only tokens begin ... end, give to a key tile's dk and dv.
+    """Add to a key tile's dk and dv from BLOCK_M query rows from `token`, only tokens begin ... end.
 
-    statistics: (lse_log2, delta, row_length). TRANSPOSED computes the scores as keys x rows, so that P^T and
-    dS^T need no transposition: better for few rows and many keys.
+    TRANSPOSED computes the scores as keys x rows, so that P^T and dS^T need no transposition: better for few
+    rows and many keys.
     """
     lse_log2, delta, row_length = statistics
     queries = load_rows(q, token, head, BLOCK_M, D, BLOCK_D, REST_D, TMA)
@@ -116,10 +114,8 @@ def key_tile_kernel(
     REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk (Tk, Nkv, D) and dv (Tk, Nkv, DV): one program per key tile and key head.
-
-    All rows are masked, also those that see the whole tile: one loop needs fewer registers than two.
-    """
+    """dk (Tk, Nkv, D) and dv (Tk, Nkv, DV): one program per key tile and key head. All rows are masked, even
+    those that see the whole tile: one loop needs fewer registers than two."""
     tile, kv_head = tile_and_head(kv_heads, tiles, section)
     kv_begin = tl.load(tile_list + tile * 4)
     kv_end = tl.load(tile_list + tile * 4 + 1)
@@ -160,7 +156,7 @@ def query_tile_step(
     D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     REST_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys start ... start + BLOCK_N give to one query tile's dQ."""
+    """Add to a query tile's dQ from the keys start ... start + BLOCK_N."""
     keys = load_rows(k, start, kv_head, BLOCK_N, D, BLOCK_D, REST_D, TMA)
     p = tl.exp2(times_transposed(queries, keys) * scale_log2 - lse[:, None])
     if MASKED:

@@ -1,8 +1,8 @@
 """Common parts of the Triton kernels: loads and stores of tiles, with or without TMA.
 
-A head dim is one or two powers of two, BLOCK and REST: 128 is 128 and nothing, 192 is 128 and 64, 96 is 64
-and 32. A tile is a tuple of one or two tensors, so that products have no column of padding; only head dims
-that two powers do not make are filled up with zeros.
+A head dim is one or two powers of two, BLOCK and REST: 128 is 128 alone, 192 is 128 and 64, 96 is 64 and 32.
+A tile is a tuple of one or two tensors, so that products have no column of padding; only head dims that
+two powers do not make are filled up with zeros.
 
 TMA descriptors (Hopper) are two-dimensional where they can be: (tokens, heads * dim) with blocks of one head,
 which go from shared memory to wgmma as they are. Where zeros are filled up they are (tokens, heads, dim), and
@@ -19,8 +19,7 @@ def load_rows(
     x, token, head,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, BLOCK) of an operand and, if REST > 0, (ROWS, REST) beside it, as a tuple: tokens from `token`
-    on; zeros past the end and DIM.
+    """(ROWS, BLOCK) and, if REST > 0, (ROWS, REST) of an operand from `token` on; zeros past the end and DIM.
 
     x: (pointer or descriptor, the same for REST, stride of a token, stride of a head, tokens).
     """
@@ -101,7 +100,7 @@ def add_product(acc, x, y):
 
 @triton.jit
 def scaled(x, factor):
-    """A tile times a number, or times one for each row, (ROWS, 1)."""
+    """A tile times a number, or times (ROWS, 1)."""
     return (x[0] * factor, x[1] * factor) if len(x) > 1 else (x[0] * factor,)
 
 
@@ -109,8 +108,8 @@ def scaled(x, factor):
 def tile_and_head(heads, tiles, section):
     """This program's row of the tile list and its head.
 
-    `section` heads at a time run through the whole list, so that the keys of these stay in the L2 cache;
-    within a section all heads of the heaviest tile come first.
+    `section` heads at a time run through the whole list, so that their keys stay in the L2 cache; within a
+    section all heads of the heaviest tile come first.
     """
     program = tl.program_id(0)
     number = program // (tiles * section)
@@ -121,10 +120,7 @@ def tile_and_head(heads, tiles, section):
 
 @triton.jit
 def key_range(row, BLOCK_N: tl.constexpr):
-    """First key of a query tile; first and end of the blocks that every row sees whole; keys of the others.
-
-    row: row of the tile list (tiles.query_tiles).
-    """
+    """First key of a row of tiles.query_tiles; first and end of its full blocks; keys of the others."""
     begin = tl.load(row + 2)
     shared_begin = tl.load(row + 3)
     shared_end = tl.load(row + 4)
@@ -135,6 +131,6 @@ def key_range(row, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def masked_block(offset, begin, full_begin, full_end):
-    """First key of the block that lies `offset` keys into those that are not full."""
+    """First key of the block `offset` keys into those that are not full."""
     before = full_begin - begin
     return tl.where(offset < before, begin + offset, full_end + offset - before)

@@ -1,8 +1,8 @@
 """Forward: one program per query tile and head; online softmax over blocks of keys (FlashAttention-2).
 
-Two loops: first the blocks that all rows of the tile see whole, with no mask at all, then the rest with each
-row's bounds. The heaviest documents' tiles come first, so the last programs to start are short. Nothing is
-copied or re-packed: a segment's keys are read where they lie.
+Two loops: first the blocks that all rows of the tile see whole, without a mask, then the rest with each row's
+bounds. The heaviest documents' tiles come first, so the last programs to start are short. Keys are read where
+they lie.
 
 As in the paper, m is a row's maximum so far (in base 2, scaled), l the sum of its exponentials, and alpha the
 factor by which a new maximum makes earlier sums fade.

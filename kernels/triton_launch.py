@@ -1,8 +1,8 @@
 """Launches of the Triton kernels (triton_forward.py, triton_backward.py): tiles, TMA descriptors, grids.
 
-Tile shapes and options go by pass and head dim, never by lengths: those change every step, and each new
-configuration is a compilation. They were chosen by cross-compiling for sm_90 (registers, spills, shared
-memory, programs per multiprocessor); docs/kernels.md has the figures.
+Tile shapes and options depend on pass and head dim, never on lengths: those change every step, and each new
+configuration is compiled. They were chosen by cross-compiling for sm_90 (registers, spills, shared memory,
+programs per multiprocessor); docs/kernels.md has the figures.
 """
 
 import math
@@ -29,8 +29,6 @@ LATENT = (192, 128)  # and a class of its own: D and Dv of multi-head latent att
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel's shape."""
-
     block_m: int  # rows of a query tile
     block_n: int  # keys of a block
     warps: int
@@ -39,7 +37,6 @@ class Config:
 
     @property
     def arguments(self) -> dict[str, object]:
-        """What it says to the compiler."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -85,10 +82,7 @@ _AMPERE = {
 
 
 def choose(which: str, dims: tuple[int, int], tma: bool) -> Config:
-    """The configuration of a pass: "forward", "key_tiles" (dK, dV) or "query_tiles" (dQ).
-
-    dims: D and Dv. tma: whether tiles are loaded by TMA.
-    """
+    """The configuration of a pass, "forward", "key_tiles" (dK, dV) or "query_tiles" (dQ), for D and Dv."""
     table = _HOPPER if tma else _AMPERE
     head_dim: object = dims
     if (which, dims) not in table:
@@ -106,7 +100,7 @@ def forward(
     tma: bool,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32. tma: load by TMA (sm_90)."""
+    """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32. tma: loads by TMA (sm_90)."""
     (q_tokens, q_heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
     tma = tma and k.numel() > 0  # nothing can be described of an empty tensor
     config = config or choose("forward", (dim, v_dim), tma)
@@ -139,7 +133,7 @@ def backward(
     key_config: Config | None = None,
     query_config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
+    """Gradients of q, k and v, given those of the output and, unless None, of the log-sum-exp."""
     dims = saved.q.shape[2], saved.v.shape[2]
     tma = tma and saved.q.numel() > 0 and saved.k.numel() > 0  # nothing can be described of an empty tensor
     key_config = key_config or choose("key_tiles", dims, tma)
@@ -155,10 +149,7 @@ def backward(
 def row_statistics(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, pack: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp in base 2, and delta less dlse, both (Nq / pack, Tq * pack) float32.
-
-    Rows are of whole 16 bytes, for TMA.
-    """
+    """Log-sum-exp in base 2, and delta less dlse, both (Nq / pack, Tq * pack or a little more) float32."""
     q_tokens, q_heads, v_dim = out.shape
     row_length = triton.cdiv(q_tokens * pack, 4) * 4  # TMA strides are multiples of 16 bytes
     lse_log2, delta = out.new_empty(2, q_heads // pack, row_length, dtype=torch.float32)
@@ -184,7 +175,6 @@ def row_statistics(
 
 
 def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, config) -> None:
-    """Fill dk and dv."""
     kv_heads = k.shape[1]
     lse_log2, delta = statistics
     row_length = lse_log2.shape[1]
@@ -215,7 +205,6 @@ def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, co
 
 
 def query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, config) -> None:
-    """Fill dq."""
     q_heads = q.shape[1]
     lse_log2, delta = statistics
     tiles = schedule.query_tiles(config.block_m)
@@ -262,10 +251,8 @@ def inputs(
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself if TMA can read it (heads dense and side by side, tokens 16 bytes apart), or else a copy.
-
-    Keys and values side by side in one row, as context parallelism gathers them, need no copy.
-    """
+    """x itself if TMA can read it (heads dense and side by side, tokens 16 bytes apart or a multiple, as
+    where context parallelism gathers keys and values in one row), or else a copy."""
     if x.shape[1] == 1:
         x = x[:, 0].unsqueeze(1)  # whatever the stride from one head to the next was, there is no next
     dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2]
@@ -274,9 +261,8 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def operand(name: str, x: Tensor, tokens: int, tma: bool) -> dict[str, object]:
-    """The arguments by which a kernel loads tiles of `tokens` x whole head dim of x: x, or its descriptors of
-    both parts of the head dim, and strides (triton_common.load_rows).
-    """
+    """The arguments with which a kernel loads tiles of `tokens` x whole head dim of x: x, or descriptors of
+    both parts of the head dim, and strides (triton_common.load_rows)."""
     dim = x.shape[2]
     block, rest = parts(dim)
     source, second = x, x if rest else None
@@ -295,7 +281,7 @@ def descriptor(x: Tensor, tokens: int, columns: int, padded: bool) -> TensorDesc
 
 
 def result(name: str, x: Tensor) -> dict[str, object]:
-    """The arguments by which a kernel reads or writes x without TMA."""
+    """The arguments with which a kernel reads or writes x without TMA."""
     return {name: x, f"{name}_stride_t": x.stride(0), f"{name}_stride_h": x.stride(1)}
 
 
@@ -307,7 +293,7 @@ def parts(dim: int) -> tuple[int, int]:
 
 
 def section(x: Tensor, y: Tensor, programs: int, group: int = 1) -> int:
-    """Programs of one tile that run side by side: those of as many key heads as the L2 cache holds."""
+    """Programs of one tile that run side by side: those of the key heads that the L2 cache holds."""
     bytes_per_head = (x.shape[0] * (x.shape[2] + y.shape[2])) * x.element_size() * group
     heads = min(x.shape[1] // group, max(1, L2_BYTES // max(1, bytes_per_head)))
     return programs * heads

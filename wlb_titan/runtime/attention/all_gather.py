@@ -1,6 +1,6 @@
 """The half of all-gather context parallelism that moves tensors (see `context/all_gather.py`).
 
-q stays as it is; of k and v, sharded over the cp mesh axis, the rows that others need go from Shard to
+q stays as it is. The rows of k and v that other ranks need, sharded over the cp mesh axis, go from Shard to
 Replicate together (one all-gather; one reduce-scatter of their gradients on the way back), within groups of
 neighbours or over the whole axis. They are brought from the ranks' order into document order, and this rank's
 queries attend to them and to its own.
@@ -22,8 +22,6 @@ from wlb_titan.runtime.attention.module import Attend, Attended
 
 
 class AllGatherAttention:
-    """This rank's queries, and the keys of their documents."""
-
     def __init__(self, config: AllGather.Config, *meshes: DeviceMesh) -> None:
         self._meshes = meshes
 
@@ -37,19 +35,16 @@ class AllGatherAttention:
         *,
         wants_lse: bool,
     ) -> Attended:
-        """As `ContextAttention` says.
-
-        Keys and values travel side by side in one tensor, tokens first, so that what a rank receives lies in
-        one piece; all levels are under way together. Attention sees views of one tensor.
-        """
+        """Keys and values travel side by side in one tensor, tokens first, so that a rank receives one piece;
+        all levels are under way together. Attention sees views of one tensor."""
         tokens_LW = torch.cat([k_LNH.flatten(1), v_LNH.flatten(1)], dim=1)
         keys_KW = self._gathered(tokens_LW, exchange)
         k, v = keys_KW.split([x.shape[1] * x.shape[2] for x in (k_LNH, v_LNH)], dim=1)
         return attend(q_LNH, k.unflatten(1, k_LNH.shape[1:]), v.unflatten(1, v_LNH.shape[1:]))
 
     def _gathered(self, tokens_LW: torch.Tensor, exchange: KeyExchange) -> torch.Tensor:
-        """Rows of the documents that this rank attends to, in the order of the mask's keys. Gradients of what
-        was gathered are summed over the ranks."""
+        """Rows of the documents that this rank attends to, in the order of the mask's keys; the gradients of
+        gathered rows are summed over the ranks."""
         levels = zip(exchange.levels, self._meshes, strict=True)
         under_way: list[_UnderWay] = []
         sizes = []
@@ -76,7 +71,7 @@ class AllGatherAttention:
 
 
 class _UnderWay(NamedTuple):
-    """What travels on one level."""
+    """A gather on one level."""
 
     gathered: torch.Tensor  # rows of all ranks of the group, R each
     order: torch.Tensor  # as of `Level`
@@ -87,8 +82,8 @@ class _UnderWay(NamedTuple):
 class _InDocumentOrder(torch.autograd.Function):
     """The gathered rows reordered, as a function of this rank's part of them; backward from Partial to Shard.
 
-    One function for the reordering and the gradient of the gather, because the order is a permutation: the
-    gradient is written row by row to its place, where autograd would add it to zeros with atomics.
+    The order is a permutation: the gradient is written row by row to its place, where autograd would add it
+    to zeros with atomics.
     """
 
     @staticmethod

@@ -22,16 +22,12 @@ from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.job import model_shape
 
-POLL = 20.0
-"""Seconds that ranks wait at a time for a machine's trial: each is a collective, which may time out."""
+POLL = 20.0  # seconds that ranks wait at a time for a trial, in a collective, which may time out
 
 
 def check_implementation(config: TrainerConfig, device: Device | None = None) -> tuple[str, str]:
-    """What computes forward and backward passes; refuses what cannot run the model's attention.
-
-    Args:
-        device: on which it runs; None where that is not known, as on the machine that submits it.
-    """
+    """What computes forward and backward passes; refuses what cannot run the model's attention. The device is
+    None where it is not known, as on the machine that submits the job."""
     wish = config.wlb.attention.implementation
     dims, dtype = _dims(config), _dtype(config)
     if device is None:
@@ -63,10 +59,10 @@ def _subject(config: TrainerConfig, device: torch.device) -> record.Subject:
 
 
 def compile_attention(config: TrainerConfig, job: Job, device: torch.device, context_rank: int) -> None:
-    """Compiles the kernels that the job's attention can meet, where it has some, and checks them on each GPU.
+    """Compiles the kernels, if any, that the job's attention can meet, and checks them on each GPU.
 
-    Every rank takes part. The first of each machine goes first, and the others find its kernels in Triton's
-    cache. A launch that hangs is found before any collective could wait for it.
+    Every rank takes part. The first rank of each machine goes first, and the others find its kernels in
+    Triton's cache. A launch that hangs is found before any collective could wait for it.
     """
     first = int(os.environ["LOCAL_RANK"]) == 0
     if config.wlb.attention.verify and device.type == "cuda":
@@ -92,7 +88,7 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
 
 
 def _try_gluon(config: TrainerConfig, device: torch.device, first: bool) -> None:
-    """Has Gluon's backward tried by the first rank of each machine that would take it but for a record."""
+    """The first rank of each machine tries Gluon's backward, if only a record of it is missing."""
     missing = first and check_implementation(config, device_of(device)) == ("gluon", "triton")
     trial = record.trial(_subject(config, device), device) if missing else None
     running = torch.ones((), dtype=torch.int32, device=device)
@@ -108,7 +104,6 @@ def _try_gluon(config: TrainerConfig, device: torch.device, first: bool) -> None
 def _prepare(
     config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device
 ) -> None:
-    """Compiles and checks what layers with a window run."""
     options = Options(shape.dim**-0.5, Visibility(window=window), config.wlb.attention.implementation)
     dtype = _dtype(config)
     what = "Attention kernels" if window is None else f"Attention kernels with a window of {window}"
@@ -135,8 +130,7 @@ def ask_comparison(settings: AttentionSettings, step: int) -> bool:
 
 
 def compared_difference(step: int) -> float:
-    """How far this rank's two passes lie apart, norm over norm; -1 where Gluon ran none. Raises RuntimeError
-    for more than TOLERANCE."""
+    """Between this rank's two passes, norm over norm, at most TOLERANCE; -1 where Gluon ran none."""
     difference = comparison.answer()
     if difference is not None and not difference <= TOLERANCE:  # nor is NaN
         raise RuntimeError(
@@ -157,6 +151,6 @@ def attention_shape(job: Job, context_rank: int) -> Shape:
 
 
 def windows(job: Job) -> list[int | None]:
-    """The different windows of the model's layers; None is a layer without one."""
+    """The different windows of the model's layers; None for layers without one."""
     found = dict(job.model.windows)
     return [*([None] if sum(found.values()) < job.model.layers else []), *found]

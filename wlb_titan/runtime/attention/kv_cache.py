@@ -1,14 +1,14 @@
-"""Attention of slices: the keys and values of a document's earlier slices, and the gradients that they get.
+"""Attention of slices: the keys and values of a document's earlier slices, and their gradients.
 
 A slice's queries see the document's tokens before it, whose keys and values its earlier slices left in the
 cache. Its backward pass gives gradients to all of these keys; those of the prefix are added up in float32
-until the backward passes of their own slices come, from the document's end to its start, and take them along.
-So what a layer receives is the same as for the whole document, in as many passes as there are slices.
+until the backward passes of their own slices, from the document's end to its start, take them along. So a
+layer receives the same gradients as for the whole document, in as many passes as there are slices.
 
-One op reads and fills the cache, and its backward op empties it: outside of autograd, which sees queries,
-keys and values of the slice only, and keeps nothing of the prefix. torch.compile and activation checkpointing
-see an op that is a function of its inputs: the cache and the layer are tensors with a number each. Repeating
-the forward pass of a slice, as checkpointing does, changes nothing.
+One op reads and fills the cache, and its backward op empties it, outside of autograd, which sees only the
+slice's queries, keys and values and keeps nothing of the prefix. For torch.compile and activation
+checkpointing the op is a function of its inputs: the cache and the layer are tensors with a number each.
+Repeating the forward pass of a slice, as checkpointing does, changes nothing.
 
 Shape suffixes: L tokens, N heads, H head dim.
 """
@@ -26,15 +26,15 @@ from torch import Tensor
 from wlb_titan.kernels.op import define_attention, scale_of
 
 NUMBER, BEFORE, HERE, IN_ALL = range(4)
-"""Columns of `rows`, int64 (n, 4) on the CPU, a row for each document of a micro-batch, in their order: its
-number within the step (-1 where all of it is here), and its tokens before those here, here and in all."""
+"""Columns of `rows`, int64 (n, 4) on the CPU, a row for each document of a micro-batch, in order: its number
+within the step (-1 if all of it is here), and its tokens before those here, here and in all."""
 
 _numbers = itertools.count()
 _caches: weakref.WeakValueDictionary[int, KeyValueCache] = weakref.WeakValueDictionary()
 
 
 class KeyValueCache:
-    """What the slices of one step leave to each other on one rank. Each step has a cache of its own."""
+    """The keys and values that the slices of one step leave to each other on one rank."""
 
     def __init__(self) -> None:
         number = next(_numbers)
@@ -43,12 +43,10 @@ class KeyValueCache:
         _caches[number] = self
 
     def tensors(self) -> Iterator[Tensor]:
-        """What it holds: keys and values, and their gradients."""
         for document in self._documents.values():
             yield from document.tensors()
 
     def check_empty(self) -> None:
-        """Raises RuntimeError if a document is left, whose backward passes did not all run."""
         if self._documents:
             layer, document = next(iter(self._documents))
             raise RuntimeError(
@@ -57,10 +55,8 @@ class KeyValueCache:
             )
 
     def keys(self, layer: int, rows: list[list[int]], k_LNH: Tensor, v_LNH: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all documents of a micro-batch, each prefix before its tokens.
-
-        Leaves the tokens of slices in the cache on the way, where they are not in it yet.
-        """
+        """Keys and values of all documents of a micro-batch, each prefix before its tokens; leaves those of
+        slices in the cache, unless they are in it already."""
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
         begin = 0
         for document, prefix, tokens, total in rows:
@@ -79,7 +75,7 @@ class KeyValueCache:
     def own_gradients(
         self, layer: int, rows: list[list[int]], dk_LNH: Tensor, dv_LNH: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """From gradients of what `keys` gave to those of the micro-batch's own tokens."""
+        """Gradients of the micro-batch's own tokens, from those of all that `keys` returned."""
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
         begin = 0
         for document, prefix, tokens, _ in rows:
@@ -125,7 +121,7 @@ class _Document:
         return *self._kv, *(self._gradients or ())
 
     def through(self, prefix: int, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values up to the end of a slice, whose own are these."""
+        """Keys and values up to the end of a slice, whose own are given."""
         end = prefix + own[0].shape[0]
         if self._filled < end:
             assert self._filled == prefix, "forward passes of slices go from a document's start to its end"
@@ -136,7 +132,7 @@ class _Document:
         return k[:end], v[:end]
 
     def taken(self, prefix: int, gradients: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Adds up the prefix' gradients; returns the slice's own with what later slices have left for it."""
+        """Adds up the prefix's gradients; returns the slice's own, plus what later slices left for it."""
         own = tuple(d[prefix:] for d in gradients)
         if self._gradients is not None:
             own = tuple(
@@ -159,18 +155,13 @@ def sliced_attention(
     *, scale: float | None = None, window: int | None = None, implementation: str = "auto",
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of a micro-batch with slices of documents; differentiable in q, k and v.
+    """`varlen_attention` of a micro-batch with slices of documents; returns output and log-sum-exp.
 
     Args:
         k_LNH, v_LNH: all keys and values of the micro-batch, in document order, padding last.
-        segments: as of `varlen_attention`, among the keys with each prefix before its document's own.
-        rows: int64 (n, 4) on the CPU, see above.
+        segments: among the keys with each prefix before its document's own.
         cache: `KeyValueCache.number` of the step.
         layer: int64 () on the CPU, different in every layer of the process.
-        scale, window, implementation, sm_margin: as of `varlen_attention`.
-
-    Returns:
-        Output and log-sum-exp, as `varlen_attention`.
     """
     options = scale_of(q_LNH, scale), True, window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.sliced_attention.default(
@@ -183,7 +174,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What the op does; `options` are those of the op `varlen_attention`."""
+    """The op; `options` are those of the op `varlen_attention`."""
     keys, values = _caches[int(cache)].keys(int(layer), rows.tolist(), k, v)
     out, lse = torch.ops.wlb_titan.varlen_attention.default(q, keys, values, segments, *options)
     return out, lse
@@ -193,7 +184,6 @@ def gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What the op of the backward pass does; of q, k and v."""
     kept, runs = _caches[int(cache)], rows.tolist()
     keys, values = kept.keys(int(layer), runs, k, v)
     backward = torch.ops.wlb_titan.varlen_attention_backward.default

@@ -1,11 +1,10 @@
 """The attention module of wlb_titan: document-causal attention under every parallelism.
 
-It takes whatever heads a model has: grouped queries, values of another head dim than queries and keys
-(multi-head latent attention), a sliding window, and sinks, which a model applies itself to the output and its
-log-sum-exp.
+It takes grouped queries, values of another head dim than queries and keys (multi-head latent attention), a
+sliding window, and sinks, which a model applies itself to the output and its log-sum-exp.
 
 Activations are this rank's local tensors. Under context parallelism the strategy's own half (`all_gather`,
-`ulysses`, or anybody's) brings queries and keys together and lets the varlen kernel attend.
+`ulysses`, or a plugin's) brings queries and keys together and lets the varlen kernel attend.
 
 Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N heads, H head dim, S segments.
 """
@@ -31,12 +30,11 @@ from wlb_titan.plugins import load
 from wlb_titan.runtime.attention.kv_cache import sliced_attention
 from wlb_titan.runtime.meshes import ContextMeshes
 
+# Output (tokens, heads, H) and log-sum-exp, float32 (heads, tokens).
 Attended = tuple[torch.Tensor, torch.Tensor]
-"""Output (tokens, heads, H) and log-sum-exp, float32 (heads, tokens)."""
 
+# Within the rank's segments: q, k, v (tokens, heads, H), k and v of the whole micro-batch in sequence order.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Attended]
-"""Attends within the rank's segments: q, k, v as (tokens, heads, H), k and v of the whole micro-batch in the
-order of its sequence."""
 
 _layers = itertools.count()
 
@@ -45,23 +43,18 @@ _layers = itertools.count()
 class DocumentMask:
     """Which keys each query of this rank sees; passed to the model as its `attention_masks`."""
 
-    segments: torch.Tensor
-    """int32 (S, 4) on the CPU, as `wlb_titan.kernels.varlen_attention` takes them."""
-    exchange: tuple[Any, ...] = ()
-    """What the context-parallel strategy's mask has besides, as tensors on the device."""
-    rows: torch.Tensor | None = None
-    """int64 (n, 4) on the CPU, prefixes of documents in slices, as of `kv_cache`; None where none are."""
-    cache: torch.Tensor | None = None
-    """int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`."""
-    sharers: int = 1
-    """Data-parallel ranks that share the micro-batch; compiled code has a graph for each number."""
+    segments: torch.Tensor  # int32 (S, 4) on the CPU, as `varlen_attention` takes them
+    exchange: tuple[Any, ...] = ()  # the rest of the context-parallel strategy's mask, on the device
+    rows: torch.Tensor | None = None  # int64 (n, 4) on the CPU, see `kv_cache`; None without slices
+    cache: torch.Tensor | None = None  # int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`
+    sharers: int = 1  # data-parallel ranks that share the micro-batch; each number has a compiled graph
 
 
 class ContextAttention(Protocol):
     """The half of a context-parallel strategy that moves tensors; made once for each attention layer.
 
-    `meshes` are those that the strategy's `meshes` names: of the cp mesh axis, or for micro-batches that
-    data-parallel ranks share, of all of their context-parallel ranks.
+    Its meshes are those that the strategy's `meshes` names: of the cp mesh axis, or, if data-parallel ranks
+    share micro-batches, of all of their context-parallel ranks.
     """
 
     def __init__(self, config: ContextStrategy.Config, *meshes: DeviceMesh) -> None: ...
@@ -80,9 +73,9 @@ class ContextAttention(Protocol):
 
         Args:
             q_LNH, k_LNH, v_LNH: this rank's tokens; heads and head dims may differ.
-            exchange: as of `DocumentMask`.
+            exchange: `DocumentMask.exchange`.
             attend: the kernel, on this rank's segments; called once.
-            wants_lse: whether the log-sum-exp is looked at; if not, it may be that of other tokens.
+            wants_lse: if not, the log-sum-exp is ignored, and may be that of other tokens.
         """
         ...
 
@@ -109,14 +102,13 @@ class DocumentAttention(Module):
             "sm_margin": config.sm_margin,
         }
         self._context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
-        # By which a slice finds what earlier ones left here.
-        self._layer = torch.tensor(next(_layers), device="cpu")
+        self._layer = torch.tensor(next(_layers), device="cpu")  # by which slices find earlier ones' keys
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Leaves `forward` as it is: tensors of other ranks come in by the strategy."""
+        """Leaves `forward` as it is: the strategy brings in other ranks' tensors."""
 
     def share(self, sharers: int, config: ContextStrategy.Config, meshes: Sequence[DeviceMesh]) -> None:
-        """Prepares for micro-batches that `sharers` data-parallel ranks share; 1: those of one rank."""
+        """Prepares for micro-batches that `sharers` data-parallel ranks share."""
         self._context[sharers] = load(config.owner.attention)(config, *meshes)
 
     def forward(
@@ -130,18 +122,12 @@ class DocumentAttention(Module):
         enable_gqa: bool = False,
         out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Attends within documents.
+        """Returns (1, tokens, query heads, H of v), before `out_transform` zeros where a query is padding.
 
         Args:
-            q_BLNH: (1, tokens, query heads, H), those of this rank.
-            k_BLNH, v_BLNH: (1, tokens, key heads, H), alike but for the H of v, which is the output's too.
-            attention_masks: the segments of this rank's queries.
             scale: factor on the scores; 1 / sqrt(H) by default.
-            out_transform: what torchtitan's models with sinks make of the output and its log-sum-exp, float32
+            out_transform: of torchtitan's models with sinks, from the output and its log-sum-exp, float32
                 (1, tokens, query heads), +inf where a query is padding.
-
-        Returns:
-            (1, tokens, query heads, H), before `out_transform` zeros where a query is padding.
         """
         assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
@@ -167,7 +153,7 @@ class DocumentAttention(Module):
 
 
 def prepare_attention(parts: Sequence[nn.Module], job: Job, meshes: ContextMeshes) -> None:
-    """Gives the attention of a model's parts what moves its tensors."""
+    """Gives the attention of a model's parts the half of the strategy that moves its tensors."""
     attentions = [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]
     for sharers, own in meshes.items():
         for attention in attentions:

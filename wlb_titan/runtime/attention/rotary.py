@@ -1,10 +1,10 @@
-"""Rotary positions that compiled code fuses with what stands around them.
+"""Rotary positions that compiled code fuses with its neighbours.
 
-torchtitan's ComplexRoPE turns neighbouring pairs of a head's elements as complex numbers, with which Inductor
-fuses nothing: compiled, the conversions and the product are kernels of their own behind the split of QKV, 6 %
-of the device time of a 550M Llama's step at 65,536 tokens on an H100. Here compiled code turns the pairs in
-real arithmetic, which fuses with split and casts, forward and backward. Uncompiled code keeps the complex
-product: three kernels, where real arithmetic would be six.
+torchtitan's ComplexRoPE turns neighbouring pairs of a head's elements as complex numbers, which Inductor does
+not fuse: the conversions and the product are kernels of their own after the split of QKV, 6 % of the device
+time of a 550M Llama's step at 65,536 tokens on an H100. Here compiled code turns the pairs in real
+arithmetic, which fuses with split and casts, forward and backward. Uncompiled code keeps the complex product:
+three kernels, where real arithmetic would be six.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ class PairwiseRoPE(ComplexRoPE):
         pass
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Turns queries and keys.
-
-        Args:
-            query, key: (1, tokens, heads, head dim).
-            positions: int64 (1, tokens), within their documents; None counts from 0.
-        """
+        """Turns (1, tokens, heads, head dim). positions: int64 (1, tokens), in documents; None: from 0."""
         if not torch.compiler.is_compiling():
             return super().forward(query, key, positions)
         table = torch.view_as_real(self.cache)

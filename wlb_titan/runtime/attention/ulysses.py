@@ -1,6 +1,6 @@
 """The half of Ulysses that moves tensors (see `context/ulysses.py`).
 
-Before attention every rank sends every other the heads that are its share, for its own tokens; after it the
+Before attention each rank sends the heads of its tokens to the ranks whose share they are; after it the
 outputs go back the same way. A key head that several ranks share is sent to each of them, and its gradients
 are added when they come back.
 
@@ -20,8 +20,6 @@ from wlb_titan.runtime.compat import all_to_all_single_autograd
 
 
 class UlyssesAttention:
-    """All tokens and this rank's share of the heads."""
-
     def __init__(self, config: Ulysses.Config, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
@@ -35,7 +33,6 @@ class UlyssesAttention:
         *,
         wants_lse: bool,
     ) -> Attended:
-        """As `ContextAttention` says; `exchange` is empty."""
         shares = head_shares(q_LNH.shape[1], k_LNH.shape[1], self._mesh.size())
         mine = shares[self._mesh.get_local_rank()]
         queries = [share.query_heads for share in shares]
@@ -58,15 +55,7 @@ class UlyssesAttention:
         return output, lse
 
     def _exchanged(self, sent: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
-        """One all-to-all.
-
-        Args:
-            sent: (L, W) to each rank; W may differ.
-            widths: W of what comes from each.
-
-        Returns:
-            (L, W) from each rank.
-        """
+        """One all-to-all of (L, W) to each rank, where W may differ; `widths` are those received."""
         tokens = len(sent[0])
         received = all_to_all_single_autograd(
             torch.cat([part.flatten() for part in sent]),
