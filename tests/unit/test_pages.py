@@ -107,7 +107,8 @@ def _run(folder, imbalance, tflops):
         {"step": step, "steps": 1, "model_tflops": tflops + step % 3, **figures} for step in range(1, 9)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    spans = [Span("dp 0", f"pp {rank}", f"{kind}0", rank, 1) for kind in "FB" for rank in (0, 1)]
+    starts = {"F0": (0, 1), "B0": (3, 2)}
+    spans = [Span("dp 0", f"pp {rank}", name, starts[name][rank], 1) for name in starts for rank in (0, 1)]
     write_trace(spans, folder / "traces" / "step-2.json")
     return folder
 
