@@ -30,10 +30,12 @@ def _base_config(name: str) -> Any:
     if BASES not in sys.modules:
         # Half a million imported objects stay to the end; not searching them for garbage saves a second.
         gc.disable()
-        importlib.import_module(BASES)
-        gc.freeze()
-        atexit.register(gc.unfreeze)
-        gc.enable()
+        try:
+            importlib.import_module(BASES)
+            gc.freeze()
+            atexit.register(gc.unfreeze)
+        finally:
+            gc.enable()
     from wlb_titan.runtime.models.bases import base_config
 
     return base_config(name)
