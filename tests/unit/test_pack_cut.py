@@ -2,6 +2,7 @@
 
 import warnings
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,7 @@ from wlb_titan.cost.workload import Quadratic, workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
-from wlb_titan.packing.plain import Plain, imbalance_of_plain
+from wlb_titan.packing.plain import Plain, for_trial, imbalance_of_plain
 from wlb_titan.packing.wlb import Wlb
 from wlb_titan.packing.wlb_lazy import _transfers, level_by_cutting
 from wlb_titan.plan import LENGTH, START
@@ -137,6 +138,8 @@ def test_a_trial_plans_some_of_many_data_parallel_ranks():
         packing=Wlb.Config(cost_model="quadratic:1,100"),
     )
     stream = DocumentStream(Mixture(lengths_of("heavy"), seed=3), 512)
+    assert for_trial(job).micro_batches == 48
+    assert [for_trial(replace(job, degrees=Degrees(shard=n))).micro_batches for n in (1, 2)] == [64, 64]
     assert imbalance_of_plain(stream, job) > 1
     assert len(Wlb(job.packing, stream, job).next().packs) == 192
 

@@ -8,7 +8,7 @@ rest is lost, as in the paper (`tail = "drop"`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -84,10 +84,15 @@ def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
     return float(np.mean(degrees[WARM_UP:]))
 
 
-def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
-    """The mean imbalance of `plain` on these documents, whose stream is left as it is.
-
-    Only as many data-parallel ranks are tried as have 64 micro-batches: with more, `plain` is not better.
-    """
+def for_trial(job: Job) -> Job:
+    """The job with at most `MOST_MICRO_BATCHES`, equally many for each data-parallel rank: with more, `plain`
+    is not better."""
     few = job.sample(MOST_MICRO_BATCHES)
-    return mean_imbalance(Plain(Plain.Config(), stream.from_start(), few), job.cost_model)
+    most = max(MOST_MICRO_BATCHES // few.replicas, 1) * few.replicas
+    return replace(few, micro_batches=min(few.micro_batches, most))
+
+
+def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
+    """The mean imbalance of `plain` on these documents, whose stream is left as it is."""
+    trial = Plain(Plain.Config(), stream.from_start(), for_trial(job))
+    return mean_imbalance(trial, job.cost_model)

@@ -38,7 +38,7 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed, split
 from wlb_titan.packing.bins import REMAINS, Bins, pack_by_work
-from wlb_titan.packing.plain import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
+from wlb_titan.packing.plain import for_trial, imbalance_of_plain, mean_imbalance
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import ID, LENGTH, START
 
@@ -104,8 +104,7 @@ class Wlb(VariableLengthPolicy):
         return documents[self._least.leading_first(documents[:, LENGTH])]
 
     def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        few = job.sample(MOST_MICRO_BATCHES)
-        trial = Wlb(replace(config, thresholds=self.thresholds), stream.from_start(), few)
+        trial = Wlb(replace(config, thresholds=self.thresholds), stream.from_start(), for_trial(job))
         queues = mean_imbalance(trial, job.cost_model)
         plain = imbalance_of_plain(stream, job)
         if queues > plain:
