@@ -28,7 +28,7 @@ from wlb_titan.commands.profile import MILLISECONDS, time_attention, time_call, 
 
 TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
 FA4 = ("FA4", "FA4, deterministic", "FA4, re-pack", "FA4, deterministic, re-pack")
-PEERS = ("cuDNN dense", "varlen_attn", "varlen_attn, re-pack", "FlexAttention")
+PEERS = ("cuDNN dense", "varlen_attn", "varlen_attn, re-pack")
 ROUNDS = 2  # of "turns": what differs between them is noise
 
 
@@ -106,18 +106,12 @@ def in_turns(names: list[str], case: Case, shape: Shape, dtype: torch.dtype, dev
 def can_run(implementation: str, case: Case) -> bool:
     if implementation == "cuDNN dense":
         return case.dense
-    if "re-pack" in implementation:
-        return "rank" in case.name
-    if implementation.startswith(("varlen_attn", "FA4")):  # keys cannot overlap: timed as if packed already
-        return True
-    return implementation != "FlexAttention" or case.group in "cd" or "of 8" in case.name
+    return "rank" in case.name or "re-pack" not in implementation
 
 
 def make_call(implementation: str, case: Case, q, k, v) -> peers.Call:
     if implementation == "cuDNN dense":
         return peers.cudnn(q, k, v)
-    if implementation == "FlexAttention":
-        return peers.flex(case, q, k, v)
     if implementation.startswith("varlen_attn"):
         return peers.varlen(case, q, k, v, repack="re-pack" in implementation)
     if implementation.startswith("FA4"):
@@ -144,14 +138,13 @@ def measure(implementation: str, case: Case, shape: Shape, dtype: torch.dtype, d
             forward = time_call(call, device)
         backward = partial(torch.autograd.grad, call(), call.leaves, dout, retain_graph=True)
         backward = time_call(backward, device)
-    row = {
+    return {
         "forward_ms": forward,
         "backward_ms": backward,
         "forward_tflops": work / forward / 1e9,
         "backward_tflops": 2.5 * work / backward / 1e9,
         "both_tflops": 3.5 * work / (forward + backward) / 1e9,
     }
-    return row | ({"mask_ms": time_call(call.build_mask, device)} if hasattr(call, "build_mask") else {})
 
 
 def time_segments(implementation: str, segments: Tensor, shape: Shape, **how: Any) -> dict:

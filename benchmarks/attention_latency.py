@@ -17,25 +17,26 @@ earlier kernels with several segments: the heaviest tiles of all documents came 
 memory.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from attention_cases import cases
-from attention_grid import GOAL, Pack, packs
+from attention_grid import GOAL, packs
 from attention_replay import (
     AROUND,
     BACKWARD,
+    DIM,
     FORWARD,
-    RESULTS,
     ROWS,
     UNITS,
     Backward,
     Forward,
+    arguments,
     extent,
     read,
+    timed,
 )
 from wlb_titan.kernels.gluon_launch import division, packed
 from wlb_titan.kernels.schedule import schedule_of
@@ -43,9 +44,8 @@ from wlb_titan.kernels.tiles import steps
 
 from wlb_titan.commands.profile import GridCase
 from wlb_titan.cost.attention_kernels import hopper, non_negative
-from wlb_titan.cost.attention_latency import AttentionLatency
 
-HOST = (0.5, 2.0)  # ms: forward and backward times below are the host's
+HOST = {"forward": 0.5, "backward": 2.0}  # ms below which a time is the host's
 TILES = 4  # a multiprocessor
 ROUNDS = 4
 HEADS = (32, 4)
@@ -86,11 +86,6 @@ def backward_ms(kernel: Backward, around: float, segments: np.ndarray) -> float:
     return kernel.milliseconds(segments, *HEADS) + around * extent(segments)[0] * HEADS[0]
 
 
-def planned_ms(latency: AttentionLatency, pack: Pack) -> float:
-    """Of both passes, in closed form."""
-    return float(latency.seconds(pack.shards)[pack.rank].sum()) * 1e3
-
-
 def measured_divisions(folder: Path) -> list[str]:
     """The backward of attention_cases.py as the tree divides its work, measured beside the closed form."""
     lines, errors = [], []
@@ -100,7 +95,7 @@ def measured_divisions(folder: Path) -> list[str]:
         q_tokens, kv_tokens = extent(pieces)
         schedule = schedule_of(case.segments, q_tokens, kv_tokens, torch.device("cpu"))
         sharding = [np.stack([0 * pieces[:, 0], pieces[:, 3] - pieces[:, 1], pieces[:, 1]], axis=1)]
-        of_case = [row for row in rows if row["case"] == case.name and row.get("deterministic", True)]
+        of_case = [row for row in rows if row["case"] == case.name]
         for heads in dict.fromkeys(tuple(row["shape"][:2]) for row in of_case):
             divided = division(schedule, *heads, UNITS)._asdict()
             same = [
@@ -126,65 +121,69 @@ def within(errors: np.ndarray) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=Path, default=RESULTS, help="folder of attention_h100.jsonl")
-    parser.add_argument("--kernels", choices=("then", "tree"), default="then", help="which were measured")
-    options = parser.parse_args(arguments)
-    rows = [
-        row for row in read(options.rows / "attention_h100.jsonl") if row.get("implementation") == "gluon"
-    ]
-    rows = [row for row in rows if row["shape"] == [*HEADS, 128, 128] and "forward_ms" in row]
-    grid = [(GridCase(*row["cut"]), row) for row in rows if row["kind"] == "grid"]
-    around = AROUND[options.kernels]
-    then = (FORWARD[options.kernels], BACKWARD[options.kernels])
+def grid(rows: list[dict], direction: str, kernels: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Segments and ms of the cases that the fit is made of."""
+    cases, ms = [], []
+    for row in rows:
+        if row["kind"] != "grid" or row[f"{direction}_ms"] < HOST[direction]:
+            continue
+        cut = GridCase(*row["cut"])
+        segments = cut.rows().numpy()
+        if direction == "forward":
+            tells = len(FORWARD[kernels].pieces(segments, *HEADS)) >= TILES * UNITS
+        else:
+            tells = cut.segments == 1 or kernels == "tree"
+        if tells:
+            cases.append(segments)
+            ms.append(row[f"{direction}_ms"])
+    return cases, np.array(ms)
 
-    kept = [(cut.rows().numpy(), row["forward_ms"]) for cut, row in grid if row["forward_ms"] >= HOST[0]]
-    kept = [(x, ms) for x, ms in kept if len(then[0].pieces(x, *HEADS)) >= TILES * UNITS]
-    forward, ratios = forward_fit([x for x, _ in kept], np.array([ms for _, ms in kept]), then[0])
+
+def main() -> None:
+    options = arguments().parse_args()
+    rows = timed(options.rows, [*HEADS, DIM, DIM])
+    around = AROUND[options.kernels]
+
+    forward, ratios = forward_fit(*grid(rows, "forward", options.kernels), FORWARD[options.kernels])
     print(f"forward: tile {forward.tile:.3f}, block {forward.block:.3f}, masked {forward.masked:.3f} us")
-    print(f"  {len(kept)} of the grid met within {np.median(np.abs(ratios - 1)):.1%} in the median")
-    kept = [
-        (cut.rows().numpy(), row["backward_ms"])
-        for cut, row in grid
-        if row["backward_ms"] >= HOST[1] and (cut.segments == 1 or options.kernels == "tree")
-    ]
-    backward, ratios = backward_fit([x for x, _ in kept], np.array([ms for _, ms in kept]), then[1], around)
+    print(f"  {len(ratios)} of the grid met within {np.median(np.abs(ratios - 1)):.1%} in the median")
+    backward, ratios = backward_fit(
+        *grid(rows, "backward", options.kernels), BACKWARD[options.kernels], around
+    )
     print(
         f"backward: step {backward.step:.3f}, program {backward.tile:g} us, "
         f"query around it {around * 1e3 * UNITS:.4f} us"
     )
-    print(f"  {len(kept)} of the grid met within {np.median(np.abs(ratios - 1)):.1%} in the median")
+    print(f"  {len(ratios)} of the grid met within {np.median(np.abs(ratios - 1)):.1%} in the median")
+
+    def replayed_ms(segments: np.ndarray, kernels: str) -> float:
+        """Of both passes of the kernels, at the costs that were fitted."""
+        ahead = replace(FORWARD[kernels], tile=forward.tile, block=forward.block, masked=forward.masked)
+        back = replace(BACKWARD[kernels], step=backward.step)
+        return ahead.milliseconds(segments, *HEADS) + backward_ms(back, AROUND[kernels], segments)
 
     measured = {row["case"]: row["forward_ms"] + row["backward_ms"] for row in rows if row["kind"] == "packs"}
-    latency = hopper(128, HEADS[0], group=HEADS[0] // HEADS[1])
-    tree = (
-        replace(FORWARD["tree"], tile=forward.tile, block=forward.block, masked=forward.masked),
-        replace(BACKWARD["tree"], step=backward.step),
+    judged = [(pack, pack.segments.numpy()) for pack in packs() if pack.name in measured]
+    ms = np.array([measured[pack.name] for pack, _ in judged])
+    then, tree = (
+        np.array([replayed_ms(segments, kernels) for _, segments in judged])
+        for kernels in (options.kernels, "tree")
     )
-    replayed, planned = [], []
-    tails: dict[float, list[float]] = {tail / 50: [] for tail in range(16)}
-    for pack in packs():
-        if pack.name in measured:
-            rows_ = pack.segments.numpy()
-            then_ms = forward.milliseconds(rows_, *HEADS) + backward_ms(backward, around, rows_)
-            tree_ms = tree[0].milliseconds(rows_, *HEADS) + backward_ms(tree[1], AROUND["tree"], rows_)
-            judge = measured[pack.name] if options.kernels == "tree" else tree_ms
-            replayed.append(then_ms / measured[pack.name] - 1)
-            planned.append(planned_ms(latency, pack) / judge - 1)
-            for tail, errors in tails.items():
-                other = replace(
-                    latency,
-                    forward=replace(latency.forward, tail=tail),
-                    backward=replace(latency.backward, tail=tail),
-                )
-                errors.append(planned_ms(other, pack) / tree_ms - 1)
-    best = min(tails, key=lambda tail: float(np.abs(tails[tail]).mean()))
+    latency = hopper(128, HEADS[0], group=HEADS[0] // HEADS[1])
+
+    def planned_ms(tail: float) -> np.ndarray:
+        """Of both passes, in closed form."""
+        forward, backward = (replace(cost, tail=tail) for cost in (latency.forward, latency.backward))
+        tailed = replace(latency, forward=forward, backward=backward)
+        return 1e3 * np.array([tailed.seconds(pack.shards)[pack.rank].sum() for pack, _ in judged])
+
+    best = min(np.arange(16) / 50, key=lambda tail: float(np.abs(planned_ms(tail) / tree - 1).mean()))
     print(f"tail: {best:g} is closest to a replay of the tree's kernels")
-    print(f"packs, replay of the kernels that were measured: {within(np.array(replayed))}")
+    print(f"packs, replay of the kernels that were measured: {within(then / ms - 1)}")
     print("\n".join(measured_divisions(options.rows)))
     beside = "measured" if options.kernels == "tree" else "beside a replay of the tree's kernels"
-    print(f"packs, closed form {beside}: {within(np.array(planned))}")
+    errors = planned_ms(latency.forward.tail) / (ms if options.kernels == "tree" else tree) - 1
+    print(f"packs, closed form {beside}: {within(errors)}")
 
 
 if __name__ == "__main__":

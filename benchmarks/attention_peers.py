@@ -75,36 +75,6 @@ def _by_offsets(case: Case, q: Tensor, k: Tensor, v: Tensor, attend: Callable, r
     return call
 
 
-def flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """Compiled FlexAttention with a block mask of the segments; `.build_mask` makes the mask again."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    first = torch.zeros(q.shape[0], dtype=torch.int32)
-    last = torch.zeros(q.shape[0], dtype=torch.int32)
-    for q_start, q_len, kv_start, kv_len in case.segments.tolist():
-        first[q_start : q_start + q_len] = kv_start
-        last[q_start : q_start + q_len] = torch.arange(kv_start + kv_len - q_len, kv_start + kv_len) + 1
-    first, last = first.to(q.device), last.to(q.device)
-
-    def seen(_batch, _head, row, key):
-        return (key >= first[row]) & (key < last[row])
-
-    def build_mask():
-        return create_block_mask(seen, None, None, q.shape[0], k.shape[0], device=q.device, _compile=True)
-
-    mask = build_mask()
-    torch._dynamo.reset()  # another shape before would make this one's sizes dynamic, or too many to compile
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def call() -> Tensor:
-        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        return compiled(*heads_first, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])[0].transpose(0, 1)
-
-    call.leaves = (q, k, v)
-    call.build_mask = build_mask
-    return call
-
-
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Call:
     """cuDNN's dense causal attention: the ceiling, for one whole document only."""
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -1,7 +1,6 @@
 """How long a launch of the Gluon kernels should take, replayed from the tile lists that they get, GPU or not.
 
-    python benchmarks/attention_replay.py                        # measured on an H100, and replayed
-    python benchmarks/attention_replay.py --backward step=2.25   # and one column more
+    python benchmarks/attention_replay.py                          # measured on an H100, and replayed
     python benchmarks/attention_replay.py --rows FOLDER --kernels tree  # measured with this tree's kernels
 
 Backward: tiles are taken in the order of the list, each by the multiprocessor that is free first. A step of
@@ -14,20 +13,22 @@ No memory is modelled: where a measurement lies far above its replay, the L2 cac
 gluon_launch.division chooses to meet that cache, one head after the other and few heads side by side, is
 asked for by `blocks_first`, `pack` and `heads_at_a_time`.
 
-`Forward()` and `Backward()` describe the kernels of this tree; their fields say what else can be asked. A
-change of the lists, the walk or the launch is judged by it before there is a GPU to measure it on.
+`Forward()` and `Backward()` describe the kernels of this tree; their fields say what else can be asked
+(`FORWARD`, `BACKWARD`). A change of the lists, the walk or the launch is judged by it before there is a GPU
+to measure it on.
 """
 
 import argparse
 import heapq
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from attention_cases import cases
+from common import show
 from wlb_titan.kernels.gluon_launch import KEYS, LEAST_PACKED, ROWS, SECTION, packed, parts
 from wlb_titan.kernels.segments import CAUSAL
 from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles, steps
@@ -52,7 +53,6 @@ class Forward:
     block: of 128 keys; masked: what a masked one takes more; tile: start and end of a tile.
     heads_at_a_time: key heads that run through the list together; 0 for as many as the L2 cache holds.
     dynamic: each tile goes to the multiprocessor that is free first, instead of to and fro like a plough.
-    ahead: a multiprocessor takes its next tile when it begins the last one, not when that ends.
     pack: query heads are packed into a tile.
     heaviest_first: tiles are dealt by their work and not as listed.
     """
@@ -62,7 +62,6 @@ class Forward:
     tile: float = 3.45
     heads_at_a_time: int = SECTION
     dynamic: bool = True
-    ahead: bool = False
     pack: bool = True
     heaviest_first: bool = False
 
@@ -76,9 +75,7 @@ class Forward:
         if not self.dynamic:
             return to_and_fro(pieces, units)
         shares = np.zeros((units, 3))
-        np.add.at(
-            shares, free_first(pieces @ [self.tile, self.block, self.masked], units, self.ahead), pieces
-        )
+        np.add.at(shares, free_first(pieces @ [self.tile, self.block, self.masked], units), pieces)
         return shares
 
     def pieces(self, segments: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
@@ -105,7 +102,6 @@ class Backward:
     step: of 64 rows and 128 keys. tile: start and end of a tile; reasoned, as 6 us were measured when each
     was a program of its own, before whole lines were stored. poll, free, visible: see above; the warps that
     add are never the slower ones without turns, so free <= visible, and free + poll <= step.
-    turns: dQ is added in turns, not in any order.
     buffers: of dQ, each with a warp that adds.
     blocks_first: a program walks over blocks of queries and at each over its heads, instead of over heads.
     ask_early: the turn is asked for before the dQ is there.
@@ -122,7 +118,6 @@ class Backward:
     poll: float = 0.6
     free: float = 0.4
     visible: float = 1.2
-    turns: bool = True
     buffers: int = 2
     blocks_first: bool = True
     ask_early: bool = True
@@ -190,7 +185,7 @@ class Backward:
         computed, added, buffer = start, np.full(n, start), np.full(n, start)  # of the next steps' warps
         for blocks, counter in items:
             count = blocks * len(ready)
-            if self.turns and counter >= 0:
+            if counter >= 0:
                 window = ready[:, counter : counter + blocks][:, ::-1]
                 window = window.T if self.blocks_first else window
                 turn, poll, between = window.ravel() + self.poll, self.poll, self.visible + self.poll
@@ -213,10 +208,10 @@ class Backward:
             np.maximum(adds[n:], handed + asked, out=adds[n:])
             computed = max(first[-1], handed[-1]) if count > n else first[-1]
             last = adds[count - here :]
-            visible = self.visible if self.turns and counter >= 0 else self.free
+            visible = self.visible if counter >= 0 else self.free
             buffer = np.append(buffer[here:], last + self.free)
             added = np.append(added[here:], last + visible)
-            if self.turns and counter >= 0:
+            if counter >= 0:
                 window[:] = (adds + self.visible).reshape(window.shape)
         return max(added.max(), computed)
 
@@ -253,14 +248,13 @@ def to_and_fro(work: np.ndarray, units: int) -> np.ndarray:
     return shares.sum(axis=0)
 
 
-def free_first(work: np.ndarray, units: int, ahead: bool = False) -> np.ndarray:
-    """The unit of each piece, where each goes to the one that is free first, or has begun its last first."""
-    asks, ends = [(-1.0, unit) for unit in range(units)], [0.0] * units
+def free_first(work: np.ndarray, units: int) -> np.ndarray:
+    """The unit of each piece, where each goes to the one that is free first."""
+    free = [(0.0, unit) for unit in range(units)]
     taken = []
     for piece in work.tolist():
-        unit, begin = asks[0][1], ends[asks[0][1]]
-        ends[unit] += piece
-        heapq.heapreplace(asks, (begin if ahead else ends[unit], unit))
+        end, unit = free[0]
+        heapq.heapreplace(free, (end + piece, unit))
         taken.append(unit)
     return np.array(taken)
 
@@ -282,14 +276,10 @@ def in_order(lists: KeyTiles, *, items_up: bool, heaviest_first: bool) -> KeyTil
     return lists._replace(tiles=rows[np.argsort(-work, kind="stable")], items=listed)
 
 
-# Columns of the tables: the kernels with which the rows under results/nvidia_h100 were measured, those of
-# this tree, and what they would be in other ways.
+# The kernels with which the rows under results/nvidia_h100 were measured, and those of this tree.
 FORWARD = {
     "then": Forward(heads_at_a_time=0, dynamic=False, pack=False, heaviest_first=True),
     "tree": Forward(),
-    "ahead": Forward(ahead=True),
-    "to and fro": Forward(dynamic=False, heaviest_first=True),
-    "one head": Forward(pack=False),
 }
 BACKWARD = {
     "then": Backward(
@@ -304,30 +294,37 @@ BACKWARD = {
         heaviest_first=True,
     ),
     "tree": Backward(),
-    "any order": Backward(turns=False),
-    "one buffer": Backward(buffers=1),
-    "one head": Backward(pack=False),
 }
 
 
-def measured(
-    folder: Path, heads: str, around: float = AROUND["then"]
-) -> Iterator[tuple[str, np.ndarray, float, float]]:
-    """Name, segments, and kernel ms forward and backward of each case that was timed with gluon.
+def timed(folder: Path, shape: list[int]) -> list[dict]:
+    """Rows of gluon's passes."""
+    return [
+        row
+        for row in read(folder / "attention_h100.jsonl")
+        if row.get("implementation") == "gluon" and row["shape"] == shape and "forward_ms" in row
+    ]
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def measured(folder: Path, heads: list[int], around: float) -> Iterator[tuple[str, np.ndarray, float, float]]:
+    """Name, segments, and kernel ms forward and backward of each case that was timed.
 
     Where the backward's kernel was not timed by itself, what surrounds it is taken off: `around`, by the rows
     of queries and their heads.
     """
-    shape = [*map(int, heads.split(":")), DIM, DIM]
+    shape = [*heads, DIM, DIM]
     segments = {case.name: case.segments.numpy() for case in cases() if case.group != "e"}
     for cut in map(GridCase._make, CUTS):
         segments[f"{cut.segments:,} documents of {cut.q_len:,}"] = cut.rows().numpy()
     times = {}
-    for row in read(folder / "attention_h100.jsonl"):
-        if row.get("implementation") == "gluon" and row["shape"] == shape and "forward_ms" in row:
-            cut = row.get("cut")
-            name = f"{cut[2]:,} documents of {cut[0]:,}" if cut and cut[0] == cut[1] else row["case"]
-            times[name] = row["forward_ms"], row["backward_ms"]
+    for row in timed(folder, shape):
+        cut = row.get("cut")
+        name = f"{cut[2]:,} documents of {cut[0]:,}" if cut and cut[0] == cut[1] else row["case"]
+        times[name] = row["forward_ms"], row["backward_ms"]
     alone = folder / "backward_kernels_h100.jsonl"
     kernels = {
         row["case"]: row["kernels"]["gluon_backward_kernel"][0]
@@ -337,52 +334,39 @@ def measured(
     for name, rows in segments.items():
         if name in times:
             forward, backward = times[name]
-            rest = around * extent(rows)[0] * shape[0]
+            rest = around * extent(rows)[0] * heads[0]
             yield name, rows, forward, kernels.get(name, backward - rest)
 
 
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def changed(kernel: Forward | Backward, changes: list[str]) -> Forward | Backward:
-    """The kernel with fields changed as "name=value"."""
-    values = {}
-    for change in changes:
-        name, _, text = change.partition("=")
-        before = getattr(kernel, name)
-        values[name] = text in ("true", "1") if isinstance(before, bool) else type(before)(text)
-    return replace(kernel, **values)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=Path, default=RESULTS, help="folder of attention_h100.jsonl")
     parser.add_argument("--kernels", choices=tuple(AROUND), default="then", help="which were measured")
+    return parser
+
+
+def main() -> None:
+    parser = arguments()
     parser.add_argument("--heads", default=["32:4", "32:32"], nargs="+", help="query and key heads")
-    parser.add_argument(
-        "--forward", nargs="+", default=[], metavar="NAME=VALUE", help="one more column: fields changed"
-    )
-    parser.add_argument("--backward", nargs="+", default=[], metavar="NAME=VALUE")
     parser.add_argument("--units", type=int, default=UNITS, help="multiprocessors that do the work")
-    options = parser.parse_args(arguments)
-    forward = FORWARD | ({"asked": changed(Forward(), options.forward)} if options.forward else {})
-    backward = BACKWARD | ({"asked": changed(Backward(), options.backward)} if options.backward else {})
-    found = {heads: list(measured(options.rows, heads, AROUND[options.kernels])) for heads in options.heads}
-    for direction, (title, kernels) in enumerate((("forward", forward), ("backward", backward))):
-        print(f"\n{title + ', kernel ms':40}" + "".join(f"{name:>12}" for name in ("measured", *kernels)))
-        for heads, rows in found.items():
-            q_heads, kv_heads = map(int, heads.split(":"))
-            for name, segments, *times in rows:
-                replayed = (
-                    kernel.milliseconds(segments, q_heads, kv_heads, options.units)
-                    for kernel in kernels.values()
-                )
-                print(
-                    f"{name + ', ' + heads:40}"
-                    + "".join(f"{x:12.3f}" for x in (times[direction], *replayed)),
-                    flush=True,
-                )
+    options = parser.parse_args()
+    found = [
+        (heads, *case)
+        for heads in ([*map(int, text.split(":"))] for text in options.heads)
+        for case in measured(options.rows, heads, AROUND[options.kernels])
+    ]
+    columns = {"kernel ms": "{name}", "heads": "{heads}"}
+    columns |= {which: f"{{{which}:.3f}}" for which in ("measured", *FORWARD)}
+    for direction, kernels in enumerate((FORWARD, BACKWARD)):
+        print("\nbackward\n" if direction else "forward\n")
+        show(
+            columns,
+            (
+                {"name": name, "heads": ":".join(map(str, heads)), "measured": times[direction]}
+                | {which: one.milliseconds(segments, *heads, options.units) for which, one in kernels.items()}
+                for heads, name, segments, *times in found
+            ),
+        )
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import numpy as np
-from common import save
+from common import machine, save, show
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from wlb_titan.balancing import balance, causal
 from wlb_titan.cost.workload import workload
@@ -36,6 +36,8 @@ from wlb_titan.job import Job
 RANKS, LIMIT, BATCHES = 8, 32768, 20
 ANSWERS = {"short": (1500, 1.0, 16384), "long": (6000, 0.8, 30000)}
 Batches = list[list[list[int]]]
+Way = Callable[[NDArray[np.int64]], Batches]
+Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 
 
 def rollouts(kind: str, seed: int) -> NDArray[np.int64]:
@@ -94,44 +96,52 @@ def first_fit(lengths: NDArray[np.int64]) -> Batches:
     return [bins[rank::RANKS] for rank in range(RANKS)]
 
 
+def figures_of(way: Way, judge: Cost, kind: str) -> dict[str, float]:
+    """Means of the batches."""
+    found = []
+    for seed in range(BATCHES):
+        lengths = rollouts(kind, seed)
+        begin = time.process_time()
+        batches = way(lengths)
+        milliseconds = 1e3 * (time.process_time() - begin)
+        assert sorted(i for own in batches for batch in own for i in batch) == list(range(1024))
+        work = judge(lengths)
+        loads = np.array([[work[batch].sum() for batch in own] for own in batches])
+        loads = -np.sort(-loads, axis=1)  # all begin with their heaviest
+        ideal = loads.mean(axis=0).sum()
+        each, end = loads.max(axis=0).sum() / ideal, loads.sum(axis=1).max() / ideal
+        found.append((each, end, loads.shape[1], milliseconds))
+    names = ("each", "end", "micro_batches", "plan_ms")
+    return dict(zip(names, np.mean(found, axis=0).tolist(), strict=True))
+
+
+COLUMNS = {
+    **{name: f"{{{name}}}" for name in ("answers", "way")},
+    **{name: f"{{{name}:.3f}}" for name in ("each", "end")},
+    "micro-batches": "{micro_batches:.1f}",
+    "plan, ms": "{plan_ms:.1f}",
+}
+
+
 def main() -> None:
-    """Prints the means of 20 batches."""
     model = Job(window=LIMIT, micro_batches=RANKS).cost_model
+    judge = partial(workload, model)
 
-    def judge(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        return workload(model, lengths)
+    def balanced(cost: Cost) -> Way:
+        limits = {"ranks": RANKS, "tokens_per_rank": LIMIT}
+        return lambda lengths: balance(lengths, cost=cost, **limits).micro_batches
 
-    ways: dict[str, Callable[[NDArray[np.int64]], Batches]] = {
+    ways: dict[str, Way] = {
         "first-fit": first_fit,
         "KK on L^2": by_squares,
+        "balance, causal(4096)": balanced(causal(4096)),
+        "balance, the judge's": balanced(judge),
     }
-    for name, cost in (("balance, causal(4096)", causal(4096)), ("balance, the judge's", judge)):
-        ways[name] = lambda lengths, cost=cost: (
-            balance(lengths, ranks=RANKS, tokens_per_rank=LIMIT, cost=cost).micro_batches
-        )
-    table = Table("answers", "way", "each", "end", "micro-batches", "plan, ms")
-    rows = []
-    for kind in ANSWERS:
-        for name, way in ways.items():
-            figures = []
-            for seed in range(BATCHES):
-                lengths = rollouts(kind, seed)
-                begin = time.process_time()
-                batches = way(lengths)
-                milliseconds = 1e3 * (time.process_time() - begin)
-                assert sorted(i for own in batches for batch in own for i in batch) == list(range(1024))
-                work = judge(lengths)
-                loads = np.array([[work[batch].sum() for batch in own] for own in batches])
-                loads = -np.sort(-loads, axis=1)  # all begin with their heaviest
-                ideal = loads.mean(axis=0).sum()
-                each, end = loads.max(axis=0).sum() / ideal, loads.sum(axis=1).max() / ideal
-                figures.append((each, end, loads.shape[1], milliseconds))
-            each, end, count, milliseconds = np.mean(figures, axis=0).tolist()
-            row = (kind, name, f"{each:.3f}", f"{end:.3f}", f"{count:.1f}", f"{milliseconds:.1f}")
-            table.add_row(*row)
-            rows.append({"answers": kind, "way": name, "each": each, "end": end, "micro_batches": count})
-    Console(width=100).print(table)
-    save("balance_rollouts", {"rows": rows})
+    rows = (
+        {"answers": kind, "way": name, **figures_of(way, judge, kind)}
+        for kind, (name, way) in product(ANSWERS, ways.items())
+    )
+    save("balance_rollouts", machine() | {"rows": show(COLUMNS, rows)})
 
 
 if __name__ == "__main__":

@@ -39,14 +39,12 @@ from typing import Any
 import click
 import matplotlib.pyplot as plt
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from common import RESULTS, save, show
 
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.packing import POLICIES
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 SETTINGS = {
     "plain": [],
     "fixed_greedy": ["--wlb.packing.global_batches", "8"],
@@ -185,19 +183,10 @@ def draw(curves: dict[str, list[dict[int, float]]], path: Path) -> None:
 @click.option("--window", default=2048, show_default=True, help="Context window in tokens.")
 @click.option("--at-once", default=1, show_default=True, help="Runs side by side, a core each.")
 @click.option("--minutes", type=float, help="Begin nothing new after so long.  [default: run to the end]")
-@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, help="Folder of the results.")
 def main(
-    folder: Path,
-    seeds: int,
-    steps: int,
-    every: int,
-    window: int,
-    at_once: int,
-    minutes: float | None,
-    output: Path,
+    folder: Path, seeds: int, steps: int, every: int, window: int, at_once: int, minutes: float | None
 ) -> None:
     """Train under every policy, in FOLDER, and compare the losses on held-out documents."""
-    console = Console()
     folder = folder.resolve()
     make_corpus(folder, window)
     runs = [Run(folder, policy, seed, window) for seed in range(seeds) for policy in COMPARED]
@@ -206,7 +195,7 @@ def main(
     def go_on(run: Run) -> None:
         begin, before = time.monotonic(), run.steps
         run.go_on(min(before + TURN * every, steps), every, steps)
-        console.print(f"{run.policy}, seed {run.seed}: step {run.steps}, {time.monotonic() - begin:.0f} s")
+        print(f"{run.policy}, seed {run.seed}: step {run.steps}, {time.monotonic() - begin:.0f} s")
         if run.steps == before:
             raise click.ClickException(f"{run.policy}, seed {run.seed} made no progress.")
 
@@ -214,20 +203,17 @@ def main(
         while behind := [run for run in runs if run.steps < steps]:
             if time.monotonic() > end:
                 done = sum(run.steps for run in runs)
-                console.print(f"{done:,} of {steps * len(runs):,} steps are done. Start again to go on.")
+                print(f"{done:,} of {steps * len(runs):,} steps are done. Start again to go on.")
                 return
             list(pool.map(go_on, sorted(behind, key=lambda run: run.steps)[:at_once]))
 
     settings = {"seeds": seeds, "steps": steps, "window": window, "every": every, "micro_batches": 4}
     result = summary(runs, seeds, settings)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "loss_curves.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(result["curves"], output / "loss_curves.svg")
-    table = Table("policy", "validation loss", "minus plain", "standard error", "imbalance", "delay")
-    for policy, row in result["validation"].items():
-        names = ("mean", "minus_plain", "standard_error", "imbalance", "delay")
-        table.add_row(policy, *(f"{row[name]:.4f}" for name in names))
-    console.print(table)
+    save("loss_curves", result)
+    draw(result["curves"], RESULTS / "loss_curves.svg")
+    names = ("mean", "minus_plain", "standard_error", "imbalance", "delay")
+    columns = {"policy": "{policy}"} | {name: f"{{{name}:.4f}}" for name in names}
+    show(columns, ({"policy": policy, **row} for policy, row in result["validation"].items()))
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import click
+from common import save, show
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 BALANCED = ["--policy", "wlb_lazy:hybrid:best", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
 FILES = [f"llama2_{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")]
 
@@ -35,29 +36,27 @@ def dry_run(name: str, kind: str) -> list[dict[str, Any]]:
     return ranks
 
 
-@click.command(help=__doc__)
-@click.option(
-    "--output", type=click.Path(path_type=Path), default=ROOT / "benchmarks/results/cpu/memory_traced.json"
-)
-def main(output: Path) -> None:
-    rows = []
-    print("| file | policy | rank | longest micro-batch | predicted GiB | traced GiB | difference |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name in FILES:
-        for kind in ("plain", "balanced"):
-            for rank in dry_run(name, kind):
-                rows.append({"file": name, "policy": kind, **rank})
-                predicted, traced = rank["predicted_gib"], rank["traced_gib"]
-                print(
-                    f"| {name} | {kind} | {rank['rank']} | {max(rank['lengths']):,} | {predicted:.2f} | "
-                    f"{traced:.2f} | {predicted / traced - 1:+.1%} |",
-                    flush=True,
-                )
-    worst = max(abs(row["predicted_gib"] / row["traced_gib"] - 1) for row in rows)
-    print(f"\nThe largest difference is {worst:.1%}.")
-    for row in rows:
-        del row["largest"]
-    output.write_text(json.dumps(rows, indent=1) + "\n")
+def ranks() -> Iterator[dict[str, Any]]:
+    for name, kind in product(FILES, ("plain", "balanced")):
+        for rank in dry_run(name, kind):
+            del rank["largest"]
+            longest, difference = max(rank["lengths"]), rank["predicted_gib"] / rank["traced_gib"] - 1
+            yield {"file": name, "policy": kind, **rank, "longest": longest, "difference": difference}
+
+
+COLUMNS = {
+    **{name: f"{{{name}}}" for name in ("file", "policy", "rank")},
+    "longest micro-batch": "{longest:,}",
+    "predicted GiB": "{predicted_gib:.2f}",
+    "traced GiB": "{traced_gib:.2f}",
+    "difference": "{difference:+.1%}",
+}
+
+
+def main() -> None:
+    rows = show(COLUMNS, ranks())
+    print(f"\nThe largest difference is {max(abs(row['difference']) for row in rows):.1%}.")
+    save("memory_traced", rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a micro-batch costs the host: one of a length that was never seen, and one of a length seen before.
 
-    python benchmarks/new_lengths.py --output benchmarks/results/cpu
+    python benchmarks/new_lengths.py
     python benchmarks/new_lengths.py --layout cp2_tp2 --compile aot_eager --lengths 40
 
 runs micro-batches of several lengths, each length four times, through the debug model as rank 0 of a job
@@ -11,18 +11,18 @@ it also counts the graphs that torch.compile has made so far.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import click
 import numpy as np
 import torch
+from common import save, show
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -96,38 +96,38 @@ def measure(layout: str, lengths: int, backend: str | None) -> dict:
             again = float(np.median([cpu_seconds(trainer, length) for _ in range(AGAIN)]))
             graphs = counters["stats"]["unique_graphs"]
             result.append({"length": length, "new": new, "again": again, "graphs": graphs})
-            text = f", {graphs} graphs" if backend else ""
-            print(
-                f"  {length:5} tokens: {new:6.3f} s, again {again:6.3f} s{text}", file=sys.stderr, flush=True
-            )
         trainer.close()
+    new, again = (float(np.median([r[which] for r in result])) for which in ("new", "again"))
     return {
-        "new": float(np.median([r["new"] for r in result])),
-        "again": float(np.median([r["again"] for r in result])),
+        "layout": layout,
+        "new": new,
+        "again": again,
+        "ratio": new / again,
+        "graphs": graphs,
         "lengths": result,
     }
 
 
+COLUMNS = {
+    "layout": "{layout}",
+    "new, s": "{new:.3f}",
+    "again, s": "{again:.3f}",
+    "ratio": "{ratio:.2f}",
+    "graphs": "{graphs}",
+}
+
+
 @click.command()
-@click.option(
-    "--layout", "layouts", multiple=True, type=click.Choice(LAYOUTS), help="Which; several by default."
-)
+@click.option("--layout", "layouts", multiple=True, type=click.Choice(LAYOUTS), default=DEFAULT)
 @click.option("--lengths", default=8, show_default=True, help="How many different ones.")
-@click.option(
-    "--compile", "backend", metavar="BACKEND", help="Compile the model with it: inductor, aot_eager."
-)
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for new_lengths.json.")
-def main(layouts: tuple[str, ...], lengths: int, backend: str | None, output: Path | None) -> None:
-    """Prints seconds of processor time a micro-batch, for each layout in a process of its own."""
-    results = {}
-    for layout in layouts or DEFAULT:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            r = results[layout] = fresh.submit(measure, layout, lengths, backend).result()
-        print(
-            f"{layout:12} new {r['new']:.3f} s, again {r['again']:.3f} s, ratio {r['new'] / r['again']:.2f}"
-        )
-    if output is not None:
-        (output / "new_lengths.json").write_text(json.dumps(results, indent=1) + "\n")
+@click.option("--compile", "backend", metavar="BACKEND", help="Compile the model: inductor, aot_eager.")
+def main(layouts: tuple[str, ...], lengths: int, backend: str | None) -> None:
+    """Seconds of processor time a micro-batch, for each layout in a process of its own."""
+    measured = partial(measure, lengths=lengths, backend=backend)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as fresh:
+        rows = show(COLUMNS, fresh.map(measured, layouts))
+    if backend is None:
+        save("new_lengths", rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What it costs a pipeline that all of a rank's sends and receives go through one queue, as in an NCCL group.
 
-    python benchmarks/p2p_queues.py --output benchmarks/results/cpu/p2p_queues.json
+    python benchmarks/p2p_queues.py
 
 takes the lists of computations, sends and receives that torch makes of an interleaved schedule. A forward
 pass through a stage takes 1 unit, a backward pass 2, a transfer as given. A computation begins when the
@@ -11,13 +11,13 @@ or one for each direction between two ranks (torch's `pipeline_per_edge_p2p`, wh
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
+from itertools import product
 from typing import Any
 
-import click
+from common import save, show
 from torch.distributed.pipelining.schedules import _add_send_recv
 
 from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
@@ -71,30 +71,28 @@ def _other(shape: PipelineShape, stage: int, kind: Any) -> int:
     return shape.rank_of(stage + on[kind.name])
 
 
-@click.command()
-@click.option("--output", type=click.Path(path_type=Path))
-def main(output: Path | None) -> None:
-    """Prints the units of a step with one queue a rank and with one a direction."""
-    results = []
-    for ranks, chunks, micro_batches in CASES:
+def cases() -> Iterator[dict[str, Any]]:
+    """Units of a step with one queue a rank and with one a direction."""
+    for (ranks, chunks, micro_batches), transfer in product(CASES, (0.0, 0.1)):
         shape = PipelineShape("Interleaved1F1B", ranks, chunks)
-        for transfer in (0.0, 0.1):
-            one, each = (step_units(shape, micro_batches, transfer, queue) for queue in (True, False))
-            results.append(
-                {
-                    "ranks": ranks,
-                    "stages of a rank": chunks,
-                    "micro-batches": micro_batches,
-                    "transfer": transfer,
-                    "one queue a rank": one,
-                    "one a direction": each,
-                    "longer": one / each - 1,
-                }
-            )
-            print(results[-1])
-    if output is not None:
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        one, each = (step_units(shape, micro_batches, transfer, queue) for queue in (True, False))
+        yield {
+            "ranks": ranks,
+            "stages of a rank": chunks,
+            "micro-batches": micro_batches,
+            "transfer": transfer,
+            "one queue a rank": one,
+            "one a direction": each,
+            "longer": one / each - 1,
+        }
+
+
+COLUMNS = {
+    **{name: f"{{{name}}}" for name in ("ranks", "stages of a rank", "micro-batches", "transfer")},
+    **{name: f"{{{name}:.1f}}" for name in ("one queue a rank", "one a direction")},
+    "longer": "{longer:.0%}",
+}
 
 
 if __name__ == "__main__":
-    main()
+    save("p2p_queues", show(COLUMNS, cases()))

@@ -1,43 +1,75 @@
-"""Packing without training: balance, delay, plan time, very many documents, and preparing a corpus.
+"""Packing without training: balance, delay, plan time, and very many documents.
 
     python benchmarks/packing.py scale
     python benchmarks/packing.py never-worse --files FILES    # after `wlb-titan prepare FILES`
     python benchmarks/packing.py billion --folder FOLDER
-    python benchmarks/packing.py prepare --folder FOLDER
 
-Lengths and work are those of common.py. Each command prints its rows and writes results/cpu/packing_*.json.
+Each prints its rows and writes results/cpu/packing_*.json.
+
+The lengths are made so that the original packing is as unbalanced as the paper's (1.44 with N = 4, a window
+of 128K and the 7B model) and its other facts hold: most documents are short, the longest fill the window, and
+more than 75 % of tokens lie in documents shorter than half the window.
+
+- 99.4 % of documents: log-normal, median 460 tokens, sigma 1.3;
+- 0.6 %: Pareto with exponent 0.5 between 16K and 1M tokens;
+- none below 16 tokens, and those above the window are truncated to it, as the paper's loader does.
+
+The work of a document is that of LLaMA2-7B in FLOPs, forward and backward, at equal efficiency:
+3.5 x 262144 d^2 for attention (causal, 2 x 4096 x 32 a pair, 2.5 times that in the backward pass) and
+3 x 13.2e9 d for linear layers. It needs no device to be reproduced: quadratic:917504,3.96e10.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import struct
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from common import WINDOW, planner_of, save, synthetic_lengths
+from common import machine, save, show
 
+from wlb_titan.arrays import Ints
 from wlb_titan.corpus import Corpus
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
-from wlb_titan.corpus.sources import SourceSpec, open_source
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import Plan
+from wlb_titan.planner import Planner
 from wlb_titan.summary import Summary
 
-FOLDER = click.Path(path_type=Path)
+WINDOW = 131072
+COST_MODEL = "quadratic:917504,3.96e10"
+COMPARED = ("plain", "wlb", "wlb_lazy")
+DRAWN = 10_000_000  # lengths that are repeated, in another order each time
+
+
+def synthetic_lengths(documents: int, seed: int = 1) -> Ints:
+    """int64 (documents,), tokens; see above."""
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.normal(np.log(460), 1.3, documents))
+    tail = rng.random(documents) < 0.006
+    low, high = (16384**-0.5, (8 * WINDOW) ** -0.5)
+    lengths[tail] = (low - rng.random(int(tail.sum())) * (low - high)) ** -2.0
+    return np.clip(lengths.astype(np.int64), 16, WINDOW)
+
+
+def planner_of(documents: Documents, policy: str, micro_batches: int, window: int = WINDOW) -> Planner:
+    """A planner of packing alone: one rank, COST_MODEL, micro-batches of at most two windows."""
+    return Job(
+        window=window,
+        micro_batches=micro_batches,
+        packing=POLICIES.configure(policy, cost_model=COST_MODEL),
+        memory_unknown="a planner",  # so that two windows are the bound
+    ).planner(documents)
 
 
 @click.group(help=__doc__)
@@ -51,18 +83,27 @@ def scale() -> None:
 
     With N = 64 a step has about 5,700 documents, with N = 2048 about 180,000.
     """
-    rows = []
-    shown = ("imbalance_mean", "imbalance_p95", "delay_mean", "delay_max", "documents", "plan_ms", "cpu_ms")
-    print(f"{'N':>6} {'policy':14}" + "".join(f"{name:>16}" for name in shown))
-    for micro_batches, steps in {4: 2000, 64: 400, 2048: 48}.items():
-        # Two epochs for the longest run; more documents would only take more memory.
-        lengths = synthetic_lengths(min(4_000_000, micro_batches * 91 * steps))
-        for policy in ("plain", "fixed_greedy", "wlb", "wlb_lazy"):
-            figures = measure(Documents(lengths=lengths, seed=None), policy, micro_batches, steps)
-            cells = "".join(f"{figures[name]:16,.4g}" for name in shown)
-            print(f"{micro_batches:6} {policy:14}{cells}", flush=True)
-            rows.append({"micro_batches": micro_batches, "policy": policy, **figures})
-    save("packing_scale", {"rows": rows})
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for micro_batches, steps in {4: 2000, 64: 400, 2048: 48}.items():
+            # Two epochs for the longest run; more documents would only take more memory.
+            lengths = synthetic_lengths(min(4_000_000, micro_batches * 91 * steps))
+            for policy in ("plain", "fixed_greedy", "wlb", "wlb_lazy"):
+                figures = measure(Documents(lengths=lengths, seed=None), policy, micro_batches, steps)
+                yield {"micro_batches": micro_batches, "policy": policy, **figures}
+
+    columns = {
+        "N": "{micro_batches}",
+        "policy": "{policy}",
+        "imbalance": "{imbalance_mean:.3f}",
+        "p95": "{imbalance_p95:.3f}",
+        "delay": "{delay_mean:.2f}",
+        "longest delay": "{delay_max}",
+        "documents a step": "{documents:,.0f}",
+        "plan, ms": "{plan_ms:.1f}",
+        "of the processor": "{cpu_ms:.1f}",
+    }
+    save("packing_scale", machine() | {"rows": show(columns, rows())})
 
 
 def measure(
@@ -75,7 +116,7 @@ def measure(
         median of the thread's CPU time, which other load on the machine does not change; `documents`, the
         median number of documents of a step.
     """
-    planner = planner_of(documents, POLICIES.configure(policy), micro_batches=micro_batches, window=window)
+    planner = planner_of(documents, policy, micro_batches, window)
     for _ in range(8):
         planner.next()
     cpu, packed = [], []
@@ -116,39 +157,34 @@ def never_worse(files: str | None, steps: int) -> None:
     }
     if files:
         corpora["files"] = Corpus.open(files).lengths
-    policies = ("plain", "wlb", "wlb_lazy")
-    rows = []
-    print(f"{'corpus':18}{'window':>8}{'N':>4}" + "".join(f"{p:>20}{'delay':>7}" for p in policies))
-    for name, lengths in corpora.items():
-        for window in (1024, 4096, 131072):
-            for micro_batches in (4, 16):
-                row: dict[str, Any] = {"corpus": name, "window": window, "micro_batches": micro_batches}
-                line = f"{name:18}{window:8}{micro_batches:4}"
-                for policy in policies:
-                    try:
-                        with warnings.catch_warnings(record=True) as said:
-                            warnings.simplefilter("always")
-                            figures = measure(
-                                Documents(lengths=lengths), policy, micro_batches, steps, window
-                            )
-                    except PlanError as error:  # too many long documents for the window
-                        row[policy] = str(error)
-                        line += f"{'error':>20}{'':7}"
-                        continue
-                    row[policy] = {**figures, "said": [str(warning.message) for warning in said]}
-                    mark = "!" if said else " "
-                    both = f"{figures['imbalance_mean']:.4f} {figures['imbalance_p95']:.4f}{mark}"
-                    line += f"{both:>20}{figures['delay_mean']:7.2f}"
-                print(line, flush=True)
-                rows.append(row)
-    save("packing_never_worse", {"steps": steps, "rows": rows})
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for (name, lengths), window, count in product(corpora.items(), (1024, 4096, 131072), (4, 16)):
+            documents = Documents(lengths=lengths)
+            found = {policy: attempted(documents, policy, count, steps, window) for policy in COMPARED}
+            yield {"corpus": name, "window": window, "micro_batches": count, **found}
+
+    columns = {"corpus": "{corpus}", "window": "{window}", "N": "{micro_batches}"}
+    columns |= {policy: f"{{{policy}[shown]}}" for policy in COMPARED}
+    save("packing_never_worse", machine() | {"steps": steps, "rows": show(columns, rows())})
 
 
-DRAWN = 10_000_000  # lengths that are repeated, in another order each time
+def attempted(
+    documents: Documents, policy: str, micro_batches: int, steps: int, window: int
+) -> dict[str, Any]:
+    """What `measure` finds and what was warned of (`*`), or why the policy refuses."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            figures = measure(documents, policy, micro_batches, steps, window)
+        except PlanError as error:  # too many long documents for the window
+            return {"shown": "refused", "why": str(error)}
+    shown = "{imbalance_mean:.4f}, p95 {imbalance_p95:.4f}, delay {delay_mean:.2f}".format_map(figures)
+    return {"shown": shown + "*" * bool(said), **figures, "said": [str(one.message) for one in said]}
 
 
 @main.command()
-@click.option("--folder", type=FOLDER, required=True, help="Where 12 GB can be written.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Where 12 GB can be written.")
 @click.option("--documents", default=1_000_000_000, show_default=True)
 def billion(folder: Path, documents: int) -> None:
     """Opening and planning over a billion documents: seconds and memory of a process.
@@ -156,18 +192,19 @@ def billion(folder: Path, documents: int) -> None:
     Writes indexes of 10^9 documents (4 GB of lengths in Megatron's form, 8 GB of ends in datatrove's; the
     tokens are files of holes, since planning reads none), then opens each in a fresh process and plans with
     N = 64. What is printed is processor time; memory is told apart: `own` is what the process holds for
-    itself, `shared` are pages of the index, of which all processes of a machine share one copy. As a
-    baseline, `stored` has the lengths as an int64 array of the process' own and the order of an epoch as
-    another, for a tenth of the documents, as ten times as many do not fit into this machine's memory.
+    itself, `shared` are pages of the index, of which all processes of a machine share one copy.
     """
     write_indexes(folder, documents)
-    rows = []
-    for name in ("stored", "megatron", "trove"):
-        measured, *given = (stored, folder, documents // 10) if name == "stored" else (opened, folder / name)
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            rows.append({"corpus": name} | fresh.submit(measured, *given).result())
-        print(json.dumps(rows[-1]), flush=True)
-    save("packing_billion", {"rows": rows})
+    columns = {name: f"{{{name}}}" for name in ("index", "documents", "tokens")}
+    columns |= {
+        "opened and first plan, s": "{first_plan_seconds:.1f} ({first_plan_wall_seconds:.1f} of wall time)"
+    }
+    columns |= {"a later step, ms": "{step_ms:.1f}"}
+    columns |= {"own memory, GiB": "{own_gib:.3f}", "shared pages, GiB": "{shared_gib:.1f}"}
+    paths = [folder / "megatron", folder / "trove"]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as fresh:
+        rows = show(columns, fresh.map(opened, paths))
+    save("packing_billion", machine() | {"rows": rows})
 
 
 def write_indexes(folder: Path, documents: int) -> None:
@@ -207,24 +244,13 @@ def memory() -> tuple[float, float]:
     return own, shared
 
 
-def stored(folder: Path, count: int) -> dict[str, Any]:
-    """Lengths and order as arrays of this process."""
-    before, begin = memory()[0], time.process_time()
-    lengths = np.fromfile(folder / "megatron.idx", np.int32, count, offset=34).astype(np.int64)
-    order = np.arange(count, dtype=np.int32)
-    np.random.default_rng((0, 0)).shuffle(order)
-    ends = np.cumsum(lengths[order])
-    seconds, own = time.process_time() - begin, memory()[0] - before
-    return {"documents": count, "open_seconds": seconds, "own_gib": own, "tokens": int(ends[-1])}
-
-
 def opened(path: Path) -> dict[str, Any]:
     """A corpus that is opened and planned over in this process."""
     before, begin, wall = memory()[0], time.process_time(), time.perf_counter()
     corpus = Corpus.open(path)
     open_seconds = time.process_time() - begin
     documents = Documents(lengths=corpus.lengths, fingerprint=corpus.fingerprint)
-    planner = planner_of(documents, POLICIES.configure("wlb_lazy"), micro_batches=64)
+    planner = planner_of(documents, "wlb_lazy", 64)
     made = time.process_time() - begin
     planner.next()
     first, wall = time.process_time() - begin, time.perf_counter() - wall
@@ -235,6 +261,7 @@ def opened(path: Path) -> dict[str, Any]:
         steps.append((time.process_time() - begin) * 1e3)
     own, shared = memory()
     return {
+        "index": path.name,
         "documents": len(corpus),
         "tokens": corpus.lengths.sum(),
         "open_seconds": open_seconds,
@@ -246,91 +273,6 @@ def opened(path: Path) -> dict[str, Any]:
         "own_gib": own - before,
         "shared_gib": shared,
     }
-
-
-MAP = """
-import sys
-import datasets
-from wlb_titan.corpus.tokenizer import CorpusTokenizer
-from pathlib import Path
-
-folder, workers = Path(sys.argv[1]), int(sys.argv[2])
-tokenizer = CorpusTokenizer(folder / "tokenizer")
-end = tokenizer.end_of_text_id
-
-def tokenize(batch):
-    return {"input_ids": [[*ids, end] for ids in tokenizer.encode(batch["text"])]}
-
-files = sorted(str(path) for path in (folder / "texts").glob("*.jsonl"))
-texts = datasets.load_dataset("json", data_files=files, split="train", cache_dir=str(folder / "cache"))
-features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
-columns = texts.column_names
-tokens = texts.map(tokenize, batched=True, remove_columns=columns, num_proc=workers, features=features)
-tokens.save_to_disk(str(folder / "mapped"))
-"""
-
-
-@main.command()
-@click.option("--folder", type=FOLDER, required=True, help="Where to work; must not exist.")
-@click.option("--characters", default=100_000_000, show_default=True, help="Text to tokenize.")
-def prepare(folder: Path, characters: int) -> None:
-    """Tokens a second of preparing a corpus, beside `datasets.map`.
-
-    The text is that of Python files of this machine, as JSON lines in eight files; the tokenizer is one of
-    4,096 entries, the same for all. Each way runs in a process of its own, and what is counted is processor
-    time, its own and its children's (which are forked to be counted), as wall time depends on other load on
-    the machine.
-    """
-    write_texts(folder, characters)
-    command = ["-m", "wlb_titan.commands.main", "prepare", str(folder / "one")]
-    command += ["--source", f"jsonl:{folder / 'texts'}", "--tokenizer", str(folder / "tokenizer")]
-    rows = [
-        prepared("datasets.map, 2 processes", ["-c", MAP, str(folder), "2"], folder / "mapped"),
-        prepared("prepare", command, folder / "one"),
-    ]
-    save("packing_prepare", {"characters": characters, "rows": rows})
-
-
-def write_texts(folder: Path, characters: int) -> None:
-    """Eight files of JSON lines, and a tokenizer."""
-    texts = folder / "texts"
-    texts.mkdir(parents=True)
-    source = open_source(SourceSpec("python-source"), folder / "cache")
-    files = [(texts / f"{number}.jsonl").open("w") for number in range(8)]
-    for document in range(len(source)):
-        try:
-            text = source.read(document)
-        except ValueError:
-            continue
-        files[document % len(files)].write(json.dumps({"text": text}) + "\n")
-        characters -= len(text)
-        if characters < 0:
-            break
-    for file in files:
-        file.close()
-    prepare_corpus(PrepareSettings(source=f"jsonl:{texts}", max_tokens=1000), folder / "trained")
-    (folder / "trained" / "tokenizer").rename(folder / "tokenizer")
-
-
-def prepared(name: str, arguments: list[str], result: Path) -> dict[str, Any]:
-    """Runs a command; its wall and processor seconds, and tokens a second of each."""
-    before, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    environment = {**os.environ, "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, env=environment)
-    wall = time.perf_counter() - wall
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    tokens = Corpus.open(result).lengths.sum()
-    row = {
-        "way": name,
-        "tokens": tokens,
-        "seconds": wall,
-        "processor_seconds": processor,
-        "tokens_per_second": tokens / wall,
-        "tokens_per_processor_second": tokens / processor,
-    }
-    print(json.dumps(row), flush=True)
-    return row
 
 
 if __name__ == "__main__":

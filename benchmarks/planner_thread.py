@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import product
+from typing import Any
 
-import click
 import numpy as np
 import torch
-from common import WINDOW
-from rich.console import Console
-from rich.table import Table
+from common import show
 
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
@@ -34,7 +33,9 @@ use_cpu_without_accelerator()
 
 from wlb_titan.runtime.data.inputs import rank_item  # noqa: E402
 
+WINDOW = 131072
 REPLICA = 4  # micro-batches of a data-parallel rank
+SECONDS = 5.0  # for which each case is measured
 
 
 def prepare(job: Job, planner: Planner) -> None:
@@ -53,7 +54,7 @@ def operations() -> float:
     return time.perf_counter() - begin
 
 
-def lost(job: Job, planner: Planner, seconds: float) -> float:
+def lost(job: Job, planner: Planner) -> float:
     """Seconds that the operations of this thread lose to each step that another one plans."""
     quiet = min(operations() for _ in range(50))
     stopped, steps = threading.Event(), 0
@@ -67,7 +68,7 @@ def lost(job: Job, planner: Planner, seconds: float) -> float:
     planning = threading.Thread(target=plan_ahead)
     planning.start()
     rounds, begin = 0, time.perf_counter()
-    while time.perf_counter() - begin < seconds:
+    while time.perf_counter() - begin < SECONDS:
         operations()
         rounds += 1
     took = time.perf_counter() - begin
@@ -76,33 +77,40 @@ def lost(job: Job, planner: Planner, seconds: float) -> float:
     return (took - rounds * quiet) / max(steps, 1)
 
 
-@click.command()
-@click.option("--seconds", default=5.0, show_default=True, help="For which each case is measured.")
-def main(seconds: float) -> None:
-    """Prints milliseconds a step for each packing policy and size of job."""
+def measured(policy: str, micro_batches: int, documents: Documents) -> dict[str, Any]:
+    """Milliseconds of a step that is planned alone, and lost to one that is planned ahead."""
+    job = Job(
+        window=WINDOW,
+        micro_batches=micro_batches,
+        degrees=Degrees(shard=micro_batches // REPLICA, context=2),
+        multiple=8,
+        packing=POLICIES.configure(policy, cost_model="quadratic:1,5e4"),
+        sharding=STRATEGIES.configure("hybrid"),
+        memory_unknown="a planner",  # so that two windows are the bound
+    )
+    planner = job.planner(documents)
+    prepare(job, planner)
+    begin = time.perf_counter()
+    prepare(job, planner)
+    alone = time.perf_counter() - begin
+    took = {"alone": 1e3 * alone, "lost": 1e3 * lost(job, planner)}
+    return {"policy": policy, "micro_batches": micro_batches, **took}
+
+
+COLUMNS = {
+    "policy": "{policy}",
+    "micro-batches": "{micro_batches}",
+    "planning alone, ms a step": "{alone:.1f}",
+    "lost, ms a step": "{lost:.1f}",
+}
+
+
+def main() -> None:
     torch.set_num_threads(1)
     lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.6, size=400_000)
     documents = Documents(lengths=np.clip(lengths, 16, WINDOW).astype(np.int64))
-    table = Table("policy", "micro-batches", "planning alone, ms a step", "lost, ms a step")
-    for policy in ("plain", "wlb", "wlb_lazy"):
-        for micro_batches in (4, 64, 2048):
-            job = Job(
-                window=WINDOW,
-                micro_batches=micro_batches,
-                degrees=Degrees(shard=micro_batches // REPLICA, context=2),
-                multiple=8,
-                packing=POLICIES.configure(policy, cost_model="quadratic:1,5e4"),
-                sharding=STRATEGIES.configure("hybrid"),
-                memory_unknown="a planner",  # so that two windows are the bound
-            )
-            planner = job.planner(documents)
-            prepare(job, planner)
-            begin = time.perf_counter()
-            prepare(job, planner)
-            alone = time.perf_counter() - begin
-            milliseconds = 1e3 * np.array([alone, lost(job, planner, seconds)])
-            table.add_row(policy, str(micro_batches), *(f"{each:.1f}" for each in milliseconds))
-    Console().print(table)
+    cases = product(("plain", "wlb", "wlb_lazy"), (4, 64, 2048))
+    show(COLUMNS, (measured(*case, documents) for case in cases))
 
 
 if __name__ == "__main__":

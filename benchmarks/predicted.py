@@ -1,7 +1,6 @@
 """The page docs/predicted.md: what big jobs are predicted to reach, and how that depends on the documents.
 
     python benchmarks/predicted.py
-    python benchmarks/predicted.py --files train_configs/llama2_7b_128k.toml --steps 5 --page /tmp/page.md
 
 For each file, each collection of documents and each of three policies the steps that `wlb-titan simulate`
 predicts. The collections are this machine's Python files, prepared as `make train` does where they are not
@@ -11,12 +10,11 @@ benchmarks/results/cpu/predicted.json and into the gaps of benchmarks/predicted.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
+from common import cells, save, show, table
 
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.documents import Documents
@@ -28,16 +26,28 @@ from wlb_titan.simulator.choice import Scenario
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "outputs" / "corpus"
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "predicted.json"
 PAGE = ROOT / "docs" / "predicted.md"
-FILES = [
-    f"train_configs/{name}.toml"
-    for name in ("llama2_550m_128k", "llama2_7b_128k", "llama2_30b_128k", "llama2_70b_128k")
-] + ["train_configs/llama3_8b_128k.toml", "train_configs/qwen3_14b_32k.toml"]
+FILES = (
+    *(f"llama2_{size}_128k" for size in ("550m", "7b", "30b", "70b")),
+    *("llama3_8b_128k", "qwen3_14b_32k"),
+)
 PLAIN, *BALANCED = (Policy.parse(text) for text in ("plain", "wlb_lazy:hybrid:best", "slim:hybrid"))
 PYTHON = "Python files"
 COLLECTIONS = (PYTHON, "paper", "wlbllm", "prolong")
+COLUMNS = {
+    "file": "{file}",
+    "GPUs": "{gpus}",
+    "policy": "`{policy}`",
+    "MFU": "{mfu:.1%}",
+    "TFLOP/s a GPU": "{tflops_a_gpu:,.4g}",
+    "FLOPs x": "{flops_x:.3f}",
+    "tokens x": "{tokens_x:.3f}",
+    "bubble": "{bubble:.1%}",
+    "cut": "{cut:.1%}",
+    "keys": "{keys:,.0f}",
+}
 LONG = 65536  # tokens
+STEPS = 20
 
 
 def documents_of(collection: str) -> Documents:
@@ -47,25 +57,25 @@ def documents_of(collection: str) -> Documents:
     return Documents(lengths=prepare_corpus(PrepareSettings(max_tokens=4_000_000), CORPUS).lengths)
 
 
-def predicted(file: str, documents: Documents, steps: int) -> list[dict[str, Any]]:
+def predicted(file: str, documents: Documents) -> list[dict[str, Any]]:
     """Figures of each policy."""
     from wlb_titan.runtime.job import job_of, parallel_dims
 
-    config = load_config(ROOT / file, []).config
+    config = load_config(ROOT / "train_configs" / f"{file}.toml", []).config
     job = job_of(config, parallel_dims(config))
     scenario, rows = Scenario(job, documents), []
     for policy in (PLAIN, *BALANCED):
-        plans = scenario.plans(policy, steps)
+        plans = scenario.plans(policy, STEPS)
         found = scenario.simulate(policy, plans)
         tokens = sum(plan.tokens for plan in plans)
         rows.append(
             {
-                "file": Path(file).stem,
+                "file": file,
                 "gpus": job.degrees.ranks,
                 "cluster": job.cluster.name,
                 "policy": str(policy),
                 "mfu": found.mfu,
-                "flops_per_second": found.flops_per_second,
+                "tflops_a_gpu": found.flops_per_second / job.degrees.ranks / 1e12,
                 "tokens_per_second": found.tokens_per_second,
                 "bubble": found.bubble,
                 "cut": sum(plan.tokens * plan.cut_share(job.window) for plan in plans) / tokens,
@@ -73,44 +83,33 @@ def predicted(file: str, documents: Documents, steps: int) -> list[dict[str, Any
             }
         )
     for row in rows:
-        for key in ("flops", "tokens"):
-            row[f"{key}_x"] = row[f"{key}_per_second"] / rows[0][f"{key}_per_second"]
+        for name, key in (("flops_x", "tflops_a_gpu"), ("tokens_x", "tokens_per_second")):
+            row[name] = row[key] / rows[0][key]
     return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Lines of Markdown, one a policy."""
-    lines = []
-    for row in rows:
-        cells = [row["file"], str(row["gpus"]), f"`{row['policy']}`", f"{row['mfu']:.1%}"]
-        cells += [f"{row['flops_per_second'] / row['gpus'] / 1e12:,.4g}"]
-        cells += [f"{row['flops_x']:.3f}", f"{row['tokens_x']:.3f}"]
-        cells += [f"{row['bubble']:.1%}", f"{row['cut']:.1%}", f"{row['keys']:,.0f}"]
-        lines.append(f"| {' | '.join(cells)} |\n")
-    return "".join(lines)
 
 
 def by_lengths(results: dict[str, list[list[dict[str, Any]]]]) -> str:
     """A table of Markdown: files by collections."""
     names = [name if name == PYTHON else f"`{name}`" for name in results]
-    lines = [["file", *names], ["---"] * (1 + len(names))]
+    lines = []
     for files in zip(*results.values(), strict=True):
         gains = [", ".join(f"{row['flops_x']:.2f}" for row in rows[1:]) for rows in files]
         lines.append([files[0][0]["file"], *gains])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return table(["file", *names], lines)
 
 
-def written(results: dict[str, Any]) -> str:
-    """The page: predicted.md with its gaps filled."""
+def page(results: dict[str, Any]) -> str:
+    """predicted.md with its gaps filled."""
     rows = [row for own in results["rows"][PYTHON] for row in own]
     first, second = BALANCED
     return (
-        (ROOT / "benchmarks" / "predicted.md")
+        Path(__file__)
+        .with_suffix(".md")
         .read_text()
         .format(
             steps=results["steps"],
             cluster=rows[0]["cluster"],
-            rows=table(rows),
+            rows=table(COLUMNS, (cells(COLUMNS, row) for row in rows)),
             first=first,
             second=second,
             plain=PLAIN,
@@ -121,25 +120,19 @@ def written(results: dict[str, Any]) -> str:
     )
 
 
-@click.command()
-@click.option("--files", default=",".join(FILES), help="TOML files, with commas between them.")
-@click.option("--steps", default=20, show_default=True)
-@click.option("--page", type=click.Path(path_type=Path), default=PAGE)
-@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, help="JSON file for the rows.")
-def main(files: str, steps: int, page: Path, output: Path) -> None:
+def main() -> None:
     use_cpu_without_accelerator()
-    results: dict[str, Any] = {"steps": steps, "rows": {}, "long": {}}
+    results: dict[str, Any] = {"steps": STEPS, "rows": {}, "long": {}}
     for collection in COLLECTIONS:
         documents = documents_of(collection)
         lengths = np.asarray(documents.lengths)
         results["long"][collection] = float(lengths[lengths >= LONG].sum() / lengths.sum())
         results["rows"][collection] = []
-        for file in files.split(","):
-            rows = predicted(file, documents, steps)
-            results["rows"][collection].append(rows)
-            print(f"{collection}\n{table(rows)}", end="", flush=True)
-    output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    page.write_text(written(results), encoding="utf-8")
+        for file in FILES:
+            print(f"\n{collection}\n")
+            results["rows"][collection].append(show(COLUMNS, predicted(file, documents)))
+    save("predicted", results)
+    PAGE.write_text(page(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How far rehearsals are from the jobs that they stand for: passes of each rank, and whole steps.
 
-    python benchmarks/rehearsal.py --output benchmarks/results/cpu/rehearsal.json
+    python benchmarks/rehearsal.py
 
 Each case is a small job of 2 or 4 processes that trains for real (`torchx run wlb.train`, every step traced),
 and its rehearsal, every rank of it, as many at a time as the job has running: what shares memory and caches
@@ -41,8 +41,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
+from common import save, saved, show
 
 from wlb_titan.arrays import Floats
 from wlb_titan.simulator.trace import COMPUTED, read_trace
@@ -229,35 +228,45 @@ def _communicate(rank: int, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def show(cases: dict[str, Any]) -> None:
-    heads = ("job", "steps", "step, s", "rehearsed", "predicted", "passes by the clock", "of the processor")
-    table = Table(*heads, title="over the job's; in brackets the second job over the first, and rehearsals")
-    for name, one in cases.items():
-        jobs, rehearsals = (
-            {kind: np.array([each[kind] for each in one[which]], float) for kind in one[which][0]}
-            for which in ("jobs", "rehearsals")
+COLUMNS = {
+    "job": "{job}",
+    "steps": "{steps}",
+    "step, s": "{seconds:.3f}",
+    "rehearsed": "{rehearsed}",
+    "predicted": "{predicted:+.1%}",
+    "passes by the clock": "{clock}",
+    "of the processor": "{processor}",
+}
+
+
+def _row(name: str, one: dict[str, Any]) -> dict[str, Any]:
+    """Over the job's; in brackets the second job over the first, and rehearsals."""
+    jobs, rehearsals = (
+        {kind: np.array([each[kind] for each in one[which]], float) for kind in one[which][0]}
+        for which in ("jobs", "rehearsals")
+    )
+    passes = {
+        kind: ", ".join(
+            _over(rehearsals["processor"][..., rank], jobs[kind][..., rank])
+            for rank in range(jobs[kind].shape[2])
         )
-        passes = [
-            ", ".join(
-                _over(rehearsals["processor"][..., rank], jobs[kind][..., rank])
-                for rank in range(jobs[kind].shape[2])
-            )
-            for kind in ("clock", "processor")
-        ]
-        whole = np.isfinite(jobs["seconds"]).all(axis=0)
-        table.add_row(
-            *(name, str(whole.sum()), f"{jobs['seconds'][:, whole].mean():.3f}"),
-            _over(rehearsals["seconds"], jobs["seconds"]),
-            f"{_ratio(rehearsals['predicted'].sum(axis=0), jobs['seconds'].sum(axis=0)):+.1%}",
-            *passes,
-        )
-    Console(width=150).print(table)
+        for kind in ("clock", "processor")
+    }
+    whole = np.isfinite(jobs["seconds"]).all(axis=0)
+    return {
+        "job": name,
+        "steps": whole.sum(),
+        "seconds": jobs["seconds"][:, whole].mean(),
+        "rehearsed": _over(rehearsals["seconds"], jobs["seconds"]),
+        "predicted": _ratio(rehearsals["predicted"].sum(axis=0), jobs["seconds"].sum(axis=0)),
+        **passes,
+    }
 
 
 def _over(some: Floats, others: Floats) -> str:
     """How far some seconds, float64 (2, steps), lie from others, and the second of both from the first."""
     own = (f"{_ratio(*each[::-1]):+.1%}" for each in (others, some))
-    return f"{_ratio(some.sum(axis=0), others.sum(axis=0)):+.1%} \\[{', '.join(own)}]"
+    return f"{_ratio(some.sum(axis=0), others.sum(axis=0)):+.1%} [{', '.join(own)}]"
 
 
 def _ratio(some: Floats, others: Floats) -> float:
@@ -268,30 +277,19 @@ def _ratio(some: Floats, others: Floats) -> float:
 @click.option("--steps", default=24, show_default=True, help="That are compared.")
 @click.option("--first", default=3, show_default=True, help="Of them.")
 @click.option("--window", default=2048, show_default=True, help="Context window in tokens.")
-@click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="These cases.")
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="JSON file for the results; it may have others."
-)
-def main(steps: int, first: int, window: int, only: tuple[str, ...], output: Path | None) -> None:
-    record: dict[str, Any] = {"cores": CORES, "cases": {}}
-    if output is not None and output.exists():
-        record = json.loads(output.read_text())
+@click.option("--only", "names", multiple=True, type=click.Choice(list(CASES)), default=list(CASES))
+def main(steps: int, first: int, window: int, names: tuple[str, ...]) -> None:
+    record = saved("rehearsal")  # which may have other cases
     with tempfile.TemporaryDirectory() as name:
-        for case in only or CASES:
+        for case in names:
             cluster = Path(name) / "cluster.toml"
             communication = write_cluster(cluster)
             found = compare(case, cluster, Path(name) / case, first, steps, window)
-            settings = {
-                "words": CASES[case],
-                "first": first,
-                "window": window,
-                "communication": communication,
-            }
-            record["cases"][case] = settings | found
+            settings = {"words": CASES[case], "first": first, "window": window}
+            record["cases"][case] = settings | {"communication": communication} | found
             print(f"{case}: done, load {found['load']:.1f}", flush=True)
-            if output is not None:  # after each case, as all of them take long
-                output.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    show(record["cases"])
+            save("rehearsal", record, indent=None)
+    show(COLUMNS, (_row(*case) for case in record["cases"].items()))
 
 
 if __name__ == "__main__":

@@ -5,28 +5,20 @@ docs/context_parallel.md.
     python benchmarks/simulated.py sft ulysses   # some of it
 
 An experiment (`EXPERIMENTS`) makes groups of cases: jobs on the same documents, of which the first is what
-the others' speedup, in tokens a second, is over. Its rows are written to results/cpu/simulated.json, where
-other experiments keep theirs.
+the others' speedup, in tokens a second, is over. Its rows replace its earlier ones in
+results/cpu/simulated.json.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from common import RESULTS
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
-
-from paper import PAPER_DEGREES, Setting, attention, configuration
+from common import save, saved, show
+from reproduce.paper import PAPER_DEGREES, Setting, attention, configuration
 
 from wlb_titan.arrays import Ints
 from wlb_titan.context import STRATEGIES
@@ -72,10 +64,9 @@ def under(policy: Policy, group: str, name: str, one: Scenario) -> Case:
 
 
 def row(case: Case, steps: int) -> dict[str, Any]:
-    """What is predicted of a case; of the memory terms, the fullest GPU's."""
+    """What is predicted of a case; the peak is the fullest GPU's."""
     plans = case.job.plans(case.documents, steps, after=case.after)
     found = simulate(case.job, plans)
-    peak = found.peak_memory
     tokens = sum(plan.tokens for plan in plans)
     padding = sum(plan.padding for plan in plans)
     return {
@@ -90,11 +81,7 @@ def row(case: Case, steps: int) -> dict[str, Any]:
         "whole": whole(plans),
         "packs": len(plans[0].of_rank(0)),
         "shared_by": sorted({len(m.merged) for plan in plans for m in plan.micro_batches if m.merged}),
-        "peak_gib": peak.total / GIB,
-        "in_flight_gib": peak.activations / GIB,
-        "cache_gib": peak.cache / GIB,
-        "at_hand_gib": (peak.backward + peak.loss) / GIB,
-        "fits": found.fits,
+        "peak_gib": found.peak_memory.total / GIB,
     }
 
 
@@ -342,26 +329,23 @@ def ulysses(_steps: int) -> Groups:
         yield [under(Policy("wlb_lazy", sharding), name, sharding, one) for sharding in ("hybrid", "ulysses")]
 
 
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "seconds": ("step, s", "{:.3f}".format),
-    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
-    "speedup": ("speedup", "{:.3f}".format),
-    "bubble": ("bubble", "{:.1%}".format),
-    "imbalance": ("imbalance", "{:.3f}".format),
-    "busiest_rank": ("busiest rank over mean", "{:.2f}".format),
-    "padding": ("padding", "{:.1%}".format),
-    "whole": ("whole", "{:.1%}".format),
-    "packs": ("packs", str),
-    "shared_by": ("shared by", str),
-    "peak_gib": ("peak GiB", "{:.1f}".format),
-    "in_flight_gib": ("in flight", "{:.1f}".format),
-    "cache_gib": ("cache", "{:.1f}".format),
-    "at_hand_gib": ("at hand", "{:.1f}".format),
+COLUMNS = {  # headings and formats
+    "seconds": ("step, s", "{seconds:.3f}"),
+    "tokens_per_second": ("tokens/s", "{tokens_per_second:,.0f}"),
+    "speedup": ("speedup", "{speedup:.3f}"),
+    "bubble": ("bubble", "{bubble:.1%}"),
+    "imbalance": ("imbalance", "{imbalance:.3f}"),
+    "busiest_rank": ("busiest rank over mean", "{busiest_rank:.2f}"),
+    "padding": ("padding", "{padding:.1%}"),
+    "whole": ("whole", "{whole:.1%}"),
+    "packs": ("packs", "{packs}"),
+    "shared_by": ("shared by", "{shared_by}"),
+    "peak_gib": ("peak GiB", "{peak_gib:.1f}"),
 }
 EXPERIMENTS: dict[str, tuple[Callable[[int], Groups], int, str]] = {
     "slices": (slices, 10, "speedup bubble peak_gib packs"),
     "trends": (trends, 10, "speedup bubble peak_gib packs"),
-    "asymmetric": (asymmetric, 10, "seconds bubble imbalance peak_gib in_flight_gib cache_gib at_hand_gib"),
+    "asymmetric": (asymmetric, 10, "seconds bubble imbalance peak_gib"),
     "dp_merge": (dp_merge, 4, "seconds speedup busiest_rank peak_gib shared_by"),
     "sft": (sft, 60, "tokens_per_second speedup imbalance padding whole peak_gib"),
     "ulysses": (ulysses, 10, "seconds speedup peak_gib"),
@@ -369,47 +353,28 @@ EXPERIMENTS: dict[str, tuple[Callable[[int], Groups], int, str]] = {
 """Its cases, simulated steps, and columns of its table."""
 
 
-def planning() -> Iterator[str]:
-    """How long it takes to plan a step of 7B-128K in slices: packing, order of passes, shares of CP ranks."""
-    for micropacks, pipeline in ((32, 4), (256, 16)):
-        one = configuration(replace(FA3, chunks=1), "7B-128K", micro_batches=micropacks // 4)
-        packing = Slim.Config(micropacks=micropacks, slack=2, cost_model="simulated")
-        degrees = replace(one.job.degrees, pipeline=pipeline)
-        job = replace(one.job, degrees=degrees, packing=packing, schedule="1F1B", stage_layers=())
-        taken = [plan.plan_ms for plan in one.on(job).plans(SLIM, 10)]
-        yield (
-            f"planning {micropacks} MicroPacks for {pipeline} pipeline ranks: "
-            f"median {np.median(taken):.0f} ms, at most {max(taken):.0f}"
-        )
+def rows(groups: Groups, steps: int) -> Iterator[dict[str, Any]]:
+    """Of all cases, with the speedup over the first of their group."""
+    for cases in groups:
+        base = None
+        for case in cases:
+            found = row(case, steps)
+            base = base or found["tokens_per_second"]
+            yield found | {"speedup": found["tokens_per_second"] / base}
 
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(EXPERIMENTS)))
 @click.option("--steps", type=int, help="Simulated steps of each job.  [default: as the docs have them]")
-@click.option("--output", type=click.Path(path_type=Path), default=RESULTS / "simulated.json")
-def main(names: tuple[str, ...], steps: int | None, output: Path) -> None:
+def main(names: tuple[str, ...], steps: int | None) -> None:
     """Run the experiments NAMES, or all."""
-    record = json.loads(output.read_text()) if output.exists() else {}
     for name in names or EXPERIMENTS:
-        groups, usual, columns = EXPERIMENTS[name]
+        groups, usual, shown = EXPERIMENTS[name]
         count = steps or usual
-        heads = [COLUMNS[column][0] for column in columns.split()]
-        table = Table("", "", *heads, title=f"{name}: simulated, on H100")
-        rows: list[dict[str, Any]] = []
-        for cases in groups(count):
-            base = 0.0
-            for case in cases:
-                found = row(case, count)
-                base = base or found["tokens_per_second"]
-                found["speedup"] = found["tokens_per_second"] / base
-                rows.append(found)
-                cells = [COLUMNS[column][1](found[column]) for column in columns.split()]
-                table.add_row(case.group, case.name, *cells)
-        Console(width=130).print(table)
-        if name == "slices":
-            print("\n".join(planning()))
-        record[name] = {"steps": count, "rows": rows}
-        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"\n{name}: simulated, on H100\n")
+        columns = {"": "{group}", "case": "{name}"} | dict(COLUMNS[key] for key in shown.split())
+        found = show(columns, rows(groups(count), count))
+        save("simulated", saved("simulated") | {name: {"steps": count, "rows": found}})
 
 
 if __name__ == "__main__":

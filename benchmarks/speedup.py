@@ -1,7 +1,7 @@
 """What balance gains on this machine's cores: small jobs of two processes, each policy beside `plain`.
 
     wlb-titan prepare outputs/corpus --max-tokens 4000000
-    OMP_NUM_THREADS=1 python benchmarks/speedup.py --output benchmarks/results/cpu/speedup.json
+    OMP_NUM_THREADS=1 python benchmarks/speedup.py
 
 Every variant is a job of its own, `wlb-titan train train_configs/cpu_pipeline.toml` with the words below, and
 the variants of a case take turns for some rounds, so that a machine whose speed drifts is slow for all.
@@ -23,8 +23,7 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from common import save, show
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
@@ -88,39 +87,42 @@ def predicted(words: tuple[str, ...], steps: int) -> float:
     return simulate(job, plans[1:]).flops_per_second
 
 
-def show(case: str, rounds: list[dict[str, dict[str, float]]], simulated: dict[str, float]) -> None:
-    """A table of one case: `rounds` has each variant's figures, round by round."""
-    heads = ("", "imbalance", "bubble", "tokens/s", "work/s over plain", "lowest, highest", "predicted")
-    table = Table(*heads, title=case)
-    for variant in rounds[0]:
-        own = {key: np.median([one[variant][key] for one in rounds]) for key in rounds[0][variant]}
-        over = [one[variant]["work"] / one["plain"]["work"] for one in rounds]
-        table.add_row(
-            *(variant, f"{own['imbalance']:.2f}", f"{own['bubble']:.3f}", f"{own['tokens']:,.0f}"),
-            *(f"{np.median(over):.3f}", f"{min(over):.3f}, {max(over):.3f}"),
-            f"{simulated[variant] / simulated['plain']:.3f}",
-        )
-    Console(width=120).print(table)
+def median(rounds: list[dict[str, Any]], variant: str) -> dict[str, Any]:
+    """A variant's figures: `rounds` has them of each variant, round by round."""
+    over = [one[variant]["work"] / one["plain"]["work"] for one in rounds]
+    own = {key: np.median([one[variant][key] for one in rounds]) for key in rounds[0][variant]}
+    return own | {"variant": variant, "over": np.median(over), "lowest": min(over), "highest": max(over)}
+
+
+COLUMNS = {
+    "": "{variant}",
+    "imbalance": "{imbalance:.2f}",
+    "bubble": "{bubble:.3f}",
+    "tokens/s": "{tokens:,.0f}",
+    "work/s over plain": "{over:.3f}",
+    "lowest, highest": "{lowest:.3f}, {highest:.3f}",
+    "predicted": "{predicted:.3f}",
+}
 
 
 @click.command(help=__doc__)
 @click.option("--steps", default=13, show_default=True, help="Steps of each job; the first does not count.")
 @click.option("--rounds", default=3, show_default=True, help="Jobs of each variant.")
-@click.option("--only", type=click.Choice(list(CASES)), help="This case.")
-@click.option("--output", type=click.Path(path_type=Path), help="JSON file for the results.")
-def main(steps: int, rounds: int, only: str | None, output: Path | None) -> None:
+@click.option("--only", "names", multiple=True, type=click.Choice(list(CASES)), default=list(CASES))
+def main(steps: int, rounds: int, names: tuple[str, ...]) -> None:
     use_cpu_without_accelerator()
     results: dict[str, Any] = {"steps": steps, "cores": os.cpu_count(), "cases": {}}
-    for case in [only] if only else CASES:
-        found: list[dict[str, dict[str, float]]] = []
+    for case in names:
+        found: list[dict[str, Any]] = []
         for number in range(rounds):
             found.append({variant: trained(words, steps) for variant, words in CASES[case].items()})
             print(f"{case}: round {number + 1}, load {os.getloadavg()[0]:.1f}", flush=True)
         simulated = {variant: predicted(words, steps) for variant, words in CASES[case].items()}
-        show(case, found, simulated)
+        print(f"\n{case}\n")
+        rows = (median(found, name) | {"predicted": x / simulated["plain"]} for name, x in simulated.items())
+        show(COLUMNS, rows)
         results["cases"][case] = {"rounds": found, "predicted": simulated}
-    if output is not None:
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    save("speedup", results)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lengths import WINDOW, carried, documents, dropped, stated
-from paper import LLAMA_405B, PAPER_DEGREES, Setting, attention, configuration, forward_imbalance, scenario
+from reproduce.lengths import WINDOW, carried, documents, dropped, stated
+from reproduce.paper import (
+    LLAMA_405B,
+    PAPER_DEGREES,
+    Setting,
+    attention,
+    configuration,
+    forward_imbalance,
+    scenario,
+)
 
 from wlb_titan.context import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
@@ -24,7 +31,6 @@ FIXED = (Policy("fixed_greedy", "per_sequence"), Policy("fixed_greedy", "per_doc
 WLB = Policy("wlb", "adaptive")
 OURS = (Policy("wlb_lazy", "hybrid"), Policy("wlb_lazy", "hybrid", "best"))
 SLIM = Policy("slim", "hybrid")
-RESULTS = Path(__file__).parents[1] / "results" / "cpu"
 
 
 def speedups(one: Scenario, policies: tuple[Policy, ...], steps: int) -> dict[str, Any]:

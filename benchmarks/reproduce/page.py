@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pictures import fixed_4d
+from common import table
+from reproduce.pictures import fixed_4d
 
 HERE = Path(__file__).parent
 STATED = tomllib.loads((HERE / "stated.toml").read_text(encoding="utf-8"))
@@ -73,13 +74,6 @@ def deviation(low: float, high: float, theirs: float) -> str:
     if round(low, 2) <= theirs <= round(high, 2):
         return "within"
     return f"{(low if low > theirs else high) / theirs - 1:+.0%}"
-
-
-def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Lines of Markdown."""
-    heads = list(headings)
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def mean(figure: dict[str, Any], key: str | None, window: str = "") -> float:

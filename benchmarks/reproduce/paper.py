@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-from lengths import loaded
-from published_attention import published
+from reproduce.lengths import loaded
+from reproduce.published_attention import published
 
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import load_cluster

@@ -46,7 +46,7 @@ def event_by_event(kernel, lists: KeyTiles, heads: int, order: list[tuple[int, i
                 else [(b, h) for h in mine for b in blocks]
             )
             for block, head in walk:
-                yield (head, row[4] + block, row[5]) if kernel.turns and row[5] >= 0 else None
+                yield (head, row[4] + block, row[5]) if row[5] >= 0 else None
 
     def next_adds(state):
         """(When it is added, which) of each warp's next dQ; never, if it is not its turn yet."""
@@ -99,7 +99,6 @@ def event_by_event(kernel, lists: KeyTiles, heads: int, order: list[tuple[int, i
 
 @given(
     lengths=st.lists(st.integers(1, 700), min_size=1, max_size=6),
-    turns=st.booleans(),
     buffers=st.integers(1, 3),
     blocks_first=st.booleans(),
     ask_early=st.booleans(),
@@ -123,7 +122,6 @@ def test_backward_by_hand(replay):
     # One unit: ten, and a step each time; the last addition is seen half a microsecond after its step, and
     # done one later. Then the second tile likewise, whose turns have all come.
     assert kernel.replay(lists, 1, 1, 1, 1) == (10 + 4 * 2 + 1.5) + (10 + 2 * 2 + 1.5)
-    assert replace(kernel, turns=False).replay(lists, 1, 1, 1, 1) == (10 + 4 * 2 + 0.5) + (10 + 2 * 2 + 0.5)
     # Two units: the second tile is done with block 3 at 12 and may add when the first's addition is there, at
     # 13.5; block 2 at 15.5 + 0.5. So it ends half a microsecond and an addition later.
     assert replace(kernel, tile=0.0).replay(lists, 1, 1, 1, 2) == 4 * 2 + 1.5
@@ -138,7 +136,6 @@ def test_forward_by_hand(replay):
     work = np.array([9.0, 8, 7, 6, 5, 4, 3])
     assert replay.to_and_fro(work, 3).tolist() == [9 + 4 + 3, 8 + 5, 7 + 6]
     assert replay.free_first(work, 3).tolist() == [0, 1, 2, 2, 1, 0, 0]
-    assert replay.free_first(work, 3, ahead=True).tolist() == [0, 1, 2, 0, 1, 2, 2]
 
 
 def test_orders_of_the_list(replay):

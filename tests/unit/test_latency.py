@@ -263,8 +263,8 @@ def pack(total: int, rng: np.random.Generator) -> np.ndarray:
 
 @pytest.mark.parametrize(("kernel", "direction"), VARLEN)
 def test_published_kernels_are_met_dense_and_varlen(kernel, direction, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "reproduce"))
-    from published_attention import published
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from reproduce.published_attention import published
 
     rng = np.random.default_rng(0)
     cost = getattr(published(kernel, 128, 64), direction)

@@ -1,8 +1,8 @@
 """The paper's tables and figures in simulation, beside the paper's figures.
 
-    python benchmarks/reproduce/run.py              # about 10 minutes on one core
-    python benchmarks/reproduce/run.py --page-only  # docs/reproduction.md again from the last results
-    python benchmarks/reproduce/run.py --only figure_12
+    python benchmarks/reproduction.py              # about 10 minutes on one core
+    python benchmarks/reproduction.py --page-only  # docs/reproduction.md again from the last results
+    python benchmarks/reproduction.py --only figure_12
 
 Writes benchmarks/results/cpu/reproduction.json, docs/reproduction.md and docs/reproduction/*.svg. What the
 papers state is in stated.toml, what is assumed in paper.py. Every experiment runs under every combination of
@@ -12,21 +12,17 @@ what is not stated, and its results are ranges; what takes long and hardly depen
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import experiments
-import numpy as np
-from experiments import RESULTS
-from page import write_page
-from paper import CLUSTER, SETTINGS, Setting, calibrated
-from pictures import draw_all
+from common import machine, save, saved
+from reproduce import experiments
+from reproduce.page import write_page
+from reproduce.paper import CLUSTER, SETTINGS, Setting, calibrated
+from reproduce.pictures import draw_all
 
-from wlb_titan import __version__
 from wlb_titan.documents.lengths import NAMED
 
 ONE = 8  # of SETTINGS: attention as in Table 2, 2 stages a rank, no TP exposed
@@ -58,9 +54,7 @@ def measured(steps: int) -> dict[str, Any]:
     """All experiments, with a line on the console for each setting."""
     results: dict[str, Any] = {
         "setup": {
-            "wlb_titan": __version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
+            **machine(),
             "cluster": CLUSTER,
             "lengths": {"median": NAMED["paper"].median, "sigma": NAMED["paper"].sigma},
             "steps": steps,
@@ -105,16 +99,13 @@ def main() -> None:
     parser.add_argument("--page-only", action="store_true", help="draw and write from the last results")
     parser.add_argument("--only", choices=[*EVERYWHERE, *UNDER_ONE], help="simulate this anew, keep the rest")
     arguments = parser.parse_args()
-    path = RESULTS / "reproduction.json"
-    if arguments.page_only or arguments.only:
-        results = json.loads(path.read_text())
-    else:
-        results = measured(arguments.steps)
+    anew = not (arguments.page_only or arguments.only)
+    results = measured(arguments.steps) if anew else saved("reproduction")
     if arguments.only:
         again(results, arguments.only, arguments.steps)
     if not arguments.page_only:
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    results["loss_curves"] = json.loads((RESULTS / "loss_curves.json").read_text())
+        save("reproduction", results)
+    results["loss_curves"] = saved("loss_curves")
     draw_all(results)
     print(f"wrote {write_page(results)}")
 
