@@ -218,18 +218,16 @@ def write_indexes(folder: Path, documents: int) -> None:
         (folder / "megatron.idx").open("wb") as lengths,
         (folder / "trove" / "0.ds.index").open("wb") as ends,
     ):
-        lengths.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1))
+        lengths.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, 0))
         total = 0
         for begin in range(0, documents, DRAWN):
             block = np.roll(drawn, rng.integers(DRAWN))[: documents - begin]
             lengths.write(block.tobytes())
             ends.write((np.cumsum(block, dtype=np.int64) + total).tobytes())
             total += int(block.sum(dtype=np.int64))
-        # First bytes and documents' sequences: holes, but for the last ones, which tell the size.
+        # First bytes of sequences, which are documents: holes, but for the last, which tells the size.
         lengths.seek(8 * documents - 8, os.SEEK_CUR)
         lengths.write(struct.pack("<q", 2 * (total - int(block[-1]))))
-        lengths.seek(8 * documents, os.SEEK_CUR)
-        lengths.write(struct.pack("<q", documents))
     for path in (folder / "megatron.bin", folder / "trove" / "0.ds"):
         with path.open("wb") as file:
             file.truncate(2 * total)
