@@ -8,7 +8,7 @@
 Whether it is right, `make test-gpu` shows before. First the device's ceilings; then all kernels are compiled,
 many processes at once; then cases are timed, the most telling shapes first: ours in turns with
 FlashAttention-4's if it is installed, twice, which shows the noise, and each by itself; last the grid that
-the latency model is fitted to, and the packs that check the fit (attention_grid.py). Each job is one
+the latency model is fitted to, and the packs that check the fit (attention_cases.py). Each job is one
 implementation and shape (heads and head dims) in a process of its own (attention_job.py), killed after
 `--limit` seconds: a kernel that hangs or breaks the GPU costs its own job. Every row is appended to
 <output>/attention.jsonl as soon as it is there, and a second call does only what is missing; `--retry` does
@@ -28,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
-from attention_grid import SEEDS, report
 from attention_job import FA4, PEERS
 from attention_peers import has_fa4
 
@@ -36,9 +35,9 @@ from wlb_titan.commands.profile import ROUNDS
 
 JOB = Path(__file__).with_name("attention_job.py")
 OURS = ("gluon", "triton")
+WORKERS = 14  # processes that compile at a time
 TIME_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128], [32, 4, 64, 64], [16, 16, 192, 128]]
 GRID_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128]]
-GROUPS = "abcdef"  # of attention_cases.py
 KEYS = ("kind", "implementation", "shape", "part")  # of a job; parts: rounds of the grid
 TINY = {"shapes": [[2, 1, 64, 64]], "groups": "ac", "scale": 256}  # of a rehearsal
 
@@ -69,14 +68,14 @@ def jobs(stages: list[str], device: str) -> Iterator[dict]:
     for shape in time_shapes if "time" in stages else ():
         for name in (*OURS, *(() if tiny else PEERS)):
             if supports(name, shape):
-                groups = TINY["groups"] if tiny else GROUPS
+                groups = TINY["groups"] if tiny else "abcde"
                 yield {"kind": "time", "implementation": name, "shape": shape, "groups": groups} | common
     for shape in grid_shapes if "grid" in stages else ():
         for name in OURS:
             job = {"implementation": name, "shape": shape} | common
             if supports(name, shape):
                 yield from ({"kind": "grid", "part": part} | job for part in range(rounds))
-                yield {"kind": "packs", "seeds": 1 if tiny else SEEDS} | job
+                yield {"kind": "packs"} | job
 
 
 class Results:
@@ -141,8 +140,8 @@ def describe(job: dict) -> str:
     return f"{job['kind']:8} {job['implementation']:21} {job['shape']}"
 
 
-def run_all(todo: list[dict], results: Results, minutes: float, limit: float, workers: int) -> list[dict]:
-    """Run what has not ended yet until the time is up, warming `workers` at a time; returns what is left."""
+def run_all(todo: list[dict], results: Results, minutes: float, limit: float) -> list[dict]:
+    """Run what has not ended yet until the time is up, warming several at a time; returns what is left."""
     end = time.monotonic() + 60 * minutes
     left_out = []
 
@@ -156,7 +155,7 @@ def run_all(todo: list[dict], results: Results, minutes: float, limit: float, wo
             run_job(job, results, min(limit, left))
 
     for kind, group in groupby(todo, key=lambda job: job["kind"]):
-        with ThreadPoolExecutor(workers if kind == "warm" else 1) as pool:
+        with ThreadPoolExecutor(WORKERS if kind == "warm" else 1) as pool:
             list(pool.map(attempt, group))
     return left_out
 
@@ -221,7 +220,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=9, help="start no new job after this long")
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a job is killed")
-    parser.add_argument("--workers", type=int, default=14, help="processes that compile at a time")
     parser.add_argument("--stages", nargs="+", default=["warm", "turns", "time", "grid"])
     parser.add_argument("--output", type=Path, default=Path("outputs/attention"))
     parser.add_argument("--retry", action="store_true", help="run again what ended badly")
@@ -232,11 +230,10 @@ def main(arguments: list[str] | None = None) -> None:
         results.forget_failures()
     if not options.table:
         todo = list(jobs(options.stages, options.device))
-        left_out = run_all(todo, results, options.minutes, options.limit, options.workers)
+        left_out = run_all(todo, results, options.minutes, options.limit)
         if left_out:
             print(f"{len(left_out)} jobs left out, for want of time: call again to go on")
     print(table(results.rows))
-    print("\n".join(report(results.rows, options.output)))
 
 
 if __name__ == "__main__":

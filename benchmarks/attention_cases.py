@@ -1,13 +1,31 @@
-"""What the attention benchmark runs on: segments, by the name of the question they answer."""
+"""What the attention benchmark runs on: segments, by the name of the question they answer.
 
+The latency model is fitted to the grid of `wlb-titan profile`, measured in the same way, and checked by 20
+packs that are not in it (attention_latency.py): whole ones, and what a context-parallel rank holds of one
+under two shardings.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from wlb_titan.kernels.segments import Shape
 
+from wlb_titan import context
+from wlb_titan.commands.profile import CPU_GRID, GPU_GRID, GridCase
+from wlb_titan.context import Sharding
+
 WINDOW = 65536
+SEEDS = 5  # and 20 packs
+KINDS = {  # context-parallel ranks, which of them, and how the pack is divided
+    "whole": (1, 0, None),
+    "per sequence, rank 0 of 8": (8, 0, context.per_sequence),
+    "per sequence, rank 3 of 4": (4, 3, context.per_sequence),
+    "per document, rank 1 of 8": (8, 1, context.per_document),
+}
 
 
 @dataclass(frozen=True)
@@ -82,10 +100,10 @@ def short(total: int, low: int, high: int, seed: int) -> list[int]:
 
 
 def cases(scale: int = 1) -> list[Case]:
-    """All cases, each group's most telling first; every length divided by `scale`, for a try on a CPU.
+    """All cases, the most telling first; every length divided by `scale`, for a try on a CPU.
 
-    Groups: a one document, b mixes and ranks of them, c a long tail, d equal short documents, e single
-    chunks, f more of a and b.
+    Groups: a one document, b mixes and ranks of them, c a long tail, d equal short documents, e more of a
+    and b.
     """
     found = []
 
@@ -94,7 +112,7 @@ def cases(scale: int = 1) -> list[Case]:
 
     window = WINDOW // scale
     for length in (65536, 8192, 32768, 16384, 131072):
-        group = "a" if length in (65536, 8192) else "f"
+        group = "a" if length in (65536, 8192) else "e"
         add(group, f"one document of {length // 1024}K", [length // scale], whole([length // scale]))
     mixes = {
         "64K document": [window],
@@ -105,7 +123,7 @@ def cases(scale: int = 1) -> list[Case]:
         if len(documents) > 1:
             add("b", f"{name}, unsharded", documents, whole(documents))
         for ranks in (8, 2, 4):
-            group = "b" if ranks == 8 else "f"
+            group = "b" if ranks == 8 else "e"
             add(group, f"{name}, rank 0 of {ranks}", documents, shard(documents, ranks, 0))
     tail = [window, *short(window, max(1, 100 // scale), 2000 // scale, 2)]
     add("c", "64K document and 64K of 100 to 2,000", tail, whole(tail))
@@ -113,9 +131,32 @@ def cases(scale: int = 1) -> list[Case]:
     add("c", "128K of 100 to 2,000", many, whole(many))
     uniform = [512 // scale] * 128
     add("d", "128 documents of 512", uniform, whole(uniform))
-    for q_len in (16, 32, 64, 128, 256, 512):
-        for kv_len in (4096 // scale, 65536 // scale):
-            q = max(1, q_len // scale)
-            one = torch.tensor([[0, q, 0, kv_len]], dtype=torch.int32)
-            add("e", f"Figure 10: {q_len} queries, {kv_len * scale // 1024}K keys", [kv_len], one)
-    return found
+    return sorted(found, key=lambda case: case.group == "e")
+
+
+class Pack(NamedTuple):
+    """One rank's share of a packed sequence: all ranks' shares, and its own segments."""
+
+    name: str
+    shards: Sharding
+    rank: int
+    segments: Tensor
+
+
+def packs(scale: int = 1) -> Iterator[Pack]:
+    """Of 64K tokens and documents of 2K in the median, divided by `scale`; then four must do."""
+    total = WINDOW // scale
+    for seed in range(SEEDS if scale == 1 else 1):
+        lengths = np.array(lognormal(total, 2048 // scale + 1, 10 + seed, total // 2))
+        for kind, (ranks, rank, divide) in KINDS.items():
+            shards = divide(lengths, total, ranks) if divide else (context.whole_sequence(lengths),)
+            segments = torch.from_numpy(context.segments(shards[rank], lengths))
+            yield Pack(f"pack {seed}, {kind}", shards, rank, segments)
+
+
+def grid_cases(shape: Shape, device: str, scale: int = 1) -> list[GridCase]:
+    """A GPU's; in a rehearsal a few of the CPU's, divided by `scale`."""
+    if device == "cuda":
+        return list(GPU_GRID.cases(shape.q_heads))
+    few = CPU_GRID._replace(q_lens=(1, 16, 64), kv_lens=(16, 64), keys=(128,))
+    return list(few.cases(shape.q_heads))

@@ -16,17 +16,14 @@ from typing import Any
 
 import attention_peers as peers
 import torch
-from attention_cases import Case, cases, flops, whole
-from attention_grid import grid_cases, packs
+from attention_cases import Case, cases, flops, grid_cases, packs, whole
 from torch import Tensor
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.implementations import units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 
-from wlb_titan.commands.profile import MILLISECONDS, time_attention, time_call, time_graph
+from wlb_titan.commands.profile import MILLISECONDS, time_attention, time_call
 
-TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
 FA4 = ("FA4", "FA4, deterministic", "FA4, re-pack", "FA4, deterministic, re-pack")
 PEERS = ("cuDNN dense", "varlen_attn", "varlen_attn, re-pack")
 ROUNDS = 2  # of "turns": what differs between them is noise
@@ -56,24 +53,15 @@ def works(job: dict) -> Iterator[tuple[dict, Callable[[], dict]]]:
             yield {"case": text, "cut": cut}, partial(time_segments, name, cut.rows(), shape, **how)
     elif kind == "packs":
         how = {"dtype": dtype, "device": device}
-        for pack in packs(scale, job["seeds"]):
-            row = {"case": pack.name, "scale": scale}
-            yield row, partial(time_segments, name, pack.segments, shape, **how)
-    for case in by_worth(cases(scale)) if kind in ("turns", "time") else ():
+        for pack in packs(scale):
+            yield {"case": pack.name}, partial(time_segments, name, pack.segments, shape, **how)
+    for case in cases(scale) if kind in ("turns", "time") else ():
         if case.group not in job["groups"]:
             continue
-        if kind == "turns" and case.group not in TINY_GROUPS:
+        if kind == "turns":
             yield {"case": case.name}, partial(in_turns, job["names"], case, shape, dtype, device)
         elif kind == "time" and can_run(name, case):
             yield {"case": case.name}, partial(measure, name, case, shape, dtype, device)
-
-
-def by_worth(found: list[Case]) -> list[Case]:
-    """The first case of each group, then the second of each: the first of a group tells most."""
-    rank = {}
-    for case in found:
-        rank[case.name] = sum(c.group == case.group for c in found[: found.index(case)])
-    return sorted(found, key=lambda case: (rank[case.name], case.group))
 
 
 def guarded(work: Callable[[], dict]) -> dict:
@@ -129,15 +117,9 @@ def measure(implementation: str, case: Case, shape: Shape, dtype: torch.dtype, d
     *tensors, dout = make_inputs(case.segments, shape, dtype, device)
     call = make_call(implementation, case, *(x.requires_grad_() for x in tensors))
     work = flops(case.segments, shape)
-    if case.group in TINY_GROUPS and device == "cuda":
-        with torch.no_grad():
-            forward = time_graph(call, device)
-        backward = time_graph(lambda: torch.autograd.grad(call(), call.leaves, dout), device) - forward
-    else:
-        with torch.no_grad():
-            forward = time_call(call, device)
-        backward = partial(torch.autograd.grad, call(), call.leaves, dout, retain_graph=True)
-        backward = time_call(backward, device)
+    with torch.no_grad():
+        forward = time_call(call, device)
+    backward = time_call(partial(torch.autograd.grad, call(), call.leaves, dout, retain_graph=True), device)
     return {
         "forward_ms": forward,
         "backward_ms": backward,
@@ -160,8 +142,6 @@ def ceilings(device: str) -> dict:
     target = torch.empty_like(a)
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "units": units(torch.device(device)),
-        "dtype": "bfloat16" if device == "cuda" else "float16",  # of all other jobs
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "matmul_tflops": 2 * n**3 / time_call(lambda: a @ b, device) / 1e9,
         "copy_tb_s": 2 * a.nbytes / time_call(lambda: target.copy_(b), device) / 1e9,

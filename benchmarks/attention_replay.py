@@ -317,7 +317,7 @@ def measured(folder: Path, heads: list[int], around: float) -> Iterator[tuple[st
     of queries and their heads.
     """
     shape = [*heads, DIM, DIM]
-    segments = {case.name: case.segments.numpy() for case in cases() if case.group != "e"}
+    segments = {case.name: case.segments.numpy() for case in cases()}
     for cut in map(GridCase._make, CUTS):
         segments[f"{cut.segments:,} documents of {cut.q_len:,}"] = cut.rows().numpy()
     times = {}

@@ -26,9 +26,9 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(map(line, [names, ["---"] * len(names), *rows]))
 
 
-def cells(columns: dict[str, str], row: dict[str, Any]) -> list[str]:
-    """A row's text in columns, headings with formats such as "{seconds:.2f}"."""
-    return [form.format_map(row) for form in columns.values()]
+def formatted(columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> str:
+    """A table of rows; columns are headings with formats such as "{seconds:.2f}"."""
+    return table(columns, (_cells(columns, row) for row in rows))
 
 
 def show(columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -36,9 +36,13 @@ def show(columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> list[dict[s
     print(table(columns, ()))
     found = []
     for row in rows:
-        print(line(cells(columns, row)), flush=True)
+        print(line(_cells(columns, row)), flush=True)
         found.append(row)
     return found
+
+
+def _cells(columns: dict[str, str], row: dict[str, Any]) -> list[str]:
+    return [form.format_map(row) for form in columns.values()]
 
 
 def machine() -> dict[str, Any]:

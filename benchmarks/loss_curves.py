@@ -5,7 +5,7 @@
     OMP_NUM_THREADS=1 python benchmarks/loss_curves.py outputs/loss --at-once 4  # on four cores
 
 trains the debug model (1.8 M weights) under each policy with each seed: `plain`; `fixed_greedy`, which
-repacks 8 global batches, as in Figure 16; `wlb`, `wlb_lazy`, and `slim` where it exists. The runs of one seed
+repacks 8 global batches, as in Figure 16; `wlb`, `wlb_lazy` and `slim`. The runs of one seed
 start from the same weights and share the order of documents. All are validated on the same documents,
 which none of them trains on, every `--every` steps.
 
@@ -33,6 +33,7 @@ import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ import numpy as np
 from common import RESULTS, save, show
 
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
-from wlb_titan.packing import POLICIES
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
@@ -52,7 +52,6 @@ SETTINGS = {
     "wlb_lazy": [],
     "slim": [],
 }
-COMPARED = tuple(name for name in SETTINGS if name in POLICIES.names)
 MEDIAN, SIGMA = 0.22, 1.4  # characters of a document, for each token of the window
 CHARACTERS = 30_000  # of the corpus, likewise
 SHORTEST = 32  # characters
@@ -90,17 +89,21 @@ def make_corpus(folder: Path, window: int) -> None:
     prepare_corpus(settings, folder / "held_out")
 
 
+@dataclass(frozen=True)
 class Run:
     """One policy with one seed, which goes on from wherever it stopped."""
 
-    def __init__(self, folder: Path, policy: str, seed: int, window: int) -> None:
-        self.policy, self.seed = policy, seed
-        self._dump = folder / f"{policy}-{seed}"
-        self._window = window
-        self._corpus = folder
+    folder: Path
+    policy: str
+    seed: int
+    window: int
+
+    @property
+    def dump(self) -> Path:
+        return self.folder / f"{self.policy}-{self.seed}"
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        path = self._dump / name
+        path = self.dump / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     @property
@@ -111,22 +114,22 @@ class Run:
     @property
     def steps(self) -> int:
         """Steps that are done and checkpointed."""
-        done = [int(path.name.removeprefix("step-")) for path in (self._dump / "checkpoint").glob("step-*")]
+        done = [int(path.name.removeprefix("step-")) for path in (self.dump / "checkpoint").glob("step-*")]
         return max(done, default=0)
 
     def go_on(self, until: int, every: int, of: int) -> None:
         """Trains to step `until`, in a process of its own; the learning rate's schedule is that of `of`."""
         words = [
-            *("--dump_folder", str(self._dump), "--training.steps", str(until)),
-            *("--lr_scheduler.total_steps", str(of), "--training.seq_len", str(self._window)),
+            *("--dump_folder", str(self.dump), "--training.steps", str(until)),
+            *("--lr_scheduler.total_steps", str(of), "--training.seq_len", str(self.window)),
             *("--parallelism.data_parallel_shard_degree", "1", "--parallelism.context_parallel_degree", "1"),
             *("--training.local_batch_size", "4", "--debug.enable_structured_logging", "false"),
             *("--activation_checkpoint", "none"),  # a model so small needs none
-            *("--wlb.corpus.path", str(self._corpus / "corpus"), "--wlb.corpus.seed", str(self.seed)),
+            *("--wlb.corpus.path", str(self.folder / "corpus"), "--wlb.corpus.seed", str(self.seed)),
             *("--debug.seed", str(self.seed), "--wlb.trace_every", "0"),
             *("--checkpoint.enable", "true", "--checkpoint.interval", str(TURN * every)),
             *("--checkpoint.keep_latest_k", "2", "--checkpoint.last_save_model_only", "false"),
-            *("--wlb.validation.path", str(self._corpus / "held_out"), "--wlb.validation.every", str(every)),
+            *("--wlb.validation.path", str(self.folder / "held_out"), "--wlb.validation.every", str(every)),
             *("--wlb.packing.policy", self.policy, *SETTINGS[self.policy]),
         ]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
@@ -141,7 +144,7 @@ def summary(runs: list[Run], seeds: int, settings: dict[str, Any]) -> dict[str, 
     """Curves, and for each policy its mean loss, its difference from `plain` and the error of that."""
     last = {(run.policy, run.seed): list(run.validations.values())[-LAST:] for run in runs}
     result: dict[str, Any] = {"settings": settings, "validation": {}, "curves": {}}
-    for policy in COMPARED:
+    for policy in SETTINGS:
         own = [statistics.mean(last[policy, seed]) for seed in range(seeds)]
         minus = [mine - statistics.mean(last["plain", seed]) for seed, mine in enumerate(own)]
         records = [r for run in runs if run.policy == policy for r in run.records("metrics.jsonl")]
@@ -189,7 +192,7 @@ def main(
     """Train under every policy, in FOLDER, and compare the losses on held-out documents."""
     folder = folder.resolve()
     make_corpus(folder, window)
-    runs = [Run(folder, policy, seed, window) for seed in range(seeds) for policy in COMPARED]
+    runs = [Run(folder, policy, seed, window) for seed in range(seeds) for policy in SETTINGS]
     end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
 
     def go_on(run: Run) -> None:

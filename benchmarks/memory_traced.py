@@ -45,7 +45,9 @@ def ranks() -> Iterator[dict[str, Any]]:
 
 
 COLUMNS = {
-    **{name: f"{{{name}}}" for name in ("file", "policy", "rank")},
+    "file": "{file}",
+    "policy": "{policy}",
+    "rank": "{rank}",
     "longest micro-batch": "{longest:,}",
     "predicted GiB": "{predicted_gib:.2f}",
     "traced GiB": "{traced_gib:.2f}",

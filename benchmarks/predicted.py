@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import cells, save, show, table
+from common import formatted, save, show, table
 
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.documents import Documents
@@ -109,7 +109,7 @@ def page(results: dict[str, Any]) -> str:
         .format(
             steps=results["steps"],
             cluster=rows[0]["cluster"],
-            rows=table(COLUMNS, (cells(COLUMNS, row) for row in rows)),
+            rows=formatted(COLUMNS, rows),
             first=first,
             second=second,
             plain=PLAIN,

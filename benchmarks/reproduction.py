@@ -45,7 +45,6 @@ UNDER_ONE: dict[str, Callable[[Setting, int], Any]] = {
     "figure_6": lambda setting, steps: experiments.figure_6(setting, 2 * steps),
     "other_lengths": experiments.other_lengths,
     "scale": lambda setting, steps: experiments.scale(setting, 3),
-    "speed": lambda setting, steps: experiments.speed(setting),
 }
 """What is simulated under `ONE`."""
 

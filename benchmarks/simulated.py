@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import click
@@ -119,23 +120,12 @@ def slices(_steps: int) -> Groups:
         yield [under(policy, f"N = {windows}", name, which) for name, which, policy in variants]
 
 
-def llama(layers: int, hidden: int, heads: int, groups: int, feed_forward: int) -> ModelShape:
-    return ModelShape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=groups,
-        head_dim=hidden // heads,
-        feed_forward=feed_forward,
-        vocabulary=128_256,
-    )
-
-
+llama = partial(ModelShape, head_dim=128, vocabulary=128_256)
 SLIMPACK_MODELS = {  # and GPUs
-    "7B": (llama(32, 4096, 32, 32, 11008), 128),
-    "13B": (llama(40, 5120, 40, 40, 13824), 128),
-    "70B": (llama(80, 8192, 64, 8, 28672), 256),
-    "150B": (llama(96, 12288, 96, 8, 32768), 256),
+    "7B": (llama(layers=32, hidden=4096, heads=32, kv_heads=32, feed_forward=11008), 128),
+    "13B": (llama(layers=40, hidden=5120, heads=40, kv_heads=40, feed_forward=13824), 128),
+    "70B": (llama(layers=80, hidden=8192, heads=64, kv_heads=8, feed_forward=28672), 256),
+    "150B": (llama(layers=96, hidden=12288, heads=96, kv_heads=8, feed_forward=32768), 256),
 }
 SLIMPACK_LENGTHS = {
     "Common Crawl": (700, 1.2, 0.01, 16384),  # short, and a long tail

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import table
+from common import formatted, table
 from reproduce.pictures import fixed_4d
 
 HERE = Path(__file__).parent
@@ -50,7 +50,6 @@ def write_page(results: Results) -> Path:
         "ms": dict(zip(kernel["q_len"], np.array(kernel["seconds"]) * 1e3, strict=True)),
         "rates": dict(zip(kernel["q_len"], kernel["tflops"], strict=True)),
         "scale": scale(results["scale"]),
-        "speed": results["speed"],
     }
     template = (HERE / "page.md").read_text(encoding="utf-8")
     PAGE.write_text(template.format_map(gaps), encoding="utf-8")
@@ -232,24 +231,25 @@ def large_job(settings: list[dict[str, Any]]) -> str:
 
 
 def loss(validation: dict[str, Any]) -> str:
-    rows = (
-        [policy, f"{row['mean']:.4f}", f"{row['minus_plain']:+.4f}", f"{row['standard_error']:.4f}"]
-        for policy, row in validation.items()
-    )
-    return table(["policy", "validation loss", "minus plain", "standard error of the difference"], rows)
+    columns = {
+        "policy": "{policy}",
+        "validation loss": "{mean:.4f}",
+        "minus plain": "{minus_plain:+.4f}",
+        "standard error of the difference": "{standard_error:.4f}",
+    }
+    return formatted(columns, ({"policy": policy, **row} for policy, row in validation.items()))
 
 
 def scale(found: list[dict[str, Any]]) -> str:
     columns = {
-        "speedup": ("speedup", ".3f"),
-        "step, s": ("step_seconds", ".1f"),
-        "planning, s": ("planning_seconds", ".2f"),
-        "plan, MiB": ("plan_mib", ".1f"),
-        "simulating, s": ("simulating_seconds", ".2f"),
+        "GPUs": "{gpus:,}",
+        "N": "{micro_batches:,}",
+        "policy": "{policy}",
+        "speedup": "{speedup:.3f}",
+        "step, s": "{step_seconds:.1f}",
+        "planning, s": "{planning_seconds:.2f}",
+        "plan, MiB": "{plan_mib:.1f}",
+        "simulating, s": "{simulating_seconds:.2f}",
     }
-    rows = []
-    for row in found:
-        for policy in ("fixed_greedy:per_document", WLB, LAZY):
-            cells = (format(row[policy][key], form) for key, form in columns.values())
-            rows.append([f"{row['gpus']:,}", f"{row['micro_batches']:,}", policy, *cells])
-    return table(["GPUs", "N", "policy", *columns], rows)
+    policies = ("fixed_greedy:per_document", WLB, LAZY)
+    return formatted(columns, ({**row, "policy": one, **row[one]} for row in found for one in policies))

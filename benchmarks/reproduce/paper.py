@@ -35,7 +35,7 @@ from wlb_titan.job import Job, Policy
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.memory.rank import Passes
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.plan import LENGTH
+from wlb_titan.plan import LENGTH, Plan
 from wlb_titan.simulator.choice import Scenario
 
 PAPER_DEGREES = {
@@ -132,14 +132,11 @@ def configuration(setting: Setting, name: str, **changes) -> Scenario:
     return scenario(setting, PAPER_MODELS[size], PAPER_DEGREES[name], tokens, **changes)
 
 
-def forward_imbalance(one: Scenario, policy: Policy, steps: int) -> float:
+def forward_imbalance(one: Scenario, plans: list[Plan]) -> float:
     """Table 2's measure: the largest micro-batch's forward latency over the step's mean, mean of steps."""
     cost = one.job.cost_model
-    result = []
-    for plan in one.plans(policy, steps):
-        latency = [cost.forward(m.documents[:, LENGTH]).sum() for m in plan.micro_batches]
-        result.append(max(latency) / np.mean(latency))
-    return float(np.mean(result))
+    latency = [[cost.forward(m.documents[:, LENGTH]).sum() for m in plan.micro_batches] for plan in plans]
+    return float(np.mean(np.max(latency, axis=1) / np.mean(latency, axis=1)))
 
 
 def calibrated(setting: Setting, steps: int = 40) -> Setting:
@@ -176,8 +173,6 @@ def _slowdown(setting: Setting) -> float:
     low, high = 0.5, 8.0
     for _ in range(8):
         middle = (low * high) ** 0.5
-        cost = configuration(replace(setting, slowdown=middle), "7B-128K").job.cost_model
-        latency = [[cost.forward(m.documents[:, LENGTH]).sum() for m in plan.micro_batches] for plan in plans]
-        imbalance = np.mean(np.max(latency, axis=1) / np.mean(latency, axis=1))
-        low, high = (middle, high) if imbalance < IMBALANCE else (low, middle)
+        slower = configuration(replace(setting, slowdown=middle), "7B-128K")
+        low, high = (middle, high) if forward_imbalance(slower, plans) < IMBALANCE else (low, middle)
     return (low * high) ** 0.5

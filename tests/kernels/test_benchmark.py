@@ -3,7 +3,6 @@ reference).
 """
 
 import json
-import re
 from itertools import groupby
 from pathlib import Path
 
@@ -12,10 +11,7 @@ import torch
 from oracle import packed, visible
 from wlb_titan.kernels.segments import Shape, check_segments
 
-from wlb_titan.commands.profile import GPU_GRID, time_attention
-from wlb_titan.cost.attention_kernels import Point, predict, tilings
-from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
-from wlb_titan.cost.profile import Profile
+from wlb_titan.commands.profile import time_attention
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -32,7 +28,7 @@ def test_cases_are_valid(benchmark):
     import attention_cases
 
     found = attention_cases.cases()
-    assert {case.group for case in found} == set("abcdef")
+    assert {case.group for case in found} == set("abcde")
     for case in found:
         q_tokens = int((case.segments[:, 0] + case.segments[:, 1]).max())
         check_segments(
@@ -124,42 +120,9 @@ def test_jobs(benchmark):
     assert len(set(names)) == len(names)
 
 
-def test_the_grid_is_measured_and_fitted(rehearse):
-    rows, text = rehearse("--stages", "grid", "--limit", "600")
+def test_the_grid_and_the_packs_are_measured(rehearse):
+    rows, _ = rehearse("--stages", "grid", "--limit", "600")
     assert not [row for row in rows if "error" in row]
     assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "grid", "packs"]
-    (model,) = re.findall(r"latency model of triton, (.*)", text)
-    profile = Profile.load(Path(model))
-    measured = {tuple(row["cut"]) for row in rows if "cut" in row}
-    assert {(p.q_len, p.kv_len, p.segments) for p in profile.entries[0].points} == measured
-    assert "4 packs, heads 2:1: " in text
-
-
-def test_a_fit_to_the_grid_predicts_the_packs(benchmark, tmp_path):
-    """Of times that a latency model made: the packs are met as far as its own coefficients come back."""
-    import attention_grid
-
-    shape, units = [4, 1, 128, 128], 16
-    cost = KernelCost(
-        tilings("triton", 4)[1], launch=2e-5, key=1e-10, segment=0.0, tile=2e-6, block=1e-6, masked=2e-7
-    )
-    cases = list(GPU_GRID._replace(q_lens=(1, 64, 65, 257, 2048), keys=(1, 2**16)).cases(4))
-    seconds = predict(cost, [Point(*case, 4, 0.0) for case in cases], units)
-    common = {"implementation": "triton", "shape": shape}
-    rows = [{"kind": "ceiling", "device": "none", "units": units, "dtype": "bfloat16", "versions": {}}]
-    rows += [
-        common
-        | {"kind": "grid", "part": part, "cut": case, "forward_ms": 1e3 * time, "backward_ms": 2e3 * time}
-        for part in range(2)
-        for case, time in zip(cases, seconds, strict=True)
-    ]
-    latency = AttentionLatency(cost, cost, units, heads=4, source="")
-    for pack in attention_grid.packs():
-        forward, backward = latency.seconds(pack.shards)[pack.rank]
-        times = {"forward_ms": 1e3 * forward, "backward_ms": 2e3 * backward}
-        rows.append(common | {"kind": "packs", "case": pack.name, "scale": 1} | times)
-    text = "\n".join(attention_grid.report(rows, tmp_path))
-    assert "20 packs, heads 4:1: 20 predicted within 5%" in text
-    for row in rows[-5:]:
-        row["forward_ms"] *= 1.5
-    assert "20 packs, heads 4:1: 15 predicted within 5%" in "\n".join(attention_grid.report(rows, tmp_path))
+    assert all(row["forward_ms"] > 0 for row in rows if "cut" in row)
+    assert sum("forward_ms" in row for row in rows if row["kind"] == "packs") == 4
