@@ -95,7 +95,7 @@ def measured_divisions(folder: Path) -> list[str]:
         q_tokens, kv_tokens = extent(pieces)
         schedule = schedule_of(case.segments, q_tokens, kv_tokens, torch.device("cpu"))
         sharding = [np.stack([0 * pieces[:, 0], pieces[:, 3] - pieces[:, 1], pieces[:, 1]], axis=1)]
-        of_case = [row for row in rows if row["case"] == case.name]
+        of_case = [row for row in rows if row["case"] == case.name and row.get("deterministic", True)]
         for heads in dict.fromkeys(tuple(row["shape"][:2]) for row in of_case):
             divided = division(schedule, *heads, UNITS)._asdict()
             same = [
