@@ -287,9 +287,7 @@ def test_head_dim_64_takes_what_published_rates_say():
     assert small.backward.block / large.backward.block == pytest.approx(561 / 474 / 2, abs=1e-3)
 
 
-def test_the_passes_have_tilings_of_their_own_whose_tiles_and_blocks_divide():
-    with pytest.raises(ValueError, match="96 queries and blocks of 128"):
-        Tiling(96, 128)
+def test_the_passes_have_tilings_of_their_own():
     forward = KernelCost(Tiling(128, 128), 0, 0, 0, 1, 0, 0)
     backward = KernelCost(Tiling(64, 64), 0, 0, 0, 1, 0, 0)
     latency = AttentionLatency(forward, backward, units=1, heads=2, source="test")

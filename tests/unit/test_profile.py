@@ -24,7 +24,7 @@ from wlb_titan.cost.profile import (
     line,
     measured_cluster,
 )
-from wlb_titan.cost.workload import Analytic, cost_model
+from wlb_titan.cost.workload import TokenSeconds
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 
@@ -94,11 +94,8 @@ def test_measured_rates_take_the_place_of_the_clusters(profile, tmp_path):
     device = measured_cluster(job.cluster, job.sharding.profile)
     assert device.linear_flops == pytest.approx(4e14)
     assert device.memory_bandwidth == pytest.approx(2e12)
-    measured = cost_model(str(path), job)
-    one = np.array([1])
-    attention = model.layers * job.latency.work(one, one)[0]
-    linear = Analytic(job, device).linear_forward
-    assert measured.forward(one) == pytest.approx(linear + attention, rel=1e-4)
+    assert job.token == TokenSeconds.of(job, device)
+    assert job.latency.source == "profile of Some GPU"
 
 
 def test_a_line_has_no_negative_part():

@@ -12,15 +12,14 @@ same documents in both.
     W_l(d) = linear FLOPs / achieved FLOP/s + element-wise bytes / memory bandwidth + TP, CP communication
 
 Left out are gradient reduction and FSDP's gathers, which are the same for every micro-batch, and the
-pipeline's point-to-point traffic, which overlaps with computation. `profile:FILE` takes W_a from measured
-times, and `simulated` (`cost/passes.py`) all of it from the simulator's passes.
+pipeline's point-to-point traffic, which overlaps with computation. `simulated` (`cost/passes.py`) takes all
+of it from the simulator's passes: from measured times, where [wlb.sharding] or the cluster names a profile.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -28,7 +27,6 @@ from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.cluster import Cluster
-from wlb_titan.cost.profile import Profile
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
@@ -48,7 +46,6 @@ COST_MODELS = Family(
     shipped={
         "analytic": "wlb_titan.cost.workload:Analytic",
         "quadratic": "wlb_titan.cost.workload:Quadratic",
-        "profile": "wlb_titan.cost.workload:ProfileCost",
         "simulated": "wlb_titan.cost.passes:JobCost",
     },
 )
@@ -97,11 +94,9 @@ class CostModel(Plugin):
 
 
 def cost_model(text: str, job: Job) -> CostModel:
-    """The model of `[wlb.packing] cost_model` or `--cost-model`: a name, with settings after a colon
-    (`quadratic:0.9e6,4e10`); the path of a profile, short for `profile:PATH`; or "package.module:Class"."""
+    """The model of `[wlb.packing] cost_model`: a name, with settings after a colon (`quadratic:0.9e6,4e10`),
+    or "package.module:Class"."""
     name, _, settings = text.partition(":")
-    if text.endswith(".json") and name not in COST_MODELS.names:
-        name, settings = "profile", text
     if name not in COST_MODELS.names:
         name, settings = text, ""
     try:
@@ -185,29 +180,6 @@ class Analytic(CostModel):
         return self._forward * squares, self._backward * squares
 
 
-class ProfileCost(Analytic):
-    """`profile:FILE`: W_a as `wlb-titan profile` measured it, W_l by operations at the measured rates, if
-    any, or the cluster's."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CostModel.Config):
-        file: str
-        """Path of the profile."""
-
-    def __init__(self, job: Job, profile: Profile) -> None:
-        super().__init__(job, profile.on(job.cluster))
-        self._layer = profile.latency(job.attention_shape)
-        self._share = job.model.layers / job.degrees.context
-
-    @classmethod
-    def of(cls, config: Config, job: Job) -> ProfileCost:
-        return cls(job, Profile.load(Path(config.file)))
-
-    def _attention(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
-        forward, backward = self._layer.work(lengths, lengths) * self._share
-        return forward, backward
-
-
 class Quadratic(CostModel):
     """`quadratic:A,B`: both passes together cost A d^2 + B d, of which the forward pass is one third."""
 
@@ -224,18 +196,16 @@ class Quadratic(CostModel):
             try:
                 a, b = (float(part) for part in text.split(","))
             except ValueError:
+                a = b = 0.0
+            if not (0 <= a <= LARGEST and 0 <= b <= LARGEST) or a + b == 0:
                 raise PlanError(
                     f"The cost model {f'quadratic:{text}'!r} is malformed; write quadratic:A,B with two "
-                    "numbers, such as quadratic:0.9e6,4e10 for work of 0.9e6 d^2 + 4e10 d."
-                ) from None
+                    f"numbers from 0 to {LARGEST:g} that are not both 0, such as quadratic:0.9e6,4e10 for "
+                    "work of 0.9e6 d^2 + 4e10 d."
+                )
             return cls(a=a, b=b)
 
     def __init__(self, a: float, b: float) -> None:
-        if not (0 <= a <= LARGEST and 0 <= b <= LARGEST) or a + b == 0:
-            raise PlanError(
-                f"The cost model quadratic:{a:g},{b:g} does not give every document some work: A and B must "
-                f"be from 0 to {LARGEST:g}, and not both zero."
-            )
         self.a, self.b = a, b
 
     @classmethod

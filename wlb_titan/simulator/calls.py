@@ -51,21 +51,10 @@ class RankCalls:
     groups: Sequence[tuple[int, ...]]  # global ranks of each of its groups, in the order of making
     calls: Sequence[Call]  # in order
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers; each place is written once."""
-        places = {call.place: number for number, call in enumerate(self.calls)}
-        return {
-            "made": self.made,
-            "groups": self.groups,
-            "places": places,
-            "calls": [[*call[:-1], places[call.place]] for call in self.calls],
-        }
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankCalls:
-        places = {number: place for place, number in record["places"].items()}
-        calls = [Call._make([*facts, places[place]]) for *facts, place in record["calls"]]
-        return cls(record["made"], [tuple(members) for members in record["groups"]], calls)
+        """Of what `json` makes of `vars`."""
+        return cls(record["made"], [*map(tuple, record["groups"])], [*map(Call._make, record["calls"])])
 
 
 def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None:
