@@ -37,7 +37,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from wlb_titan.context import ALL_KEYS, KeyShares
 from wlb_titan.cost.models import rank_parameters
@@ -116,24 +116,6 @@ class Passes(NamedTuple):
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Passes:
         return cls([Held(length) for length in lengths])
-
-
-def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[float]) -> list[Any]:
-    """Tokens in flight on a rank after each of its actions, weighted with the layers of their stages.
-
-    Args:
-        lengths: tokens of the micro-batches; or an array (n, k) for k steps.
-    """
-    live: Any = 0
-    result = []
-    for action in actions:
-        tokens = lengths[action.place] * layers[action.stage]
-        if action.kind == "F":
-            live = live + tokens
-        elif action.kind in ("B", "W"):  # I frees little: the weights' gradients need the activations still
-            live = live - tokens
-        result.append(live)
-    return result
 
 
 class SliceCache:

@@ -21,7 +21,7 @@ from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.rank import Held, RankMemory, SliceCache
+from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.predicted import pass_seconds, replica_memory
 from wlb_titan.packing.slim.slices import last_needed, piece_numbers
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
@@ -171,18 +171,6 @@ def peak_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over all replicas and plans."""
     peaks = [rank_memory(job, plan, rank) for plan in plans for rank in range(job.replicas)]
     return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
-
-
-def cache_bytes(job: Job, actions: Sequence[Action], packs: Sequence[Held]) -> list[float]:
-    """`SliceCache.bytes_` on a rank after each of its actions."""
-    cache = SliceCache(job.token_bytes, job.layers)
-    result = []
-    for action in actions:
-        pack = packs[action.place]
-        cache.begin(action, pack.slices, pack.length * pack.sharers)
-        cache.end(action, pack.slices)
-        result.append(cache.bytes_)
-    return result
 
 
 def check_slices(flow: Flow, packs: Sequence[MicroBatch]) -> dict[int, int]:

@@ -246,7 +246,6 @@ class TimedMeeting(NamedTuple):
     axis: str
     every: int  # steps from one to the next
     bytes_: float  # that a rank all-reduces
-    collectives: int  # how many of them
     seconds: float
 
 
@@ -257,5 +256,5 @@ def meetings(job: Job, rank: int | None = None) -> list[TimedMeeting]:
         if one.degree > 1 and (met := one.meeting(job, own_weights(job, rank))) is not None:
             link = job.degrees.link(job.cluster, one.axis)
             each = 2 * link.collective(met.bytes_ / max(met.collectives, 1), one.degree)
-            found.append(TimedMeeting(one.axis, one.every, *met, met.collectives * each))
+            found.append(TimedMeeting(one.axis, one.every, met.bytes_, met.collectives * each))
     return found

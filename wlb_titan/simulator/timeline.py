@@ -10,12 +10,12 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
-from wlb_titan.memory.rank import weighted_tokens
+from wlb_titan.memory.rank import SliceCache
 from wlb_titan.packing.predicted import held
 from wlb_titan.packing.slim.slices import kind
 from wlb_titan.plan import Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import MeasuredPasses
-from wlb_titan.simulator.replicas import cache_bytes, step_ends, step_passes
+from wlb_titan.simulator.replicas import step_ends, step_passes
 from wlb_titan.simulator.trace import MEASURED, Span
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
@@ -71,12 +71,23 @@ def step_timeline(
     return spans, curves
 
 
-def _activations(job: Job, actions: Sequence[Action], micro_batches: Sequence[MicroBatch]) -> Floats:
-    """float64 (actions,), bytes that a pipeline rank keeps after each of its actions in one run."""
+def _activations(job: Job, actions: Sequence[Action], micro_batches: Sequence[MicroBatch]) -> list[float]:
+    """Bytes that a pipeline rank keeps after each of its actions in one run."""
     memory, packs = job.packing.rank_memory, held(job, micro_batches)
-    kept = [memory.layer_bytes(job.token_bytes_of(m.sharers, m.keys)) * m.length * m.sharers for m in packs]
-    live: Floats = np.array(weighted_tokens(actions, kept, memory.kept_layers(job.layers)))
-    return live + cache_bytes(job, actions, packs)
+    layers, cache = memory.kept_layers(job.layers), SliceCache(job.token_bytes, job.layers)
+    live, result = 0.0, []
+    for action in actions:
+        _, sharers, keys, slices = pack = packs[action.place]
+        tokens = pack.length * sharers
+        kept = memory.layer_bytes(job.token_bytes_of(sharers, keys)) * tokens * layers[action.stage]
+        if action.kind == "F":
+            live += kept
+        elif action.kind != "I":  # whose weights' gradients need the activations still
+            live -= kept
+        cache.begin(action, slices, tokens)
+        cache.end(action, slices)
+        result.append(live + cache.bytes_)
+    return result
 
 
 def _facts(micro_batch: MicroBatch) -> dict[str, Any]:
