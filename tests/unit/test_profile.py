@@ -115,12 +115,6 @@ def test_without_a_profile_the_figures_for_h100_are_taken():
     assert cluster_latency(h100, latent) == replace(hopper(160, 16, group=8), windows=((128, 0.5),))
 
 
-def test_a_cluster_whose_profile_lacks_an_attention_is_scaled_with_a_warning():
-    with pytest.warns(UserWarning, match=r"no attention of head dim 96.* scaled to the attention rates"):
-        latency = cluster_latency(load_cluster("cpu"), AttentionShape(head_dim=96, heads=5))
-    assert "scaled to CPU" in latency.source
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -140,15 +134,6 @@ def test_files_that_are_no_profile_are_named(profile, tmp_path, change, message)
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
     with pytest.raises(PlanError, match=rf"profile\.json is not a profile .*{message}.*again"):
         Profile.load(path)
-
-
-def test_errors_compare_prediction_and_measurement(profile):
-    """Measured in twice the time, predictions are half of it."""
-    entry = profile.entries[0]
-    predicted = [p.seconds * (1 + e) for p, e in zip(entry.points, entry.errors(100), strict=True)]
-    for factor, error in ((1, 0), (2, -0.5)):
-        points = tuple(p._replace(seconds=factor * s) for p, s in zip(entry.points, predicted, strict=True))
-        assert replace(entry, points=points).errors(100) == pytest.approx(error)
 
 
 def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():

@@ -153,7 +153,7 @@ def test_without_a_pipeline_every_micro_batch_communicates():
 
 
 def test_interleaved_stages_each_communicate():
-    """One layer of each stage is not hidden: of four stages with one layer each, as much as without overlap."""
+    """One layer of each stage is not hidden: of four stages of one layer each as much as without overlap."""
 
     def exposed(chunks, **changes):
         stages = {"chunks": chunks, "stage_layers": (4 // (2 * chunks),) * (2 * chunks)}
