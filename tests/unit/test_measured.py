@@ -1,6 +1,5 @@
 """Steps put together from measured passes: what was measured as predicted comes out as predicted."""
 
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,6 @@ from wlb_titan.packing.predicted import attention_seconds, pass_seconds, passing
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Action
 from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
-from wlb_titan.simulator.replicas import replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 from wlb_titan.simulator.trace import MEASURED
@@ -195,18 +193,3 @@ def test_where_nothing_runs_behind_passes_no_communication_is_predicted_besides(
     # Of each micro-batch of the slowest replica the forward pass waited, and the backward pass.
     waited = 2 * 0.25 * len(plan.micro_batches) / job.degrees.data
     np.testing.assert_allclose(found.pipeline, quiet.pipeline + waited, rtol=2e-3)
-
-
-def test_orders_of_passes_are_the_plans(documents):
-    """The graph of a step put together is the one that the job runs: of slices the plan's own."""
-    job = job_of("slices")
-    (plan,) = job.plans(documents, 1)
-    (found,) = measured(job, [plan], [ran(job, plan, 0, [plan])])
-    spans, _ = step_timeline(job, plan, measured=found)
-    ran_by_stage = defaultdict(list)
-    for span in sorted(spans, key=lambda span: span.start):
-        ran_by_stage[span.args["stage"]].append(span.name)
-    planned = defaultdict(list)
-    for action in replica_graph(job, plan, 0).actions:
-        planned[action.stage].append(f"{action.kind}{action.place}")
-    assert ran_by_stage == planned

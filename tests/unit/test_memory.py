@@ -87,7 +87,7 @@ def test_terms_by_hand():
 
 
 def test_gradients_are_there_once_they_were_reduced():
-    """Without a pipeline after the first micro-batch; a stage's whole ones from its first backward pass on."""
+    """Without a pipeline after the first micro-batch; whole ones from a stage's first backward pass on."""
     alone = [pipeline_memory(MODEL, Degrees(shard=2), [64] * n, settings=FULL)[0] for n in (1, 2)]
     assert [one.gradients for one in alone] == [0, alone[0].weights]
     few, many = (

@@ -163,11 +163,10 @@ class Profile:
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
         found = {entry.direction: entry for entry in self.entries if entry.shape.kind == shape.kind}
-        if missing := [direction for direction in PASSES if direction not in found]:
-            lacks = f"{missing[0]} pass of the attention" if found else "attention"
+        if not found:
             known = dict.fromkeys(entry.shape.kind for entry in self.entries)
             raise PlanError(
-                f"The profile of {self.device} has no {lacks} of {shape.kind}; it has {'; '.join(known)}. "
+                f"The profile of {self.device} has no attention of {shape.kind}; it has {'; '.join(known)}. "
                 "Measure that of your job's file: wlb-titan profile FILE --output PROFILE"
             )
         return AttentionLatency(

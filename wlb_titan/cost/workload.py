@@ -19,7 +19,7 @@ of it from the simulator's passes: from measured times, where [wlb.sharding] or 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -62,15 +62,12 @@ class CostModel(Plugin):
 
         @classmethod
         def parse(cls, text: str) -> Self:
-            """The settings from what follows the name and a colon."""
-            names = [field.name for field in fields(cls)]
-            parts = text.split(",") if text else []
-            if len(parts) > len(names):
+            """The settings from what follows the name and a colon: none, but for models that override it."""
+            if text:
                 raise PlanError(
-                    f"the cost model {cls.owner_name()!r} takes {', '.join(names) or 'nothing'} after its "
-                    f"name, and there is {text!r}"
+                    f"the cost model {cls.owner_name()!r} takes nothing after its name, and there is {text!r}"
                 )
-            return cls(**dict(zip(names, parts, strict=False)))
+            return cls()
 
     recomputes: ClassVar[bool] = False  # whether `backward` counts what full checkpointing computes again
 
@@ -168,16 +165,12 @@ class Analytic(CostModel):
         return cls(job, job.cluster)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:
-        attention, _ = self._attention(lengths)
-        return attention + self.linear_forward * np.asarray(lengths, dtype=np.float64)
+        d = np.asarray(lengths, dtype=np.float64)
+        return self._forward * self._squares(d) + self.linear_forward * d
 
     def backward(self, lengths: NDArray[Any]) -> Floats:
-        _, attention = self._attention(lengths)
-        return attention + self.linear_backward * np.asarray(lengths, dtype=np.float64)
-
-    def _attention(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
-        squares = self._squares(lengths)
-        return self._forward * squares, self._backward * squares
+        d = np.asarray(lengths, dtype=np.float64)
+        return self._backward * self._squares(d) + self.linear_backward * d
 
 
 class Quadratic(CostModel):
