@@ -21,8 +21,8 @@ from wlb_titan.cost.profile import (
     LinearProfile,
     Profile,
     cluster_latency,
-    line,
     measured_cluster,
+    rate,
 )
 from wlb_titan.cost.workload import TokenSeconds
 from wlb_titan.errors import PlanError
@@ -95,10 +95,9 @@ def test_measured_rates_take_the_place_of_the_clusters(profile, tmp_path):
     assert job.latency.source == "profile of Some GPU"
 
 
-def test_a_line_has_no_negative_part():
-    fixed, each = line([(1, 1), (2, 3), (4, 9)])
-    assert fixed == 0 and 1 < each < 9 / 4
-    assert line([(1, 3), (2, 5), (4, 9)]) == (pytest.approx(1), pytest.approx(2))
+def test_a_rate_leaves_the_fixed_part_out_which_is_not_negative():
+    assert rate([(1, 3), (2, 5), (4, 9)]) == pytest.approx(1 / 2)
+    assert 4 / 9 < rate([(1, 1), (2, 3), (4, 9)]) < 1
 
 
 def test_without_a_profile_the_figures_for_h100_are_taken():

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.attention_kernels import Point, fit, hopper, predict, tilings
+from wlb_titan.cost.attention_kernels import Point, fit, hopper, non_negative, predict, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
@@ -130,27 +130,24 @@ class LinearProfile:
 
     @property
     def matrix_flops(self) -> float:
-        return 1 / line(self.matrices)[1]
+        return rate(self.matrices)
 
     @property
     def element_bandwidth(self) -> float:
-        return 1 / line(self.elements)[1]
+        return rate(self.elements)
 
 
-def line(points: Line) -> tuple[float, float]:
-    """Fixed seconds and seconds a unit, neither below zero, by least squares of relative errors.
+def rate(points: Line) -> float:
+    """Units a second, beside a fixed part of the seconds, by least squares of relative errors.
 
     Example: 1 second and 2 seconds a unit:
 
-        >>> [round(value, 6) for value in line([(1, 3), (2, 5), (4, 9)])]
-        [1.0, 2.0]
+        >>> round(rate([(1, 3), (2, 5), (4, 9)]), 6)
+        0.5
     """
     sizes, seconds = np.array(points, dtype=np.float64).T
-    columns = np.stack([1 / seconds, sizes / seconds], axis=1)
-    fixed, each = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
-    if fixed >= 0 and each > 0:
-        return float(fixed), float(each)
-    return 0.0, float((columns[:, 1] @ np.ones(len(sizes))) / (columns[:, 1] @ columns[:, 1]))
+    _, each = non_negative(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(sizes)))
+    return float(1 / each)
 
 
 @dataclass(frozen=True, slots=True)

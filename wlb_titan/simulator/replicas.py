@@ -1,9 +1,9 @@
 """The passes of a step and when they end, rank by rank: from plans, or from what was measured.
 
-Micro-batches of one kind run in the schedule's order, MicroPacks in that of their plan. For these SlimPack's
-graph also has edges between slices (section 4.3): the forward pass of a slice waits for those of
-earlier slices, its backward pass for those of later ones. They are passes of one stage, and so of one rank,
-so it is enough to check that the rank's order obeys them.
+Micro-batches run in the schedule's order, MicroPacks in that of their plan. For these SlimPack's graph also
+has edges between slices (section 4.3): the forward pass of a slice waits for those of earlier slices, its
+backward pass for those of later ones. They are passes of one stage, and so of one rank, so it is enough to
+check that the rank's order obeys them.
 """
 
 from __future__ import annotations
@@ -111,17 +111,13 @@ class Replica(NamedTuple):
 
 
 def replicas_of(job: Job, plan: Plan, passes: StepPasses) -> list[Replica]:
-    return [
-        Replica(replica_graph(job, plan, rank), passes.of(rank), passes.delays[:, [rank]], plan.of_rank(rank))
-        for rank in range(job.replicas)
-    ]
-
-
-def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
     assert plan.flows is not None
-    flow, micro_batches = plan.flows[dp_rank], plan.of_rank(dp_rank)
-    needed = check_slices(flow, micro_batches)
-    return PipelineGraph(job.shape, len(micro_batches), flow, needed)
+    replicas = []
+    for rank, flow in enumerate(plan.flows):
+        packs = plan.of_rank(rank)
+        graph = PipelineGraph(job.shape, len(packs), flow, check_slices(flow, packs))
+        replicas.append(Replica(graph, passes.of(rank), passes.delays[:, [rank]], packs))
+    return replicas
 
 
 SETTLED = 1e-9  # of a step's time: less is no change
