@@ -37,36 +37,30 @@ class Summary:
     @classmethod
     def of(cls, plans: Iterable[Plan], window: int) -> Summary:
         """Reads at least one plan, one by one."""
-        steps, workloads = [], []
-        longest = tokens = padding = lost = 0
-        cut = keys = 0.0
+        steps, workloads, gaps = [], [], []
         delays = np.zeros(1, dtype=np.int64)
-        gaps = []
         for plan in plans:
-            steps.append((plan.imbalance, plan.plan_ms, plan.waiting_tokens))
+            counts = (plan.longest, plan.tokens, plan.padding, plan.lost_tokens)
+            shares = (plan.tokens * plan.cut_share(window), plan.tokens * plan.keys_per_token)
+            steps.append((plan.imbalance, plan.plan_ms, plan.waiting_tokens, *counts, *shares))
             workloads.append(sorted((m.workload for m in plan.forward), reverse=True))
-            longest = max(longest, plan.longest)
-            tokens += plan.tokens
-            padding += plan.padding
-            lost += plan.lost_tokens
-            cut += plan.tokens * plan.cut_share(window)
-            keys += plan.tokens * plan.keys_per_token
             if plan.gap is not None:
                 gaps.append(plan.gap)
             documents = np.concatenate([m.documents for m in plan.packs])
             step = np.bincount(documents[:, DELAY], documents[:, LENGTH]).astype(np.int64)
             delays = np.pad(delays, (0, max(0, len(step) - len(delays))))
             delays[: len(step)] += step
-        imbalance, plan_ms, waiting = np.array(steps, dtype=float).T
+        imbalance, plan_ms, waiting, longest, *sums = np.array(steps, dtype=float).T
+        tokens, padding, lost, cut, keys = (float(each.sum()) for each in sums)
         return cls(
             imbalance,
             plan_ms,
             waiting,
             np.array(workloads),
-            longest,
-            tokens,
-            padding,
-            lost,
+            int(longest.max()),
+            int(tokens),
+            int(padding),
+            int(lost),
             cut / tokens,
             keys / tokens,
             delays,

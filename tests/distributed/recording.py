@@ -68,7 +68,7 @@ class Recorder:
 
     def met(self):
         """The number of calls of all ranks since the last time, and what does not meet; on rank 0."""
-        mine = self._log.of_rank().to_json()
+        mine = vars(self._log.of_rank())
         self._log.calls.clear()
         everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everything)

@@ -50,7 +50,7 @@ PLAN = [
         for options in (
             *("corpus.seed -1", "packing.policy nope", "packing.tail nope"),
             *("sharding.policy nope", "pipeline.order nope"),
-            *(f"packing.cost_model {model}" for model in ("nope", "nope.json", "profile:/etc/passwd")),
+            *(f"packing.cost_model {model}" for model in ("nope", "nope.json", "nope:/etc/passwd")),
             *(
                 f"packing.cost_model quadratic:{rest}"
                 for rest in ("1,2,3", "x,y", "nan,1", "0,0", "1e308,1e308")
@@ -142,10 +142,9 @@ OTHERS = [
     "prepare c --verify --overwrite",
     "prepare c --too-long skip",
     f"prepare {'x' * 300}",
-    "profile --head-dim 1000000 --output p.json",
-    "profile --head-dim 0 --output p.json",
-    "profile --head-dim 8/8/8 --output p.json",
-    "profile --output /nowhere/p.json",
+    "profile --output p.json",
+    "profile nowhere.toml --output p.json",
+    "profile good.toml --output /nowhere/p.json",
     "compare nowhere",
     "compare .",
     "compare good.txt",
@@ -157,7 +156,6 @@ WORDS = {
     "--packing.max_length 100": "100 tokens, below the context window of 256",
     "data_parallel_shard_degree 3 --training.global_batch_size 4": "4 micro-batches cannot be shared equally",
     "quadratic:1,2,3": "is malformed",
-    "cost_model nope.json": "nope.json cannot be read",
     "--policy wlb": "Did you mean wlb.packing.policy",
     "--training.seqlen 5": "Did you mean training.seq_len",
     "--lengths nowhere.txt " + ROOMY: "neither a distribution of lengths called 'nowhere.txt'",

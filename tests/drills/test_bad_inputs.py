@@ -138,7 +138,6 @@ wlb.packing.policy = "wlb"; wlb.packing.max_length = 100           -> wlb.packin
 wlb.packing.policy = "wlb_lazy"; wlb.packing.max_length = 100      -> wlb.packing.max_length
 wlb.packing.cost_model = "quadratic:-1,2"                          -> wlb.packing.cost_model
 wlb.packing.cost_model = "quadratic:1e308,1e308"                   -> wlb.packing.cost_model
-wlb.packing.cost_model = "nope.json"                               -> wlb.packing.cost_model
 wlb.sharding.profile = "nope.json"                                 -> wlb.sharding.profile
 wlb.cluster = "nope"                                               -> wlb.cluster
 wlb.corpus.path = "/"                                              -> wlb.corpus.path

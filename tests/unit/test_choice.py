@@ -93,7 +93,6 @@ def test_what_does_not_fit_is_not_chosen(job, choice):
     assert any(one.memory < mean / USABLE for one in too_large)  # it would be within the whole device
     assert too_large and all("of a device that may be filled" in one.problem for one in too_large)
     assert any("does not fit" in line for line in found.remarks())
-    assert {row["peak GiB"][-1] for row in found.rows()[-len(too_large) :]} == {"!"}
     with pytest.raises(PlanError, match=r"finds no policy to choose: .*does not fit"):
         choose(job.on(replace(job.cluster, memory=1e9)), DOCUMENTS)
 

@@ -213,6 +213,8 @@ def test_a_trace_reads_back(tmp_path):
     ]
     write_trace(spans, tmp_path / "t.json")
     assert read_trace(tmp_path / "t.json") == spans
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [(e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [(0, 5e5), (5e5, 2.5e5), (7.5e5, 1e6)]
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(UserError, match=re.escape(str(tmp_path / "t.json"))):
         read_trace(tmp_path / "t.json")

@@ -30,7 +30,7 @@ from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.pipeline.packflow import packflow
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL
-from wlb_titan.simulator.replicas import planned_times, rank_memory, replicas_of, transfer_seconds
+from wlb_titan.simulator.replicas import rank_memory, replicas_of, step_passes
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -164,8 +164,7 @@ def test_a_shared_document_by_hand():
     first, last = plan.of_rank(0)
     assert first.merged == range(0, 2) and not last.merged and first.length == 4
     assert plan.of_rank(1)[0].length == 4 and plan.tokens == 16
-    times, tokens = planned_times(made, plan.micro_batches, 2)
-    assert tokens.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    times = step_passes(made, plan).times
     # Chunks 0 and 3, or 1 and 2, of 2 tokens each: pairs of queries and keys.
     attention = max(pairs(2) + pairs(8) - pairs(6), pairs(6) - pairs(2)) * 2 * 1e-6
     matrices = 2 * LAYER * 4 / 1e9
@@ -191,9 +190,7 @@ def test_each_rank_of_a_group_has_its_own_share_of_the_attention():
 
 def joint_ends(made, plan):
     """Every pass of the job run when it can: of shared ones none before all sharers can."""
-    times, tokens = planned_times(made, plan.micro_batches, len(plan.of_rank(0)))
-    delays = transfer_seconds(made, tokens)
-    replicas = replicas_of(made, plan, times, delays)
+    replicas = replicas_of(made, plan, step_passes(made, plan))
     ends = {}
     left = [list(range(len(replica.graph.actions))) for replica in replicas]
 
@@ -233,8 +230,7 @@ def test_ranks_that_share_wait_for_each_other(replicas, pipeline, seed):
     assert any(m.merged for m in plans[0].micro_batches)
     found = simulate(made, plans)
     assert found.pipeline[0] == pytest.approx(joint_ends(made, plans[0]), rel=1e-6)
-    times, tokens = planned_times(made, plans[0].micro_batches, len(plans[0].of_rank(0)))
-    replicas = replicas_of(made, plans[0], times, transfer_seconds(made, tokens))
+    replicas = replicas_of(made, plans[0], step_passes(made, plans[0]))
     alone = [one.ends(np.zeros(len(one.graph.actions))).max() for one in replicas]
     assert found.pipeline[0] > 1.001 * max(alone)  # had none waited for another
     spans, curves = step_timeline(made, plans[0])

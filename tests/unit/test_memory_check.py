@@ -94,25 +94,20 @@ def test_the_longest_micro_batch_counts_in_the_log(loaded):
 
 
 def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
-    def bounded(device_bytes, text=PIPELINE):
+    def bounded(share, text=PIPELINE):
         job = loaded(text)
-        return job.on(replace(job.cluster, memory=device_bytes)).longest_micro_batch
+        return job.on(replace(job.cluster, memory=share * enough)).longest_micro_batch
 
     job = loaded(PIPELINE)
     window = job.window
     enough = max(rank.total for rank in job.fitting.peak(Passes.of([2 * window] * 8))) / USABLE + GIB
-    assert bounded(enough) == bounded(4 * enough) == 2 * window
-    between = bounded(0.8 * enough)
-    assert window < between < 2 * window
-    assert max(rank.total for rank in job.fitting.peak(Passes.of([between] * 8))) <= USABLE * 0.8 * enough
-    user = PIPELINE + f"max_length = {window + 4096}\n"
-    assert bounded(0.8 * enough, user) == window + 4096
-    assert bounded(0.8 * enough, PIPELINE.replace('"wlb"', '"plain"')) == window
-    assert bounded(0.1 * enough) == window  # which training refuses
+    assert window < bounded(0.8) < bounded(1) == bounded(4) == 2 * window
+    assert bounded(0.1) == window  # which training refuses
+    assert bounded(0.8, PIPELINE + f"max_length = {window + 4096}\n") == window + 4096
     # Without a device but the CPU there is nothing to fill, but where its memory is said.
-    on_cpu = loaded(PIPELINE.replace("h100_roce", "cpu"))
-    assert on_cpu.longest_micro_batch == 2 * window
-    assert on_cpu.on(replace(on_cpu.cluster, memory=0.1 * enough)).longest_micro_batch == window
+    on_cpu = PIPELINE.replace("h100_roce", "cpu")
+    assert loaded(on_cpu).longest_micro_batch == 2 * window
+    assert bounded(0.1, on_cpu) == window
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,6 @@ CASES = {
         "best",
     ),
 }
-COST_MODELS = {
-    "plain": "simulated",
-    "fixed_greedy": "quadratic:1,700",
-    "fixed_solver": "{folder}/profile.json",
-    "wlb": "profile:{folder}/profile.json",
-    "auto": "profile:{folder}/profile.json",
-    "wlb_lazy": "profile:{folder}/profile.json",
-}
-
 EXCLUDED = {
     *("wlb.epochs", "wlb.validation.path"),  # by the mixture, and by what is held out
     "wlb.packing.shadow",  # trains as another job does
@@ -138,7 +129,7 @@ def file(folder, tmp_path, request):
     """The case's TOML file, after a look at whether it sets every key."""
     packing, sharding, order = CASES[request.param]
     order = f'order = "{order}"' + ("\nbudget_ms = 4.0" if order == "best" else "")
-    cost_model = COST_MODELS[request.param].format(folder=folder)
+    cost_model = "quadratic:1,700" if request.param == "fixed_greedy" else "simulated"
     text = FILE.format(folder=folder, packing=packing, sharding=sharding, order=order, cost_model=cost_model)
     (tmp_path / "job.toml").write_text(text)
     unset = set(defaults(configuration(tmp_path / "job.toml").wlb, "wlb")) - EXCLUDED

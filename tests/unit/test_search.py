@@ -13,7 +13,6 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.layer import MemorySettings
-from wlb_titan.memory.rank import Passes
 from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.choice import Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, pipeline_words, search
@@ -50,11 +49,7 @@ def test_candidates_divide_gpus_heads_and_micro_batches(scenario):
     assert all(8 % degrees.data == 0 and 8 // degrees.data >= degrees.pipeline for degrees in found)
     assert Degrees(tensor=2, context=4, pipeline=2) in found
     assert not any(degrees.data == 16 for degrees in found)
-
-
-def test_attention_is_divided_with_the_degrees(scenario):
-    job = at_degrees(scenario.job, Degrees(tensor=4), "1F1B", 1)
-    assert job.latency.heads == 3
+    assert at_degrees(scenario.job, Degrees(tensor=4), "1F1B", 1).latency.heads == 3
 
 
 def test_schedules_and_stages_a_rank_are_tried(scenario):
@@ -105,22 +100,6 @@ def test_experts_are_spread_over_powers_of_two(scenario):
     assert all(degrees.tensor * degrees.sharding_ranks % degrees.expert == 0 for degrees in found)
 
 
-def test_micro_batches_are_as_long_as_memory_allows(scenario):
-    def fitting(memory):
-        return scenario.job.on(replace(scenario.job.cluster, memory=memory)).fitting
-
-    assert scenario.job.fitting.longest == 2 * 16384
-    assert fitting(scenario.job.cluster.memory / 100).longest == 16384
-    # It is what a policy packs by, if the user has set no bound.
-    each = scenario.job.replica_micro_batches
-    passes = Passes.of([int(1.5 * 16384)] * each)
-    memory = max(rank.total for rank in scenario.job.fitting.peak(passes)) / USABLE
-    small = scenario.on(scenario.job.on(replace(scenario.job.cluster, memory=memory)))
-    bound = small.job.fitting.longest
-    assert bound == fitting(memory).longest == int(1.5 * 16384)
-    assert max(m.length for plan in small.plans(LAZY, 2) for m in plan.micro_batches) <= bound
-
-
 def test_search_finds_the_fastest_that_fits(scenario):
     result = search(scenario, 4, [PLAIN, LAZY], steps=1)
     rates = [found.flops_per_second for found in result.found]
@@ -145,10 +124,3 @@ def test_a_slower_network_costs_time_where_it_is_used(scenario):
     assert network_sensitivity(scenario, plans, 4.0)[PLAIN] == pytest.approx(now)  # 4 GPUs in one node
     apart = scenario.on(scenario.job.on(replace(scenario.job.cluster, gpus_per_node=1)))
     assert network_sensitivity(apart, plans, 4.0)[PLAIN] < network_sensitivity(apart, plans, 1.0)[PLAIN]
-
-
-def test_full_checkpointing_is_slower_and_smaller(scenario):
-    kept = scenario.predict(LAZY, 1)
-    full = scenario.on(replace(scenario.job, memory=MemorySettings(checkpointing="full"))).predict(LAZY, 1)
-    assert full.seconds[0] > kept.seconds[0]
-    assert full.peak_memory.activations < kept.peak_memory.activations

@@ -12,10 +12,11 @@ from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.rank import SliceCache
 from wlb_titan.packing.predicted import held
 from wlb_titan.packing.slim.slices import piece_numbers
 from wlb_titan.plan import TOTAL, Action, MicroBatch, Plan
-from wlb_titan.simulator.replicas import cache_bytes, check_slices, rank_memory
+from wlb_titan.simulator.replicas import check_slices, rank_memory
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -97,6 +98,15 @@ def walked(simulated, plan, dp_rank):
         yield np.array(after), np.array(most), moments
 
 
+def cached(simulated, actions, packs):
+    """What the cache predicts after each action."""
+    cache = SliceCache(simulated.token_bytes, simulated.layers)
+    for action in actions:
+        cache.begin(action, packs[action.place].slices, packs[action.place].length)
+        cache.end(action, packs[action.place].slices)
+        yield cache.bytes_
+
+
 @pytest.mark.parametrize("name", ["slim", "asymmetric"])
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("schedule, chunks", [("1F1B", 1), ("Interleaved1F1B", 2)])
@@ -114,7 +124,7 @@ def test_the_cache_over_time_is_that_of_an_oracle(context, schedule, chunks, nam
             walks = walked(simulated, plan, dp_rank)
             for actions, curve, peak, walk in zip(flow, curves, peaks, walks, strict=True):
                 after, most, moments = walk
-                assert cache_bytes(simulated, actions, packs) == pytest.approx(after)
+                assert list(cached(simulated, actions, packs)) == pytest.approx(after)
                 assert min(abs(peak.cache - bytes_) for bytes_ in moments) <= 1 and peak.cache > 0
                 least = (curve.bytes_[1:] - after + most).max()
                 assert peak.activations + peak.backward + peak.loss + peak.cache >= least - 4

@@ -33,7 +33,7 @@ from wlb_titan.commands.page import (
 from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.config.values import shown
 from wlb_titan.errors import UserError
-from wlb_titan.simulator.trace import Span, read_trace, replayed_seconds
+from wlb_titan.simulator.trace import Span, read_trace
 from wlb_titan.summary import Estimate
 
 CONFIG, METRICS, VALIDATION, TRACES = "config.toml", "metrics.jsonl", "validation.jsonl", "traces"
@@ -118,21 +118,6 @@ class Run:
         seconds = self.seconds[self.settled]
         found = Estimate.rate(rates[self.settled] * seconds, seconds)
         return found if len(seconds) > 2 else Estimate(found.value)
-
-    @cached_property
-    def replayed(self) -> tuple[Floats, Floats]:
-        """Of traced steps that were logged alone, float64 each: the model's TFLOPs, and the seconds that
-        their measured passes take with a device for each process; empty where unknown."""
-        alone = {r["step"]: r for r in self.records if r["steps"] == 1}
-        found = []
-        for step in self.traced:
-            record = alone.get(step)
-            if record is None or "model_tflops" not in record or not (spans := self.trace(step)):
-                continue
-            if (seconds := replayed_seconds(spans)) is not None:
-                found.append((record["model_tflops"] * record["seconds"], seconds))
-        flops, taken = zip(*found, strict=True) if found else ((), ())
-        return np.array(flops, dtype=float), np.array(taken, dtype=float)
 
     def loss_at(self, tokens: float) -> float:
         """Mean loss of the last tenth of the run up to `tokens`; the nearest record's if that has none."""
@@ -270,12 +255,6 @@ def remarks(runs: Sequence[Run]) -> list[str]:
             parts = " and ".join(f"{ratio.text('.2f', 'x')} the {what}" for what, ratio in ratios.items())
             scatter = next(iter(ratios.values())).scatter
             said.append(f"{run.name} trains on {parts} a second of {first.name}{scatter}.")
-        if len(run.replayed[0]) > 1 and len(first.replayed[0]) > 1:
-            worth = Estimate.rate(*run.replayed).over(Estimate.rate(*first.replayed))
-            said.append(
-                f"With a device for each process, its measured passes are worth {worth.text('.2f', 'x')} the "
-                "FLOPs a second."
-            )
     corpora = [key for key in differences(runs) if key.startswith("wlb.corpus.") and key != "wlb.corpus.seed"]
     if corpora:
         said.append(f"{', '.join(corpora)} differ: losses say nothing about each other.")

@@ -58,7 +58,7 @@ GRACE = 60.0
 class Ran(NamedTuple):
     """The measured passes put together, and the steps with and without them."""
 
-    measured: MeasuredPasses
+    measured: Sequence[MeasuredPasses]
     rehearsed: Prediction
     predicted: Prediction
 
@@ -320,6 +320,6 @@ def typical_step(one: Rehearsal, ran: Ran, *, measured: bool) -> list[Span]:
     """The slowest replica's passes in the rehearsed step that is nearest to the mean."""
     seconds = ran.rehearsed.seconds
     number = int(abs(seconds - seconds.mean()).argmin())
-    passes = ran.measured.of([number]) if measured else None
+    passes = ran.measured[number] if measured else None
     spans, _ = step_timeline(one.job, one.plans[number], one.policy, measured=passes)
     return spans

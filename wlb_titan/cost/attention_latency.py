@@ -43,12 +43,6 @@ class Tiling:
     merge_keys: int = 0  # neighbouring segments with up to this many keys share tiles; 0: none do
     heads_per_tile: int = 1  # query heads that one tile computes (packed GQA)
 
-    def __post_init__(self) -> None:
-        small, large = sorted((self.query_tile, self.key_block))
-        if small < 1 or large % small:
-            tile, block = self.query_tile, self.key_block
-            raise ValueError(f"Tiles of {tile} queries and blocks of {block} keys do not divide each other.")
-
     def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """float64 (3, n): tiles, blocks of keys, and masked blocks of each segment, per query head. Averages
         for merged segments; exact for others, but for two tiles under a window: the last one, and the one

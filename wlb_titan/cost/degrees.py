@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -194,9 +194,6 @@ class Degrees:
     own: tuple[Dimension.Config, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name != "own" and (degree := getattr(self, field.name)) < 1:
-                raise PlanError(f"The {field.name} parallel degree is {degree}; it must be at least 1.")
         if self.tensor * self.sharding_ranks % self.expert:
             raise PlanError(
                 f"The expert parallel degree {self.expert} does not divide TP {self.tensor} x CP "

@@ -8,14 +8,13 @@
         "tiles_of": "queries", "query_tile": 128, "key_block": 128, "merge_keys": 1024, "heads_per_tile": 1,
         "launch": 2.1e-05, "key": 0.0, "query": 0.0, "segment": 0.0, "tile": 1.4e-06, "block": 1.5e-06,
         "masked": 3.0e-07, "points": [[128, 128, 264, 32, 0.00012], ...]}],
-     "linear": {"dtype": "bfloat16", "ranks": 8, "matrices": [[FLOPs, seconds], ...], "elements": ..., ...}}
+     "linear": {"dtype": "bfloat16", "matrices": [[FLOPs, seconds], ...], "elements": [[bytes, ...], ...]}}
 
-"v_head_dim" is null or missing where values have the same head dim, and "linear" is missing in profiles of
-attention alone. Times are seconds; a point is q_len, kv_len, segments, heads, measured time.
+"v_head_dim" is null where values have the same head dim, and "linear" in profiles of attention alone. Times
+are seconds; a point is q_len, kv_len, segments, heads, measured time.
 
 All else follows lines of fixed + size x each seconds: FLOPs of matrix products, bytes that element-wise
-operators read and write, bytes that a rank receives in an all-gather. Planning takes the slopes, as rates,
-and the fixed part of a gather, its latency; launches are short beside micro-batches.
+operators read and write. Planning takes the slopes, as rates; launches are short beside micro-batches.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.attention_kernels import COEFFICIENTS, Point, fit, hopper, predict, tilings
+from wlb_titan.cost.attention_kernels import Point, fit, hopper, non_negative, predict, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
-from wlb_titan.cost.cluster import Cluster, Link, load_cluster
+from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 
@@ -40,7 +39,7 @@ SCHEMA = 2
 PASSES = ("forward", "backward")
 TILES_OF = {"queries": Tiling, "keys": KeyTiling}
 
-Line = tuple[tuple[float, float], ...]  # (size, seconds) of each measurement
+Line = Sequence[Sequence[float]]  # (size, seconds) of each measurement; at least two sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +65,15 @@ class AttentionShape:
         )
 
     @property
-    def dims(self) -> str:
-        """Head dims as `wlb-titan profile` takes them: 128, or 192/128 where values differ."""
-        return str(self.head_dim) if self.v_head_dim is None else f"{self.head_dim}/{self.v_head_dim}"
+    def both_dims(self) -> tuple[int, int]:
+        """Head dim of queries and keys, and of values."""
+        return self.head_dim, self.v_head_dim or self.head_dim
 
     @property
     def kind(self) -> str:
         """The part that a profile must match."""
-        return f"head dim {self.dims}, GQA group {self.group}, {self.dtype}"
+        values = "" if self.v_head_dim is None else f"/{self.v_head_dim}"
+        return f"head dim {self.head_dim}{values}, GQA group {self.group}, {self.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,78 +99,55 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
+        cost = record.pop("cost")
         record["pass"] = record.pop("direction")
         record["tiles_of"] = "keys" if isinstance(self.cost.tiling, KeyTiling) else "queries"
-        cost = record.pop("cost")
-        record |= cost.pop("tiling") | {name: cost[name] for name in COEFFICIENTS}
+        record |= cost.pop("tiling") | cost
         return record
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Entry:
-        sizes = {field.name: int(record[field.name]) for field in fields(Tiling)}
-        costs = {name: float(record[name]) for name in COEFFICIENTS}
-        return cls(
-            head_dim=int(record["head_dim"]),
-            group=int(record["group"]),
-            dtype=record["dtype"],
-            direction=record["pass"],
-            cost=KernelCost(TILES_OF[record["tiles_of"]](**sizes), **costs),
-            points=tuple(Point(*point) for point in record["points"]),
-            implementation=record["implementation"],
-            v_head_dim=record.get("v_head_dim"),
-        )
+        tiling = TILES_OF[record["tiles_of"]](**_fields_of(Tiling, record))
+        facts = {
+            "direction": record["pass"],
+            "cost": KernelCost(tiling, **_fields_of(KernelCost, record)),
+            "points": tuple(Point(*point) for point in record["points"]),
+        }
+        return cls(**_fields_of(cls, record) | facts)
+
+
+def _fields_of(kind: type, record: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: record[field.name] for field in fields(kind) if field.name in record}
 
 
 @dataclass(frozen=True, slots=True)
 class LinearProfile:
-    """All but attention, measured on one device or between those of one node."""
+    """All but attention, measured on one device."""
 
     dtype: str  # of the operands, as torch names it
     matrices: Line  # FLOPs
     elements: Line  # bytes
-    gathers: Line = ()  # bytes that each rank receives; empty with one device
-    ranks: int = 1  # of the gathers
 
     @property
     def matrix_flops(self) -> float:
-        return 1 / line(self.matrices)[1]
+        return rate(self.matrices)
 
     @property
     def element_bandwidth(self) -> float:
-        return 1 / line(self.elements)[1]
-
-    @property
-    def link(self) -> Link | None:
-        """None if one device was measured."""
-        if not self.gathers:
-            return None
-        fixed, each = line(self.gathers)
-        return Link(1 / each, fixed)
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> LinearProfile:
-        lines = {
-            name: tuple((float(size), float(seconds)) for size, seconds in record[name])
-            for name in ("matrices", "elements", "gathers")
-        }
-        return cls(record["dtype"], ranks=int(record["ranks"]), **lines)
+        return rate(self.elements)
 
 
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fixed seconds and seconds a unit, neither below zero, by least squares of relative errors. Points have
-    at least two sizes.
+def rate(points: Line) -> float:
+    """Units a second, beside a fixed part of the seconds, by least squares of relative errors.
 
     Example: 1 second and 2 seconds a unit:
 
-        >>> [round(value, 6) for value in line([(1, 3), (2, 5), (4, 9)])]
-        [1.0, 2.0]
+        >>> round(rate([(1, 3), (2, 5), (4, 9)]), 6)
+        0.5
     """
     sizes, seconds = np.array(points, dtype=np.float64).T
-    columns = np.stack([1 / seconds, sizes / seconds], axis=1)
-    fixed, each = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
-    if fixed >= 0 and each > 0:
-        return float(fixed), float(each)
-    return 0.0, float((columns[:, 1] @ np.ones(len(sizes))) / (columns[:, 1] @ columns[:, 1]))
+    _, each = non_negative(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(sizes)))
+    return float(1 / each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +160,11 @@ class Profile:
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
         found = {entry.direction: entry for entry in self.entries if entry.shape.kind == shape.kind}
-        if missing := [direction for direction in PASSES if direction not in found]:
-            lacks = f"{missing[0]} pass of the attention" if found else "attention"
+        if not found:
             known = dict.fromkeys(entry.shape.kind for entry in self.entries)
             raise PlanError(
-                f"The profile of {self.device} has no {lacks} of {shape.kind}; it has {'; '.join(known)}. "
-                f"Measure it: wlb-titan profile --head-dim {shape.dims} --group {shape.group} "
-                f"--dtype {shape.dtype} --output FILE"
+                f"The profile of {self.device} has no attention of {shape.kind}; it has {'; '.join(known)}. "
+                "Measure that of your job's file: wlb-titan profile FILE --output PROFILE"
             )
         return AttentionLatency(
             found["forward"].cost,
@@ -210,11 +185,9 @@ class Profile:
         return replace(cluster, linear_flops=flops, memory_bandwidth=bandwidth)
 
     def save(self, path: Path) -> None:
-        head = {"schema": SCHEMA, "device": self.device, "units": self.units, "software": self.software}
-        entries = ",\n".join(json.dumps(entry.to_json()) for entry in self.entries)
+        entries = [entry.to_json() for entry in self.entries]
         path.parent.mkdir(parents=True, exist_ok=True)
-        linear = "" if self.linear is None else f',\n"linear": {json.dumps(asdict(self.linear))}'
-        path.write_text(f'{json.dumps(head)[:-1]}, "entries": [\n{entries}\n]{linear}}}\n', encoding="utf-8")
+        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self), "entries": entries}), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -222,12 +195,13 @@ class Profile:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {record['schema']}, not {SCHEMA}")
+            linear = record.get("linear")
             return cls(
                 device=record["device"],
                 units=int(record["units"]),
                 software=record["software"],
                 entries=tuple(map(Entry.from_json, record["entries"])),
-                linear=LinearProfile.from_json(record["linear"]) if "linear" in record else None,
+                linear=LinearProfile(**_fields_of(LinearProfile, linear)) if linear else None,
             )
         except OSError as error:
             raise PlanError(f"The profile {path} cannot be read: {error.strerror}.") from error
@@ -286,8 +260,7 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
                 f"{cluster.name}.",
                 stacklevel=2,
             )
-    head_dim = (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2
-    ours = hopper(head_dim, shape.heads, group=shape.group)
+    ours = hopper(sum(shape.both_dims) / 2, shape.heads, group=shape.group)
     base = load_cluster("h100_roce")
     units = cluster.units / base.units
     forward = units * base.attention_flops / cluster.attention_flops

@@ -12,15 +12,14 @@ same documents in both.
     W_l(d) = linear FLOPs / achieved FLOP/s + element-wise bytes / memory bandwidth + TP, CP communication
 
 Left out are gradient reduction and FSDP's gathers, which are the same for every micro-batch, and the
-pipeline's point-to-point traffic, which overlaps with computation. `profile:FILE` takes W_a from measured
-times, and `simulated` (`cost/passes.py`) all of it from the simulator's passes.
+pipeline's point-to-point traffic, which overlaps with computation. `simulated` (`cost/passes.py`) takes all
+of it from the simulator's passes: from measured times, where [wlb.sharding] or the cluster names a profile.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -28,7 +27,6 @@ from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.cluster import Cluster
-from wlb_titan.cost.profile import Profile
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
@@ -48,7 +46,6 @@ COST_MODELS = Family(
     shipped={
         "analytic": "wlb_titan.cost.workload:Analytic",
         "quadratic": "wlb_titan.cost.workload:Quadratic",
-        "profile": "wlb_titan.cost.workload:ProfileCost",
         "simulated": "wlb_titan.cost.passes:JobCost",
     },
 )
@@ -65,15 +62,12 @@ class CostModel(Plugin):
 
         @classmethod
         def parse(cls, text: str) -> Self:
-            """The settings from what follows the name and a colon."""
-            names = [field.name for field in fields(cls)]
-            parts = text.split(",") if text else []
-            if len(parts) > len(names):
+            """The settings from what follows the name and a colon: none, but for models that override it."""
+            if text:
                 raise PlanError(
-                    f"the cost model {cls.owner_name()!r} takes {', '.join(names) or 'nothing'} after its "
-                    f"name, and there is {text!r}"
+                    f"the cost model {cls.owner_name()!r} takes nothing after its name, and there is {text!r}"
                 )
-            return cls(**dict(zip(names, parts, strict=False)))
+            return cls()
 
     recomputes: ClassVar[bool] = False  # whether `backward` counts what full checkpointing computes again
 
@@ -97,11 +91,9 @@ class CostModel(Plugin):
 
 
 def cost_model(text: str, job: Job) -> CostModel:
-    """The model of `[wlb.packing] cost_model` or `--cost-model`: a name, with settings after a colon
-    (`quadratic:0.9e6,4e10`); the path of a profile, short for `profile:PATH`; or "package.module:Class"."""
+    """The model of `[wlb.packing] cost_model`: a name, with settings after a colon (`quadratic:0.9e6,4e10`),
+    or "package.module:Class"."""
     name, _, settings = text.partition(":")
-    if text.endswith(".json") and name not in COST_MODELS.names:
-        name, settings = "profile", text
     if name not in COST_MODELS.names:
         name, settings = text, ""
     try:
@@ -173,39 +165,12 @@ class Analytic(CostModel):
         return cls(job, job.cluster)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:
-        attention, _ = self._attention(lengths)
-        return attention + self.linear_forward * np.asarray(lengths, dtype=np.float64)
+        d = np.asarray(lengths, dtype=np.float64)
+        return self._forward * self._squares(d) + self.linear_forward * d
 
     def backward(self, lengths: NDArray[Any]) -> Floats:
-        _, attention = self._attention(lengths)
-        return attention + self.linear_backward * np.asarray(lengths, dtype=np.float64)
-
-    def _attention(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
-        squares = self._squares(lengths)
-        return self._forward * squares, self._backward * squares
-
-
-class ProfileCost(Analytic):
-    """`profile:FILE`: W_a as `wlb-titan profile` measured it, W_l by operations at the measured rates, if
-    any, or the cluster's."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CostModel.Config):
-        file: str
-        """Path of the profile."""
-
-    def __init__(self, job: Job, profile: Profile) -> None:
-        super().__init__(job, profile.on(job.cluster))
-        self._layer = profile.latency(job.attention_shape)
-        self._share = job.model.layers / job.degrees.context
-
-    @classmethod
-    def of(cls, config: Config, job: Job) -> ProfileCost:
-        return cls(job, Profile.load(Path(config.file)))
-
-    def _attention(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
-        forward, backward = self._layer.work(lengths, lengths) * self._share
-        return forward, backward
+        d = np.asarray(lengths, dtype=np.float64)
+        return self._backward * self._squares(d) + self.linear_backward * d
 
 
 class Quadratic(CostModel):
@@ -224,18 +189,16 @@ class Quadratic(CostModel):
             try:
                 a, b = (float(part) for part in text.split(","))
             except ValueError:
+                a = b = 0.0
+            if not (0 <= a <= LARGEST and 0 <= b <= LARGEST) or a + b == 0:
                 raise PlanError(
                     f"The cost model {f'quadratic:{text}'!r} is malformed; write quadratic:A,B with two "
-                    "numbers, such as quadratic:0.9e6,4e10 for work of 0.9e6 d^2 + 4e10 d."
-                ) from None
+                    f"numbers from 0 to {LARGEST:g} that are not both 0, such as quadratic:0.9e6,4e10 for "
+                    "work of 0.9e6 d^2 + 4e10 d."
+                )
             return cls(a=a, b=b)
 
     def __init__(self, a: float, b: float) -> None:
-        if not (0 <= a <= LARGEST and 0 <= b <= LARGEST) or a + b == 0:
-            raise PlanError(
-                f"The cost model quadratic:{a:g},{b:g} does not give every document some work: A and B must "
-                f"be from 0 to {LARGEST:g}, and not both zero."
-            )
         self.a, self.b = a, b
 
     @classmethod

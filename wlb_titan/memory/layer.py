@@ -146,17 +146,7 @@ class TokenBytes:
 
 
 class _Layer:
-    """The module's symbols in bytes, and what follows from them.
-
-    Attributes:
-        keys: K; without context parallelism the rotated keys and a copy of the values.
-        gathering: the keys and values that collectives bring, before they are put in order.
-        sent: by a rank to the others before attention.
-        outputs: queries, and as many outputs, of attention's tokens where they are not the rank's own.
-        exchanged: the part of the ranks' exchange that `selective` keeps.
-        shared_keys: whether context-parallel ranks exchange K and V.
-        gathers: whether tensor-parallel ranks gather hidden states.
-    """
+    """The module's symbols in bytes, and what follows from them."""
 
     def __init__(
         self,
@@ -168,19 +158,21 @@ class _Layer:
     ) -> None:
         cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
         all_keys = exchange.keys * size
-        self.shared_keys = cp > 1
-        self.gathers = tp > 1 and settings.sequence_parallel
+        self.shared_keys = cp > 1  # whether context-parallel ranks exchange K and V
+        self.gathers = tp > 1 and settings.sequence_parallel  # hidden states, by tensor-parallel ranks
         self.g = model.hidden * size / cp
         self.s = self.g / tp if self.gathers else self.g
         self.q = model.heads * model.head_dim * size / (cp * tp)
         self.k = model.kv_heads * model.head_dim * size / (cp * tp)
         self.f = model.feed_forward * size / (cp * tp)
+        # K; without context parallelism the rotated keys and a copy of the values.
         self.keys = all_keys * shares.held if self.shared_keys else 2 * self.k
+        # What collectives bring of them, before it is put in order.
         self.gathering = all_keys * shares.gathered if self.shared_keys else 2 * self.k
         self.key_gradients = all_keys * shares.held
-        self.sent = exchange.sent * size if self.shared_keys else 0.0
-        self.outputs = exchange.outputs * size
-        self.exchanged = exchange.kept * size
+        self.sent = exchange.sent * size if self.shared_keys else 0.0  # to the others before attention
+        self.outputs = exchange.outputs * size  # and queries, of tokens that are not the rank's own
+        self.exchanged = exchange.kept * size  # by `selective`
         self.log_sum_exp = FLOAT32 * model.heads / (cp * tp)
         self.rotary = settings.rotary_bytes * model.head_dim / cp
 

@@ -37,7 +37,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from wlb_titan.context import ALL_KEYS, KeyShares
 from wlb_titan.cost.models import rank_parameters
@@ -118,24 +118,6 @@ class Passes(NamedTuple):
         return cls([Held(length) for length in lengths])
 
 
-def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[float]) -> list[Any]:
-    """Tokens in flight on a rank after each of its actions, weighted with the layers of their stages.
-
-    Args:
-        lengths: tokens of the micro-batches; or an array (n, k) for k steps.
-    """
-    live: Any = 0
-    result = []
-    for action in actions:
-        tokens = lengths[action.place] * layers[action.stage]
-        if action.kind == "F":
-            live = live + tokens
-        elif action.kind in ("B", "W"):  # I frees little: the weights' gradients need the activations still
-            live = live - tokens
-        result.append(live)
-    return result
-
-
 class SliceCache:
     """Keys and values that slices leave to later slices, and their gradients, on one pipeline rank; from pass
     to pass, as `runtime.attention.kv_cache` keeps them."""
@@ -207,19 +189,19 @@ class RankPeak:
 
     def __init__(self, job: Job, number: int) -> None:
         self._job, self._number = job, number
-        self._stages = job.shape.stages_of(number)
-        self._last = len(job.layers) - 1
+        self._stages, self._layers = job.shape.stages_of(number), job.layers
+        self._last = len(self._layers) - 1
         self._alone = job.degrees.pipeline == 1
-        self._own_layers = sum(job.layers[stage] for stage in self._stages)
-        self._parameters = rank_parameters(job.model, job.layers, self._stages)
+        self._own_layers = sum(self._layers[stage] for stage in self._stages)
+        self._parameters = rank_parameters(job.model, self._layers, self._stages)
         shards = job.degrees.tensor * job.degrees.sharding_ranks
         # Bytes of this GPU's weights.
         self._shard = self._parameters / shards * job.memory.parameter_bytes
-        self._whole = FsdpWhole(job.model, job.degrees, job.memory, job.layers, self._stages)
+        self._whole = FsdpWhole(job.model, job.degrees, job.memory, self._layers, self._stages)
 
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
         """Memory at the fullest moment of one run; `reduced`: there are gradients of earlier runs."""
-        tokens, layers = self._job.token_bytes_of, self._job.layers
+        tokens, layers = self._job.token_bytes_of, self._layers
         slice_cache = SliceCache(tokens(1, ALL_KEYS), layers)
         live = self._inputs(passes)
         in_flight, handed_back = 0, 0.0
@@ -305,7 +287,7 @@ class RankPeak:
             beside, made: as of `SliceCache.begin`.
             whole: `FsdpWhole.in_backward` of this pass.
         """
-        layers = max(self._job.layers[stage], 1)
+        layers = max(self._layers[stage], 1)
         ends = length * self._output(token, stage) if self._alone else 0.0  # free before the first layer
         gathered = 0.0 if self._alone else self._whole.in_pipeline(went_back)
         for layer in sorted({layers - 1, max(layers - 2, 0), 0}, reverse=True):
@@ -337,9 +319,7 @@ class RankPeak:
 
     def _kept(self, token: TokenBytes, stage: int) -> float:
         """Bytes per token that a stage keeps from the forward to the backward pass."""
-        return self.layer_bytes(token) * self.kept_layers(self._job.layers)[stage] + self._output(
-            token, stage
-        )
+        return self.layer_bytes(token) * self.kept_layers(self._layers)[stage] + self._output(token, stage)
 
     def _output(self, token: TokenBytes, stage: int) -> float:
         """Bytes per token of a stage's output, which it keeps, and of the last norm's input."""

@@ -109,8 +109,8 @@ class PackingPolicy(Plugin, ABC):
 
         cost_model: Annotated[str, MinLen(1)] = "analytic"
         """What a document's work is predicted from: `analytic` (the model's shape, the parallel degrees and
-        the cluster), `simulated` (the simulator's times), `quadratic:A,B` (A d^2 + B d for a document of d
-        tokens), `profile:FILE` (attention as `wlb-titan profile` measured it), or a class of your own as
+        the cluster), `simulated` (the simulator's times, by the profile of [wlb.sharding] if there is one),
+        `quadratic:A,B` (A d^2 + B d for a document of d tokens), or a class of your own as
         "package.module:Class"."""
 
         length_multiple: Annotated[int, Interval(ge=1, le=MOST_TOKENS)] = 1

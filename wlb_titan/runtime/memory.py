@@ -17,7 +17,7 @@ from wlb_titan.memory.fits import fullest, usable_share
 from wlb_titan.memory.rank import GIB, TERMS, Passes, RankMemory
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.agreement import check_same
-from wlb_titan.simulator.replicas import flow_memory, rank_memory
+from wlb_titan.simulator.replicas import peak_memory, rank_memory
 
 FIRST_STEPS = 12  # steps of slices that are planned to predict their memory
 MOST_REPLICAS = 64  # data-parallel ranks whose memory is predicted in these; one takes some milliseconds
@@ -89,7 +89,7 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
     if job.packing.owner.slices:
         solved = job.packing.planning_seconds > 0
         steps = 1 if solved else max(1, min(FIRST_STEPS, MOST_REPLICAS // job.degrees.data))
-        ranks = None if job.memory_unknown else flow_memory(job, job.plans(documents, steps))
+        ranks = None if job.memory_unknown else peak_memory(job, job.plans(documents, steps))
         most = f"the most of the first {steps} steps"
     else:
         length = job.longest_micro_batch

@@ -51,21 +51,10 @@ class RankCalls:
     groups: Sequence[tuple[int, ...]]  # global ranks of each of its groups, in the order of making
     calls: Sequence[Call]  # in order
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers; each place is written once."""
-        places = {call.place: number for number, call in enumerate(self.calls)}
-        return {
-            "made": self.made,
-            "groups": self.groups,
-            "places": places,
-            "calls": [[*call[:-1], places[call.place]] for call in self.calls],
-        }
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankCalls:
-        places = {number: place for place, number in record["places"].items()}
-        calls = [Call._make([*facts, places[place]]) for *facts, place in record["calls"]]
-        return cls(record["made"], [tuple(members) for members in record["groups"]], calls)
+        """Of what `json` makes of `vars`."""
+        return cls(record["made"], [*map(tuple, record["groups"])], [*map(Call._make, record["calls"])])
 
 
 def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None:
@@ -109,8 +98,8 @@ class _Play:
                 ready += [other for other in freed if other != rank]
                 if rank in self._blocked:
                     break
-        stuck = sorted({*self._blocked, *(rank for _, rank in self._waiting())})
-        return self._circle(stuck[0]) if stuck else None
+        waiting = {rank: one for one, queues in self._queues.items() for rank in queues if queues[rank]}
+        return self._circle(waiting | self._blocked) if waiting else None
 
     def _queue(self, rank: int, call: Call) -> Communicator:
         group = self._groups[rank][call.group]
@@ -150,35 +139,24 @@ class _Play:
                 if not heads[end]:
                     queues[end].popleft()
 
-    def _waiting(self) -> Iterator[tuple[Communicator, int]]:
-        for communicator, queues in self._queues.items():
-            for rank, queue in queues.items():
-                if queue:
-                    yield communicator, rank
-
-    def _circle(self, rank: int) -> str:
+    def _circle(self, waiting: Mapping[int, Communicator]) -> str:
         seen: list[int] = []
         lines: list[str] = []
+        rank = min(waiting)
         while rank not in seen:
             seen.append(rank)
-            communicator = self._held_up(rank)
-            if communicator is None:
+            if rank not in waiting:
                 return "; ".join([*lines, f"rank {rank} makes no call any more that would end this"]) + "."
-            queues = self._queues[communicator]
+            queues = self._queues[waiting[rank]]
             call = queues[rank][0][0]
             if call.kind in OTHER_SIDE:
                 other, over = call.peer, ""
             else:
                 other = next(member for member in queues if not self._is_at(queues[member]))
-                over = f" over {_named(communicator.ranks)}"
+                over = f" over {_named(waiting[rank].ranks)}"
             lines.append(f"rank {rank} waits for rank {other} in {call}{over}")
             rank = other
         return "; ".join([*lines, f"and so on from rank {rank}"]) + "."
-
-    def _held_up(self, rank: int) -> Communicator | None:
-        if rank in self._blocked:
-            return self._blocked[rank]
-        return next((one for one, waiting in self._waiting() if waiting == rank), None)
 
     @staticmethod
     def _is_at(queue: deque[list[Call]]) -> bool:

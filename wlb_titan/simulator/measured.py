@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.arrays import Bools, Floats, Ints
+from wlb_titan.arrays import Bools, Floats
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.job import Job
 from wlb_titan.packing.predicted import pass_seconds
@@ -57,28 +57,17 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPasses:
-    """Replaces predicted passes; the micro-batches of all steps in the plans' order."""
+    """Replaces the predicted passes of one step, with its micro-batches in the plan's order."""
 
     seconds: Floats  # (3, stages, micro-batches), as of `pass_seconds`
     known: Bools  # (stages, micro-batches): whether a rank with this pass ran
-    step: Ints  # (micro-batches,): the step of each, from 0
-    optimizer: Floats  # (steps,), of the slowest rank that ran
+    optimizer: float  # seconds, of the slowest rank that ran
     rest: Job  # without the communication that was counted
 
-    def of(self, steps: Sequence[int]) -> MeasuredPasses:
-        """Some of the steps, in rising order."""
-        own = np.isin(self.step, steps)
-        numbers = np.searchsorted(steps, self.step[own])
-        return replace(
-            self,
-            seconds=self.seconds[:, :, own],
-            known=self.known[:, own],
-            step=numbers,
-            optimizer=self.optimizer[list(steps)],
-        )
 
-
-def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]]) -> MeasuredPasses:
+def measured(
+    job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]]
+) -> list[MeasuredPasses]:
     """The passes of planned steps, from the ranks that ran each of them, at least one."""
     quiet = job.on(without_waiting(job.cluster))
     packs = [m for plan in plans for m in plan.micro_batches]
@@ -94,13 +83,14 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
         found.add(number, ranks, own)
     passes = found.scaled(slowest)
     seconds = np.stack([_filled(*one, job.layers) for one in zip(passes, slowest, strict=True)])
-    return MeasuredPasses(
-        seconds=seconds + waiting - slowest,
-        known=np.asarray(np.isfinite(passes).any(axis=0)),
-        step=np.array(step),
-        optimizer=np.array([max(rank.optimizer for rank in ranks) for ranks in steps]),
-        rest=rest,
-    )
+    seconds += waiting - slowest
+    known: Bools = np.asarray(np.isfinite(passes).any(axis=0))
+    result = []
+    for number, ranks in enumerate(steps):
+        own = np.array(step) == number
+        optimizer = max(rank.optimizer for rank in ranks)
+        result.append(MeasuredPasses(seconds[:, :, own], known[:, own], optimizer, rest))
+    return result
 
 
 def without_waiting(cluster: Cluster) -> Cluster:

@@ -1,40 +1,79 @@
-"""Steps whose micro-batches are MicroPacks: every replica runs its passes in the order of its plan.
+"""The passes of a step and when they end, rank by rank: from plans, or from what was measured.
 
-SlimPack's graph also has edges between slices (section 4.3): the forward pass of a slice waits for those of
-earlier slices, its backward pass for those of later ones. They are passes of one stage, and so of one rank,
-so it is enough to check that the rank's order obeys them.
+Micro-batches run in the schedule's order, MicroPacks in that of their plan. For these SlimPack's graph also
+has edges between slices (section 4.3): the forward pass of a slice waits for those of earlier slices, its
+backward pass for those of later ones. They are passes of one stage, and so of one rank, so it is enough to
+check that the rank's order obeys them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Floats
+from wlb_titan.cost.degrees import own_dimensions
 from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.rank import Held, RankMemory, SliceCache
+from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.predicted import pass_seconds, replica_memory
 from wlb_titan.packing.slim.slices import last_needed, piece_numbers
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import PREFIX, TOTAL, Action, Flow, MicroBatch, Plan
+from wlb_titan.simulator.measured import MeasuredPasses
 
 
-def planned_times(job: Job, micro_batches: Sequence[MicroBatch], run: int) -> tuple[PassTimes, Floats]:
-    """Times of the passes of planned micro-batches, float64 (stages, n, k), and tokens of each data-parallel
-    rank, float64 (n, k), with n = `run` micro-batches in each of k pipeline runs."""
-    tokens = np.array([m.length for m in micro_batches], dtype=np.float64).reshape(-1, run).T
-    return in_runs(pass_seconds(job, micro_batches), run), tokens
+class StepPasses(NamedTuple):
+    """The passes of a planned step, in runs of n micro-batches through the pipeline; k is data-parallel
+    ranks x runs of each."""
+
+    times: PassTimes  # arrays (stages, n, k)
+    delays: Floats  # float64 (n, k), seconds of a micro-batch's data from one pipeline rank to the next
+    runs: int  # of a data-parallel rank, one after the other
+
+    def of(self, dp_rank: int) -> PassTimes:
+        k = slice(dp_rank * self.runs, (dp_rank + 1) * self.runs)
+        return PassTimes(*(array[..., k] for array in self.times))
 
 
-def in_runs(seconds: Floats, run: int) -> PassTimes:
-    """The seconds of `pass_seconds` as arrays (stages, n, k)."""
-    return PassTimes(*seconds.reshape(*seconds.shape[:2], -1, run).swapaxes(2, 3))
+def step_passes(job: Job, plan: Plan, measured: MeasuredPasses | None = None) -> StepPasses:
+    """As predicted, or as `measured`."""
+    packs = plan.micro_batches
+    each = len(packs) // job.replicas
+    run = job.run if job.run and plan.flows is None else each  # MicroPacks go through in one run
+    seconds = pass_seconds(job, packs) if measured is None else measured.seconds
+    times = PassTimes(*seconds.reshape(*seconds.shape[:2], -1, run).swapaxes(2, 3))
+    if measured is None:
+        times = with_dimensions(job, times)
+    if job.degrees.pipeline == 1 and job.degrees.shard > 1:
+        times = _slowest_of_shards(times, job, each // run)
+    tokens = np.array([m.length for m in packs], dtype=np.float64).reshape(-1, run).T
+    return StepPasses(times, transfer_seconds(job, tokens), each // run)
+
+
+def with_dimensions(job: Job, times: PassTimes) -> PassTimes:
+    for dimension in own_dimensions(job.degrees.own):
+        times = dimension.passes(job, times)
+    return times
+
+
+def _slowest_of_shards(times: PassTimes, job: Job, runs: int) -> PassTimes:
+    """Every replica of a shard group waits for the slowest, micro-batch by micro-batch."""
+
+    def slowest(array: Floats) -> Floats:
+        stages, n, _ = array.shape
+        # Shards are the inner data-parallel ranks.
+        groups = array.reshape(stages, n, -1, gcd(job.degrees.shard, job.replicas), runs)
+        most = groups.max(axis=3, keepdims=True)
+        return np.broadcast_to(most, groups.shape).reshape(array.shape)
+
+    return PassTimes(*map(slowest, times))
 
 
 def transfer_seconds(job: Job, tokens: Floats) -> Floats:
@@ -48,20 +87,40 @@ def transfer_seconds(job: Job, tokens: Floats) -> Floats:
     return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency
 
 
-SETTLED = 1e-9  # of a step's time: less is no change
+def step_ends(job: Job, plan: Plan, passes: StepPasses) -> list[tuple[PipelineGraph, Floats]]:
+    """For each data-parallel rank the graph of its actions, and float64 (actions, runs), when they end."""
+    if plan.flows is None:
+        graph = PipelineGraph(job.shape, len(passes.delays))
+        ends = graph.ends(passes.times, passes.delays).reshape(len(graph.actions), -1, passes.runs)
+        return [(graph, ends[:, rank]) for rank in range(job.replicas)]
+    replicas = replicas_of(job, plan, passes)
+    return [(one.graph, ends[:, None]) for one, ends in zip(replicas, ends_together(replicas), strict=True)]
 
 
 class Replica(NamedTuple):
-    """One data-parallel rank in a step."""
+    """One data-parallel rank in a step with an order of its own."""
 
     graph: PipelineGraph
     times: PassTimes  # arrays (stages, n, 1)
-    delays: Floats  # float64 (n, 1), seconds of a micro-batch's data from one pipeline rank to the next
+    delays: Floats  # float64 (n, 1)
     micro_batches: Sequence[MicroBatch]  # by the `place` of its actions
 
     def ends(self, earliest: Floats) -> Floats:
         """float64 (actions,), when each action ends if none begins before its `earliest`."""
         return np.asarray(self.graph.ends(self.times, self.delays, earliest[:, None])[:, 0])
+
+
+def replicas_of(job: Job, plan: Plan, passes: StepPasses) -> list[Replica]:
+    assert plan.flows is not None
+    replicas = []
+    for rank, flow in enumerate(plan.flows):
+        packs = plan.of_rank(rank)
+        graph = PipelineGraph(job.shape, len(packs), flow, check_slices(flow, packs))
+        replicas.append(Replica(graph, passes.of(rank), passes.delays[:, [rank]], packs))
+    return replicas
+
+
+SETTLED = 1e-9  # of a step's time: less is no change
 
 
 def ends_together(replicas: Sequence[Replica]) -> list[Floats]:
@@ -100,72 +159,14 @@ def _shared_passes(replicas: Sequence[Replica]) -> list[list[tuple[int, int]]]:
     return list(passes.values())
 
 
-def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
-    assert plan.flows is not None
-    flow, micro_batches = plan.flows[dp_rank], plan.of_rank(dp_rank)
-    needed = check_slices(flow, micro_batches)
-    return PipelineGraph(job.shape, len(micro_batches), flow, needed)
-
-
-def run_flows(job: Job, plans: Sequence[Plan], times: PassTimes, delays: Floats) -> tuple[Floats, Floats]:
-    """Runs every replica of every plan; k is steps x replicas.
-
-    Args:
-        plans: each with an order of passes.
-        times: arrays (stages, n, k).
-        delays: float64 (n, k), seconds of a micro-batch's data from one rank to the next.
-
-    Returns:
-        float64 (k,) each, seconds, and how many of them a rank is busy on average.
-    """
-    seconds, busy = [], []
-    for number, plan in enumerate(plans):
-        k = slice(number * job.replicas, (number + 1) * job.replicas)
-        own = PassTimes(*(array[..., k] for array in times))
-        replicas = replicas_of(job, plan, own, delays[:, k])
-        seconds += [float(ends.max()) for ends in ends_together(replicas)]
-        busy += [float(replica.graph.busy(replica.times).mean()) for replica in replicas]
-    return np.array(seconds), np.array(busy)
-
-
-def replicas_of(
-    job: Job, plan: Plan, times: PassTimes, delays: Floats, places: slice = slice(None)
-) -> list[Replica]:
-    """The replicas of one plan, in the run of the pipeline with the micro-batches at `places`."""
-    ranks = range(job.replicas)
-    micro_batches = [plan.of_rank(rank)[places] for rank in ranks]
-    if plan.flows is None:
-        graphs = [PipelineGraph(job.shape, len(micro_batches[0]))] * len(ranks)
-    else:
-        graphs = [replica_graph(job, plan, rank) for rank in ranks]
-    replicas = []
-    for rank, graph, packs in zip(ranks, graphs, micro_batches, strict=True):
-        k = slice(rank, rank + 1)
-        own = PassTimes(*(array[..., k] for array in times))
-        replicas.append(Replica(graph, own, delays[:, k], packs))
-    return replicas
-
-
 def rank_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
     return replica_memory(job, plan.of_rank(dp_rank), None if plan.flows is None else plan.flows[dp_rank])
 
 
-def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
+def peak_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over all replicas and plans."""
     peaks = [rank_memory(job, plan, rank) for plan in plans for rank in range(job.replicas)]
     return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
-
-
-def cache_bytes(job: Job, actions: Sequence[Action], packs: Sequence[Held]) -> list[float]:
-    """`SliceCache.bytes_` on a rank after each of its actions."""
-    cache = SliceCache(job.token_bytes, job.layers)
-    result = []
-    for action in actions:
-        pack = packs[action.place]
-        cache.begin(action, pack.slices, pack.length * pack.sharers)
-        cache.end(action, pack.slices)
-        result.append(cache.bytes_)
-    return result
 
 
 def check_slices(flow: Flow, packs: Sequence[MicroBatch]) -> dict[int, int]:

@@ -12,9 +12,8 @@ except for one layer of each stage. At the end the optimizer runs. The user's ow
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import gcd
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,21 +21,18 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.degrees import own_dimensions
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.cost.passes import MicroBatches, pass_times
-from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.rank import RankMemory, weighted_tokens
+from wlb_titan.memory.rank import RankMemory
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.measured import MeasuredPasses
 from wlb_titan.simulator.replicas import (
-    flow_memory,
-    in_runs,
-    planned_times,
-    rank_memory,
-    run_flows,
+    peak_memory,
+    step_ends,
+    step_passes,
     transfer_seconds,
+    with_dimensions,
 )
 
 OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
@@ -95,42 +91,16 @@ class Prediction:
         )
 
 
-def simulate(job: Job, plans: Sequence[Plan], measured: MeasuredPasses | None = None) -> Prediction:
-    """Predicts steps from their plans, with measured passes and optimizer where these are given."""
-    _check(job, plans)
-    numbers = np.array([len(plan.micro_batches) for plan in plans])
-    if (numbers != numbers[0]).any():
-        alike = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
-        parts = []
-        for steps in alike:
-            known = None if measured is None else measured.of(steps.tolist())
-            parts.append(simulate(job, [plans[step] for step in steps.tolist()], known))
-        return _joined(alike, parts)
-    replicas, run = job.replicas, _run(job, plans)
-    runs = len(plans[0].micro_batches) // (replicas * run)
-    micro_batches = [m for plan in plans for m in plan.micro_batches]
-    times, tokens = planned_times(job, micro_batches, run)  # steps x replicas x runs
-    times = _with_dimensions(job, times)
-    if measured is not None:
-        times = in_runs(measured.seconds, run)
-    if job.degrees.pipeline == 1 and job.degrees.shard > 1:
-        times = _slowest_of_shards(times, job, runs)
-    delays = transfer_seconds(job, tokens)
-    if plans[0].flows is None:
-        graph = PipelineGraph(job.shape, run)
-        seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
-        memory = peak_memory(job, plans, tokens.astype(np.int64), runs)
-    else:
-        seconds, busy = run_flows(job, plans, times, delays)
-        memory = flow_memory(job, plans)
-    by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
+def simulate(job: Job, plans: Sequence[Plan], measured: Sequence[MeasuredPasses] | None = None) -> Prediction:
+    """Predicts steps from their plans, with what was measured of each where that is given."""
+    found: Sequence[MeasuredPasses | None] = measured or [None] * len(plans)
+    steps = [_step(job, plan, passes) for plan, passes in zip(plans, found, strict=True)]
+    of_ranks, busy, communication = (np.array(each) for each in zip(*steps, strict=True))
     numbers = np.array([plan.iteration + 1 for plan in plans])
-    pipeline = seconds_with_meetings(job, by_replica, numbers)
-    busy = busy.reshape(len(plans), -1).sum(axis=1) / replicas
-    rest = job if measured is None else measured.rest
-    communication = _communication(rest, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
-    communication += sum(found.seconds * (numbers % found.every == 0) for found in meetings(rest))
-    optimizer = np.full(len(plans), _optimizer(job)) if measured is None else measured.optimizer
+    pipeline = seconds_with_meetings(job, of_ranks, numbers)
+    met = meetings(measured[0].rest if measured else job)
+    communication += sum(one.seconds * (numbers % one.every == 0) for one in met)
+    optimizer = np.array([passes.optimizer if passes else _optimizer(job) for passes in found])
     lengths = [plan.document_lengths for plan in plans]
     return Prediction(
         seconds=pipeline + communication + optimizer,
@@ -140,86 +110,29 @@ def simulate(job: Job, plans: Sequence[Plan], measured: MeasuredPasses | None = 
         busy=busy + optimizer,
         tokens=np.array([plan.tokens for plan in plans]),
         flops=np.array([job.model.flops(documents) for documents in lengths]),
-        memory=memory,
+        memory=peak_memory(job, plans),
         longest=max(int(documents.max()) for documents in lengths),
         job=job,
     )
 
 
-def _joined(steps: Sequence[Ints], parts: Sequence[Prediction]) -> Prediction:
-    order = np.argsort(np.concatenate(steps))
-    arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts])[order]
-        for name in ("seconds", "pipeline", "communication", "optimizer", "busy", "tokens", "flops")
-    }
-    memory = tuple(fullest(ranks) for ranks in zip(*(part.memory for part in parts), strict=True))
-    return replace(parts[0], memory=memory, longest=max(part.longest for part in parts), **arrays)
+def _step(job: Job, plan: Plan, measured: MeasuredPasses | None) -> tuple[Floats, float, float]:
+    """Seconds: float64 (data-parallel ranks,), of each one's pipeline; in which a rank is busy, on average;
+    and of communication that is not hidden, on the replica that waits least for others."""
+    passes = step_passes(job, plan, measured)
+    ends = step_ends(job, plan, passes)
+    seconds = np.array([of_rank.max(axis=0).sum() for _, of_rank in ends])
+    busy = [graph.busy(passes.of(rank)).mean(axis=0).sum() for rank, (graph, _) in enumerate(ends)]
+    exposed = _communication(job if measured is None else measured.rest, passes.times)
+    return seconds, float(np.mean(busy)), float(exposed.reshape(-1, passes.runs).sum(axis=1).min())
 
 
 def step_seconds(job: Job, passing: MicroBatches) -> float:
     """Seconds of a step in which each replica has these micro-batches, arrays (n, 1), in one pipeline run."""
-    times = _with_dimensions(job, pass_times(job, passing))
+    times = with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
     seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
     return float(seconds + sum(found.seconds / found.every for found in meetings(job)))
-
-
-def peak_memory(job: Job, plans: Sequence[Plan], tokens: Ints, runs: int) -> tuple[RankMemory, ...]:
-    """The largest peak of each pipeline rank over the steps of replicas.
-
-    Args:
-        tokens: int64 (n, k x runs), of the micro-batches of each run, in the order of running.
-        runs: pipeline runs of a replica in a step. From the second on there are gradients of the first.
-    """
-    result = []
-    for rank in range(job.degrees.pipeline):
-        actions = list(rank_actions(job.shape, len(tokens), rank))
-        in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0).reshape(-1, runs)
-        candidates = {int(in_flight[:, 0].argmax())}
-        if runs > 1:
-            candidates.add(int(in_flight[:, 1:].max(axis=1).argmax()))
-        steps = [divmod(step, job.replicas) for step in candidates]
-        peaks = [rank_memory(job, plans[step], replica)[rank] for step, replica in steps]
-        result.append(fullest(peaks))
-    return tuple(result)
-
-
-def _check(job: Job, plans: Sequence[Plan]) -> None:
-    if not plans:
-        raise PlanError("There is no plan to simulate.")
-    micro_batches = plans[0].micro_batches
-    planned = max(m.dp_rank for m in micro_batches) + 1
-    if planned != job.replicas:
-        raise PlanError(f"The plan is for {planned} data-parallel ranks, and the job has {job.replicas}.")
-    first = micro_batches[0]
-    sharing = 1 if first.ranks is None else len(first.ranks) // first.sharers
-    if sharing != job.degrees.context:
-        raise PlanError(
-            f"The plan is for {sharing} context-parallel ranks, and the job has {job.degrees.context}."
-        )
-
-
-def _run(job: Job, plans: Sequence[Plan]) -> int:
-    each = len(plans[0].micro_batches) // job.replicas
-    run = job.run if job.run and plans[0].flows is None else each  # MicroPacks go through in one run
-    if each % run:
-        raise PlanError(
-            f"The {each} micro-batches of a replica cannot be divided into pipeline runs of {run}."
-        )
-    return run
-
-
-def _slowest_of_shards(times: PassTimes, job: Job, runs: int) -> PassTimes:
-    """Every replica of a shard group waits for the slowest, micro-batch by micro-batch."""
-
-    def slowest(array: Floats) -> Floats:
-        stages, n, _ = array.shape
-        # Shards are the inner data-parallel ranks.
-        groups = array.reshape(stages, n, -1, gcd(job.degrees.shard, job.replicas), runs)
-        most = groups.max(axis=3, keepdims=True)
-        return np.broadcast_to(most, groups.shape).reshape(array.shape)
-
-    return PassTimes(*map(slowest, times))
 
 
 def _communication(job: Job, times: PassTimes) -> Floats:
@@ -303,12 +216,6 @@ def own_weights(job: Job, rank: int | None = None) -> float:
     return most / job.degrees.tensor / job.degrees.sharding_ranks
 
 
-def _with_dimensions(job: Job, times: PassTimes) -> PassTimes:
-    for dimension in own_dimensions(job.degrees.own):
-        times = dimension.passes(job, times)
-    return times
-
-
 def seconds_with_meetings(job: Job, seconds: Floats, numbers: Ints) -> Floats:
     """Seconds of each step when data-parallel ranks wait for each other only in steps in which they meet.
 
@@ -339,7 +246,6 @@ class TimedMeeting(NamedTuple):
     axis: str
     every: int  # steps from one to the next
     bytes_: float  # that a rank all-reduces
-    collectives: int  # how many of them
     seconds: float
 
 
@@ -350,5 +256,5 @@ def meetings(job: Job, rank: int | None = None) -> list[TimedMeeting]:
         if one.degree > 1 and (met := one.meeting(job, own_weights(job, rank))) is not None:
             link = job.degrees.link(job.cluster, one.axis)
             each = 2 * link.collective(met.bytes_ / max(met.collectives, 1), one.degree)
-            found.append(TimedMeeting(one.axis, one.every, *met, met.collectives * each))
+            found.append(TimedMeeting(one.axis, one.every, met.bytes_, met.collectives * each))
     return found

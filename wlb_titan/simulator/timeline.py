@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wlb_titan.arrays import Bools, Floats
+from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
-from wlb_titan.memory.rank import weighted_tokens
+from wlb_titan.memory.rank import SliceCache
 from wlb_titan.packing.predicted import held
 from wlb_titan.packing.slim.slices import kind
-from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import MeasuredPasses
-from wlb_titan.simulator.replicas import (
-    Replica,
-    cache_bytes,
-    ends_together,
-    in_runs,
-    planned_times,
-    replicas_of,
-    transfer_seconds,
-)
+from wlb_titan.simulator.replicas import step_ends, step_passes
 from wlb_titan.simulator.trace import MEASURED, Span
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
@@ -50,79 +42,52 @@ def step_timeline(
 ) -> Step:
     """A span for each pass of one data-parallel replica, by default the slowest, on its pipeline rank's
     track, and ranks' memory. `measured` passes replace predicted ones; those of ranks that ran say so."""
-    number = len(plan.of_rank(0))
-    run = number if plan.flows is not None else job.run or number
-    times, tokens = planned_times(job, plan.micro_batches, run)
-    if measured is not None:
-        times = in_runs(measured.seconds, run)
-    delays = transfer_seconds(job, tokens)
-    pictures = [_Picture(job, name) for _ in range(job.degrees.data)]
-    for first in range(0, number, run):
-        k = slice(first // run, None, number // run)  # of every replica
-        own = PassTimes(*(array[..., k] for array in times))
-        replicas = replicas_of(job, plan, own, delays[:, k], slice(first, first + run))
-        for rank, ends in enumerate(ends_together(replicas)):
-            before = rank * number + first
-            known = None if measured is None else measured.known[:, before : before + run]
-            pictures[rank].add(replicas[rank], ends, known)
-    steps = [picture.step() for picture in pictures]
-    if dp_rank is not None:
-        return steps[dp_rank]
-    return max(steps, key=lambda step: max(piece.start + piece.duration for piece in step[0]))
+    passes = step_passes(job, plan, measured)
+    of_replicas = step_ends(job, plan, passes)
+    if dp_rank is None:
+        dp_rank = int(np.argmax([ends.max(axis=0).sum() for _, ends in of_replicas]))
+    graph, ends = of_replicas[dp_rank]
+    begins = np.cumsum(ends.max(axis=0)) - ends.max(axis=0)
+    times, micro_batches = passes.of(dp_rank), plan.of_rank(dp_rank)
+    n = len(micro_batches) // passes.runs
+    known = None if measured is None else measured.known[:, dp_rank * len(micro_batches) :]
+    spans, curves = [], []
+    for rank in range(job.degrees.pipeline):
+        numbers = [i for i, a in enumerate(graph.actions) if job.shape.rank_of(a.stage) == rank]
+        actions = [graph.actions[i] for i in numbers]
+        for run, begin in enumerate(begins.tolist()):
+            for action, end in zip(actions, ends[numbers, run].tolist(), strict=True):
+                seconds = float(times.of(action)[run])
+                place = run * n + action.place
+                facts: dict[str, Any] = {"pass": NAMES[action.kind], "stage": action.stage}
+                if known is not None:
+                    facts["time"] = MEASURED if known[action.stage, place] else "of a like pass"
+                facts |= _facts(micro_batches[place])
+                start = begin + end - seconds
+                spans.append(Span(name, f"pp {rank}", f"{action.kind}{place}", start, seconds, facts))
+        bytes_ = [_activations(job, actions, micro_batches[run * n :][:n]) for run in range(passes.runs)]
+        seconds_of_all = (begins + ends[numbers]).T.ravel()
+        curves.append(MemoryCurve(rank, np.append(0.0, seconds_of_all), np.append(0.0, np.ravel(bytes_))))
+    return spans, curves
 
 
-class _Picture:
-    def __init__(self, job: Job, name: str) -> None:
-        self._job, self._name = job, name
-        self._spans: list[Span] = []
-        self._seconds: list[list[float]] = [[0.0] for _ in range(job.degrees.pipeline)]
-        self._bytes: list[list[float]] = [[0.0] for _ in range(job.degrees.pipeline)]
-        self._begin = 0.0
-        self._first = 0
-
-    def step(self) -> Step:
-        curves = zip(map(np.array, self._seconds), map(np.array, self._bytes), strict=True)
-        return self._spans, [MemoryCurve(rank, *curve) for rank, curve in enumerate(curves)]
-
-    def add(self, replica: Replica, ends: Floats, known: Bools | None) -> None:
-        job, memory, here = self._job, self._job.packing.rank_memory, replica.micro_batches
-        packs = held(job, here)
-        kept = [
-            memory.layer_bytes(job.token_bytes_of(m.sharers, m.keys)) * m.length * m.sharers for m in packs
-        ]
-        for rank in range(job.degrees.pipeline):
-            numbers = [i for i, a in enumerate(replica.graph.actions) if job.shape.rank_of(a.stage) == rank]
-            actions = [replica.graph.actions[i] for i in numbers]
-            live = weighted_tokens(actions, kept, memory.kept_layers(job.layers))
-            cached = cache_bytes(job, actions, packs)
-            self._seconds[rank].extend(self._begin + ends[i] for i in numbers)
-            self._bytes[rank].extend(own + more for own, more in zip(live, cached, strict=True))
-            for action, end in zip(actions, ends[numbers].tolist(), strict=True):
-                seconds = float(replica.times.of(action)[0])
-                micro_batch = here[action.place]
-                self._spans.append(
-                    Span(
-                        process=self._name,
-                        track=f"pp {rank}",
-                        name=f"{action.kind}{self._first + action.place}",
-                        start=self._begin + end - seconds,
-                        duration=seconds,
-                        args={
-                            "pass": NAMES[action.kind],
-                            "stage": action.stage,
-                            **_origin(action, known),
-                            **_facts(micro_batch),
-                        },
-                    )
-                )
-        self._begin += float(ends.max())
-        self._first += len(here)
-
-
-def _origin(action: Action, known: Bools | None) -> dict[str, str]:
-    if known is None:
-        return {}
-    return {"time": MEASURED if known[action.stage, action.place] else "of a like pass"}
+def _activations(job: Job, actions: Sequence[Action], micro_batches: Sequence[MicroBatch]) -> list[float]:
+    """Bytes that a pipeline rank keeps after each of its actions in one run."""
+    memory, packs = job.packing.rank_memory, held(job, micro_batches)
+    layers, cache = memory.kept_layers(job.layers), SliceCache(job.token_bytes, job.layers)
+    live, result = 0.0, []
+    for action in actions:
+        _, sharers, keys, slices = pack = packs[action.place]
+        tokens = pack.length * sharers
+        kept = memory.layer_bytes(job.token_bytes_of(sharers, keys)) * tokens * layers[action.stage]
+        if action.kind == "F":
+            live += kept
+        elif action.kind != "I":  # whose weights' gradients need the activations still
+            live -= kept
+        cache.begin(action, slices, tokens)
+        cache.end(action, slices)
+        result.append(live + cache.bytes_)
+    return result
 
 
 def _facts(micro_batch: MicroBatch) -> dict[str, Any]:

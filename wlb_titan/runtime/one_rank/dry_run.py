@@ -110,7 +110,7 @@ class DryTrainer(OneRankTrainer):
             ],
             **self._predicted(planned.plan),
             "collectives": self._collectives(calls.collectives),
-            "calls": calls.of_rank().to_json(),
+            "calls": vars(calls.of_rank()),
             "seconds": time.perf_counter() - begin,
         }
 
