@@ -60,7 +60,7 @@ def stopped(store_of):
         assert stop.goes_on(2 + rank)
     stops[1].ask("SIGUSR1", EXIT_AGAIN)
     looked(stops)
-    return [None if stop.is_undecided else (stop.status, stop.goes_on(4), stop.goes_on(5)) for stop in stops]
+    return [None if stop._last is None else (stop.status, stop.goes_on(4), stop.goes_on(5)) for stop in stops]
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["not-done", "unanswered"])

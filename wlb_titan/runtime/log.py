@@ -11,12 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from wlb_titan.config.documents import training_documents
-from wlb_titan.config.settings import WlbSettings
 from wlb_titan.corpus import Corpus
-from wlb_titan.job import Job
 from wlb_titan.runtime.config import TrainerConfig
-from wlb_titan.runtime.memory import advise_checkpointing, describe_memory
 from wlb_titan.runtime.metrics import metrics_rank, spoken
 from wlb_titan.simulator.choice import Choice
 
@@ -84,16 +80,15 @@ def _applies(record: logging.LogRecord) -> bool:
     return not any(text in message for text in MISLEADING)
 
 
-def tell_beginning(job: Job, choice: Choice | None, corpus: Corpus, wlb: WlbSettings) -> None:
+def tell_beginning(choice: Choice | None, corpus: Corpus) -> None:
     if not logger.isEnabledFor(logging.INFO):
-        return  # whole steps would be planned for a log that nobody reads
+        return  # on large corpora the sum takes its time
     lines = [f"Corpus {corpus}: {len(corpus):,} documents, {corpus.lengths.sum():,} tokens"]
     if choice is not None:
         for row in choice.rows():
             lines.append(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
         lines += choice.remarks()
-    lines += describe_memory(job, training_documents(wlb, corpus))
-    for line in [*lines, *advise_checkpointing(job)]:
+    for line in lines:
         logger.info(line)
 
 

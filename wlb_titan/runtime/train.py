@@ -133,16 +133,11 @@ def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
             done = True
         else:
             done = trainer.train(begin, alarm.stop.goes_on)
-        alarm.stop.leave()
-        alarm.close()
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        better = explained(error, checkpoints, saving=begun)
-        alarm.fail(better)  # before this rank waits for anything
-        raise better from error
-    finally:
-        trainer.close()
+        raise explained(error, checkpoints, saving=begun) from error
+    alarm.stop.leave()
+    alarm.close()
+    trainer.close()
     torch.distributed.destroy_process_group()
     return 0 if done else alarm.stop.status
 

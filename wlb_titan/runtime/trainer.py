@@ -130,7 +130,7 @@ class Trainer(TorchtitanTrainer):
         self._begin, self._goes_on = begin, goes_on
         comm = self.config.comm
         self._give_up_after(first_timeout(comm))
-        tell_beginning(self.job, self.choice, self.planned.corpus, self.config.wlb)
+        tell_beginning(self.choice, self.planned.corpus)
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         logger.info(
             f"A rank that does not answer is given up after {first_timeout(comm)} s in the first step, "

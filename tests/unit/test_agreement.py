@@ -1,4 +1,4 @@
-"""Ranks wait for one another as long as the job may need, and the user's own bound holds."""
+"""What all ranks settle at the start: how long they wait for one another, and the hardware planned for."""
 
 import dataclasses
 from copy import deepcopy
@@ -55,3 +55,22 @@ def test_compiling_and_solving_are_added(config):
 def test_the_user_s_bound_holds(config):
     config.comm.train_timeout_seconds, config.compile.enable = 7, True
     assert train_timeout(config) == (7, "as comm.train_timeout_seconds says")
+
+
+H100, MIG = "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "words"),
+    [
+        ([(H100, 79)] * 2, 79, []),
+        ([(H100, 79), (MIG, 40)], 40, ["MIG", "40.0 GiB"]),
+        ([(H100, 79), ("NVIDIA H200", 139)], 79, ["HBM3 and NVIDIA H200:", "is H100", "[wlb] cluster"]),
+        ([("NVIDIA GH200 480GB", 95), ("NVIDIA GH200 480GB", 94)], 94, ["GH200", "[wlb] cluster"]),
+    ],
+    ids=["same", "part", "other", "unknown"],
+)
+def test_different_gpus_are_planned_for_as_rank_0_s_with_the_least_memory(gpus, memory, words):
+    cluster, warning = agreement.common_cluster([(name, gib * 2**30) for name, gib in gpus])
+    assert cluster.memory == memory * 2**30 and (gpus[0][0] != H100 or cluster.gpus_per_node == 8)
+    assert bool(warning) == bool(words) and all(word in warning for word in words)
