@@ -4,7 +4,7 @@ are `auto`, the steps of `wlb.epochs`, and how long they wait for each other.
 Each rank plans by itself, and nothing would notice if two planned differently. So they compare their inputs.
 
 torchtitan gives up a rank that does not answer after 300 seconds in the first step, and after 100 later. Here
-a rank may wait longer: for one that compiles, or for a long micro-batch in each stage of a pipeline.
+a rank may wait longer, in every step: for one that compiles, or for a long micro-batch in each stage.
 """
 
 from __future__ import annotations
@@ -134,26 +134,15 @@ def set_timeouts(seconds: int, without: dist.ProcessGroup | None = None) -> None
             dist.set_timeout(timedelta(seconds=seconds), group)
 
 
-def first_timeout(comm: CommConfig) -> int:
-    """Seconds after which a collective is given up in the first step: never fewer than later."""
-    return max(comm.init_timeout_seconds, comm.train_timeout_seconds)
-
-
-def train_timeout(config: TrainerConfig, job: Job) -> tuple[int, str]:
-    """Seconds after which a collective is given up in training, and the reason: the user's setting, or the
-    longer of torchtitan's default and ten predicted steps, plus time for compiling and for the solver."""
-    default = CommConfig().train_timeout_seconds
-    if config.comm.train_timeout_seconds != default:
-        return config.comm.train_timeout_seconds, "as comm.train_timeout_seconds says"
+def timeout(config: TrainerConfig, job: Job) -> int:
+    """Seconds after which a collective is given up: the user's `comm.train_timeout_seconds`, or else the
+    longer of `comm.init_timeout_seconds` and ten predicted steps, with time for compiling and for a solver."""
+    comm = config.comm
+    if comm.train_timeout_seconds != CommConfig().train_timeout_seconds:
+        return comm.train_timeout_seconds
+    compiling = GRAPHS * COMPILE_SECONDS if config.compile.enable else 0
     step = STEPS * predicted_step(job)
-    seconds, reasons = (step, [f"{STEPS} predicted steps"]) if step > default else (default, ["the default"])
-    if config.compile.enable:
-        seconds += GRAPHS * COMPILE_SECONDS
-        reasons.append(f"{GRAPHS * COMPILE_SECONDS} for compiling")
-    if planning := job.packing.planning_seconds:
-        seconds += planning
-        reasons.append(f"{planning:.0f} for the solver")
-    return round(seconds), " and ".join(reasons)
+    return round(max(comm.init_timeout_seconds, step) + compiling + job.packing.planning_seconds)
 
 
 def predicted_step(job: Job) -> float:

@@ -109,14 +109,6 @@ def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
         (folder / f"step-{step}").rename(aside)
 
 
-def exported(config: TrainerConfig, step: int) -> Path | None:
-    """The folder of the last step's weights in Hugging Face's format, if they are written."""
-    checkpoint = config.checkpoint
-    folder = Path(config.dump_folder) / checkpoint.folder / f"step-{step}"
-    writes = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
-    return folder if writes and folder.is_dir() else None
-
-
 def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseException:
     """The user's error behind one of torch's checkpointing, or else the error itself; `saving`: whether the
     run had started, as before that a checkpoint is loaded."""
@@ -143,11 +135,11 @@ def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseExcept
 
 
 def _steps(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    names = [(path, re.fullmatch(r"step-(\d+)", path.name)) for path in folder.iterdir()]
+    names = [re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*")]
     done = (METADATA, HUGGING_FACE_INDEX)
-    return [int(match[1]) for path, match in names if match and any((path / name).is_file() for name in done)]
+    return [
+        int(name[1]) for name in names if name and any((folder / name[0] / one).is_file() for one in done)
+    ]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

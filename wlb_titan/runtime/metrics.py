@@ -5,6 +5,7 @@ TensorBoard and W&B get the same numbers through torchtitan's own loggers. docs/
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -137,6 +138,9 @@ def spoken(seconds: float) -> str:
 
 
 ON_CONSOLE = {
+    "loss": "loss {:8.5f}",
+    "grad_norm": "grad {:7.3f}",
+    "tokens_per_second": "{:9,.0f} tokens/s",
     "imbalance": "imbalance {:.3f}",
     "shadow/imbalance": "in the shadow {:.3f}",
     "measured_imbalance": "measured {:.3f}",
@@ -145,16 +149,11 @@ ON_CONSOLE = {
     "mfu_documents": "MFU {:.1%}",
     "memory_gib": "memory {:.2f} GiB",
 }
-"""What the console also shows, if there is a value and it is not 0."""
+"""What the console shows of a step, where there is a value and it is not 0."""
 
 
 def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
-    parts = [
-        f"step {record['step']:{len(str(last))}d}" + (f" of {last}" if last else ""),
-        f"loss {record['loss']:8.5f}",
-        f"grad {record['grad_norm']:7.3f}",
-        f"{record['tokens_per_second']:9,.0f} tokens/s",
-    ]
+    parts = [f"step {record['step']:{len(str(last))}d}" + (f" of {last}" if last else "")]
     parts += [form.format(record[key]) for key, form in ON_CONSOLE.items() if record.get(key)]
     if left and left > 0:
         parts.append(f"{spoken(left)} left")
@@ -181,33 +180,29 @@ class JsonLines:
         """Appends a line. On a full disk it is lost, and the next one is tried again."""
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                if self._path.exists():
-                    self._drop_from(record["step"])
-                self._file = self._path.open("a", buffering=1, encoding="utf-8")
+                self._file = self._opened(record["step"])
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
             warn_once(f"{self._path} cannot be written: {error.strerror}. Training goes on, lines are lost.")
 
+    def _opened(self, step: int) -> TextIO:
+        """The file, with the lines of earlier steps."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            writing = self._path.with_name(self._path.name + ".tmp")
+            writing.write_text("".join(f"{line}\n" for line in lines if _is_before(line, step)))
+            writing.replace(self._path)
+        return self._path.open("a", buffering=1, encoding="utf-8")
+
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # its last lines are lost
             if self._file is not None:
                 self._file.close()
-        except OSError as error:
-            warn_once(f"{self._path} may lack its last lines: {error.strerror}.")
 
-    def _drop_from(self, step: int) -> None:
-        writing = self._path.with_name(self._path.name + ".tmp")
-        with (
-            self._path.open(encoding="utf-8", errors="replace") as old,
-            writing.open("w", encoding="utf-8") as new,
-        ):
-            new.writelines(line for line in old if self._is_kept(line, step))
-        writing.replace(self._path)
 
-    def _is_kept(self, line: str, step: int) -> bool:
-        try:
-            return line.endswith("\n") and json.loads(line)["step"] < step
-        except (ValueError, KeyError, TypeError, RecursionError):
-            warn_once(f"{self._path} had a line that is none, which a crash may have left; it is dropped.")
-            return False
+def _is_before(line: str, step: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] < step)
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,19 +30,18 @@ from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.agreement import (
     agreed_beginning,
     agreed_job,
-    first_timeout,
     set_timeouts,
-    train_timeout,
+    timeout,
 )
 from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
-from wlb_titan.runtime.checkpoints import exported, save_stopped
+from wlb_titan.runtime.checkpoints import save_stopped
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
-from wlb_titan.runtime.dimension import OwnAxes
+from wlb_titan.runtime.dimension import Axis, meets, own_axes, prepared
 from wlb_titan.runtime.hugging_face import complete_export
 from wlb_titan.runtime.job import configured_job, parallel_dims
 from wlb_titan.runtime.log import tell_beginning, tell_end
@@ -68,8 +68,8 @@ class Trainer(TorchtitanTrainer):
     def __init__(self, config: TrainerConfig) -> None:
         self._decide(configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"]))))
         config = with_our_parts(config, self.job)
-        self.axes = OwnAxes()
-        config.model_spec = self.axes.prepared(config.model_spec)
+        self.axes: list[Axis] = []
+        config.model_spec = prepared(config.model_spec, self.axes)
         super().__init__(config)
         self._reduces = True
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
@@ -104,9 +104,9 @@ class Trainer(TorchtitanTrainer):
         """Makes the meshes, and the settings that follow from the job and this rank's place."""
         config, wlb = self.config, self.config.wlb
         dims.build_mesh()
-        self.axes.make(dims)
+        self.axes += own_axes(dims)
         self._meshes = context_meshes(self.job, dims)
-        config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
+        config.comm.train_timeout_seconds = timeout(config, self.job)
         divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
         config.dataloader = PlannedDataLoader.Config(
             corpus=wlb.corpus,
@@ -128,19 +128,17 @@ class Trainer(TorchtitanTrainer):
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
         `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows."""
         self._begin, self._goes_on = begin, goes_on
-        comm = self.config.comm
-        self._give_up_after(first_timeout(comm))
+        # A disk may be slow: not for the group that writes checkpoints.
+        set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
         tell_beginning(self.choice, self.planned.corpus)
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
-        logger.info(
-            f"A rank that does not answer is given up after {first_timeout(comm)} s in the first step, "
-            f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
-        )
         super().train()
         if self.step < self.config.training.steps:
             return False
-        folder = exported(self.config, self.step)
-        if folder is not None and dist.get_rank() == 0:
+        checkpoint = self.config.checkpoint
+        folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
+        exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
+        if exports and folder.is_dir() and dist.get_rank() == 0:
             complete_export(folder, self.config, self.planned.corpus)
         tell_end(self.config, self.step, self._began if self.planned.plan is not None else None)
         return True
@@ -162,20 +160,15 @@ class Trainer(TorchtitanTrainer):
             yield step
 
     def should_continue_training(self) -> bool:
-        if self.step == self._first_step:  # torchtitan has waited for all ranks
-            self._give_up_after(self.config.comm.train_timeout_seconds)
         if not super().should_continue_training():
             return False
         if self._goes_on is None or self._goes_on(self.step):
             return True
-        self.axes.stop(self)
+        for axis in self.axes:  # those that did not meet in this step: the run ends before its last one
+            axis.after_optimizer(self, meets=not meets(self, axis.every))
         saved = save_stopped(self.checkpointer, self.step, new=self.step >= self._first_step)
         logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
         return False
-
-    def _give_up_after(self, seconds: int) -> None:
-        """Sets all groups' timeouts except that of the group that writes checkpoints: a disk may be slow."""
-        set_timeouts(seconds, without=getattr(self.checkpointer, "pg", None))
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, cache: KeyValueCache | None = None
@@ -206,7 +199,8 @@ class Trainer(TorchtitanTrainer):
                 losses.append(self.forward_backward(group, labels))
         else:
             losses = [self._run_flow(step, step.flow, labels)]
-        self.axes.before_optimizer(self)
+        for axis in self.axes:
+            axis.before_optimizer(self)
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
             self.config.training.max_norm,
@@ -216,7 +210,8 @@ class Trainer(TorchtitanTrainer):
         )
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
-        self.axes.after_optimizer(self)
+        for axis in self.axes:
+            axis.after_optimizer(self, meets=meets(self, axis.every))
         self.lr_schedulers.step()
         self.metrics_processor.count(step.plan.tokens, step.flops)
         difference = compared_difference(self.step) if asked else None
