@@ -136,7 +136,7 @@ def set_timeouts(seconds: int, without: dist.ProcessGroup | None = None) -> None
 
 def timeout(config: TrainerConfig, job: Job) -> int:
     """Seconds after which a collective is given up: the user's `comm.train_timeout_seconds`, or else the
-    longer of `comm.init_timeout_seconds` and ten predicted steps, with time for compiling and for a solver."""
+    longer of `comm.init_timeout_seconds` and ten predicted steps, with time to compile and to solve."""
     comm = config.comm
     if comm.train_timeout_seconds != CommConfig().train_timeout_seconds:
         return comm.train_timeout_seconds
