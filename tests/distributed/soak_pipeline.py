@@ -18,41 +18,30 @@ STEPS = 200
 @pytest.mark.timeout(3600)
 def test_nothing_hangs_and_nothing_grows(tmp_path, fork_server):
     make_corpus(tmp_path / "documents.jsonl", tmp_path / "corpus")
-    case = {"schedule": "1F1B", "layers": 2, "pp": 2, "cp": 2, "steps": STEPS, "multiple": 8}
-    results = Cases(fork_server, tmp_path)
-    cases = {"soak": case | {"corpus": str(tmp_path / "corpus")}}
-    results.run(cases, program="soak_pipeline", timeout=3600)
-    records = results["soak"]
+    results = Cases(fork_server, tmp_path, tmp_path / "corpus")
+    words = ["--loss.num_chunks", "2", "--training.local_batch_size", "8"]
+    results.run("soak", {"pp2 cp2 1F1B": {"words": words}}, timeout=3600)
+    records = results["pp2 cp2 1F1B"]
     print(*records, sep="\n")
     assert records[-1]["step"] == STEPS
     middle, last = records[len(records) // 2], records[-1]
     assert last["allocated"] < middle["allocated"] + 1  # MiB
 
 
-def main():
-    """As a worker: what the process holds, every tenth step."""
-    from cases import run_cases
-    from pipeline_worker import end
-
-    run_cases(run_soak)
-    end()
-
-
-def run_soak(*, name, corpus, steps, multiple, **options):
-    """Steps of random lengths, multiples of `multiple`; "lengths" counts the different ones so far, and
+def run(*, name, words):
+    """Steps of random lengths, as a case of `worker.py`; "lengths" counts the different ones so far, and
     "allocated" is what malloc has given out, in MiB."""
     from pipeline_reference import step_data
-    from pipeline_worker import SEQUENCE, build, train_step
+    from worker import build, train_step
 
-    _, trainer = build(corpus, name, micro_batches=8, **options)
+    trainer = build(words)
     random = np.random.default_rng(0)
     seen, records = set(), []
-    for step in range(steps):
-        lengths = random.integers(16 // multiple, SEQUENCE // multiple + 1, size=random.integers(4, 13))
-        lengths = (multiple * lengths).tolist()
+    for step in range(STEPS):
+        lengths = (8 * random.integers(2, 33, size=random.integers(4, 13))).tolist()
         seen.update(lengths)
         trainer.optimizers.zero_grad()
-        train_step(trainer, step_data(step, lengths, 1), 0)
+        train_step(trainer, step_data(step, lengths, 1))
         trainer.optimizers.step()
         if step % 10 == 9:
             gc.collect()

@@ -19,17 +19,11 @@ COMMON = (
     *("--checkpoint.enable", "true", "--metrics.log_freq", "1"),
 )
 PARALLEL = {
-    "qwen3": (*layout(cp=2), "--wlb.sharding.policy", "hybrid"),
-    "qwen3_moe": (
-        *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2"),
-        *("--wlb.sharding.policy", "hybrid"),
-    ),
-    "gpt_oss": (
-        *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2"),
-        *("--wlb.sharding.policy", "hybrid"),
-    ),
-    "muse_glimmer": (*layout(cp=2), "--wlb.sharding.policy", "per_sequence"),
-    "deepseek_v3": (*layout(cp=2), "--wlb.sharding.policy", "hybrid"),
+    "qwen3": "cp2 hybrid",
+    "qwen3_moe": "cp2 ep2 hybrid",
+    "gpt_oss": "cp2 ep2 hybrid",
+    "muse_glimmer": "cp2 per_sequence",
+    "deepseek_v3": "cp2 hybrid",
 }
 
 
@@ -46,7 +40,7 @@ def runs(lab):
         seed = ("--checkpoint.initial_load_path", str(seeds[model].folder / "checkpoint" / "step-0"))
         alone[model] = lab.experiment(f"{model}_one_process", *base, *layout(), *seed)
         recorded = ("--base", f"recording:{model}", *COMMON)
-        parallel[model] = lab.experiment(f"{model}_cp2", *recorded, *PARALLEL[model], *seed)
+        parallel[model] = lab.experiment(f"{model}_cp2", *recorded, *layout(PARALLEL[model]), *seed)
     lab.run(1, [*seeds.values(), *alone.values()])
     lab.run(2, list(parallel.values()))
     return alone, parallel
