@@ -62,16 +62,8 @@ class Lab:
         environment: Mapping[str, str] | None = None,
         lengths: Sequence[int] | None = None,
     ):
-        """Makes corpus and seed checkpoint.
-
-        Args:
-            folder: for all that the experiments write.
-            server: starts them.
-            base: of experiments that name none.
-            common: overrides of all experiments, before their own.
-            environment: as of `ForkServer.start`.
-            lengths: as of `make_corpus`.
-        """
+        """Makes a corpus, of documents as of `make_corpus`, and a seed checkpoint; `base` is of experiments
+        that name none, and `common` are overrides of all, before their own."""
         self.folder = folder
         self.base = base
         self.common = common
@@ -107,11 +99,7 @@ class Lab:
         return self._server.start(ranks, environment={**self.environment, **(environment or {})}, fresh=fresh)
 
     def start_and_kill(self, processes: int, experiment: Experiment, step: int) -> int:
-        """Starts an experiment, and kills all ranks as soon as a step is reported.
-
-        Returns:
-            How many steps were.
-        """
+        """Starts an experiment, kills all ranks as soon as a step is reported; says how many steps were."""
         metrics = experiment.folder / "metrics.jsonl"
         job = self.start(processes, experiment)
         deadline = time.monotonic() + 180
@@ -124,11 +112,7 @@ class Lab:
         return len(experiment.metrics())
 
     def run(self, processes: int, experiments: Sequence[Experiment]) -> None:
-        """Runs the experiments, each in so many processes.
-
-        Raises:
-            AssertionError: one has failed; it has the first traceback of its log.
-        """
+        """Runs the experiments, each in so many processes; one that fails has its first traceback."""
         running: deque[tuple[Experiment, Job]] = deque()
         for experiment in experiments:
             if len(running) == AT_ONCE:
@@ -231,12 +215,15 @@ SHORT = {
     "bfloat16": "--training.mixed_precision_param bfloat16",
 }
 OTHERS = {
+    "--base bases:": ("qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3"),
     "--wlb.packing.policy": ("plain", "wlb_lazy"),
     "--wlb.sharding.policy": ("per_sequence", "per_document", "adaptive", "hybrid", "ulysses"),
     "--wlb.pipeline.order": ("best", "shortest_first", "longest_first"),
     "--parallelism.pipeline_parallel_schedule": TORCH_SCHEDULES,
 }
-MEANING = SHORT | {word: f"{option} {word}" for option, words in OTHERS.items() for word in words}
+MEANING = SHORT | {
+    word: f"{option} {word}".replace(": ", ":") for option, words in OTHERS.items() for word in words
+}
 
 
 def layout(text: str = "") -> list[str]:

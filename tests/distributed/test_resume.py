@@ -23,7 +23,7 @@ JOINT = {"wqkv": [256, 128]}
 SETTINGS = (
     "amsgrad betas capturable decoupled_weight_decay differentiable eps foreach fused initial_lr lr maximize "
     "weight_decay"
-).split()
+)
 OVERRIDES = (
     *("--wlb.epochs", "1", "--wlb.validation.hold_out", "0.1"),
     *("--checkpoint.interval", "2"),
@@ -101,7 +101,7 @@ def test_a_checkpoint_has_the_entries_that_it_always_had(uninterrupted):
     for name, shape in weights(JOINT).items():
         state = {"exp_avg": shape, "exp_avg_sq": shape, "step": []}
         expected |= {f"optimizer.state.{name}.{key}": f"{own} torch.float32" for key, own in state.items()}
-        expected |= {f"optimizer.param_groups.{name}.{key}": "bytes" for key in SETTINGS}
+        expected |= {f"optimizer.param_groups.{name}.{key}": "bytes" for key in SETTINGS.split()}
     others = ("dataloader.planner", "lr_scheduler.last_epoch", "train_state.ntokens_seen", "train_state.step")
     folder = uninterrupted.folder / "checkpoint" / "step-4"
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata

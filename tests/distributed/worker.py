@@ -17,7 +17,6 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 use_cpu_without_accelerator()
 
 import numpy as np  # noqa: E402
-import soak_pipeline  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from lab import CONFIG  # noqa: E402
@@ -189,17 +188,12 @@ def run_abort(*, name, words, aborts):
     return name
 
 
-def run_soak(**case):
-    return soak_pipeline.run(**case)
-
-
 KINDS = {
     "plan": run_plan,
     "pipeline": run_pipeline,
     "drill": run_drill,
     "calls": run_calls,
     "abort": run_abort,
-    "soak": run_soak,
 }
 
 

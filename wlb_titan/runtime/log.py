@@ -68,7 +68,6 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
     handler.addFilter(_applies)  # for other loggers
     root = logging.getLogger()
     root.handlers = [handler]
-    logging.raiseExceptions = False  # training goes on if the log's disk is full
     reports = rank == metrics_rank(parallel_dims, schedule)
     root.setLevel(logging.INFO if reports else logging.WARNING)
 
