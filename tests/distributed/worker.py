@@ -19,6 +19,7 @@ use_cpu_without_accelerator()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from gather_worker import run_gather  # noqa: E402
 from lab import CONFIG  # noqa: E402
 from pipeline_reference import Reference, Sequence, differences, step_data, valid_tokens  # noqa: E402
 from recording import RECORDER  # noqa: E402
@@ -194,6 +195,7 @@ KINDS = {
     "drill": run_drill,
     "calls": run_calls,
     "abort": run_abort,
+    "gather": run_gather,
 }
 
 
