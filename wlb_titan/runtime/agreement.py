@@ -38,7 +38,7 @@ from wlb_titan.simulator.choice import Choice, choose
 
 GRAPHS = 6  # of a compiled model, each forward and backward
 COMPILE_SECONDS = 90  # the most seen for one of them
-STEPS = 10  # predicted steps that a rank may fall behind
+STEPS = 10  # predicted, that a rank may fall behind, all micro-batches as long as possible
 
 
 def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
@@ -141,11 +141,6 @@ def timeout(config: TrainerConfig, job: Job) -> int:
     if comm.train_timeout_seconds != CommConfig().train_timeout_seconds:
         return comm.train_timeout_seconds
     compiling = GRAPHS * COMPILE_SECONDS if config.compile.enable else 0
-    step = STEPS * predicted_step(job)
-    return round(max(comm.init_timeout_seconds, step) + compiling + job.packing.planning_seconds)
-
-
-def predicted_step(job: Job) -> float:
-    """Seconds of a rank's micro-batches, if all are as long as possible and consist of whole windows."""
     windows = job.replica_micro_batches * job.longest_micro_batch / job.window
-    return windows * float(workload(JobCost(job), np.array([job.window]))[0])
+    step = windows * float(workload(JobCost(job), np.array([job.window]))[0])
+    return round(max(comm.init_timeout_seconds, STEPS * step) + compiling + job.packing.planning_seconds)

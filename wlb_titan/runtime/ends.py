@@ -33,7 +33,6 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NoReturn
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -153,9 +152,7 @@ class Alarm:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Reports an error and ends the process, without waiting for threads; otherwise ends watching."""
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             self._fail(error)

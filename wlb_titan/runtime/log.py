@@ -16,24 +16,19 @@ from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.metrics import metrics_rank, spoken
 from wlb_titan.simulator.choice import Choice
 
-MISLEADING = (
-    # Logged for every configuration that keeps the default.
+DROPPED = (
+    # Misleading: said of every configuration with the default, of ranks that do show the loss, of a CPU whose
+    # peak is not known, of a tokenizer folder that never holds weights, of a variable that torchtitan sets.
     "initial_load_model_only=True has no effect",
-    # Logged unless LOG_RANK is set; here the right rank always shows the loss.
     "Pipeline Parallel loss is not visible",
-    # The peak of a CPU is not known; figures that need it are left out.
     "Peak flops undefined for",
     "Error running lspci",
     "Peak FLOPS used for computing MFU",
     "CPU memory usage for model",
-    # A corpus' tokenizer folder never holds weights.
     "model.safetensors.index.json not found",
-    # torchtitan sets this variable itself.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "[GC]",
-)
-
-OF_NO_USE = (
+    # Of no use.
     "CPU capacity",
     "Structured logging",
     "Successfully created meshes",
@@ -49,6 +44,7 @@ OF_NO_USE = (
     "Training completed",
     "Destroying the purge thread",
 )
+"""Words of torchtitan's messages that are not shown, unless they are errors."""
 
 
 def drop_misleading_warnings() -> None:
@@ -73,10 +69,7 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
 
 
 def _applies(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    if record.levelno <= logging.INFO and message.startswith(OF_NO_USE):
-        return False
-    return not any(text in message for text in MISLEADING)
+    return record.levelno > logging.WARNING or not any(text in record.getMessage() for text in DROPPED)
 
 
 def tell_beginning(choice: Choice | None, corpus: Corpus) -> None:
