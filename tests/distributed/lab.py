@@ -198,6 +198,7 @@ DEGREES = {
 SHORT = {
     "ep": "--parallelism.expert_parallel_degree {}",
     "layers": "--base bases:layers{}",
+    "qwen3": "--base bases:qwen3",
     "slim": "--wlb.packing.policy slim --wlb.packing.micropacks {}",
     "wlb": "--wlb.packing.policy wlb --wlb.packing.thresholds [300,450]",
     "fixed_greedy": "--wlb.packing.policy fixed_greedy --wlb.packing.global_batches 2",
@@ -215,15 +216,12 @@ SHORT = {
     "bfloat16": "--training.mixed_precision_param bfloat16",
 }
 OTHERS = {
-    "--base bases:": ("qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3"),
     "--wlb.packing.policy": ("plain", "wlb_lazy"),
     "--wlb.sharding.policy": ("per_sequence", "per_document", "adaptive", "hybrid", "ulysses"),
     "--wlb.pipeline.order": ("best", "shortest_first", "longest_first"),
     "--parallelism.pipeline_parallel_schedule": TORCH_SCHEDULES,
 }
-MEANING = SHORT | {
-    word: f"{option} {word}".replace(": ", ":") for option, words in OTHERS.items() for word in words
-}
+MEANING = SHORT | {word: f"{option} {word}" for option, words in OTHERS.items() for word in words}
 
 
 def layout(text: str = "") -> list[str]:

@@ -29,6 +29,7 @@ CASES = {
     "pp2 tp2 wlb shortest_first selective": (),
     TRACED: ("--wlb.trace_every", "1"),
     "cp2 wlb per_document": (),
+    "cp2 wlb_lazy hybrid qwen3": (),
     # Four query heads and two key heads: with four ranks two share a key head, with CP 2 x TP 2 too.
     "cp4 wlb ulysses selective": (),
     "dp2 cp2 wlb_lazy ulysses": (),
