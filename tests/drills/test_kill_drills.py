@@ -11,8 +11,6 @@ import signal
 import pytest
 from drill_ground import copy_of
 
-AREA = "training: kills, stops, full disks, damage"
-
 
 def test_an_error_of_any_rank_is_printed_by_it_and_ends_all(ground):
     job = ground.run("no-corpus", rank1={"words": ["--wlb.corpus.path", "/nowhere"]})

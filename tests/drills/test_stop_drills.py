@@ -10,7 +10,6 @@ import pytest
 
 from wlb_titan.runtime.ends import ONE_REQUEST
 
-AREA = "training: asked to stop"
 UNSAVED = ("--checkpoint.interval", "1000")  # so that what is found later was saved as the run stopped
 
 

@@ -34,16 +34,16 @@ from wlb_titan.runtime.compat import process_groups
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.data.dataloader import SharedAnswer
 from wlb_titan.runtime.job import gpu_at_hand
-from wlb_titan.simulator.choice import Choice, choose
+from wlb_titan.simulator.choice import choose
 
 GRAPHS = 6  # of a compiled model, each forward and backward
 COMPILE_SECONDS = 90  # the most seen for one of them
 STEPS = 10  # predicted, that a rank may fall behind, all micro-batches as long as possible
 
 
-def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
+def agreed_job(config: TrainerConfig, job: Job) -> Job:
     """A job on the hardware of all ranks, its policies chosen; sets `training.steps` from `wlb.epochs`."""
-    choice, epochs, documents = None, config.wlb.epochs, training_documents(config.wlb)
+    epochs, documents = config.wlb.epochs, training_documents(config.wlb)
     gpus = _gathered(None if config.wlb.cluster else gpu_at_hand(config.wlb.device))
     if all(gpus):
         cluster, warning = common_cluster(gpus)
@@ -54,6 +54,9 @@ def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
     if job.undecided:
         choice = choose(job, documents, on_one_rank=SharedAnswer())
         job = choice.job
+        rows = [", ".join(f"{heading} {cell}" for heading, cell in row.items()) for row in choice.rows()]
+        for line in [*rows, *choice.remarks()]:
+            logger.info(line)
     if epochs:
         trained = job.trained
         # A solver stopped by its time limit finds different packings on different ranks.
@@ -61,7 +64,7 @@ def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
             trained = replace(trained, on_one_rank=SharedAnswer())
         config.training.steps = steps_of_epochs(trained, documents, epochs)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
-    return job, choice
+    return job
 
 
 def agreed_beginning(config: TrainerConfig) -> Beginning:

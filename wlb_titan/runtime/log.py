@@ -11,10 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from wlb_titan.corpus import Corpus
 from wlb_titan.runtime.config import TrainerConfig
-from wlb_titan.runtime.metrics import metrics_rank, spoken
-from wlb_titan.simulator.choice import Choice
+from wlb_titan.runtime.metrics import metrics_rank
 
 DROPPED = (
     # Misleading: said of every configuration with the default, of ranks that do show the loss, of a CPU whose
@@ -72,25 +70,11 @@ def _applies(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING or not any(text in record.getMessage() for text in DROPPED)
 
 
-def tell_beginning(choice: Choice | None, corpus: Corpus) -> None:
-    if not logger.isEnabledFor(logging.INFO):
-        return  # on large corpora the sum takes its time
-    lines = [f"Corpus {corpus}: {len(corpus):,} documents, {corpus.lengths.sum():,} tokens"]
-    if choice is not None:
-        for row in choice.rows():
-            lines.append(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
-        lines += choice.remarks()
-    for line in lines:
-        logger.info(line)
-
-
 def tell_end(config: TrainerConfig, step: int, began: float | None) -> None:
     """Logs the end of a run; `began`: the time of its first step, None if it had no step to train."""
     if began is not None:
         seconds = time.monotonic() - began
-        logger.info(
-            f"Done: step {step} was the last, after {spoken(seconds)}. All is in {config.dump_folder}"
-        )
+        logger.info(f"Done: step {step} was the last, after {seconds:,.0f} s. All is in {config.dump_folder}")
     elif dist.get_rank() == 0:
         logger.warning(
             f"Nothing was left to do: the checkpoint in {config.dump_folder} is of step {step}, and "

@@ -58,7 +58,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._lines = JsonLines(Path(dump_folder) / METRICS_FILE)
         self._validation_lines = JsonLines(Path(dump_folder) / VALIDATION_FILE)
         self._steps, self._tokens, self._flops = 0, 0, 0.0  # since the last report
-        self._first: tuple[int, float] | None = None  # step and time of this process's first report
+        self._reported = False  # whether this process has reported a step
 
     def count(self, tokens: int, flops: float) -> None:
         """Counts a step: tokens of documents in the whole job, and the model's FLOPs on them."""
@@ -98,22 +98,14 @@ class MetricsProcessor(titan.MetricsProcessor):
         except OSError as error:
             warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training goes on without.")
         if self._reports:
-            start = {"start": True} if self._first is None else {}
+            start = {} if self._reported else {"start": True}
             self._lines.write({**record, "steps": steps, **start})
-            logger.info(_console_line(record, self.last_step, self._seconds_left(step)))
+            self._reported = True
+            logger.info(_console_line(record, self.last_step))
         self._steps, self._tokens, self._flops = 0, 0, 0.0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
-
-    def _seconds_left(self, step: int) -> float | None:
-        """Predicted from the steps since the first report, before which code may have compiled."""
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = step, now
-            return None
-        first, then = self._first
-        return (self.last_step - step) * (now - then) / (step - first)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Reports a validation. torchtitan's would reset times and peak memory between reports of steps."""
@@ -127,14 +119,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         super().close()
         self._lines.close()
         self._validation_lines.close()
-
-
-def spoken(seconds: float) -> str:
-    """A duration as people say it: `45 s`, `12 min 5 s`, `3 h 12 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 ON_CONSOLE = {
@@ -152,11 +136,9 @@ ON_CONSOLE = {
 """What the console shows of a step, where there is a value and it is not 0."""
 
 
-def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
+def _console_line(record: dict[str, Any], last: int) -> str:
     parts = [f"step {record['step']:{len(str(last))}d}" + (f" of {last}" if last else "")]
     parts += [form.format(record[key]) for key, form in ON_CONSOLE.items() if record.get(key)]
-    if left and left > 0:
-        parts.append(f"{spoken(left)} left")
     return " | ".join(parts)
 
 

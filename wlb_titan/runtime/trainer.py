@@ -44,7 +44,7 @@ from wlb_titan.runtime.data.inputs import Item, grouped, to_device
 from wlb_titan.runtime.dimension import Axis, meets, own_axes, prepared
 from wlb_titan.runtime.hugging_face import complete_export
 from wlb_titan.runtime.job import configured_job, parallel_dims
-from wlb_titan.runtime.log import tell_beginning, tell_end
+from wlb_titan.runtime.log import tell_end
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims, context_meshes
@@ -53,7 +53,6 @@ from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
 from wlb_titan.runtime.validator import Validator
-from wlb_titan.simulator.choice import Choice
 
 
 class Trainer(TorchtitanTrainer):
@@ -63,7 +62,6 @@ class Trainer(TorchtitanTrainer):
 
     job: Job  # that trains
     shadow: Job | None  # the configured job, if it is only planned
-    choice: Choice | None  # how the policies were chosen; None if they are configured
 
     def __init__(self, config: TrainerConfig) -> None:
         self._decide(configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"]))))
@@ -82,8 +80,8 @@ class Trainer(TorchtitanTrainer):
         if config.validator.enable:
             self.validator.prepare(config.wlb, config.dataloader, config.training.steps, self.device)
 
-    def _decide(self, configured: Job, choice: Choice | None = None) -> None:
-        self.job, self.choice = configured.trained, choice
+    def _decide(self, configured: Job) -> None:
+        self.job = configured.trained
         self.shadow = configured if configured.packing.shadow else None
 
     def init_distributed(self) -> ParallelDims:
@@ -96,7 +94,7 @@ class Trainer(TorchtitanTrainer):
         dist_config.pipeline_per_edge_p2p = True  # otherwise a send waits behind receives from other ranks
         dims = parallel_dims(self.config, world_size)
         self.beginning = agreed_beginning(self.config)
-        self._decide(*agreed_job(self.config, self.shadow or self.job))
+        self._decide(agreed_job(self.config, self.shadow or self.job))
         self.set_up(dims)
         return dims
 
@@ -130,7 +128,7 @@ class Trainer(TorchtitanTrainer):
         self._begin, self._goes_on = begin, goes_on
         # A disk may be slow: not for the group that writes checkpoints.
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
-        tell_beginning(self.choice, self.planned.corpus)
+        logger.info(f"Corpus {self.planned.corpus}: {len(self.planned.corpus):,} documents")
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         super().train()
         if self.step < self.config.training.steps:
@@ -144,20 +142,12 @@ class Trainer(TorchtitanTrainer):
         return True
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
-        """The loader's steps; the metrics get the seconds of waiting for each."""
+        """The loader's steps."""
         self._first_step, self._began = self.step + 1, time.monotonic()
         self.metrics_processor.last_step = self.config.training.steps
         if self._begin is not None:
             self._begin(self.step)
-        return self._timed_steps(data_iterable)
-
-    def _timed_steps(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
-        steps = data_iterable.steps(self.lower)
-        while True:
-            begin = time.perf_counter()
-            step = next(steps)
-            self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
-            yield step
+        return data_iterable.steps(self.lower)
 
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
@@ -179,7 +169,9 @@ class Trainer(TorchtitanTrainer):
     def train_step(self, data_iterator: Iterator[Step]) -> None:
         """One optimizer step; waits for the device only if it is logged or traced. torchtitan's waits at each
         copy, and asks all ranks for the number of labels, which the plan knows."""
+        begin = time.perf_counter()
         step = next(data_iterator)
+        self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         self.step_trace.begin(self.step)
         asked = ask_comparison(self.config.wlb.attention, self.step)
         self.optimizers.zero_grad()

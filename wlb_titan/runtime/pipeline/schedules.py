@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from torchtitan.config import CompileConfig, ParallelismConfig
@@ -56,20 +57,18 @@ def keys_of_stages(layers: int, stages: int) -> dict[str, object]:
 
 def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
     """Raises ValueError if a module is in none of the user's stages, which torchtitan would leave out, or in
-    two, or if the stages do not suit ranks and schedule."""
+    two, or if ranks cannot share the stages."""
     stages = parallelism.module_fqns_per_model_part
     if stages is None:
         return
-    written = [name for stage in stages for name in stage]
     modules = modules_of_stages(1, len(model.layers), 1, 1)[0]
-    if sorted(written) != sorted(modules):
-        raise ValueError(f"each module has to be in one stage, and the model has {', '.join(modules)}")
-    ranks = parallelism.pipeline_parallel_degree
-    single = canonical_name(parallelism.pipeline_parallel_schedule) in ONE_STAGE
-    if len(stages) % ranks or single == (len(stages) > ranks):
+    schedule, ranks = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    single = canonical_name(schedule) in ONE_STAGE
+    each_once = sorted(itertools.chain(*stages)) == sorted(modules)
+    if not each_once or len(stages) % ranks or single == (len(stages) > ranks):
         raise ValueError(
-            f"{parallelism.pipeline_parallel_schedule} runs {'one stage' if single else 'two stages or more'}"
-            f" on each of the {ranks} ranks, and there are {len(stages)} in all"
+            f"{schedule} runs {'one stage' if single else 'two stages or more'} on each of {ranks} ranks, "
+            f"and each module is in one of them: {', '.join(modules)}"
         )
 
 
