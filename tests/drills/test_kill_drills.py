@@ -34,7 +34,7 @@ def test_a_rank_that_is_gone_ends_the_others(ground):
 
 def test_a_rank_that_is_stopped_is_given_up(ground):
     """SIGSTOP, as a machine that hangs: the others end after comm.train_timeout_seconds."""
-    job = ground.start("stopped", "--training.steps", "10000", "--comm.train_timeout_seconds", "5")
+    job = ground.start("stopped", "--training.steps", "10000", "--comm.train_timeout_seconds", "10")
     job.await_step(3)
     job.signal(signal.SIGSTOP, [1])
     job.await_(lambda: "error:" in job.log(0))

@@ -38,7 +38,7 @@ from wlb_titan.simulator.choice import choose
 
 GRAPHS = 6  # of a compiled model, each forward and backward
 COMPILE_SECONDS = 90  # the most seen for one of them
-STEPS = 10  # predicted, that a rank may fall behind, all micro-batches as long as possible
+STEPS = 10  # that a rank may fall behind, as predicted for the longest micro-batches
 
 
 def agreed_job(config: TrainerConfig, job: Job) -> Job:
