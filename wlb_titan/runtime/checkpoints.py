@@ -80,10 +80,9 @@ def damage(checkpoint: Path) -> str:
         return f"its {METADATA} is damaged ({type(error).__name__}: {error})"
     for name, end in ends.items():
         file = checkpoint / name
-        if not file.is_file():
-            return f"its file {name} is missing"
-        if file.stat().st_size < end:
-            return f"its file {name} has {file.stat().st_size:,} bytes instead of {end:,}"
+        size = file.stat().st_size if file.is_file() else 0
+        if size < end:
+            return f"its file {name} has {size:,} bytes instead of {end:,}"
     return ""
 
 
@@ -148,10 +147,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, CheckpointException):
         for failure, _ in error.failures.values():
             yield from _causes(failure)
-    if error.__cause__ is not None:
-        yield from _causes(error.__cause__)
-    elif error.__context__ is not None:
-        yield from _causes(error.__context__)
+    behind = error.__cause__ or error.__context__
+    if behind is not None:
+        yield from _causes(behind)
 
 
 def _says_that_the_disk_is_full(error: BaseException) -> bool:
