@@ -24,42 +24,24 @@ VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of a job.
-
-    Attributes:
-        words: the program's arguments.
-        log: the file to which all that it prints is appended.
-        largest_file: bytes; a larger file cannot be written, as on a full disk. 0: no limit.
-    """
+    """One process of a job: a program's arguments, and the file to which all that it prints is appended."""
 
     words: Sequence[str]
     log: Path
-    largest_file: int = 0
+    largest_file: int = 0  # bytes; a larger file cannot be written, as on a full disk; 0: no limit
 
 
 @dataclass
 class Job:
-    """A job that runs or has run.
-
-    Attributes:
-        processes: number of each rank's process.
-        codes: exit code of each rank that has ended.
-    """
+    """A job that runs or has run: its ranks' process numbers, and the exit codes of those that have ended."""
 
     server: ForkServer
     processes: list[int] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
 
     def wait(self, timeout: float, ranks: Sequence[int] | None = None) -> list[int]:
-        """Waits for these ranks, or for all.
-
-        Returns:
-            Their exit codes.
-
-        Raises:
-            AssertionError: they have not ended within `timeout` seconds. The server has ended, and with it
-                every job.
-        """
+        """The exit codes of these ranks, or of all, when they have ended. If they do not within `timeout`
+        seconds, the server ends, and with it every job."""
         ranks = range(len(self.processes)) if ranks is None else ranks
         self.server.wait_until(lambda: self.codes.keys() >= set(ranks), timeout)
         return [self.codes[rank] for rank in ranks]
@@ -93,11 +75,9 @@ class ForkServer:
         environment: Mapping[str, str] | None = None,
         fresh: bool = False,
     ) -> Job:
-        """Starts a job.
+        """Starts a program, a module whose `main()` reads sys.argv and the environment as under torchrun.
 
         Args:
-            ranks: its processes.
-            program: a module whose `main()` reads sys.argv and the environment as under torchrun.
             together: a rank that fails takes the others down, as under torchrun; or else nothing ends a rank
                 but itself, or who drills it.
             environment: of the ranks, over what torchrun would give them.

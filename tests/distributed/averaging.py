@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from bases import llama, trained_by
 from own_policies.local_sgd import LocalSgd
-from probing import WEIGHTS, clean, whole
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from trainers import WEIGHTS, clean, whole
 
 from wlb_titan.config.documents import training_documents
 from wlb_titan.cost.degrees import Degrees
@@ -20,10 +20,6 @@ RATES = {"SGD": 1.0, "AdamW": 0.01}
 
 
 class WritingTrainer(Trainer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        pass
-
     def train_step(self, data_iterator):
         super().train_step(data_iterator)
         if self.step == self.config.training.steps:

@@ -1,5 +1,6 @@
 """Bases of the tests: models cut down to a size that trains on a CPU in a second."""
 
+import copy
 import dataclasses
 import functools
 
@@ -16,31 +17,32 @@ VOCABULARY = 512
 
 def trained_by(trainer, base):
     """A base with a trainer of the tests."""
-    return trainer.Config(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(trainer.Config):
+        pass
+
+    Config._owner = trainer
+    return Config(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
 
 
-def llama():
-    """`checkpointed` without activation checkpointing, which would take a third of a step."""
-    config = checkpointed()
+def llama(layers=2):
+    """The debug model with two of its four layers, and few more tokens than the corpus has. Activation
+    checkpointing would take a third of a step."""
+    config = base_config("llama3_debug")
+    model = config.model_spec.model
+    model.layers = [copy.deepcopy(model.layers[i % 4]) for i in range(layers)]
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
+    config.loss.loss_fn.global_vocab_size = VOCABULARY
     config.activation_checkpoint = None
     return config
 
 
-def checkpointed():
-    """The debug model with two of its four layers, and few more tokens than the corpus has."""
-    config = base_config("llama3_debug")
-    model = config.model_spec.model
-    model.layers = model.layers[:2]
-    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
-    config.loss.loss_fn.global_vocab_size = VOCABULARY
-    return config
-
-
-def one_layer():
-    """For what takes long for each layer, as compiling does."""
-    config = checkpointed()
-    del config.model_spec.model.layers[1:]
-    return config
+def __getattr__(name):
+    """`layers8`: `llama` with so many."""
+    if not name.startswith("layers"):
+        raise AttributeError(name)
+    return functools.partial(llama, int(name.removeprefix("layers")))
 
 
 def scaled_llama():

@@ -1,12 +1,6 @@
-"""One rank of context parallelism: `test_gathered_keys` starts it under a launcher's environment.
+"""Attention over ragged documents on ranks of context parallelism against one process, in float64, under
+several shardings: a kind of case of `worker.py`."""
 
-Attention over ragged documents against one process, in float64, under several shardings; rank 0 writes the
-largest difference of outputs and gradients of each, and which levels of groups had something to exchange.
-"""
-
-import json
-import os
-import sys
 from functools import cache, partial
 
 import numpy as np
@@ -67,9 +61,11 @@ def difference(policy, lengths, token_seconds, sliced, mesh):
     return worst, [len(level.order) > 0 for level in mask.exchange.levels]
 
 
-def main():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def run_gather(*, name, words):
+    """On rank 0 of every rank and case the largest difference of outputs and gradients, and which levels of
+    groups had something to exchange."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     random = np.random.default_rng(0)
     cases = [
@@ -86,10 +82,4 @@ def main():
                 results.append({**case, "worst": worst, "used": used})
     everyone = [None] * mesh.size()
     dist.all_gather_object(everyone, results)
-    if mesh.get_local_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump([result for rank in everyone for result in rank], file)
-    sys.stdout.flush()
-    os._exit(
-        0
-    )  # groups of all cases are alive, whose threads would go on while the interpreter is taken down
+    return [result for rank in everyone for result in rank]

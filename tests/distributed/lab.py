@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
-from collections import UserDict, deque
+from collections import UserDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from forking import ForkServer, Job, Rank
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+from wlb_titan.runtime.pipeline.schedules import TORCH_SCHEDULES  # noqa: E402
 
 TESTS = Path(__file__).parent
 CONFIG = TESTS / "experiment.toml"
@@ -55,16 +62,8 @@ class Lab:
         environment: Mapping[str, str] | None = None,
         lengths: Sequence[int] | None = None,
     ):
-        """Makes corpus and seed checkpoint.
-
-        Args:
-            folder: for all that the experiments write.
-            server: starts them.
-            base: of experiments that name none.
-            common: overrides of all experiments, before their own.
-            environment: as of `ForkServer.start`.
-            lengths: as of `make_corpus`.
-        """
+        """Makes a corpus, of documents as of `make_corpus`, and a seed checkpoint; `base` is of experiments
+        that name none, and `common` are overrides of all, before their own."""
         self.folder = folder
         self.base = base
         self.common = common
@@ -100,11 +99,7 @@ class Lab:
         return self._server.start(ranks, environment={**self.environment, **(environment or {})}, fresh=fresh)
 
     def start_and_kill(self, processes: int, experiment: Experiment, step: int) -> int:
-        """Starts an experiment, and kills all ranks as soon as a step is reported.
-
-        Returns:
-            How many steps were.
-        """
+        """Starts an experiment, kills all ranks as soon as a step is reported; says how many steps were."""
         metrics = experiment.folder / "metrics.jsonl"
         job = self.start(processes, experiment)
         deadline = time.monotonic() + 180
@@ -117,11 +112,7 @@ class Lab:
         return len(experiment.metrics())
 
     def run(self, processes: int, experiments: Sequence[Experiment]) -> None:
-        """Runs the experiments, each in so many processes.
-
-        Raises:
-            AssertionError: one has failed; it has the first traceback of its log.
-        """
+        """Runs the experiments, each in so many processes; one that fails has its first traceback."""
         running: deque[tuple[Experiment, Job]] = deque()
         for experiment in experiments:
             if len(running) == AT_ONCE:
@@ -132,53 +123,51 @@ class Lab:
 
 
 class Cases(UserDict):
-    """What cases have recorded that a worker runs one after the other in the same processes, by name.
+    """What cases have recorded that `worker.py` runs one after the other in the same processes, by name.
 
     A rank that dies costs its own case, and whoever asks for that fails with its message; those after it go
     on in new processes.
     """
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
+    def __init__(self, server: ForkServer, folder: Path, corpus: Path | None = None) -> None:
         """`folder` is for what the workers read and write."""
         super().__init__()
-        self._server, self._folder, self._died = server, folder, dict[str, str]()
+        self._server, self._folder, self._corpus, self._died = server, folder, corpus, dict[str, str]()
 
-    def run(
-        self,
-        cases: Mapping[str, dict],
-        processes: int = 4,
-        program: str = "plan_worker",
-        timeout: float = 500,
-    ) -> None:
-        """Runs cases, whose arguments the worker knows, in so many processes; `timeout` seconds for a job."""
-        left = dict(cases)
-        while left:
-            name = f"{processes}_ranks_{next(iter(left))}"
-            job, log, results = start_cases(self._server, self._folder / name, left, processes, program)
-            codes = job.wait(timeout)
-            self.update(json.loads(results.read_text()) if results.exists() else {})
-            if any(codes) or not self.keys() >= left.keys():
-                died = next((case for case in left if case not in self), [*left][-1])
-                self.pop(died, None)
-                self._died[died] = f"{died}: exit codes {codes}: {first_failure(log)}"
-            left = {case: left[case] for case in left if case not in self and case not in self._died}
+    def run(self, kind: str, cases: Mapping[str, Mapping], common: Sequence[str] = (), timeout=500) -> None:
+        """Runs cases of a kind, each in as many processes as its name says as of `layout`. A case has the
+        kind's arguments, and `words`: overrides beside `common` ones and those of its name."""
+        by_ranks: dict[int, dict] = defaultdict(dict)
+        for name, case in cases.items():
+            words = self.words(name, name, (*common, *case.get("words", ())))
+            by_ranks[ranks(name)][name] = {"kind": kind, **case, "words": words}
+        for processes, left in by_ranks.items():
+            while left:
+                job, log, results = self.start(next(iter(left)), left, processes)
+                codes = job.wait(timeout)
+                self.update(json.loads(results.read_text()) if results.exists() else {})
+                if any(codes) or not self.keys() >= left.keys():
+                    died = next((case for case in left if case not in self), [*left][-1])
+                    self.pop(died, None)
+                    self._died[died] = f"{died}: exit codes {codes}: {first_failure(log)}"
+                left = {case: left[case] for case in left if case not in self and case not in self._died}
+
+    def words(self, name: str, text: str, others: Sequence[str]) -> list[str]:
+        """The overrides of a case with this name and layout."""
+        words = ["--dump_folder", str(self._folder / name), "--checkpoint.enable", "false"]
+        words += ["--wlb.corpus.path", str(self._corpus), "--metrics.log_freq", "1"]
+        return [*words, *layout(text), *others]
+
+    def start(
+        self, name: str, cases: Mapping[str, dict], processes: int, together: bool = True
+    ) -> tuple[Job, Path, Path]:
+        """Starts a worker on cases; the job, its log, and where its results will be."""
+        jobs, log, results = (self._folder / f"{name} {kind}" for kind in ("jobs", "log", "results"))
+        jobs.write_text(json.dumps({"results": str(results), "cases": cases}))
+        return self._server.start([Rank([str(jobs)], log)] * processes, "worker", together), log, results
 
     def __missing__(self, name: str) -> None:
         raise AssertionError(self._died[name])
-
-
-def start_cases(
-    server: ForkServer,
-    stem: Path,
-    cases: Mapping[str, dict],
-    processes: int,
-    program: str,
-    together: bool = True,
-) -> tuple[Job, Path, Path]:
-    """Starts a worker on cases; the job, its log, and where its results will be."""
-    jobs, log, results = (stem.with_suffix(f".{kind}") for kind in ("jobs", "log", "results"))
-    jobs.write_text(json.dumps({"results": str(results), "cases": cases}))
-    return server.start([Rank([str(jobs)], log)] * processes, program, together), log, results
 
 
 def assert_met(met: Mapping) -> None:
@@ -199,15 +188,62 @@ def first_failure(log: Path) -> str:
     return text[found.start() :][:12000] if found else text[-12000:]
 
 
-def layout(pp: int = 1, cp: int = 1, tp: int = 1, dp: int = 1) -> list[str]:
-    """Overrides for these degrees; the step of the whole job stays 4 micro-batches."""
-    return [
-        *("--parallelism.pipeline_parallel_degree", str(pp)),
-        *("--parallelism.context_parallel_degree", str(cp)),
-        *("--parallelism.tensor_parallel_degree", str(tp)),
-        *("--parallelism.data_parallel_shard_degree", str(dp)),
-        *("--training.local_batch_size", str(4 // dp)),
-    ]
+DEGREES = {
+    "pp": "pipeline_parallel_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "dp": "data_parallel_shard_degree",
+    "replicas": "data_parallel_replicate_degree",
+}
+SHORT = {
+    "ep": "--parallelism.expert_parallel_degree {}",
+    "layers": "--base bases:layers{}",
+    "qwen3": "--base bases:qwen3",
+    "slim": "--wlb.packing.policy slim --wlb.packing.micropacks {}",
+    "wlb": "--wlb.packing.policy wlb --wlb.packing.thresholds [300,450]",
+    "fixed_greedy": "--wlb.packing.policy fixed_greedy --wlb.packing.global_batches 2",
+    # A gap that it reaches at once: it would find something else whenever the clock stopped it.
+    "fixed_solver": "--wlb.packing.policy fixed_solver --wlb.packing.gap 0.2",
+    "merged": "--wlb.packing.dp_merge true",
+    "asymmetric": "--wlb.packing.asymmetric true",
+    "milp": "--wlb.packing.solver milp --wlb.packing.time_limit 0.5",
+    "stored": "--activation_checkpoint none",
+    "full": "--activation_checkpoint.class FullAC",
+    "selective": "--activation_checkpoint.class SelectiveDocumentAC",
+    "slack": "--wlb.packing.slack 1",
+    "whole_states": "--parallelism.enable_sequence_parallel false",
+    "compiled": "--compile.enable true --compile.backend aot_eager",
+    "bfloat16": "--training.mixed_precision_param bfloat16",
+}
+OTHERS = {
+    "--wlb.packing.policy": ("plain", "wlb_lazy"),
+    "--wlb.sharding.policy": ("per_sequence", "per_document", "adaptive", "hybrid", "ulysses"),
+    "--wlb.pipeline.order": ("best", "shortest_first", "longest_first"),
+    "--parallelism.pipeline_parallel_schedule": TORCH_SCHEDULES,
+}
+MEANING = SHORT | {word: f"{option} {word}" for option, words in OTHERS.items() for word in words}
+
+
+def layout(text: str = "") -> list[str]:
+    """Overrides of what words say, such as "pp2 dp2 layers4 Interleaved1F1B full". The step of the whole job
+    has 4 micro-batches, or as many more as data-parallel ranks need."""
+    degrees = dict.fromkeys(DEGREES, 1)
+    words = []
+    for word in text.split():
+        name, number = re.fullmatch(r"([a-z]+)(\d+)", word).groups() if word not in MEANING else (word, "")
+        if name in degrees:
+            degrees[name] = int(number)
+        else:
+            words += MEANING[name].format(number).split()
+    local = -(-4 // (degrees["dp"] * degrees["replicas"]))
+    for name, degree in degrees.items():
+        words += [f"--parallelism.{DEGREES[name]}", str(degree)]
+    return [*words, "--training.local_batch_size", str(local), "--training.global_batch_size", "-1"]
+
+
+def ranks(text: str) -> int:
+    """The processes of a layout."""
+    return math.prod(int(n) for name, n in re.findall(r"([a-z]+)(\d+)", text) if name in DEGREES)
 
 
 def make_corpus(texts: Path, output: Path, lengths=None) -> None:

@@ -7,7 +7,6 @@ writes what `met` returns into its dump folder.
 
 import json
 import threading
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -83,10 +82,6 @@ RECORDER = Recorder()
 
 
 class RecordingTrainer(Trainer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        pass
-
     def train_step(self, data_iterator):
         RECORDER.latest = lambda: self.timer.latest
         with RECORDER:

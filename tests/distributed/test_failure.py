@@ -40,7 +40,7 @@ def started(lab, way: str, name: str, *overrides: str) -> subprocess.Popen:
 
 @pytest.mark.timeout(300)
 def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
-    job = started(lab, "wlb-titan", "failing", "--base", "failing:config")
+    job = started(lab, "wlb-titan", "failing", "--base", "trainers:failing")
     output, _ = job.communicate(timeout=240)
     assert job.returncode != 0
     assert "rank 1 has met its test" in output
@@ -49,10 +49,10 @@ def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
 
 def test_a_rank_that_aborts_costs_its_own_case(fork_server, tmp_path):
     results = Cases(fork_server, tmp_path)
-    results.run({name: {"aborts": name == "b"} for name in "abc"}, processes=2, program="failing")
-    assert dict(results) == {"a": "a", "c": "c"}
-    with pytest.raises(AssertionError, match=r"b: exit codes \[.*, -6\](.|\n)*Fatal Python error: Aborted"):
-        results["b"]
+    results.run("abort", {name: {"aborts": name == "tp2"} for name in ("dp2", "tp2", "cp2")})
+    assert dict(results) == {"dp2": "dp2", "cp2": "cp2"}
+    with pytest.raises(AssertionError, match=r"tp2: exit codes \[.*, -6\](.|\n)*Fatal Python error: Aborted"):
+        results["tp2"]
 
 
 def test_one_process_whose_port_is_taken_says_so(lab):

@@ -1,17 +1,19 @@
 """Keys that travel among pairs, among all ranks or not at all give what one process gives."""
 
-import json
-
 import pytest
-from forking import Rank
+from lab import Cases
+
+
+@pytest.fixture(scope="module")
+def results(fork_server, tmp_path_factory):
+    results = Cases(fork_server, tmp_path_factory.mktemp("gathered"))
+    results.run("gather", {"cp2": {}, "cp4": {}})
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_equals_one_process(fork_server, tmp_path, ranks):
-    results, log = tmp_path / "results.json", tmp_path / "log"
-    job = fork_server.start([Rank([str(results)], log)] * ranks, program="gather_worker")
-    assert job.wait(300) == [0] * ranks, log.read_text()
-    found = json.loads(results.read_text())
+def test_attention_equals_one_process(results, ranks):
+    found = results[f"cp{ranks}"]
     assert len(found) > 50 * ranks
     assert not [result for result in found if not result["worst"] < 1e-12]
     assert all(result["used"][-1] for result in found if result["sliced"])

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from lab import CONFIG, layout
 from pipeline_reference import differences
-from probing import FILE
 from safetensors.torch import save_file
+from trainers import GRADIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
@@ -96,7 +96,7 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
         *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
     ]
     alone = lab.experiment("hf_one_process", *words, *layout(), "--checkpoint.last_save_in_hf", "true")
-    parallel = lab.experiment("hf_tp2", *words, *layout(tp=2))
+    parallel = lab.experiment("hf_tp2", *words, *layout("tp2"))
     lab.run(1, [alone])
     lab.run(2, [parallel])
     expected = first_loss(folder, alone.words())
@@ -130,7 +130,7 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     loaded = lab.experiment(
         "loaded_from_hf",
         *base,
-        *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2", "--training.steps", "1"),
+        *(*layout("cp2"), "--parallelism.expert_parallel_degree", "2", "--training.steps", "1"),
         *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(published)),
     )
     (published / "config.json").write_text(json.dumps({"num_experts": 4}))
@@ -139,10 +139,10 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
 
 
 MASKED = {
-    "pp2_cp2_plain": (4, "dense", "token", layout(pp=2, cp=2)),  # cuts documents
-    "dp2_cp2_wlb": (4, "sparse", "token", [*layout(dp=2, cp=2), "--wlb.packing.policy", "wlb_lazy"]),
-    "tp2_conversation": (2, "dense", "conversation", layout(tp=2)),
-    "pp2_slim": (2, "dense", "conversation", [*layout(pp=2), "--wlb.packing.policy", "slim"]),
+    "pp2_cp2_plain": (4, "dense", "token", layout("pp2 cp2")),  # cuts documents
+    "dp2_cp2_wlb": (4, "sparse", "token", [*layout("dp2 cp2"), "--wlb.packing.policy", "wlb_lazy"]),
+    "tp2_conversation": (2, "dense", "conversation", layout("tp2")),
+    "pp2_slim": (2, "dense", "conversation", [*layout("pp2"), "--wlb.packing.policy", "slim"]),
 }
 
 
@@ -194,7 +194,7 @@ def written(experiment):
     """The gradients of its first step in Hugging Face's names and order: as if they were weights."""
     spec = load_config(CONFIG, experiment.words()).config.model_spec
     model = spec.model.build()
-    gradients = torch.load(experiment.folder / FILE)
+    gradients = torch.load(experiment.folder / GRADIENTS)
     assert gradients.keys() == dict(model.named_parameters()).keys()
     model.load_state_dict(gradients, strict=False)
     return spec.state_dict_adapter(spec.model, None).to_hf(model.state_dict())
@@ -206,7 +206,7 @@ def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversa
     experiments = {}
     for name, (_, learned, weight, degrees) in MASKED.items():
         words = [
-            *("--base", "probing:scaled", "--training.steps", "1", "--wlb.loss_weight", weight),
+            *("--base", "trainers:probed_scaled", "--training.steps", "1", "--wlb.loss_weight", weight),
             *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
             *("--wlb.corpus.path", str(conversations[learned]), *degrees),
             *("--wlb.corpus.tokenizer", str(lab.corpus / "tokenizer"), "--checkpoint.enable", "true"),

@@ -4,7 +4,7 @@ processes what a naive reference does in one. And one that divides nothing."""
 import pytest
 import torch
 from lab import CONFIG, layout
-from probing import WEIGHTS
+from trainers import WEIGHTS
 
 COMMON = (
     *("--training.seq_len", "512", "--training.steps", "3", "--checkpoint.enable", "true"),
@@ -12,20 +12,17 @@ COMMON = (
 )
 
 
-def experiment(lab, name, base, degree, every, outer_rate=1.0, **degrees):
-    """A job with the dimension, from a TOML file of its own."""
-    own = f"every = {every}\nouter_rate = {outer_rate}\n"
-    return job(lab, name, base, "own_policies.local_sgd:LocalSgd", degree, own, **degrees)
-
-
-def job(lab, name, base, dimension, degree, own="", data=True, **degrees):
+def job(lab, name, base, dimension, degree, degrees="", own="", local=1):
+    """A job with a dimension, from a TOML file of its own."""
     file = lab.folder / f"{name}.toml"
     file.write_text(
         f'extends = "{CONFIG}"\n[[wlb.dimensions]]\nname = "{dimension}"\ndegree = {degree}\n{own}'
     )
-    local = 4 // (degree if data else 1) // degrees.get("dp", 1)
-    words = [*layout(**degrees), "--training.local_batch_size", str(local)]
+    words = [*layout(degrees), "--training.local_batch_size", str(local)]
     return lab.experiment(name, "--config", str(file), "--base", f"averaging:{base}", *COMMON, *words)
+
+
+SGD, ADAMW = "every = 2\nouter_rate = 1.0", "every = 2\nouter_rate = 0.7"
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +31,12 @@ def runs(lab):
         words = ["--replicas", str(replicas), "--every", str(every), "--outer_rate", str(outer_rate)]
         return lab.experiment(name, "--base", f"averaging:reference_{base}", *COMMON, *words)
 
+    local = "own_policies.local_sgd:LocalSgd"
     four = {
-        "every_step": experiment(lab, "local_4", "sgd", 4, 1),
-        "sharded": experiment(lab, "local_2_shard_2", "adamw", 2, 2, 0.7, dp=2),
-        "pipelined": experiment(lab, "local_2_pp_2", "sgd", 2, 2, pp=2),
-        "twins": job(lab, "twins_2_cp_2", "sgd", "toys:Twins", 2, data=False, cp=2),
+        "every_step": job(lab, "local_4", "sgd", local, 4, own="every = 1\nouter_rate = 1.0"),
+        "sharded": job(lab, "local_2_shard_2", "adamw", local, 2, "dp2", ADAMW),
+        "pipelined": job(lab, "local_2_pp_2", "sgd", local, 2, "pp2", SGD, local=2),
+        "twins": job(lab, "twins_2_cp_2", "sgd", "toys:Twins", 2, "cp2", local=4),
     }
     one = {
         "sgd": reference("one_sgd", "sgd", 2, 2),

@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 from lab import layout
-from probing import FILE
+from trainers import GRADIENTS
 
 COMMON = (
-    *("--base", "probing:config"),
+    *("--base", "trainers:probed"),
     *("--training.seq_len", "512", "--training.steps", "2"),
     *("--wlb.packing.cost_model", "quadratic:1,1000"),  # not by the degrees, which differ
 )
@@ -26,12 +26,12 @@ def chosen(experiment):
 def runs(lab):
     two = {
         "own": lab.experiment(
-            "own_cp2", *COMMON, *OWN, *layout(cp=2), "--wlb.sharding.policy", "toys:Contiguous"
+            "own_cp2", *COMMON, *OWN, *layout("cp2"), "--wlb.sharding.policy", "toys:Contiguous"
         ),
-        "auto": lab.experiment("auto_cp2", *COMMON, *AUTO, *layout(cp=2), "--checkpoint.interval", "1"),
+        "auto": lab.experiment("auto_cp2", *COMMON, *AUTO, *layout("cp2"), "--checkpoint.interval", "1"),
     }
     strategy = ("--wlb.sharding.policy", "own_policies.ulysses_gather:UlyssesGather")
-    four = {"axes": lab.experiment("own_axes_cp4", *COMMON, *OWN, *layout(cp=4), *strategy)}
+    four = {"axes": lab.experiment("own_axes_cp4", *COMMON, *OWN, *layout("cp4"), *strategy)}
     lab.run(2, list(two.values()))
     lab.run(4, list(four.values()))
     packing, _ = chosen(two["auto"])
@@ -47,7 +47,7 @@ def runs(lab):
 def test_losses_and_gradients_equal_one_process(runs, name):
     two, one = (group[name] for group in runs)
     assert two.losses() == pytest.approx(one.losses(), rel=1e-4)
-    mine, expected = (torch.load(run.folder / FILE) for run in (two, one))
+    mine, expected = (torch.load(run.folder / GRADIENTS) for run in (two, one))
     assert mine.keys() == expected.keys()
     for parameter, gradient in expected.items():
         scale = gradient.abs().max()
@@ -72,7 +72,7 @@ def test_auto_goes_on_with_what_it_chose_or_with_another(runs, lab):
     packing, sharding = chosen(two["auto"])
     overrides = (
         *COMMON,
-        *layout(cp=2),
+        *layout("cp2"),
         "--training.steps",
         "3",
         "--checkpoint.initial_load_model_only",

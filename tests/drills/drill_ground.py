@@ -47,14 +47,8 @@ class Ground:
         self._server = server
 
     def start(self, name: str, *words: str, ranks: int = 2, **of_rank: dict) -> Drill:
-        """Starts a job in the dump folder `name`.
-
-        Args:
-            name: of the folder; another job may have left things there.
-            words: overrides for all ranks.
-            ranks: how many.
-            of_rank: `rank1={"words": [...], "largest_file": bytes}` for one of them.
-        """
+        """Starts a job in the dump folder `name`, where another may have left things. `words` are overrides
+        for all ranks, and `rank1={"words": [...], "largest_file": bytes}` is for one of them."""
         dump = self.folder / name
         attempt = len(list(self.folder.glob(f"{name}.*.rank0.log")))
         common = ("--config", str(self.config), "--dump_folder", str(dump), *words)
@@ -102,12 +96,7 @@ class Run:
 
 
 class Drill(Run):
-    """A job that runs or has run.
-
-    Attributes:
-        processes: number of each rank's process.
-        codes: exit codes, after `wait`.
-    """
+    """A job that runs or has run: its ranks' process numbers and, after `wait`, their exit codes."""
 
     def __init__(self, dump: Path, job: Job, logs: list[Path]) -> None:
         super().__init__(dump)
@@ -135,6 +124,9 @@ class Drill(Run):
 
     def await_(self, happened: Callable[[], bool]) -> None:
         await_(happened, self.log)
+
+    def await_step(self, step: int) -> None:
+        self.await_(lambda: max(self.losses(), default=0) >= step)
 
 
 def await_(happened: Callable[[], bool], log: Callable[[], str], patience: float = PATIENCE) -> None:

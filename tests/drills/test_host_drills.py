@@ -14,7 +14,6 @@ from drill_ground import PATIENCE, Run, await_
 from forking import free_port
 from wlb_titan.launch.job import AGENT, PROGRAM, restart_words
 
-AREA = "two hosts"
 UNSAVED = ["--checkpoint.interval", "1000"]
 
 

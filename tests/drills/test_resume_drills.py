@@ -7,8 +7,6 @@ import json
 import pytest
 from drill_ground import copy_of
 
-AREA = "resume on altered settings or files"
-
 
 @pytest.mark.parametrize(
     ("words", "told"),

@@ -14,7 +14,6 @@ from slurm_here import slurm
 
 from wlb_titan.commands.main import main
 
-AREA = "Slurm"
 STARTS = 300  # seconds for two agents and two ranks that import everything, on a busy machine
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from wlb_titan.runtime.ends import ONE_REQUEST
 
-AREA = "training: asked to stop"
 UNSAVED = ("--checkpoint.interval", "1000")  # so that what is found later was saved as the run stopped
 
 
@@ -25,10 +24,6 @@ def stopped_after(job) -> int:
     return step
 
 
-def await_step(job, step: int) -> None:
-    job.await_(lambda: max(job.losses(), default=0) >= step)
-
-
 @pytest.mark.parametrize(
     ("number", "ranks", "status"),
     [(signal.SIGTERM, [1], 143), (signal.SIGUSR1, [0, 0], 75)],
@@ -37,7 +32,7 @@ def await_step(job, step: int) -> None:
 def test_a_signal_stops_all_ranks_after_the_same_step(ground, undisturbed, number, ranks, status):
     name = f"asked-{number.name}-{len(ranks)}"
     job = ground.start(name, *UNSAVED)
-    await_step(job, 1)
+    job.await_step(1)
     job.signal(number, ranks)
     assert job.wait() == [status, status], job.log()
     assert stopped_after(job) < 8
@@ -64,7 +59,7 @@ def test_asked_while_a_checkpoint_is_written(ground, undisturbed, mode):
 def test_asked_while_ranks_wait_in_a_collective(ground, undisturbed):
     """Rank 1 hangs and the signal reaches rank 0, which waits for it: they agree when rank 1 goes on."""
     job = ground.start("asked-waiting", *UNSAVED)
-    await_step(job, 1)
+    job.await_step(1)
     job.signal(signal.SIGSTOP, [1])
     time.sleep(1)  # rank 0 ends its step as far as it can alone
     job.signal(signal.SIGTERM, [0])
@@ -78,7 +73,7 @@ def test_asked_while_ranks_wait_in_a_collective(ground, undisturbed):
 def test_a_second_signal_ends_at_once(ground):
     """Rank 1 hangs, so that no step ends any more; the first signal alone would wait for it."""
     job = ground.start("asked-twice", *UNSAVED)
-    await_step(job, 1)
+    job.await_step(1)
     job.signal(signal.SIGSTOP, [1])
     job.signal(signal.SIGTERM, [0])
     time.sleep(ONE_REQUEST + 0.5)

@@ -16,7 +16,6 @@ from drill_ground import await_
 
 from wlb_titan.commands.main import main
 
-AREA = "the walk from init to export"
 SMALL = ["--training.seq_len", "512", "--training.steps", "6", "--wlb.corpus.seed", "3"]
 
 

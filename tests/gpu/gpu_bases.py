@@ -6,7 +6,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_registry
 from torchtitan.models.gpt_oss import config_registry as gpt_oss_registry
 from torchtitan.models.qwen3 import config_registry as qwen3_registry
-from watching import watched
+from trainers import watched
 
 from wlb_titan.runtime.models.bases import base_config
 

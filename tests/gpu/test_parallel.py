@@ -9,7 +9,7 @@ import math
 
 import pytest
 from lab import first_failure, layout
-from watching import FILE
+from trainers import WAITED
 
 SLIM = (
     *("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "6"),
@@ -48,7 +48,7 @@ LAYOUTS = {
     "dp3_slim": (
         "slim_three",
         {"dp": 3},
-        (*SLIM, "--wlb.packing.dp_merge", "true", "--training.global_batch_size", "3"),
+        (*SLIM, "--wlb.packing.dp_merge", "true", "--training.local_batch_size", "1"),
     ),
     "pp2_cp2_asymmetric": ("slim", {"pp": 2, "cp": 2}, (*SLIM, *ASYMMETRIC)),
     # The one in the middle sends to one rank and receives from another.
@@ -93,7 +93,14 @@ def one_process(lab, target):
 def test_losses_equal_one_process(lab, target, one_process, name):
     alone, degrees, words = LAYOUTS[name]
     ranks = math.prod(degrees.values())
-    metrics = run(lab, target, name, ranks, *layout(**degrees), *words)
+    metrics = run(
+        lab,
+        target,
+        name,
+        ranks,
+        *layout(" ".join(f"{axis}{degree}" for axis, degree in degrees.items())),
+        *words,
+    )
     for key, rel in (
         ("loss", target.pick(cuda=5e-3, cpu=1e-4)),
         ("grad_norm", target.pick(cuda=5e-2, cpu=1e-3)),
@@ -105,17 +112,17 @@ def test_losses_equal_one_process(lab, target, one_process, name):
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_slices_go_through_a_pipeline_without_waiting(lab, target):
-    watched = ("--base", target.pick(cuda="gpu_bases:watched_llama", cpu="watching:config"))
-    run(lab, target, "watched", 2, *watched, *layout(pp=2), *SLIM, "--metrics.log_freq", "100")
+    watched = ("--base", target.pick(cuda="gpu_bases:watched_llama", cpu="trainers:watched"))
+    run(lab, target, "watched", 2, *watched, *layout("pp2"), *SLIM, "--metrics.log_freq", "100")
     for rank in range(2):
-        lines = (lab.folder / "watched" / FILE.format(rank=rank)).read_text().splitlines()
+        lines = (lab.folder / "watched" / WAITED.format(rank=rank)).read_text().splitlines()
         first, *others = (json.loads(line)["waits"] for line in lines)
         assert first and others == [[], []]
 
 
 def test_a_job_for_the_cpu_leaves_gpus_alone(lab):
     """In processes that import torch themselves: what was forked has looked for devices already."""
-    experiment = lab.experiment("on_cpu", *COMMON, *layout(cp=2), "--wlb.device", "cpu")
+    experiment = lab.experiment("on_cpu", *COMMON, *layout("cp2"), "--wlb.device", "cpu")
     assert lab.start(2, experiment, fresh=True).wait(SECONDS) == [0, 0], first_failure(experiment.log)
     assert "mfu_documents" not in experiment.metrics()[-1]  # of a CPU the peak is not known, of a GPU it is
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from lab import CONFIG
-from watching import FILE
+from trainers import WAITED
 
 from wlb_titan.config.documents import training_documents
 from wlb_titan.runtime.job import job_of, parallel_dims
@@ -19,12 +19,12 @@ FRESH = ("--checkpoint.enable", "false", "--checkpoint.initial_load_path", "none
 def test_steps_that_are_not_logged_neither_wait_nor_compile(lab, target, base):
     experiment = lab.experiment(
         base,
-        *("--base", target.pick(cuda=f"gpu_bases:{base}", cpu="watching:config"), *LAZY, *FRESH),
+        *("--base", target.pick(cuda=f"gpu_bases:{base}", cpu="trainers:watched"), *LAZY, *FRESH),
         *("--training.seq_len", target.pick(cuda="4096", cpu="256"), "--training.steps", "8"),
         *("--metrics.log_freq", "100"),
     )
     lab.run(1, [experiment])
-    lines = (experiment.folder / FILE.format(rank=0)).read_text().splitlines()
+    lines = (experiment.folder / WAITED.format(rank=0)).read_text().splitlines()
     first, *others = [json.loads(line) for line in lines]
     assert first["waits"], "the first step is logged, so something must have been noticed"
     assert len(others) == 7

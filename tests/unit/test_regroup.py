@@ -1,7 +1,5 @@
 """From the shares of forward micro-batches to those of backward micro-batches, token by token."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from slicing import PACKINGS, planner
@@ -10,13 +8,11 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-import torch  # noqa: E402
 
 from wlb_titan.context import STRATEGIES, sequence_positions  # noqa: E402
 from wlb_titan.cost.degrees import Degrees  # noqa: E402
 from wlb_titan.packing.slim.asymmetric import token_moves  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
-from wlb_titan.runtime.pipeline.regroup import Regrouping, gathered  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -66,22 +62,3 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
                     del held[rank][source]
         for own in held:
             assert all(set(left) == {None} for left in own.values())  # padding, which nobody asks for
-
-
-def test_rows_are_gathered():
-    lengths = np.random.default_rng(0).integers(2, 90, size=40)
-    plan = planner(lengths, replace(PACKINGS["asymmetric"], length_multiple=4)).next()
-    packs = plan.of_rank(0)
-    forward, backward = plan.forward, packs[len(plan.forward) :]
-    numbers = {token: i for i, token in enumerate(t for m in forward for t in share(m, 1, 0) if t)}
-    kept = {
-        i: torch.tensor([[[float(numbers.get(token, -1))] * 3 for token in share(m, 1, 0)]])
-        for i, m in enumerate(forward)
-    }
-    for m, way in zip(backward, token_moves(packs, 1, 0), strict=True):
-        into = gathered(Regrouping.of(way), kept, torch.zeros(1, m.length, 3), None)
-        expected = [float(numbers[token]) if token else 0.0 for token in share(m, 1, 0)]
-        assert into[0, :, 0].tolist() == expected == into[0, :, 2].tolist()
-        for source in way.over:
-            del kept[source]
-    assert not kept

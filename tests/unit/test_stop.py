@@ -21,12 +21,8 @@ PATIENCE = 60
 
 
 class Flaky:
-    """A store of which some calls raise.
-
-    Args:
-        fails: says of each call, by its name and its number among all, whether it raises.
-        done: whether a call that raises is carried out all the same, and only its answer is lost.
-    """
+    """A store of which some calls raise: `fails` says so of each by name and number among all. `done`:
+    whether such a call is carried out all the same, and only its answer is lost."""
 
     def __init__(self, store, fails, done=False):
         self._store, self._fails, self._done, self.calls = store, fails, done, 0
@@ -41,6 +37,17 @@ class Flaky:
             return answer
 
         return call
+
+
+def once(wanted):
+    """`fails` of the first call of a name, and the numbers of all its calls."""
+    numbers = []
+
+    def fails(name, number):
+        numbers.extend([number] * (name == wanted))
+        return name == wanted and len(numbers) == 1
+
+    return fails, numbers
 
 
 def looked(stops, times=4):
@@ -60,7 +67,7 @@ def stopped(store_of):
         assert stop.goes_on(2 + rank)
     stops[1].ask("SIGUSR1", EXIT_AGAIN)
     looked(stops)
-    return [None if stop.is_undecided else (stop.status, stop.goes_on(4), stop.goes_on(5)) for stop in stops]
+    return [None if stop._last is None else (stop.status, stop.goes_on(4), stop.goes_on(5)) for stop in stops]
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["not-done", "unanswered"])
@@ -118,28 +125,16 @@ def watching(monkeypatch):
 
 def test_a_failure_that_cannot_be_read_at_once_is_followed_all_the_same(watching):
     """The store knows that another rank has failed, and does not answer at first when it is asked why."""
-    shared, failures = HashStore(), []
-
-    def fails(name, number):
-        if name == "get":
-            failures.append(number)
-        return name == "get" and len(failures) == 1
-
+    shared, (fails, calls) = HashStore(), once("get")
     shared.set("failed", '{"rank": 1, "host": "other", "message": "met its test"}')
     alarm, ended = watching(Flaky(shared, fails))
     with alarm:
         assert ended.get(timeout=PATIENCE) == alarm_module.EXIT_FAILED
-    assert len(failures) == 2
+    assert len(calls) == 2
 
 
 def test_a_signal_that_the_store_does_not_take_at_once_is_not_lost(watching):
-    shared, failures = HashStore(), []
-
-    def fails(name, number):
-        if name == "compare_set":
-            failures.append(number)
-        return name == "compare_set" and len(failures) == 1
-
+    shared, (fails, calls) = HashStore(), once("compare_set")
     alarm, _ = watching(Flaky(shared, fails))
     other = Stop(1, 2, shared)
     with alarm:
@@ -148,7 +143,7 @@ def test_a_signal_that_the_store_does_not_take_at_once_is_not_lost(watching):
         while not other.status:
             other.look()
         assert not alarm.stop.goes_on(3) and alarm.stop.status == EXIT_AGAIN
-    assert len(failures) == 2
+    assert len(calls) == 2
 
 
 def test_a_store_that_is_gone_for_good_ends_the_rank(watching, monkeypatch):

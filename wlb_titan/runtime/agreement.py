@@ -4,7 +4,7 @@ are `auto`, the steps of `wlb.epochs`, and how long they wait for each other.
 Each rank plans by itself, and nothing would notice if two planned differently. So they compare their inputs.
 
 torchtitan gives up a rank that does not answer after 300 seconds in the first step, and after 100 later. Here
-a rank may wait longer: for one that compiles, or for a long micro-batch in each stage of a pipeline.
+a rank may wait longer, in every step: for one that compiles, or for a long micro-batch in each stage.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from wlb_titan.runtime.compat import process_groups
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.data.dataloader import SharedAnswer
 from wlb_titan.runtime.job import gpu_at_hand
-from wlb_titan.simulator.choice import Choice, choose
+from wlb_titan.simulator.choice import choose
 
 GRAPHS = 6  # of a compiled model, each forward and backward
 COMPILE_SECONDS = 90  # the most seen for one of them
-STEPS = 10  # predicted steps that a rank may fall behind
+STEPS = 10  # that a rank may fall behind, as predicted for the longest micro-batches
 
 
-def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
+def agreed_job(config: TrainerConfig, job: Job) -> Job:
     """A job on the hardware of all ranks, its policies chosen; sets `training.steps` from `wlb.epochs`."""
-    choice, epochs, documents = None, config.wlb.epochs, training_documents(config.wlb)
+    epochs, documents = config.wlb.epochs, training_documents(config.wlb)
     gpus = _gathered(None if config.wlb.cluster else gpu_at_hand(config.wlb.device))
     if all(gpus):
         cluster, warning = common_cluster(gpus)
@@ -54,6 +54,9 @@ def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
     if job.undecided:
         choice = choose(job, documents, on_one_rank=SharedAnswer())
         job = choice.job
+        rows = [", ".join(f"{heading} {cell}" for heading, cell in row.items()) for row in choice.rows()]
+        for line in [*rows, *choice.remarks()]:
+            logger.info(line)
     if epochs:
         trained = job.trained
         # A solver stopped by its time limit finds different packings on different ranks.
@@ -61,7 +64,7 @@ def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
             trained = replace(trained, on_one_rank=SharedAnswer())
         config.training.steps = steps_of_epochs(trained, documents, epochs)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
-    return job, choice
+    return job
 
 
 def agreed_beginning(config: TrainerConfig) -> Beginning:
@@ -134,29 +137,13 @@ def set_timeouts(seconds: int, without: dist.ProcessGroup | None = None) -> None
             dist.set_timeout(timedelta(seconds=seconds), group)
 
 
-def first_timeout(comm: CommConfig) -> int:
-    """Seconds after which a collective is given up in the first step: never fewer than later."""
-    return max(comm.init_timeout_seconds, comm.train_timeout_seconds)
-
-
-def train_timeout(config: TrainerConfig, job: Job) -> tuple[int, str]:
-    """Seconds after which a collective is given up in training, and the reason: the user's setting, or the
-    longer of torchtitan's default and ten predicted steps, plus time for compiling and for the solver."""
-    default = CommConfig().train_timeout_seconds
-    if config.comm.train_timeout_seconds != default:
-        return config.comm.train_timeout_seconds, "as comm.train_timeout_seconds says"
-    step = STEPS * predicted_step(job)
-    seconds, reasons = (step, [f"{STEPS} predicted steps"]) if step > default else (default, ["the default"])
-    if config.compile.enable:
-        seconds += GRAPHS * COMPILE_SECONDS
-        reasons.append(f"{GRAPHS * COMPILE_SECONDS} for compiling")
-    if planning := job.packing.planning_seconds:
-        seconds += planning
-        reasons.append(f"{planning:.0f} for the solver")
-    return round(seconds), " and ".join(reasons)
-
-
-def predicted_step(job: Job) -> float:
-    """Seconds of a rank's micro-batches, if all are as long as possible and consist of whole windows."""
+def timeout(config: TrainerConfig, job: Job) -> int:
+    """Seconds after which a collective is given up: the user's `comm.train_timeout_seconds`, or else the
+    longer of `comm.init_timeout_seconds` and ten predicted steps, with time to compile and to solve."""
+    comm = config.comm
+    if comm.train_timeout_seconds != CommConfig().train_timeout_seconds:
+        return comm.train_timeout_seconds
+    compiling = GRAPHS * COMPILE_SECONDS if config.compile.enable else 0
     windows = job.replica_micro_batches * job.longest_micro_batch / job.window
-    return windows * float(workload(JobCost(job), np.array([job.window]))[0])
+    step = windows * float(workload(JobCost(job), np.array([job.window]))[0])
+    return round(max(comm.init_timeout_seconds, STEPS * step) + compiling + job.packing.planning_seconds)

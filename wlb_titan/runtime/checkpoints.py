@@ -80,10 +80,9 @@ def damage(checkpoint: Path) -> str:
         return f"its {METADATA} is damaged ({type(error).__name__}: {error})"
     for name, end in ends.items():
         file = checkpoint / name
-        if not file.is_file():
-            return f"its file {name} is missing"
-        if file.stat().st_size < end:
-            return f"its file {name} has {file.stat().st_size:,} bytes instead of {end:,}"
+        size = file.stat().st_size if file.is_file() else 0
+        if size < end:
+            return f"its file {name} has {size:,} bytes instead of {end:,}"
     return ""
 
 
@@ -107,14 +106,6 @@ def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
         while aside.exists():
             number, aside = number + 1, folder / f"broken-{step}.{number}"
         (folder / f"step-{step}").rename(aside)
-
-
-def exported(config: TrainerConfig, step: int) -> Path | None:
-    """The folder of the last step's weights in Hugging Face's format, if they are written."""
-    checkpoint = config.checkpoint
-    folder = Path(config.dump_folder) / checkpoint.folder / f"step-{step}"
-    writes = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
-    return folder if writes and folder.is_dir() else None
 
 
 def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseException:
@@ -143,11 +134,11 @@ def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseExcept
 
 
 def _steps(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    names = [(path, re.fullmatch(r"step-(\d+)", path.name)) for path in folder.iterdir()]
+    names = [re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*")]
     done = (METADATA, HUGGING_FACE_INDEX)
-    return [int(match[1]) for path, match in names if match and any((path / name).is_file() for name in done)]
+    return [
+        int(name[1]) for name in names if name and any((folder / name[0] / one).is_file() for one in done)
+    ]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -156,10 +147,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, CheckpointException):
         for failure, _ in error.failures.values():
             yield from _causes(failure)
-    if error.__cause__ is not None:
-        yield from _causes(error.__cause__)
-    elif error.__context__ is not None:
-        yield from _causes(error.__context__)
+    behind = error.__cause__ or error.__context__
+    if behind is not None:
+        yield from _causes(behind)
 
 
 def _says_that_the_disk_is_full(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from wlb_titan.runtime.meshes import Dims
 
 class Axis:
     """A dimension on one rank."""
+
+    every = 1  # steps from one meeting of its ranks to the next; its other half says so
 
     def __init__(self, config: Any, mesh: DeviceMesh) -> None:
         self.config, self.mesh = config, mesh
@@ -41,44 +43,25 @@ def meets(trainer: Trainer, every: int) -> bool:
     return trainer.step % every == 0 or trainer.step == trainer.config.training.steps
 
 
-class OwnAxes:
-    """The user's dimensions of parallelism ([[wlb.dimensions]]) on this rank."""
+def own_axes(dims: Dims) -> list[Axis]:
+    """The user's dimensions of parallelism ([[wlb.dimensions]]) of more than one rank, on this one. The job's
+    meshes must exist."""
+    axes = []
+    for one in dims.own:
+        if one.runtime and one.degree > 1:
+            axis = load(one.runtime)(one.config, dims.get_mesh(one.axis))
+            axis.every = one.every
+            axes.append(axis)
+    return axes
 
-    def __init__(self) -> None:
-        self._axes: list[tuple[int, Axis]] = []  # with the steps between their meetings
 
-    def make(self, dims: Dims) -> None:
-        """Makes the axes of more than one rank; the job's meshes must exist."""
-        self._axes = [
-            (one.every, load(one.runtime)(one.config, dims.get_mesh(one.axis)))
-            for one in dims.own
-            if one.runtime and one.degree > 1
-        ]
+def prepared(spec: ModelSpec, axes: list[Axis]) -> ModelSpec:
+    """A model whose parts the axes prepare before these are parallelised. The axes may still come."""
+    parallelize = spec.parallelize_fn
 
-    def prepared(self, spec: ModelSpec) -> ModelSpec:
-        """A model whose parts the axes prepare before these are parallelised."""
-        parallelize = spec.parallelize_fn
+    def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
+        for axis in axes:
+            axis.prepare(part)
+        return parallelize(part, **arguments)
 
-        def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
-            for _, axis in self._axes:
-                axis.prepare(part)
-            return parallelize(part, **arguments)
-
-        return dataclasses.replace(spec, parallelize_fn=prepare_first)
-
-    def before_optimizer(self, trainer: Trainer) -> None:
-        for _, axis in self._axes:
-            axis.before_optimizer(trainer)
-
-    def after_optimizer(self, trainer: Trainer) -> None:
-        for every, axis in self._axes:
-            axis.after_optimizer(trainer, meets=meets(trainer, every))
-
-    def stop(self, trainer: Trainer) -> None:
-        """Has ranks that did not meet in this step meet now: the run ends before its last step."""
-        for every, axis in self._axes:
-            axis.after_optimizer(trainer, meets=not meets(trainer, every))
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        for _, axis in self._axes:
-            yield from axis.tensors()
+    return dataclasses.replace(spec, parallelize_fn=prepare_first)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
+import itertools
 import os
 import socket
 import time
@@ -25,67 +25,45 @@ CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 TRACES = "traces"
-PATIENCE = 15.0  # seconds for a run that was just stopped to end
 
 
 @contextlib.contextmanager
-def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
+def held(folder: Path) -> Iterator[None]:
     """Holds the lock of a dump folder and touches nothing else in it."""
-    check_place(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
     try:
-        _wait_for(lock, folder, patience)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        holder = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
+        with contextlib.suppress(OSError):  # of a file system without locks
+            _lock(lock, folder)
+        holder = f"process {os.getpid()} on host {socket.gethostname()}, since {time.strftime('%F %T')}"
         os.ftruncate(lock, 0)
         with contextlib.suppress(OSError):  # on a full disk it holds all the same
-            os.pwrite(lock, json.dumps(holder).encode(), 0)
+            os.pwrite(lock, holder.encode(), 0)
         yield
         os.ftruncate(lock, 0)
     finally:
         os.close(lock)
 
 
-def _wait_for(lock: int, folder: Path, patience: float) -> None:
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            raise UserError(
-                f"dump_folder: {folder} is in use by {_holder(lock)}. End that run, or name another "
-                "dump_folder."
-            ) from None
-        except OSError:
-            return  # a file system without locks
-
-
-def _holder(lock: int) -> str:
+def _lock(lock: int, folder: Path) -> None:
     try:
-        holder = json.loads(os.pread(lock, 4096, 0))
-        return f"process {holder['process']} on host {holder['host']}, since {holder['since']}"
-    except (ValueError, KeyError, TypeError, OSError):
-        return "another run"
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 4096, 0).decode(errors="replace") or "another run"
+        raise UserError(
+            f"dump_folder: {folder} is in use by {holder}. End that run, or name another dump_folder."
+        ) from None
 
 
 def check_place(folder: Path) -> None:
     """Checks that a dump folder can be made and written, without making it."""
     place = folder.absolute()
-    try:
-        while not place.exists():
-            place = place.parent
-        is_folder = place.is_dir()
-    except OSError as error:
-        raise UserError(f"dump_folder: {folder} cannot be made: {error.strerror}.") from error
-    if not is_folder:
+    while not os.path.exists(place):  # also where a folder may not be read
+        place = place.parent
+    if not place.is_dir():
         raise UserError(f"dump_folder: {place} is a file; name a folder.")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"dump_folder: {place} cannot be written by this user; name another folder.")
@@ -106,9 +84,7 @@ def note_beginning(folder: Path, config: str, step: int) -> None:
 def _move_former_aside(folder: Path) -> None:
     if not any((folder / name).exists() for name in (METRICS_FILE, VALIDATION_FILE)):
         return
-    number = 1
-    while (aside := folder / f"former-{number}").exists():
-        number += 1
+    aside = next(one for n in itertools.count(1) if not (one := folder / f"former-{n}").exists())
     aside.mkdir()
     for name in (METRICS_FILE, VALIDATION_FILE, CONFIG_FILE, TRACES):
         if (folder / name).exists():

@@ -33,16 +33,14 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NoReturn
 
-from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torchtitan.tools.logging import logger
 
 from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR, ONE_REQUEST, UserError
 
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_WHILE_ALL_WAIT = 0.5  # between looks, until the last step is agreed on
 GRACE = 3.0  # seconds for a rank to report its own error after another has failed
 HEARD = 2.5  # seconds in which all others look at the store, which may end with this host
 LOST = 30.0  # seconds without the store after which its host counts as gone
@@ -65,17 +63,12 @@ class Stop:
         self._begun = 0
         self._wish = ""
         self._frozen = False
-        self._told = False
         self._last: int | None = None
         self._changed = threading.Condition()
 
     @property
     def is_asked(self) -> bool:
         return self._frozen or self._wish != ""
-
-    @property
-    def is_undecided(self) -> bool:
-        return self.is_asked and self._last is None
 
     def after(self, seconds: float) -> None:
         """Stops the run in so many seconds by rank 0's clock."""
@@ -106,8 +99,7 @@ class Stop:
             self._freeze(store.compare_set("stop", "", self._wish).decode())  # what was asked first
         if not self._frozen:
             return
-        if not self._told:
-            self._tell()
+        self._tell()
         if self._rank == 0 and store.check(self._all_begun):
             store.set("last", str(max(map(int, store.multi_get(self._all_begun)))))
         if store.check(["last"]):
@@ -120,14 +112,12 @@ class Stop:
         with self._changed:
             self._frozen = True
         with contextlib.suppress(Exception):  # the store's host may be done already
-            if not self._told:
-                self._tell()
+            self._tell()
             if self._rank == 0 and self._last is None:
                 self._store.set("last", str(self._begun))  # of all ranks: none finishes a step alone
 
     def _tell(self) -> None:
         self._store.set(self._all_begun[self._rank], str(self._begun))
-        self._told = True
 
     def _freeze(self, asked: str) -> None:
         found = json.loads(asked)
@@ -149,10 +139,8 @@ class Alarm:
         self.stop = Stop(rank, world_size, self._store)
         self._asked: float | None = None
         self._launcher = os.getppid()
-        self._failed = False
         self._seen: dict[str, Any] | None = None  # the first failure, once it was looked at
         self._closed = threading.Event()
-        self._lock = threading.Lock()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="alarm", daemon=True)
@@ -164,15 +152,10 @@ class Alarm:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Reports an error and ends the process, without waiting for threads; otherwise ends watching."""
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
-            self.fail(error)
-            if self._store is not None:
-                time.sleep(HEARD)
-            _end(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
+            self._fail(error)
         self.close()
 
     def close(self) -> None:
@@ -182,42 +165,37 @@ class Alarm:
         for number in HEARD_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
-    def fail(self, error: BaseException) -> None:
-        """Reports an error to all ranks, once. It is printed unless another rank has printed the same, or it
-        only says that another is gone."""
-        with self._lock:
-            if self._failed:
-                return
-            self._failed = True
-        message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        # If the store is gone, its host knows the reason. A job of one process tells its own error.
-        lost = isinstance(error, DistNetworkError) and self._store is not None
-        if lost:
-            message = "the other ranks do not answer any more; the log of rank 0's host says why"
-        first = self._report(message)
-        if first is not None and (first["message"] == message or _says_that_another_is_gone(error)):
-            return
-        if not (lost or isinstance(error, UserError)):
-            traceback.print_exception(error, file=sys.stderr)
-        who = f"rank {self._rank} on host {self._host}: " if self._store is not None else ""
-        print(f"error: {who}{message}", file=sys.stderr, flush=True)
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Reports an error to all ranks, and prints it if it is the job's first."""
+        mended = isinstance(error, UserError)
+        message = str(error) if mended else f"{type(error).__name__}: {error}"
+        if self._is_first(message):
+            if not mended:
+                traceback.print_exception(error, file=sys.stderr)
+            who = f"rank {self._rank} on host {self._host}: " if self._store is not None else ""
+            print(f"error: {who}{message}", file=sys.stderr, flush=True)
+        self._leave(EXIT_USER_ERROR if mended else EXIT_FAILED)
 
-    def _report(self, message: str) -> dict[str, Any] | None:
-        """Notes a failure in the store; returns an earlier one that was there."""
+    def _is_first(self, message: str) -> bool:
+        """Notes a failure in the store, unless another rank's is there already."""
         if self._store is None:
-            return None
+            return True
         own = json.dumps({"rank": self._rank, "host": self._host, "message": message})
         try:
-            found = self._store.compare_set("failed", "", own).decode()
+            return self._store.compare_set("failed", "", own).decode() == own
         except Exception:  # the store's host may be what failed
-            return self._seen
-        return None if found == own else json.loads(found)
+            return self._seen is None
+
+    def _leave(self, code: int) -> NoReturn:
+        """Ends this process, once the others have heard what it reported."""
+        if self._store is not None:
+            time.sleep(HEARD)
+        _end(code)
 
     def _watch(self) -> None:
         looked = time.monotonic()
         while not self._closed.is_set():
-            pause = SECONDS_WHILE_ALL_WAIT if self.stop.is_undecided else SECONDS_BETWEEN_LOOKS
-            readable, _, _ = select.select([self._woken], [], [], pause)
+            readable, _, _ = select.select([self._woken], [], [], SECONDS_BETWEEN_LOOKS)
             signals = self._woken.recv(64) if readable else b""
             # If the launcher is killed while the ranks stop, they still finish.
             if os.getppid() != self._launcher and not self.stop.is_asked:
@@ -253,7 +231,7 @@ class Alarm:
         if self._closed.wait(GRACE):
             return
         first = self._rank % int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 0  # LOCAL_RANK may be virtual
-        if failure["host"] != self._host and first and not self._failed:
+        if failure["host"] != self._host and first:
             print(
                 f"error: rank {failure['rank']} on host {failure['host']}: {failure['message']}\n"
                 f"The ranks of host {self._host} end, too.",
@@ -262,9 +240,8 @@ class Alarm:
         _end(EXIT_FAILED)
 
     def _end_at_once(self, what: str, code: int) -> None:
-        if self._report(what) is None and self._store is not None:
-            time.sleep(HEARD)
-        _end(code)
+        self._is_first(what)
+        self._leave(code)
 
 
 def seconds_of(duration: str) -> float:
@@ -298,11 +275,6 @@ def _store(rank: int) -> Store:
     store.set_timeout(timedelta(seconds=10))
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher_keeps_it else ""
     return PrefixStore(f"wlb_titan/{start}", store)
-
-
-def _says_that_another_is_gone(error: BaseException) -> bool:
-    pattern = "gloo|nccl|connection|socket|peer|process group|store"
-    return isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE) is not None
 
 
 def _end(code: int) -> NoReturn:

@@ -11,33 +11,22 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from wlb_titan.config.documents import training_documents
-from wlb_titan.config.settings import WlbSettings
-from wlb_titan.corpus import Corpus
-from wlb_titan.job import Job
 from wlb_titan.runtime.config import TrainerConfig
-from wlb_titan.runtime.memory import advise_checkpointing, describe_memory
-from wlb_titan.runtime.metrics import metrics_rank, spoken
-from wlb_titan.simulator.choice import Choice
+from wlb_titan.runtime.metrics import metrics_rank
 
-MISLEADING = (
-    # Logged for every configuration that keeps the default.
+DROPPED = (
+    # Misleading: said of every configuration with the default, of ranks that do show the loss, of a CPU whose
+    # peak is not known, of a tokenizer folder that never holds weights, of a variable that torchtitan sets.
     "initial_load_model_only=True has no effect",
-    # Logged unless LOG_RANK is set; here the right rank always shows the loss.
     "Pipeline Parallel loss is not visible",
-    # The peak of a CPU is not known; figures that need it are left out.
     "Peak flops undefined for",
     "Error running lspci",
     "Peak FLOPS used for computing MFU",
     "CPU memory usage for model",
-    # A corpus' tokenizer folder never holds weights.
     "model.safetensors.index.json not found",
-    # torchtitan sets this variable itself.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "[GC]",
-)
-
-OF_NO_USE = (
+    # Of no use.
     "CPU capacity",
     "Structured logging",
     "Successfully created meshes",
@@ -53,6 +42,7 @@ OF_NO_USE = (
     "Training completed",
     "Destroying the purge thread",
 )
+"""Words of torchtitan's messages that are not shown, unless they are errors."""
 
 
 def drop_misleading_warnings() -> None:
@@ -72,38 +62,19 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
     handler.addFilter(_applies)  # for other loggers
     root = logging.getLogger()
     root.handlers = [handler]
-    logging.raiseExceptions = False  # training goes on if the log's disk is full
     reports = rank == metrics_rank(parallel_dims, schedule)
     root.setLevel(logging.INFO if reports else logging.WARNING)
 
 
 def _applies(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    if record.levelno <= logging.INFO and message.startswith(OF_NO_USE):
-        return False
-    return not any(text in message for text in MISLEADING)
-
-
-def tell_beginning(job: Job, choice: Choice | None, corpus: Corpus, wlb: WlbSettings) -> None:
-    if not logger.isEnabledFor(logging.INFO):
-        return  # whole steps would be planned for a log that nobody reads
-    lines = [f"Corpus {corpus}: {len(corpus):,} documents, {corpus.lengths.sum():,} tokens"]
-    if choice is not None:
-        for row in choice.rows():
-            lines.append(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
-        lines += choice.remarks()
-    lines += describe_memory(job, training_documents(wlb, corpus))
-    for line in [*lines, *advise_checkpointing(job)]:
-        logger.info(line)
+    return record.levelno > logging.WARNING or not any(text in record.getMessage() for text in DROPPED)
 
 
 def tell_end(config: TrainerConfig, step: int, began: float | None) -> None:
     """Logs the end of a run; `began`: the time of its first step, None if it had no step to train."""
     if began is not None:
         seconds = time.monotonic() - began
-        logger.info(
-            f"Done: step {step} was the last, after {spoken(seconds)}. All is in {config.dump_folder}"
-        )
+        logger.info(f"Done: step {step} was the last, after {seconds:,.0f} s. All is in {config.dump_folder}")
     elif dist.get_rank() == 0:
         logger.warning(
             f"Nothing was left to do: the checkpoint in {config.dump_folder} is of step {step}, and "

@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed import ParallelDims
@@ -117,12 +115,6 @@ class Dims(ParallelDims):
         return world
 
 
-def rank_layout(dims: ParallelDims) -> NDArray[Any]:
-    """Global ranks (others, pp, data-parallel rank, cp, tp); `others` is 1 without own dimensions."""
-    layout: NDArray[Any] = dims._global_meshes["dataloading"].mesh.numpy()
-    return layout.reshape(-1, *layout.shape[-4:])
-
-
 ContextMeshes = dict[int, list[DeviceMesh]]
 """A strategy's `meshes`, by the number of data-parallel ranks that share a micro-batch."""
 
@@ -135,8 +127,9 @@ def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
     """
     made: dict[tuple[object, bytes], DeviceMesh | None] = {}
     found: ContextMeshes = {}
-    layout = rank_layout(dims)
-    others, stages, data, context, tensor = layout.shape
+    ranks = dims._global_meshes["dataloading"].mesh.numpy()
+    layout = ranks.reshape(-1, *ranks.shape[-4:])
+    others, stages, data, context, tensor = layout.shape  # `others` is 1 without dimensions of one's own
     for sharers, merged in job.merged.items():
         if merged.strategy is None:
             continue

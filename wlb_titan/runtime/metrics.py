@@ -5,6 +5,7 @@ TensorBoard and W&B get the same numbers through torchtitan's own loggers. docs/
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -57,7 +58,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._lines = JsonLines(Path(dump_folder) / METRICS_FILE)
         self._validation_lines = JsonLines(Path(dump_folder) / VALIDATION_FILE)
         self._steps, self._tokens, self._flops = 0, 0, 0.0  # since the last report
-        self._first: tuple[int, float] | None = None  # step and time of this process's first report
+        self._reported = False  # whether this process has reported a step
 
     def count(self, tokens: int, flops: float) -> None:
         """Counts a step: tokens of documents in the whole job, and the model's FLOPs on them."""
@@ -97,22 +98,14 @@ class MetricsProcessor(titan.MetricsProcessor):
         except OSError as error:
             warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training goes on without.")
         if self._reports:
-            start = {"start": True} if self._first is None else {}
+            start = {} if self._reported else {"start": True}
             self._lines.write({**record, "steps": steps, **start})
-            logger.info(_console_line(record, self.last_step, self._seconds_left(step)))
+            self._reported = True
+            logger.info(_console_line(record, self.last_step))
         self._steps, self._tokens, self._flops = 0, 0, 0.0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
-
-    def _seconds_left(self, step: int) -> float | None:
-        """Predicted from the steps since the first report, before which code may have compiled."""
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = step, now
-            return None
-        first, then = self._first
-        return (self.last_step - step) * (now - then) / (step - first)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Reports a validation. torchtitan's would reset times and peak memory between reports of steps."""
@@ -128,15 +121,10 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._validation_lines.close()
 
 
-def spoken(seconds: float) -> str:
-    """A duration as people say it: `45 s`, `12 min 5 s`, `3 h 12 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
 ON_CONSOLE = {
+    "loss": "loss {:8.5f}",
+    "grad_norm": "grad {:7.3f}",
+    "tokens_per_second": "{:9,.0f} tokens/s",
     "imbalance": "imbalance {:.3f}",
     "shadow/imbalance": "in the shadow {:.3f}",
     "measured_imbalance": "measured {:.3f}",
@@ -145,19 +133,12 @@ ON_CONSOLE = {
     "mfu_documents": "MFU {:.1%}",
     "memory_gib": "memory {:.2f} GiB",
 }
-"""What the console also shows, if there is a value and it is not 0."""
+"""What the console shows of a step, where there is a value and it is not 0."""
 
 
-def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
-    parts = [
-        f"step {record['step']:{len(str(last))}d}" + (f" of {last}" if last else ""),
-        f"loss {record['loss']:8.5f}",
-        f"grad {record['grad_norm']:7.3f}",
-        f"{record['tokens_per_second']:9,.0f} tokens/s",
-    ]
+def _console_line(record: dict[str, Any], last: int) -> str:
+    parts = [f"step {record['step']:{len(str(last))}d}" + (f" of {last}" if last else "")]
     parts += [form.format(record[key]) for key, form in ON_CONSOLE.items() if record.get(key)]
-    if left and left > 0:
-        parts.append(f"{spoken(left)} left")
     return " | ".join(parts)
 
 
@@ -181,33 +162,29 @@ class JsonLines:
         """Appends a line. On a full disk it is lost, and the next one is tried again."""
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                if self._path.exists():
-                    self._drop_from(record["step"])
-                self._file = self._path.open("a", buffering=1, encoding="utf-8")
+                self._file = self._opened(record["step"])
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
             warn_once(f"{self._path} cannot be written: {error.strerror}. Training goes on, lines are lost.")
 
+    def _opened(self, step: int) -> TextIO:
+        """The file, with the lines of earlier steps."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            writing = self._path.with_name(self._path.name + ".tmp")
+            writing.write_text("".join(f"{line}\n" for line in lines if _is_before(line, step)))
+            writing.replace(self._path)
+        return self._path.open("a", buffering=1, encoding="utf-8")
+
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # its last lines are lost
             if self._file is not None:
                 self._file.close()
-        except OSError as error:
-            warn_once(f"{self._path} may lack its last lines: {error.strerror}.")
 
-    def _drop_from(self, step: int) -> None:
-        writing = self._path.with_name(self._path.name + ".tmp")
-        with (
-            self._path.open(encoding="utf-8", errors="replace") as old,
-            writing.open("w", encoding="utf-8") as new,
-        ):
-            new.writelines(line for line in old if self._is_kept(line, step))
-        writing.replace(self._path)
 
-    def _is_kept(self, line: str, step: int) -> bool:
-        try:
-            return line.endswith("\n") and json.loads(line)["step"] < step
-        except (ValueError, KeyError, TypeError, RecursionError):
-            warn_once(f"{self._path} had a line that is none, which a crash may have left; it is dropped.")
-            return False
+def _is_before(line: str, step: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] < step)
+    except (ValueError, KeyError, TypeError):
+        return False

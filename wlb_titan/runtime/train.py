@@ -67,11 +67,6 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         if gpus == 1 and shown and "," not in shown:
             processes = 1  # the launcher shows each process its own GPU
         resolved.check(lambda config: validate_devices(config, processes, gpus))
-        if config.wlb.device == "cpu":
-            raise UserError(
-                "wlb.device: the base asks for the CPU when this process has found a GPU; ask for it in the "
-                "TOML file, which is read before."
-            )
     resolved.check(validate_inputs)
     dims = parallel_dims(config, world_size)
     device = device_of(torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator()))
@@ -133,16 +128,11 @@ def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
             done = True
         else:
             done = trainer.train(begin, alarm.stop.goes_on)
-        alarm.stop.leave()
-        alarm.close()
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        better = explained(error, checkpoints, saving=begun)
-        alarm.fail(better)  # before this rank waits for anything
-        raise better from error
-    finally:
-        trainer.close()
+        raise explained(error, checkpoints, saving=begun) from error
+    alarm.stop.leave()
+    alarm.close()
+    trainer.close()
     torch.distributed.destroy_process_group()
     return 0 if done else alarm.stop.status
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,22 +30,21 @@ from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.agreement import (
     agreed_beginning,
     agreed_job,
-    first_timeout,
     set_timeouts,
-    train_timeout,
+    timeout,
 )
 from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
-from wlb_titan.runtime.checkpoints import exported, save_stopped
+from wlb_titan.runtime.checkpoints import save_stopped
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
-from wlb_titan.runtime.dimension import OwnAxes
+from wlb_titan.runtime.dimension import Axis, meets, own_axes, prepared
 from wlb_titan.runtime.hugging_face import complete_export
 from wlb_titan.runtime.job import configured_job, parallel_dims
-from wlb_titan.runtime.log import tell_beginning, tell_end
+from wlb_titan.runtime.log import tell_end
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims, context_meshes
@@ -53,7 +53,6 @@ from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
 from wlb_titan.runtime.validator import Validator
-from wlb_titan.simulator.choice import Choice
 
 
 class Trainer(TorchtitanTrainer):
@@ -63,13 +62,12 @@ class Trainer(TorchtitanTrainer):
 
     job: Job  # that trains
     shadow: Job | None  # the configured job, if it is only planned
-    choice: Choice | None  # how the policies were chosen; None if they are configured
 
     def __init__(self, config: TrainerConfig) -> None:
         self._decide(configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"]))))
         config = with_our_parts(config, self.job)
-        self.axes = OwnAxes()
-        config.model_spec = self.axes.prepared(config.model_spec)
+        self.axes: list[Axis] = []
+        config.model_spec = prepared(config.model_spec, self.axes)
         super().__init__(config)
         self._reduces = True
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
@@ -82,8 +80,8 @@ class Trainer(TorchtitanTrainer):
         if config.validator.enable:
             self.validator.prepare(config.wlb, config.dataloader, config.training.steps, self.device)
 
-    def _decide(self, configured: Job, choice: Choice | None = None) -> None:
-        self.job, self.choice = configured.trained, choice
+    def _decide(self, configured: Job) -> None:
+        self.job = configured.trained
         self.shadow = configured if configured.packing.shadow else None
 
     def init_distributed(self) -> ParallelDims:
@@ -96,7 +94,7 @@ class Trainer(TorchtitanTrainer):
         dist_config.pipeline_per_edge_p2p = True  # otherwise a send waits behind receives from other ranks
         dims = parallel_dims(self.config, world_size)
         self.beginning = agreed_beginning(self.config)
-        self._decide(*agreed_job(self.config, self.shadow or self.job))
+        self._decide(agreed_job(self.config, self.shadow or self.job))
         self.set_up(dims)
         return dims
 
@@ -104,9 +102,9 @@ class Trainer(TorchtitanTrainer):
         """Makes the meshes, and the settings that follow from the job and this rank's place."""
         config, wlb = self.config, self.config.wlb
         dims.build_mesh()
-        self.axes.make(dims)
+        self.axes += own_axes(dims)
         self._meshes = context_meshes(self.job, dims)
-        config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
+        config.comm.train_timeout_seconds = timeout(config, self.job)
         divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
         config.dataloader = PlannedDataLoader.Config(
             corpus=wlb.corpus,
@@ -128,54 +126,39 @@ class Trainer(TorchtitanTrainer):
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
         `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows."""
         self._begin, self._goes_on = begin, goes_on
-        comm = self.config.comm
-        self._give_up_after(first_timeout(comm))
-        tell_beginning(self.job, self.choice, self.planned.corpus, self.config.wlb)
+        # A disk may be slow: not for the group that writes checkpoints.
+        set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
+        logger.info(f"Corpus {self.planned.corpus}: {len(self.planned.corpus):,} documents")
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
-        logger.info(
-            f"A rank that does not answer is given up after {first_timeout(comm)} s in the first step, "
-            f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
-        )
         super().train()
         if self.step < self.config.training.steps:
             return False
-        folder = exported(self.config, self.step)
-        if folder is not None and dist.get_rank() == 0:
+        checkpoint = self.config.checkpoint
+        folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
+        exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
+        if exports and folder.is_dir() and dist.get_rank() == 0:
             complete_export(folder, self.config, self.planned.corpus)
         tell_end(self.config, self.step, self._began if self.planned.plan is not None else None)
         return True
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
-        """The loader's steps; the metrics get the seconds of waiting for each."""
+        """The loader's steps."""
         self._first_step, self._began = self.step + 1, time.monotonic()
         self.metrics_processor.last_step = self.config.training.steps
         if self._begin is not None:
             self._begin(self.step)
-        return self._timed_steps(data_iterable)
-
-    def _timed_steps(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
-        steps = data_iterable.steps(self.lower)
-        while True:
-            begin = time.perf_counter()
-            step = next(steps)
-            self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
-            yield step
+        return data_iterable.steps(self.lower)
 
     def should_continue_training(self) -> bool:
-        if self.step == self._first_step:  # torchtitan has waited for all ranks
-            self._give_up_after(self.config.comm.train_timeout_seconds)
         if not super().should_continue_training():
             return False
         if self._goes_on is None or self._goes_on(self.step):
             return True
-        self.axes.stop(self)
+        for axis in self.axes:  # those that did not meet in this step: the run ends before its last one
+            axis.after_optimizer(self, meets=not meets(self, axis.every))
         saved = save_stopped(self.checkpointer, self.step, new=self.step >= self._first_step)
         logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
         return False
-
-    def _give_up_after(self, seconds: int) -> None:
-        """Sets all groups' timeouts except that of the group that writes checkpoints: a disk may be slow."""
-        set_timeouts(seconds, without=getattr(self.checkpointer, "pg", None))
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, cache: KeyValueCache | None = None
@@ -186,7 +169,9 @@ class Trainer(TorchtitanTrainer):
     def train_step(self, data_iterator: Iterator[Step]) -> None:
         """One optimizer step; waits for the device only if it is logged or traced. torchtitan's waits at each
         copy, and asks all ranks for the number of labels, which the plan knows."""
+        begin = time.perf_counter()
         step = next(data_iterator)
+        self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         self.step_trace.begin(self.step)
         asked = ask_comparison(self.config.wlb.attention, self.step)
         self.optimizers.zero_grad()
@@ -206,7 +191,8 @@ class Trainer(TorchtitanTrainer):
                 losses.append(self.forward_backward(group, labels))
         else:
             losses = [self._run_flow(step, step.flow, labels)]
-        self.axes.before_optimizer(self)
+        for axis in self.axes:
+            axis.before_optimizer(self)
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
             self.config.training.max_norm,
@@ -216,7 +202,8 @@ class Trainer(TorchtitanTrainer):
         )
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
-        self.axes.after_optimizer(self)
+        for axis in self.axes:
+            axis.after_optimizer(self, meets=meets(self, axis.every))
         self.lr_schedulers.step()
         self.metrics_processor.count(step.plan.tokens, step.flops)
         difference = compared_difference(self.step) if asked else None

@@ -190,6 +190,7 @@ class PlannedDataLoader(BaseDataLoader):
             labels[offset:end] = np.where(learned, read[1:], IGNORE_INDEX)
             weights[offset:end] = learned / max(of_document, 1)
             offset += length
+        ahead = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
         return rank_item(
             tokens,
             with_weights(labels, weights) if self._by_document else labels,
@@ -197,16 +198,11 @@ class PlannedDataLoader(BaseDataLoader):
             lengths,
             self._job.merged[micro_batch.sharers].strategy,
             micro_batch.ranks,
-            self._rank_within(micro_batch),
+            ahead * self._job.degrees.context + self._context_rank,  # among those of all sharers
             cached,
             micro_batch.elsewhere,
             micro_batch.sharers,
         )
-
-    def _rank_within(self, micro_batch: MicroBatch) -> int:
-        """This rank's place among the context-parallel ranks of all sharers of a micro-batch."""
-        before = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
-        return before * self._job.degrees.context + self._context_rank
 
 
 def _planner(config: PlannedDataLoader.Config, job: Job, documents: Documents) -> Planner:

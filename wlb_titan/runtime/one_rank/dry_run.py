@@ -93,7 +93,7 @@ class DryTrainer(OneRankTrainer):
                     f"of tensors, and a dry run has only their shapes: {error}."
                 ) from error
         trace.reassign(_states(self.optimizers), "optimizer")
-        trace.reassign(self.axes.tensors(), "dimensions")
+        trace.reassign((one for axis in self.axes for one in axis.tensors()), "dimensions")
         # What the first step makes after its passes is there in all passes of the next.
         alive = trace.now().terms
         beside = {term: alive[term] for term in ("optimizer", "dimensions") if alive.get(term)}

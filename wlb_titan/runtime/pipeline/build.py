@@ -23,9 +23,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ParallelizeFunction
-from torchtitan.tools.logging import logger
 
-from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.plan import Flow
 from wlb_titan.runtime.compat import (
     ComputationType,
@@ -35,13 +33,7 @@ from wlb_titan.runtime.compat import (
     build_pipeline_schedule,
     split_into_stages,
 )
-from wlb_titan.runtime.pipeline.schedules import (
-    SPLITS_BACKWARD,
-    canonical_name,
-    check_schedule,
-    splits_backward,
-    stage_names,
-)
+from wlb_titan.runtime.pipeline.schedules import stage_names
 from wlb_titan.runtime.pipeline.stage import Layout, PlannedStage
 from wlb_titan.runtime.step_trace import PassTimer
 
@@ -109,7 +101,7 @@ class PlannedSchedule:
     def __init__(
         self,
         stages: Sequence[PlannedStage],
-        schedule_of: Callable[[int], PipelineSchedule],
+        schedule_of: Callable[..., PipelineSchedule],
         lower: Callable[[Flow], PackFlowSchedule],
         timer: PassTimer,
         context_parallel: int,
@@ -161,7 +153,7 @@ class PlannedSchedule:
         lengths = [extra["positions"].shape[1] * self._context_parallel for _, _, extra in micro_batches]
         number = len(lengths) if lowered is None else lowered.packs
         if lowered is None and number not in self._schedules:
-            self._schedules[number] = self._schedule_of(number)
+            self._schedules[number] = self._schedule_of(local_batch_size=number)
         for stage in self._stages:
             stage.set_micro_batch_lengths(lengths[:number], lengths[-number:])
         try:
@@ -192,9 +184,8 @@ def pipeline(
     flow_class: type[PackFlowSchedule] = PackFlowSchedule,
 ) -> Pipeline:
     """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan."""
-    check_schedule(parallelism, compile_config)
-    schedule = parallelism.pipeline_parallel_schedule
     names = stage_names(parallelism, model_config)
+    schedule = parallelism.pipeline_parallel_schedule
     drafts, parts = split_into_stages(model, parallel_dims.get_mesh("pp"), schedule, device, names)
     parts = [
         parallelize_fn(
@@ -208,11 +199,10 @@ def pipeline(
         )
         for part in parts
     ]
-    name, splits = canonical_name(schedule), splits_backward(ac_config)
-    if name in SPLITS_BACKWARD and not splits:
-        logger.info(f"{name} runs whole backward passes, because activation checkpointing recomputes in them")
     timer = PassTimer(device)
-    tokens, hidden = stage_layouts(model_config, parallel_dims, training, parallelism)
+    cp = parallel_dims.cp
+    ranks = cp * parallel_dims.tp if parallelism.enable_sequence_parallel else cp
+    hidden = Layout(ranks, (model_config.dim,), TORCH_DTYPE_MAP[training.mixed_precision_param])
     planned = [
         stage_class(
             part,
@@ -220,10 +210,12 @@ def pipeline(
             draft.num_stages,
             device,
             group=draft.group,
-            tokens=tokens,
+            tokens=Layout(cp, (), torch.int64),
             hidden=hidden,
             timer=timer,
-            splits_backward=splits,
+            # With recomputation torch would recompute and keep a whole layer for its inputs' gradient and
+            # again for each of its weights, and with selective checkpointing it cannot.
+            splits_backward=ac_config is None,
         )
         for draft, part in zip(drafts, parts, strict=True)
     ]
@@ -234,32 +226,12 @@ def pipeline(
         with timer.time("L", last.stage_index, last.micro_batch):
             return loss_fn(*args, **kwargs)
 
-    def schedule_of(micro_batches: int) -> PipelineSchedule:
-        check_micro_batches(name, parallel_dims.pp, len(names), micro_batches)
-        return build_pipeline_schedule(
-            parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=timed_loss
-        )
+    schedule_of = partial(
+        build_pipeline_schedule, parallelism=parallelism, stages=planned, loss_fn=timed_loss
+    )
 
     def lower(flow: Flow) -> PackFlowSchedule:
         return flow_class(planned, flow, timed_loss)
 
-    runs = PlannedSchedule(planned, schedule_of, lower, timer, parallel_dims.cp)
+    runs = PlannedSchedule(planned, schedule_of, lower, timer, cp)
     return runs, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
-
-
-def stage_layouts(
-    model_config: Decoder.Config,
-    parallel_dims: ParallelDims,
-    training: TrainingConfig,
-    parallelism: ParallelismConfig,
-) -> tuple[Layout, Layout]:
-    """A rank's layouts of tokens (1, L) and of hidden states (1, L, D), which have FSDP's compute dtype.
-
-    Context parallelism shards L in both, sequence parallelism in hidden states only.
-    """
-    cp, sequence_parallel = parallel_dims.cp, parallelism.enable_sequence_parallel
-    hidden_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    return (
-        Layout(cp, (), torch.int64),
-        Layout(cp * parallel_dims.tp if sequence_parallel else cp, (model_config.dim,), hidden_dtype),
-    )

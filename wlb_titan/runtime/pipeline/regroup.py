@@ -129,7 +129,9 @@ class RegroupedLayers:
     def _run(
         self, number: int, layer: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        call = partial(_called, layer, args, kwargs)
+        def call(hidden: Tensor) -> Tensor:
+            return layer(hidden, *args, **kwargs)
+
         after = number + 1
         if self.backward is not None:
             inputs = partial(self.take, number, hidden.detach()) if number else hidden.detach
@@ -171,10 +173,6 @@ class _Again(torch.autograd.Function):
 def _nothing(like: Tensor) -> Tensor:
     """A contiguous tensor without values: torch compares strides with what a stage declares."""
     return like.new_empty(like.shape)
-
-
-def _called(layer: Callable[..., Tensor], args: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
-    return layer(hidden, *args, **kwargs)
 
 
 class RegroupedStage(PlannedStage):

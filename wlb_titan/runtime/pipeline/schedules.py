@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.pipeline.schedule import ONE_STAGE, SCHEDULES
@@ -61,31 +61,15 @@ def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
     stages = parallelism.module_fqns_per_model_part
     if stages is None:
         return
-    written = [name for stage in stages for name in stage]
     modules = modules_of_stages(1, len(model.layers), 1, 1)[0]
-    for names, what in (
-        ([name for name in modules if name not in written], "are in no stage"),
-        ([name for name in dict.fromkeys(written) if written.count(name) > 1], "are in two"),
-        ([name for name in written if name not in modules], "are no modules of the model"),
-    ):
-        if names:
-            raise ValueError(f"{', '.join(names)} {what}; the model has {', '.join(modules)}")
-    ranks = parallelism.pipeline_parallel_degree
-    single = canonical_name(parallelism.pipeline_parallel_schedule) in ONE_STAGE
-    if len(stages) % ranks or single == (len(stages) > ranks):
+    schedule, ranks = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    single = canonical_name(schedule) in ONE_STAGE
+    each_once = sorted(itertools.chain(*stages)) == sorted(modules)
+    if not each_once or len(stages) % ranks or single == (len(stages) > ranks):
         raise ValueError(
-            f"{parallelism.pipeline_parallel_schedule} runs {'one stage' if single else 'two stages or more'}"
-            f" on each of the {ranks} ranks, and there are {len(stages)} in all"
+            f"{schedule} runs {'one stage' if single else 'two stages or more'} on each of {ranks} ranks, "
+            f"and each module is in one of them: {', '.join(modules)}"
         )
-
-
-def splits_backward(checkpointing: ActivationCheckpointingConfig | None) -> bool:
-    """Whether the schedules of SPLITS_BACKWARD run backward passes in two halves.
-
-    Not with recomputation: torch would recompute and keep a whole layer for its inputs' gradient and again
-    for each of its weights, and with selective checkpointing it cannot.
-    """
-    return checkpointing is None
 
 
 def canonical_name(name: str) -> str:

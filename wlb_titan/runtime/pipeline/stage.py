@@ -35,11 +35,6 @@ class Layout:
     dtype: torch.dtype
 
     def meta(self, length: int) -> TensorMeta:
-        if length < 1 or length % self.ranks:
-            raise ValueError(
-                f"a micro-batch of {length} tokens cannot be shared equally by {self.ranks} context- and "
-                "tensor-parallel ranks"
-            )
         one = torch.empty((1, length // self.ranks, *self.rest), dtype=self.dtype, device="meta")
         return TensorMeta(shape=one.shape, stride=one.stride(), dtype=one.dtype, requires_grad=False)
 

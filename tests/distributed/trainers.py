@@ -1,0 +1,183 @@
+"""Trainers of the tests, as bases: `trainers:probed` writes gradients, `trainers:watched` what a step waits
+for, `trainers:failing` fails on rank 1, and `trainers:clocked` has a clock of its own."""
+
+import json
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from bases import llama, scaled_llama, trained_by
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.components import metrics as titan
+from triton import knobs
+
+from wlb_titan.runtime import metrics, validator
+from wlb_titan.runtime.compat import process_groups
+from wlb_titan.runtime.trainer import Trainer
+
+GRADIENTS = "gradients.pt"
+WEIGHTS = "weights.pt"  # of averaging.py
+WAITED = "waits-{rank}.jsonl"
+WAITS = {
+    "aten._local_scalar_dense.default",  # item(), float(), a tensor as a condition
+    "aten.equal.default",
+    "aten.masked_select.default",
+    "aten.nonzero.default",
+    "aten.repeat_interleave.Tensor",
+    "aten._unique2.default",
+}
+
+
+def gathered(trainer, of):
+    """`of(parameter)` of the whole model by name, on rank 0; None on the others."""
+    mine = {clean(name): whole(of(p)) for part in trainer.model_parts for name, p in part.named_parameters()}
+    everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everything)
+    return {name: t for part in everything for name, t in part.items()} if everything else None
+
+
+def whole(tensor):
+    if tensor is None:
+        return torch.zeros(())  # a gradient that is missing is an error like any other
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def clean(name):
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+class ProbingTrainer(Trainer):
+    """Writes the gradients of its first step."""
+
+    def train_step(self, data_iterator):
+        super().train_step(data_iterator)
+        if self.step == 1:
+            gradients = gathered(self, lambda p: p.grad)
+            if gradients is not None:
+                torch.save(gradients, Path(self.config.dump_folder) / GRADIENTS)
+
+
+def probed(base=llama):
+    config = base()
+    config.training.max_norm = 1e9  # gradients as they are, not clipped
+    return trained_by(ProbingTrainer, config)
+
+
+def probed_scaled():
+    return probed(scaled_llama)
+
+
+class FailingTrainer(Trainer):
+    def train_step(self, data_iterator):
+        if self.step == 2 and dist.get_rank() == 1:
+            raise RuntimeError("rank 1 has met its test")
+        super().train_step(data_iterator)
+
+
+def failing():
+    return trained_by(FailingTrainer, llama())
+
+
+class ClockedTrainer(Trainer):
+    """By its clock a step takes a second, and a micro-batch of validation 100."""
+
+    def __init__(self, config):
+        self.now = 0.0
+        for module in (titan, metrics, validator):
+            module.time = SimpleNamespace(perf_counter=lambda: self.now)
+        super().__init__(config)
+        self.loss_of_validation, self.validator._loss = self.validator._loss, self.validated
+
+    def train_step(self, data_iterator):
+        self.now += 1
+        super().train_step(data_iterator)
+
+    def validated(self, *arguments):
+        self.now += 100
+        return self.loss_of_validation(*arguments)
+
+
+def clocked():
+    return trained_by(ClockedTrainer, llama())
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operations on an accelerator's tensors for which the host would wait, and counts all."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.operations = [], 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.operations += 1
+        if str(operation) in WAITS:
+            self.waits.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noticed_by_cuda():
+    """A list that gets what CUDA itself says of the host waiting; nothing where there is none."""
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+        yield found
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+    found += [str(one.message) for one in caught if "synchronizing CUDA operation" in str(one.message)]
+
+
+class WatchingTrainer(Trainer):
+    """Writes what of each step waits for the device or compiles."""
+
+    def train_step(self, data_iterator):
+        timeouts = [seconds(group) for group in process_groups()]
+        compiled = []
+        knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
+        with noticed_by_cuda() as by_cuda, Watch() as watch:
+            super().train_step(data_iterator)
+        record = {
+            "waits": watch.waits + by_cuda,
+            "operations": watch.operations,
+            "longest": self.planned.plan.longest,
+            "compiled": compiled,
+            "timeouts": timeouts,
+        }
+        with (Path(self.config.dump_folder) / WAITED.format(rank=dist.get_rank())).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def seconds(group):
+    """After which a process group gives others up."""
+    (backend,) = {group._get_backend(device) for device in group._device_types}
+    return backend.options._timeout.total_seconds()
+
+
+def watched(base=llama):
+    return trained_by(WatchingTrainer, base())
+
+
+class WorkerTrainer(Trainer):
+    """Shares the meshes of earlier trainers of its layout, and keeps its part of the loss of its last step.
+
+    DTensor remembers how an operation is sharded together with the mesh, also for an equal mesh made later,
+    and FSDP insists on one and the same mesh object.
+    """
+
+    known: ClassVar[dict] = {}
+
+    def init_distributed(self):
+        dims = super().init_distributed()
+        degrees = (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.pp, dims.ep)
+        return self.known.setdefault(degrees, dims)
+
+    def report(self, step, loss, *arguments):
+        self.loss = loss
+        super().report(step, loss, *arguments)

@@ -1,0 +1,219 @@
+"""Runs the cases of `lab.Cases` one after the other in the same processes, beside a plain process.
+
+Its one argument is a JSON file with "results", the file to write, and "cases": by name a kind, overrides of
+experiment.toml in `words`, and other arguments of the function that runs the kind.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import itertools
+import json
+import os
+import sys
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from gather_worker import run_gather  # noqa: E402
+from lab import CONFIG  # noqa: E402
+from pipeline_reference import Reference, Sequence, differences, step_data, valid_tokens  # noqa: E402
+from recording import RECORDER  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
+from trainers import WorkerTrainer, gathered  # noqa: E402
+
+from wlb_titan.plan import ID, LENGTH, START  # noqa: E402
+from wlb_titan.runtime.data.inputs import rank_item  # noqa: E402
+from wlb_titan.runtime.models.load import load_config  # noqa: E402
+
+
+def build(words):
+    config = load_config(CONFIG, words, int(os.environ["WORLD_SIZE"])).config
+    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 0.0
+    config.training.max_norm = 1e9  # gradients as they are, not clipped
+    config.comm.trace_buf_size = (
+        0  # torch's flight recorder grows by 1 KiB for each of its first 20,000 calls
+    )
+    trainer = WorkerTrainer(config)
+    RECORDER.latest = lambda: trainer.timer.latest
+    return trainer
+
+
+def run_plan(*, name, words, steps=(1,)):
+    """Planned steps against a process that has every document whole and by itself: it knows no packing, no
+    sharding and no slices.
+
+    Of each of these steps loss and reference, the worst error of a gradient, and how long packs are.
+    """
+    trainer = build(words)
+    weights = gathered(trainer, lambda p: p)
+    reference = Reference(trainer.config, weights) if weights else None
+    last = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
+    records, loader = [], trainer.planned.steps(trainer.lower)
+    for trainer.step in range(1, max(steps) + 1):
+        if trainer.step not in steps:
+            next(loader)
+            continue
+        with RECORDER:
+            trainer.train_step(loader)
+        plan = trainer.planned.plan
+        record = {"loss": added_up(trainer, trainer.loss if last else 0.0)}
+        gradients = gathered(trainer, lambda p: p.grad)
+        if reference:
+            record["reference"], expected = reference.step([whole_documents(trainer, plan)])
+            record["error"], record["worst"] = differences(gradients, expected)
+            record["longest_pack"] = max(m.length for m in plan.micro_batches)
+            record["longest_document"] = int(plan.document_lengths.max())
+            record["merged"] = [list(m.merged) for m in plan.packs if m.merged]
+        records.append(record)
+    records[-1]["met"] = RECORDER.met()
+    trainer.close()
+    return records
+
+
+def whole_documents(trainer, plan):
+    """The pieces that a plan trains, each as a sequence of its own."""
+    sequences = []
+    for m in plan.packs:
+        slices = m.slices
+        if slices is None:  # PREFIX and TOTAL of pieces that are whole
+            slices = np.stack([np.zeros(len(m.documents), int), m.documents[:, LENGTH]], axis=1)
+        for document, (prefix, total) in zip(m.documents, slices, strict=True):
+            if prefix > 0:
+                continue
+            (row,), _ = trainer.planned._planner.read(document[[ID]])
+            start, length = int(document[START]), int(total)
+            corpus = trainer.planned.corpus
+            stop = min(start + length + 1, int(corpus.lengths[row]))
+            read = np.array(corpus.tokens(row, start, stop - start), dtype=np.int64)
+            labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
+            labels[: len(read) - 1] = read[1:]
+            sequences.append(Sequence(read[:length], labels, np.arange(length), np.array([length])))
+    return sequences
+
+
+def run_pipeline(*, name, words, steps, evaluate=()):
+    """Steps of the given lengths against the reference, evaluation before the steps in `evaluate`.
+
+    One record a step: the loss and its reference, the worst error of a gradient and whose it is, and where
+    there was an evaluation its loss and reference. They are complete on rank 0.
+    """
+    trainer = build(words)
+    weights = gathered(trainer, lambda p: p)
+    reference = Reference(trainer.config, weights) if weights else None
+    records = []
+    for step, lengths in enumerate(steps):
+        data = step_data(step, lengths, trainer.parallel_dims.data)
+        record = {"step": step}
+        if step in evaluate:
+            with RECORDER, torch.no_grad(), trainer.train_context():
+                loss = trainer.pp_schedule.eval(processed(trainer, data))
+            record["eval"] = added_up(trainer, loss) / int(valid_tokens(data))
+            record["eval_reference"] = reference.step(data, backward=False)[0] if reference else None
+        trainer.optimizers.zero_grad()
+        record["loss"] = added_up(trainer, train_step(trainer, data))
+        gradients = gathered(trainer, lambda p: p.grad)
+        if reference:
+            record["reference"], expected = reference.step(data)
+            record["error"], record["worst"] = differences(gradients, expected)
+        records.append(record)
+    records[-1]["met"] = RECORDER.met()
+    trainer.close()
+    return records
+
+
+def processed(trainer, data):
+    """What the trainer hands to the pipeline for this rank's micro-batches."""
+    moved = []
+    for s in data[trainer.parallel_dims.place("batch")]:
+        strategy = trainer.job.strategy
+        shards = strategy.shard(s.lengths, len(s.tokens))[1] if strategy is not None else None
+        rank = trainer.config.dataloader.context_rank
+        item = rank_item(s.tokens, s.labels, s.positions, s.lengths, strategy, shards, rank)
+        moved.append(trainer.post_dataloading_process(*item))
+    return moved
+
+
+def train_step(trainer, data):
+    """Forward and backward of this rank's micro-batches; the sum of the losses on the last stage."""
+    with RECORDER, trainer.train_context():
+        trainer.step_trace.begin(trainer.step)
+        return trainer.pp_schedule.step(processed(trainer, data), valid_tokens(data))
+
+
+def added_up(trainer, loss):
+    """The sum over ranks of a loss, each counted once; needs every rank."""
+    # A partial sum over data- and context-parallel ranks, and the same on tensor-parallel ones.
+    mine = float(loss.to_local() if isinstance(loss, DTensor) else loss) / trainer.parallel_dims.tp
+    total = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def run_drill(*, name, words, signal_number):
+    """The second step, in which rank 1 gets a signal in its second forward pass."""
+    trainer = build(words)
+    train_step(trainer, step_data(0, [64, 128, 32, 64], 1))
+    if dist.get_rank() == 1:
+        passes = itertools.count()
+
+        def strike(module, arguments):
+            if next(passes) == 1:
+                os.kill(os.getpid(), signal_number)
+
+        trainer.model_parts[0].register_forward_pre_hook(strike)
+    train_step(trainer, step_data(1, [32, 256, 64, 128], 1))
+
+
+def run_calls(*, name, words):
+    """How many calls of Python functions the second step makes in the thread that launches everything."""
+    trainer = build(words)
+    loader = iter(trainer.planned)
+    for trainer.step in (1, 2):
+        with cProfile.Profile(builtins=False) as profile:
+            trainer.train_step(loader)
+    trainer.close()
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def run_abort(*, name, words, aborts):
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    if aborts and dist.get_rank() == 1:
+        os.abort()
+    return name
+
+
+KINDS = {
+    "plan": run_plan,
+    "pipeline": run_pipeline,
+    "drill": run_drill,
+    "calls": run_calls,
+    "abort": run_abort,
+    "gather": run_gather,
+}
+
+
+def main():
+    """Once a case is in the file, all ranks have come to its end: the first that is missing is the one in
+    which a rank died."""
+    with open(sys.argv[1]) as file:
+        jobs = json.load(file)
+    results, written = {}, jobs["results"]
+    for name, case in jobs["cases"].items():
+        results[name] = KINDS[case.pop("kind")](name=name, **case)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with open(f"{written}.new", "w") as file:
+                json.dump(results, file)
+            os.replace(f"{written}.new", written)
+    # Meshes keep the process groups of all cases alive, and their threads would go on while the interpreter
+    # and the C++ library are taken down under them, which may abort.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
