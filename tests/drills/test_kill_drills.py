@@ -14,6 +14,8 @@ import signal
 import pytest
 from drill_ground import copy_of
 
+from wlb_titan.corpus.writer import DOCUMENTS_FILE
+
 AREA = "training: kills, stops, full disks, damage"
 
 
@@ -85,10 +87,10 @@ def test_token_ids_that_cannot_be_are_named(ground):
     """In the middle of the documents' file, where tokens are."""
     damaged = ground.folder / "damaged-corpus"
     shutil.copytree(ground.corpus, damaged)
-    content = bytearray((damaged / "documents.arrow").read_bytes())
+    content = bytearray((damaged / DOCUMENTS_FILE).read_bytes())
     third = len(content) // 3
     content[third : 2 * third] = b"\x7f" * third
-    (damaged / "documents.arrow").write_bytes(content)
+    (damaged / DOCUMENTS_FILE).write_bytes(content)
     job = ground.run("damaged", "--wlb.corpus.path", str(damaged))
     assert 2 in job.codes and "has the token id 2139062143" in job.log() and str(damaged) in job.log()
     assert "Traceback" not in job.log()

@@ -1,6 +1,6 @@
 """`wlb-titan prepare`: turn text into a corpus on disk, with progress and a summary at the end."""
 
-import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,17 +11,14 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 from tokenizers import Tokenizer
 
 from wlb_titan.commands.command_line import NUMBER, POSITIVE, make_console, say, show_table
-from wlb_titan.corpus import Corpus, CorpusError
-from wlb_titan.corpus.corpus import verify as read_through
-from wlb_titan.corpus.folder import UNREADABLE_FILE, output_folder
-from wlb_titan.corpus.prepare import TOO_LONG, PrepareSettings, Report, complete_corpus, prepare_corpus
+from wlb_titan.corpus.corpus import PREPARATION_FILE, UNREADABLE_FILE, Corpus
+from wlb_titan.corpus.prepare import PrepareSettings, Report, prepare_corpus
 from wlb_titan.corpus.sources import SOURCES
 from wlb_titan.corpus.tokenizer import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
 
@@ -64,78 +61,30 @@ MOST_VOCAB_SIZE = 1 << 22
 )
 @click.option("--chat-template", metavar="FILE", help="With --chat: another template, in Jinja.")
 @click.option(
-    "--template-option",
-    "template_options",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="With --chat: a value that the template reads, such as enable_thinking=false.",
-)
-@click.option(
     "--max-length",
     type=click.IntRange(min=2),
-    help="With --chat: longest conversation in tokens.  [default: any]",
+    help="With --chat: conversations of more tokens are left out, and counted.  [default: none]",
 )
-@click.option(
-    "--too-long",
-    type=click.Choice(TOO_LONG),
-    default="error",
-    show_default=True,
-    help="With --chat: what is done with longer ones. What was cut or skipped is counted.",
-)
-@click.option(
-    "--overwrite", is_flag=True, help="Replace the corpus at OUTPUT: the files that its manifest lists."
-)
-@click.option("--verify", is_flag=True, help="Only read the corpus at OUTPUT through, and name all damage.")
-def prepare(
-    output: Path, overwrite: bool, verify: bool, template_options: tuple[str, ...], **options: Any
-) -> None:
+def prepare(output: Path, **options: Any) -> None:
     """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
 
     The corpus appears when it is complete. An interrupted preparation leaves nothing that could be taken for
     one; run the same command again. If the corpus is there already, nothing is done.
     """
-    if verify:
-        context = click.get_current_context()
-        given = [p for p in context.params if context.get_parameter_source(p) is ParameterSource.COMMANDLINE]
-        if others := [f"--{p.replace('_', '-')}" for p in given if p not in ("output", "verify")]:
-            raise CorpusError(f"--verify only reads a corpus; leave out {', '.join(others)}.")
-        _verify(output)
-        return
-    settings = PrepareSettings(template_options=_template_options(template_options), **options)
-    output = output_folder(output)
-    if not overwrite and (corpus := complete_corpus(settings, output)):
+    settings = PrepareSettings(**options)
+    console = Console(stderr=True, highlight=False)
+    there = os.path.exists(output / PREPARATION_FILE)
+    if not there:
+        console.print(f"Preparing {output} from {settings.source}", soft_wrap=True, markup=False)
+    with progress(console) as report:
+        corpus = prepare_corpus(settings, output, report=report)
+    if there:
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
         click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
         return
-    console = Console(stderr=True, highlight=False)
-    console.print(f"Preparing {output} from {settings.source}", soft_wrap=True, markup=False)
-    with progress(console) as report:
-        corpus = prepare_corpus(settings, output, overwrite=overwrite, report=report)
     show_summary(corpus)
     if settings.chat:
         show_sample(corpus)
-
-
-def _verify(output: Path) -> None:
-    begin = time.monotonic()
-    with progress(Console(stderr=True, highlight=False)) as report:
-        corpus = read_through(output, report)
-    counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
-    click.echo(f"{corpus.path} is whole: {counts}, read in {time.monotonic() - begin:.1f} s.")
-
-
-def _template_options(texts: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    """Names and values of `NAME=VALUE`: a value is JSON, or else the text itself."""
-    options: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise CorpusError(f"--template-option {text}: write it as NAME=VALUE.")
-        try:
-            options[name.replace("-", "_")] = json.loads(value)
-        except ValueError:
-            options[name.replace("-", "_")] = value
-    return tuple(options.items())
 
 
 @contextmanager
@@ -159,8 +108,8 @@ def progress(console: Console) -> Iterator[Report]:
 
 
 def show_summary(corpus: Corpus) -> None:
-    manifest = corpus.manifest
-    assert manifest is not None
+    about = corpus.preparation
+    assert about is not None
     lengths = np.asarray(corpus.lengths)
     buckets = length_histogram(lengths)
     most = max(bucket.tokens for bucket in buckets)
@@ -170,7 +119,7 @@ def show_summary(corpus: Corpus) -> None:
                 "length": f"{_short(low)}+",
                 "documents": f"{documents:,}",
                 "tokens": f"{tokens:,}",
-                "share": f"{tokens / manifest.tokens:.1%}",
+                "share": f"{tokens / about.tokens:.1%}",
                 "": "█" * round(BAR_WIDTH * tokens / most),
             }
             for low, documents, tokens in buckets
@@ -180,23 +129,22 @@ def show_summary(corpus: Corpus) -> None:
     lines = {
         "corpus": str(corpus.path),
         "fingerprint": corpus.fingerprint,
-        "documents": f"{manifest.documents:,}",
-        "tokens": f"{manifest.tokens:,}",
+        "documents": f"{about.documents:,}",
+        "tokens": f"{about.tokens:,}",
         "longest": f"{lengths[longest]:,} tokens, {corpus.source(longest)}",
-        "vocabulary": f"{manifest.vocab_size:,} entries; {manifest.end_of_text} ends each document",
-        "left out": f"{manifest.empty_documents:,} empty documents, {manifest.unreadable:,} unreadable ones",
+        "vocabulary": f"{about.vocab_size:,} entries; {about.end_of_text} ends each document",
+        "left out": f"{about.empty_documents:,} empty documents, {about.unreadable:,} unreadable ones",
     }
-    if manifest.masked:
-        learned = manifest.learned_tokens / manifest.tokens
-        lines["learned"] = f"{manifest.learned_tokens:,} tokens, {learned:.1%} of all"
-        lines["too long"] = f"{manifest.cut_documents:,} cut, {manifest.skipped_documents:,} left out"
-        lines["vocabulary"] = f"{manifest.vocab_size:,} entries"
+    if (learned := about.learned_tokens) is not None:
+        lines["learned"] = f"{learned:,} tokens, {learned / about.tokens:.1%} of all"
+        lines["left out"] = f"{about.long_documents:,} conversations that are too long"
+        lines["vocabulary"] = f"{about.vocab_size:,} entries"
     say(*(f"{name:>12}  {value}" for name, value in lines.items()))
-    if manifest.unreadable:
+    if about.unreadable:
         unreadable = corpus.path / UNREADABLE_FILE
         with unreadable.open(encoding="utf-8") as file:
             say(*(f"{'':>14}{line.rstrip()}" for line in islice(file, UNREADABLE_SHOWN)))
-        if manifest.unreadable > UNREADABLE_SHOWN:
+        if about.unreadable > UNREADABLE_SHOWN:
             say(f"{'':>14}... all in {unreadable}")
 
 

@@ -3,7 +3,6 @@ made from a bounded amount of text at a time."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -39,18 +38,12 @@ class CorpusTokenizer:
     """The tokenizer of a folder with `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`."""
 
     def __init__(self, folder: Path) -> None:
-        for name in (TOKENIZER_FILE, CONFIG_FILE):
-            if not (folder / name).is_file():
-                raise CorpusError(
-                    f"The tokenizer folder {folder} has no {name}, which comes with a model on the Hugging "
-                    "Face hub."
-                )
         self.folder = folder
-        self.digest = hashlib.sha256((folder / TOKENIZER_FILE).read_bytes()).digest()
+        file = folder / TOKENIZER_FILE
         try:
-            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+            self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
-            raise CorpusError(f"{folder / TOKENIZER_FILE} is not a tokenizer: {error}") from error
+            raise CorpusError(f"{file} cannot be opened as a tokenizer: {error}") from error
         self.end_of_text = _end_of_text(folder / CONFIG_FILE)
         identifier = self._tokenizer.token_to_id(self.end_of_text)
         if identifier is None:
@@ -72,14 +65,12 @@ class CorpusTokenizer:
 
 def _end_of_text(config: Path) -> str:
     try:
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise CorpusError(f"{config} is damaged: {error}") from error
-    if isinstance(token, dict):
-        token = token.get("content")
-    if not isinstance(token, str):
-        raise CorpusError(f"{config} names no eos_token, which ends every document; add one.")
-    return token
+        token = json.loads(config.read_text(encoding="utf-8"))["eos_token"]
+        return str(token["content"] if isinstance(token, dict) else token)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(
+            f"{config} does not name the eos_token, which ends every document ({error!r})."
+        ) from error
 
 
 def tokenizer_files(folder: Path, template: Path | None = None) -> dict[str, Path]:
@@ -127,16 +118,15 @@ class Document(NamedTuple):
     position: int  # in the given order
     name: str
     tokens: np.ndarray  # int32 (n,)
-    spans: np.ndarray | None = None  # int32, see `SpanMask`; None learns every token
+    learned: np.ndarray | None = None  # int8 (n,), 1 where a token is learned; None learns all
 
 
 @dataclass
 class LeftOut:
-    """Documents that were left out or cut."""
+    """Documents that were left out."""
 
     empty: int = 0  # documents that hold only white space
-    cut: int = 0  # conversations without their end
-    skipped: int = 0  # conversations that were too long
+    long: int = 0  # conversations that were too long
     unreadable: list[str] = field(default_factory=list)  # names and reasons
 
 
