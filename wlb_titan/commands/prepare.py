@@ -2,8 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 from tokenizers import Tokenizer
 
@@ -25,7 +22,7 @@ from wlb_titan.corpus.tokenizer import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
 BAR_WIDTH = 24
 UNREADABLE_SHOWN = 5
 SAMPLE_TOKENS = 400
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 5.0
 MOST_VOCAB_SIZE = 1 << 22
 
 
@@ -76,8 +73,7 @@ def prepare(output: Path, **options: Any) -> None:
     there = os.path.exists(output / PREPARATION_FILE)
     if not there:
         console.print(f"Preparing {output} from {settings.source}", soft_wrap=True, markup=False)
-    with progress(console) as report:
-        corpus = prepare_corpus(settings, output, report=report)
+    corpus = prepare_corpus(settings, output, report=progress(console))
     if there:
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
         click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
@@ -87,24 +83,19 @@ def prepare(output: Path, **options: Any) -> None:
         show_sample(corpus)
 
 
-@contextmanager
-def progress(console: Console) -> Iterator[Report]:
-    """Shows the progress that it is told: a bar on a terminal, lines now and then in a log file."""
-    last, columns = time.monotonic(), (*Progress.get_default_columns(), MofNCompleteColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+def progress(console: Console) -> Report:
+    """Prints what it is told, every few seconds."""
+    last = time.monotonic()
 
-        def report(what: str, done: int, total: int) -> None:
-            nonlocal last
-            if total == 0:
-                console.print(f"{what} ...", soft_wrap=True, markup=False)
-            elif console.is_terminal:
-                task = bar.task_ids[0] if bar.task_ids else bar.add_task(what, total=total)
-                bar.update(task, completed=done)
-            elif time.monotonic() - last >= SECONDS_BETWEEN_LINES or done == total:
-                last = time.monotonic()
-                console.print(f"{what}: {done:,} of {total:,}", soft_wrap=True, markup=False)
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if total == 0:
+            console.print(f"{what} ...", soft_wrap=True, markup=False)
+        elif time.monotonic() - last >= SECONDS_BETWEEN_LINES or done == total:
+            last = time.monotonic()
+            console.print(f"{what}: {done:,} of {total:,}", soft_wrap=True, markup=False)
 
-        yield report
+    return report
 
 
 def show_summary(corpus: Corpus) -> None:

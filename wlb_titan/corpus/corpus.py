@@ -45,7 +45,7 @@ class Preparation:
     unreadable: int = 0  # files or records that could not be read; unreadable.txt gives each with the reason
     vocab_size: int  # rows that an embedding table needs: the largest id, plus one
     end_of_text: str  # the token that ends every document
-    settings: dict[str, Any]  # with absolute paths: `PrepareSettings.resolved`
+    settings: dict[str, Any]  # `PrepareSettings`
 
     def save(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -67,17 +66,6 @@ class PrepareSettings:
     def template_file(self) -> Path | None:
         return Path(self.chat_template) if self.chat_template else None
 
-    def resolved(self) -> dict[str, Any]:
-        """The settings in effect, with absolute paths; equal if they make the same corpus."""
-        values = dataclasses.asdict(self)
-        values["source"] = self.spec.absolute()
-        if self.tokenizer is None:
-            values["vocab_size"] = self.vocab_size or DEFAULT_VOCAB_SIZE
-        for name in ("tokenizer", "chat_template"):
-            if values[name] is not None:
-                values[name] = str(Path(values[name]).absolute())
-        return values
-
 
 def prepare_corpus(
     settings: PrepareSettings, output: str | Path, *, report: Report = lambda what, done, total: None
@@ -108,11 +96,11 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
         )
     corpus = Corpus.open(output)
     assert corpus.preparation is not None
-    wanted, found = settings.resolved(), corpus.preparation.settings
+    wanted, found = dataclasses.asdict(settings), corpus.preparation.settings
     differences = [
-        f"{name} is {found.get(name)!r} there, and {wanted.get(name)!r} was asked for"
-        for name in {**wanted, **found}
-        if found.get(name) != wanted.get(name)
+        f"{name} is {found.get(name)!r} there, and {value!r} was asked for"
+        for name, value in wanted.items()
+        if found.get(name) != value
     ]
     differences += _changed_tokenizer(settings, output / TOKENIZER_FOLDER)
     if differences:
@@ -177,7 +165,7 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
         unreadable=len(unreadable),
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
-        settings=settings.resolved(),
+        settings=dataclasses.asdict(settings),
     ).save(folder)
 
 

@@ -53,17 +53,6 @@ class SourceSpec:
         advice = f" For this file write {ending}:{text}." if ending in ("jsonl", "parquet") else ""
         raise CorpusError(f"{text!r} is not a source of documents; the sources are {SOURCES}.{advice}")
 
-    def absolute(self) -> str:
-        """The description, with an absolute path."""
-        if self.kind == "python-source":
-            return self.kind
-        if self.kind == "text":
-            return f"text:{Path(self.location).absolute()}"
-        if self.kind == "hf":
-            config = f",{self.config}" if self.config else ""
-            return f"hf:{self.location}{config}@{self.split}#{self.field}"
-        return f"{self.kind}:{Path(self.location).absolute()}#{self.field}"
-
 
 class Source(Protocol):
     """Documents, numbered from 0 in an order that depends only on their names or places."""

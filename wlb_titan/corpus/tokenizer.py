@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -32,6 +32,8 @@ TRAINING_CHARACTERS = 8_000_000  # for the BPE: enough for some ten thousand ent
 TRAINING_DOCUMENTS = 64  # that share this text at least, however long the first ones are
 PIECE_CHARACTERS = 1_000_000  # longer texts are tokenized in pieces, so that all cores work on one text
 BATCH_CHARACTERS = 2_000_000  # tokenized at a time, with about 40 bytes of memory per character
+
+Item = TypeVar("Item")
 
 
 class CorpusTokenizer:
@@ -144,14 +146,15 @@ def tokenized(
     Batches cross documents, so that many short ones or one of a hundred megabytes keep all cores busy.
     """
     end = np.array([tokenizer.end_of_text_id], dtype=np.int32)
-    batches = _batches(_pieces(source, order, left_out, piece_characters), batch_characters)
+    pieces = _pieces(source, order, left_out, piece_characters)
+    batches = batched(pieces, lambda piece: len(piece[1]), batch_characters)
     arrays = (
         (position, tokens)
         for batch in batches
         for (position, _), tokens in zip(batch, tokenizer.encode([text for _, text in batch]), strict=True)
     )
-    for position, pieces in groupby(arrays, key=itemgetter(0)):
-        tokens = np.concatenate([*(tokens for _, tokens in pieces), end])
+    for position, parts in groupby(arrays, key=itemgetter(0)):
+        tokens = np.concatenate([*(tokens for _, tokens in parts), end])
         yield Document(position, source.name(order[position]), tokens)
 
 
@@ -168,15 +171,16 @@ def _pieces(source: Source, order: Ints, left_out: LeftOut, size: int) -> Iterat
             yield from ((position, piece) for piece in split_at_lines(text, size))
 
 
-def _batches(pieces: Iterator[tuple[int, str]], size: int) -> Iterator[list[tuple[int, str]]]:
-    batch: list[tuple[int, str]] = []
-    characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece[1])
-        if characters >= size:
+def batched(items: Iterable[Item], size: Callable[[Item], int], enough: int) -> Iterator[list[Item]]:
+    """Runs of items whose sizes add up to `enough` or, by the last of them, more."""
+    batch: list[Item] = []
+    filled = 0
+    for item in items:
+        batch.append(item)
+        filled += size(item)
+        if filled >= enough:
             yield batch
-            batch, characters = [], 0
+            batch, filled = [], 0
     if batch:
         yield batch
 

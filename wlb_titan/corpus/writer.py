@@ -22,7 +22,7 @@ from wlb_titan.arrays import Ints
 from wlb_titan.corpus.corpus import TOKENIZER_FOLDER, Corpus, Preparation, partial_folder
 from wlb_titan.corpus.formats import fingerprint_of
 from wlb_titan.corpus.shards import MASK, SOURCE, TOKENS
-from wlb_titan.corpus.tokenizer import MIN_VOCAB_SIZE, CorpusTokenizer, Document, train_tokenizer
+from wlb_titan.corpus.tokenizer import MIN_VOCAB_SIZE, CorpusTokenizer, Document, batched, train_tokenizer
 from wlb_titan.errors import CorpusError
 
 DOCUMENTS_FILE = "data-00000-of-00001.arrow"  # as `datasets` calls a file that is alone
@@ -73,7 +73,7 @@ def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool
     file = folder / DOCUMENTS_FILE
     # Batches are bounded by their tokens, so not by their rows.
     with ArrowWriter(features=features, path=str(file), writer_batch_size=BATCH_TOKENS) as writer:
-        for batch in _batches(documents):
+        for batch in batched(documents, lambda document: len(document.tokens), BATCH_TOKENS):
             values = {
                 TOKENS: [document.tokens for document in batch],
                 MASK: [document.learned for document in batch],
@@ -97,18 +97,6 @@ def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool
     }
     (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     return Written(count, tokens, learned if masked else None)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, tokens = [], 0
-    for document in documents:
-        batch.append(document)
-        tokens += len(document.tokens)
-        if tokens >= BATCH_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-    if batch:
-        yield batch
 
 
 def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
