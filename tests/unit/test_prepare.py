@@ -212,9 +212,6 @@ def test_a_folder_that_appeared_meanwhile_is_kept(tmp_path):
 
 
 def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_path):
-    texts = shutil.copytree(texts, tmp_path / "texts")
-    for number in range(8):
-        (texts / f"{number}.gif").write_bytes(b"\xff")
     arguments = (tmp_path / "corpus", "--source", f"text:{texts}", "--vocab-size", 300)
     result = run(*arguments)
     assert result.exit_code == 0, result.output
@@ -222,9 +219,8 @@ def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_pa
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert f"fingerprint {corpus.fingerprint}" in lines
     assert f"tokens {corpus.preparation.tokens:,}" in lines
-    assert "left out 1 empty documents, 9 unreadable ones" in lines
-    assert result.stdout.count(".gif: not UTF-8: invalid start byte at byte 0") == 5, "the first ones"
-    assert f"... all in {corpus.path}/unreadable.txt" in lines
+    assert "left out 1 empty documents, 1 unreadable ones" in lines
+    assert f"why {corpus.path}/unreadable.txt" in lines
     assert any("█" in line for line in lines)
 
     result = run(*arguments)

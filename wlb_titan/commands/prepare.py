@@ -2,10 +2,10 @@
 
 import os
 import time
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -20,7 +20,6 @@ from wlb_titan.corpus.sources import SOURCES
 from wlb_titan.corpus.tokenizer import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
 
 BAR_WIDTH = 24
-UNREADABLE_SHOWN = 5
 SAMPLE_TOKENS = 400
 SECONDS_BETWEEN_LINES = 5.0
 MOST_VOCAB_SIZE = 1 << 22
@@ -102,20 +101,7 @@ def show_summary(corpus: Corpus) -> None:
     about = corpus.preparation
     assert about is not None
     lengths = np.asarray(corpus.lengths)
-    buckets = length_histogram(lengths)
-    most = max(bucket.tokens for bucket in buckets)
-    show_table(
-        [
-            {
-                "length": f"{_short(low)}+",
-                "documents": f"{documents:,}",
-                "tokens": f"{tokens:,}",
-                "share": f"{tokens / about.tokens:.1%}",
-                "": "█" * round(BAR_WIDTH * tokens / most),
-            }
-            for low, documents, tokens in buckets
-        ]
-    )
+    show_table(length_rows(lengths))
     longest = int(lengths.argmax())
     lines = {
         "corpus": str(corpus.path),
@@ -130,35 +116,27 @@ def show_summary(corpus: Corpus) -> None:
         lines["learned"] = f"{learned:,} tokens, {learned / about.tokens:.1%} of all"
         lines["left out"] = f"{about.long_documents:,} conversations that are too long"
         lines["vocabulary"] = f"{about.vocab_size:,} entries"
-    say(*(f"{name:>12}  {value}" for name, value in lines.items()))
     if about.unreadable:
-        unreadable = corpus.path / UNREADABLE_FILE
-        with unreadable.open(encoding="utf-8") as file:
-            say(*(f"{'':>14}{line.rstrip()}" for line in islice(file, UNREADABLE_SHOWN)))
-        if about.unreadable > UNREADABLE_SHOWN:
-            say(f"{'':>14}... all in {unreadable}")
+        lines["why"] = str(corpus.path / UNREADABLE_FILE)
+    say(*(f"{name:>12}  {value}" for name, value in lines.items()))
 
 
-class Bucket(NamedTuple):
-    """The documents with `low` to `2 * low - 1` tokens."""
-
-    low: int
-    documents: int
-    tokens: int
-
-
-def length_histogram(lengths: np.ndarray) -> list[Bucket]:
-    """Buckets from the shortest document's to the longest's, also empty ones; no length may be 0.
-
-    >>> [tuple(bucket) for bucket in length_histogram(np.array([1, 4, 7, 5]))]
-    [(1, 1, 1), (2, 0, 0), (4, 3, 16)]
-    """
-    exponents = np.frexp(lengths)[1] - 1  # floor(log2), exact below 2^53
-    buckets = []
-    for exponent in range(exponents.min(), exponents.max() + 1):
-        inside = exponents == exponent
-        buckets.append(Bucket(1 << exponent, int(inside.sum()), int(lengths[inside].sum())))
-    return buckets
+def length_rows(lengths: np.ndarray) -> list[dict[str, str]]:
+    """A row for each power of two from the shortest document's to the longest's; no length may be 0."""
+    powers = np.frexp(lengths)[1] - 1  # floor(log2), exact below 2^53
+    least = int(powers.min())
+    documents, tokens = np.bincount(powers - least), np.bincount(powers - least, lengths)
+    bars = np.round(BAR_WIDTH * tokens / tokens.max()).astype(int)
+    return [
+        {
+            "length": f"{1 << least + place:,}+",
+            "documents": f"{documents[place]:,}",
+            "tokens": f"{tokens[place]:,.0f}",
+            "share": f"{tokens[place] / tokens.sum():.1%}",
+            "": "█" * bars[place],
+        }
+        for place in range(len(documents))
+    ]
 
 
 def show_sample(corpus: Corpus) -> None:
@@ -173,12 +151,3 @@ def show_sample(corpus: Corpus) -> None:
         marked = piece if console.is_terminal or not on else f"[{piece}]"
         text.append(marked, style="bold green" if on else "dim")
     console.print(text, soft_wrap=True)
-
-
-def _short(power_of_two: int) -> str:
-    """512 -> 512, 1024 -> 1K, 4194304 -> 4M."""
-    for unit in ("", "K", "M"):
-        if power_of_two < 1024:
-            return f"{power_of_two}{unit}"
-        power_of_two //= 1024
-    return f"{power_of_two}G"
