@@ -108,16 +108,6 @@ def test_max_tokens_takes_the_first_documents_of_the_same_order(settings, made, 
     assert content(part) == content(made)[:10]
 
 
-def test_progress_is_reported_up_to_the_end(settings, tmp_path):
-    reports = []
-    prepare_corpus(settings, tmp_path / "corpus", report=lambda *report: reports.append(report))
-    before = [what for what, _, total in reports if not total]
-    assert before == ["Finding documents", "Preparing the tokenizer"]
-    done = [done for _, done, total in reports if total == len(FILES) + 2]
-    assert len(set(done)) == len(FILES)
-    assert done == sorted(done)
-
-
 def test_a_source_without_text(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a").write_text("\n\n")
