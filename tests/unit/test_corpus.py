@@ -230,7 +230,7 @@ def test_a_dataset_of_many_batches_that_was_selected_from(tmp_path):
 def test_a_dataset_of_splits_names_them(tmp_path):
     dataset = datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "d")
-    with pytest.raises(CorpusError, match=f"name the folder of one of them: {tmp_path / 'd' / 'train'}, "):
+    with pytest.raises(CorpusError, match=f"name the folder of one, such as {tmp_path / 'd' / 'train'}"):
         Corpus.open(tmp_path / "d")
     assert content(Corpus.open(tmp_path / "d" / "test")) == DOCUMENTS
 
@@ -371,7 +371,6 @@ TYPE_7 = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 7, 1, 1)
         ("d", {f"d/{DATA}": b"no arrow file"}, "arrow cannot be read"),
         ("d", {"d/state.json": b"{}"}, r"state\.json is damaged"),
         ("d", {"d/state.json": None}, r"Megatron \(\.idx and \.bin\) or datatrove \(\.ds\)"),
-        ("d", {"d/dataset_dict.json": b'{"splits": 3}'}, r"dataset_dict\.json is damaged"),
         ("p", {f"p/{DATA}": 900}, "arrow cannot be read"),
         ("p", {"p/corpus.json": b'{"documents": 3}'}, r"damaged: corpus\.json cannot be read"),
         ("p", {"p/tokenizer/tokenizer.json": None}, r"There is no .*tokenizer\.json"),

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from wlb_titan.corpus.masks import LabelMask
 from wlb_titan.corpus.shards import MASK, ArrowShard, DatatroveShard, MegatronShard, Shard
@@ -40,13 +40,10 @@ def open_shards(path: Path, column: str, mask: str) -> Opened | None:
     `mask` is the prefix of a second pair of files (or a folder of pairs) with 0 or 1 for each token. "auto"
     takes any mask that is found, "none" takes no mask.
     """
-    splits, state = path / "dataset_dict.json", path / "state.json"
-    if splits.is_file():
-        named = ", ".join(_read_json(splits, lambda found: [str(path / split) for split in found["splits"]]))
-        raise CorpusError(f"{path} holds several splits; name the folder of one of them: {named}.")
-    if state.is_file():
-        names = _read_json(state, lambda found: [entry["filename"] for entry in found["_data_files"]])
-        return _dataset(path, [path / name for name in names], column, mask)
+    if (path / "dataset_dict.json").is_file():
+        raise CorpusError(f"{path} holds several splits; name the folder of one, such as {path / 'train'}.")
+    if (path / "state.json").is_file():
+        return _dataset(path, column, mask)
     if path.suffix == ".ds" and path.is_file():
         return _datatrove([path], mask)
     if path.is_dir() and (files := sorted(path.glob("*.ds"))):
@@ -56,15 +53,21 @@ def open_shards(path: Path, column: str, mask: str) -> Opened | None:
     return None
 
 
-def _dataset(folder: Path, files: Sequence[Path], column: str, mask: str) -> Opened:
+def _dataset(folder: Path, column: str, mask: str) -> Opened:
+    state = folder / "state.json"
+    try:
+        named = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+        files = [folder / entry["filename"] for entry in named]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(f"{state} is damaged ({error!r}); save the dataset again.") from error
     shards = [ArrowShard(file, column) for file in files]
-    named = _mask_column(folder, shards[0].columns, mask)
-    if not named:
+    masking = _mask_column(folder, shards[0].columns, mask)
+    if not masking:
         return Opened(shards, files, column)
     for shard in shards:
-        values, name = ArrowShard(shard.path, named), f"{named!r} of {shard.path}"
-        shard.mask = LabelMask(values, shard, labels=named.endswith("labels"), name=name)
-    return Opened(shards, files, f"{column} {named}")
+        values, name = ArrowShard(shard.path, masking), f"{masking!r} of {shard.path}"
+        shard.mask = LabelMask(values, shard, labels=masking.endswith("labels"), name=name)
+    return Opened(shards, files, f"{column} {masking}")
 
 
 def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
@@ -122,13 +125,6 @@ def _prefixes(path: Path) -> list[Path]:
     if Path(f"{prefix}.idx").is_file():
         return [prefix]
     return [file.with_suffix("") for file in sorted(path.glob("*.idx"))]
-
-
-def _read_json(file: Path, names: Callable[[Any], list[str]]) -> list[str]:
-    try:
-        return names(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorpusError(f"{file} is damaged ({error!r}); save the dataset again.") from error
 
 
 def fingerprint_of(files: Sequence[Path], read_as: str = "") -> str:
