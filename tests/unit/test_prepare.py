@@ -147,9 +147,9 @@ def test_a_tokenizer_that_was_edited_is_another_setting(made, texts, tmp_path):
 @pytest.mark.parametrize(
     ("there", "refusal"),
     [
-        ("corpus/notes.txt", "is there already, and not made by"),
-        ("corpus/documents.arrow", "is there already, and not made by"),
-        ("corpus", "is there already, and not made by"),
+        ("corpus/notes.txt", "is there already, and no corpus"),
+        ("corpus/documents.arrow", "is there already, and no corpus"),
+        ("corpus", "is there already, and no corpus"),
         (".corpus.partial", "cannot be written: "),
     ],
 )

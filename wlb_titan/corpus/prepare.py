@@ -92,7 +92,8 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
         return None
     if not (output / PREPARATION_FILE).is_file():
         raise CorpusError(
-            f"{output} is there already, and not made by this `wlb-titan prepare`; name another folder."
+            f"{output} is there already, and no corpus of this `wlb-titan prepare`. Name another folder, "
+            "or delete it if it is a corpus of an earlier version."
         )
     corpus = Corpus.open(output)
     assert corpus.preparation is not None
