@@ -88,7 +88,7 @@ def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool
     datasets.DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {
         "_data_files": [{"filename": DOCUMENTS_FILE}],
-        "_fingerprint": fingerprint_of([folder / DOCUMENTS_FILE]),
+        "_fingerprint": fingerprint_of([file]),
         "_format_columns": None,
         "_format_kwargs": {},
         "_format_type": None,
