@@ -165,14 +165,7 @@ class Corpus:
     def tokens(self, row: int, start: int = 0, length: int | None = None) -> Tokens:
         """A read-only view of document `row` from token `start` on: `length` tokens, or all."""
         shard, place = self._place(row)
-        begin, end = (int(bound[0]) for bound in shard.bounds(np.array([place])))
-        if length is None:
-            length = end - begin - start
-        if start < 0 or length < 0 or begin + start + length > end:
-            raise IndexError(
-                f"tokens {start}:{start + length} of document {row}, which has {end - begin} tokens"
-            )
-        return shard.values[begin + start : begin + start + length]
+        return shard.read(place, start, length)
 
     @property
     def masked(self) -> bool:

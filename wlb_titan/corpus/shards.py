@@ -57,10 +57,15 @@ class Shard:
         begins, ends = self.bounds(rows)
         return ends - begins
 
-    def read(self, row: int, start: int, length: int) -> Tokens:
-        """(length,), a view of the file."""
-        begin = int(self.bounds(np.array([row]))[0][0]) + start
-        return self.values[begin : begin + length]
+    def read(self, row: int, start: int, length: int | None = None) -> Tokens:
+        """A read-only view of a document from token `start` on: `length` tokens, or all."""
+        begin, end = (int(bound[0]) for bound in self.bounds(np.array([row])))
+        if length is None:
+            length = end - begin - start
+        if start < 0 or length < 0 or begin + start + length > end:
+            tokens = f"tokens {start}:{start + length} of {self.source(row)}"
+            raise IndexError(f"{tokens}, which has {end - begin} tokens")
+        return self.values[begin + start : begin + start + length]
 
     def source(self, row: int) -> str:
         """Where the document came from, if the file tells."""
