@@ -63,7 +63,7 @@ LAST = 3  # validations that make a run's result
 
 def make_corpus(folder: Path, window: int) -> None:
     """Writes the corpus and, beside it, that of the held-out documents."""
-    if (folder / "corpus" / "manifest.json").is_file():
+    if (folder / "corpus" / "corpus.json").is_file():
         return
     rng = np.random.default_rng(0)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))

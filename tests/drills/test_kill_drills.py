@@ -11,6 +11,8 @@ import signal
 import pytest
 from drill_ground import copy_of
 
+from wlb_titan.corpus.writer import DOCUMENTS_FILE
+
 
 def test_an_error_of_any_rank_is_printed_by_it_and_ends_all(ground):
     job = ground.run("no-corpus", rank1={"words": ["--wlb.corpus.path", "/nowhere"]})
@@ -80,10 +82,10 @@ def test_token_ids_that_cannot_be_are_named(ground):
     """In the middle of the documents' file, where tokens are."""
     damaged = ground.folder / "damaged-corpus"
     shutil.copytree(ground.corpus, damaged)
-    content = bytearray((damaged / "documents.arrow").read_bytes())
+    content = bytearray((damaged / DOCUMENTS_FILE).read_bytes())
     third = len(content) // 3
     content[third : 2 * third] = b"\x7f" * third
-    (damaged / "documents.arrow").write_bytes(content)
+    (damaged / DOCUMENTS_FILE).write_bytes(content)
     job = ground.run("damaged", "--wlb.corpus.path", str(damaged))
     assert 2 in job.codes and "has the token id 2139062143" in job.log() and str(damaged) in job.log()
     assert "Traceback" not in job.log()

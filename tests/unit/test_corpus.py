@@ -1,15 +1,11 @@
-"""Reading a corpus: slices, bounds, threads, and what is said about a folder that is no corpus."""
+"""Reading a corpus, whichever tool wrote it: `wlb-titan prepare`, `datasets`, Megatron, datatrove."""
 
-import hashlib
-import json
 import shutil
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -18,91 +14,112 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.corpus import Corpus, CorpusError, Manifest
-from wlb_titan.corpus.corpus import verify
-from wlb_titan.corpus.folder import _hash
-from wlb_titan.corpus.shards import SPANS, TOKENS
-from wlb_titan.corpus.writer import DocumentWriter, write_manifest
+from wlb_titan.corpus import Corpus, CorpusError, writer
+from wlb_titan.corpus.corpus import Preparation
+from wlb_titan.corpus.shards import Lengths
+from wlb_titan.corpus.tokenizer import Document, train_tokenizer
 from wlb_titan.errors import UserError
 
-DIGEST = hashlib.sha256(b"{}").digest()
-END = SimpleNamespace(digest=DIGEST, vocab_size=1000, end_of_text="<|fin…|>", end_of_text_id=0)
+pytestmark = pytest.mark.slow
+
+DOCUMENTS = [[5, 6, 7], [8], [], [9] * 40, [1, 2], [300] * 7, []]
+MASKS = [[0, 1, 1], [1], [], [1, 0] * 20, [1, 1], [0] * 7, []]
+LABELS = [
+    [token if on else -100 for token, on in zip(tokens, mask, strict=True)]
+    for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)
+]
+DATA = "data-00000-of-00001.arrow"
 
 
-def make_corpus(
-    folder: Path, documents: list[list[int]], batch_tokens: int = 16, spans: list[list[int]] | None = None
-) -> Path:
-    """A corpus of given token ids. Its tokenizer is never loaded, so any bytes do."""
+def write_prepared(folder: Path, documents, masks=None) -> Path:
+    """As `wlb-titan prepare` does. The tokenizer is never loaded, so any bytes do."""
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    masked = spans is not None
-    with DocumentWriter(folder / "documents.arrow", masked=masked, batch_tokens=batch_tokens) as writer:
-        for number, tokens in enumerate(documents):
-            learned = np.array(spans[number], dtype=np.int32) if masked else None
-            writer.add(f"document {number}", np.array(tokens, dtype=np.int32), learned)
-    write_manifest(folder, writer, END, {"source": "made by a test"}, empty_documents=0, unreadable=0)
+    learned = [None] * len(documents) if masks is None else [np.array(mask, np.int8) for mask in masks]
+    rows = [
+        Document(number, f"document {number}", np.array(tokens, np.int32), mask)
+        for number, (tokens, mask) in enumerate(zip(documents, learned, strict=True))
+    ]
+    written = writer.write_documents(folder, rows, masked=masks is not None)
+    facts = {"vocab_size": 1000, "end_of_text": "<|fin…|>", "settings": {}}
+    Preparation(
+        documents=written.documents, tokens=written.tokens, learned_tokens=written.learned, **facts
+    ).save(folder)
     return folder
 
 
-DOCUMENTS = [[5, 6, 7, 0], [8, 0], [0], [9] * 40 + [0], [1, 2, 0]]
+def write_megatron(prefix: Path, documents, dtype=np.int32, *, ends=True) -> Path:
+    """PREFIX.bin and PREFIX.idx of documents: lists of tokens, lists of sequences, or None for none."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of extensions that are not installed
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    file = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        whole = document == [] or (document and isinstance(document[0], int))
+        for sequence in [document] if whole else document or []:
+            file.add_item(torch.tensor(sequence, dtype=torch.int64))
+        if ends:
+            file.end_document()
+    file.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def write_datatrove(path: Path, documents, token_size=2) -> Path:
+    from datatrove.pipeline.tokens.tokenizer import TokenizedFile
+
+    path.parent.mkdir(exist_ok=True)
+    file = TokenizedFile(str(path.parent), path.name, token_size=token_size)
+    for document in documents:
+        file.write(document, None)
+    file.close()
+    return path
+
+
+def save_dataset(path: Path, **columns) -> Path:
+    datasets.Dataset.from_dict({"input_ids": DOCUMENTS, **columns}).save_to_disk(path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """A corpus that nobody writes to."""
-    return make_corpus(tmp_path_factory.mktemp("whole") / "corpus", DOCUMENTS)
-
-
-@pytest.fixture
-def corpus_folder(whole, tmp_path) -> Path:
-    return shutil.copytree(whole, tmp_path / "corpus")
+def forms(tmp_path_factory) -> Path:
+    """DOCUMENTS in four forms, to be read only: `m` of Megatron's, `t.ds` of datatrove's, `d` of Hugging
+    Face's, `p` of our own."""
+    folder = tmp_path_factory.mktemp("forms") / "forms"
+    write_datatrove(folder / "t.ds", DOCUMENTS)
+    write_megatron(folder / "m", DOCUMENTS)
+    save_dataset(folder / "d")
+    write_prepared(folder / "p", DOCUMENTS)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def masked_folder(tmp_path_factory) -> Path:
-    spans = [[1, 3], [], [0, 1], [3, 20, 30, 41], [0, 3]]
-    return make_corpus(tmp_path_factory.mktemp("masked") / "corpus", DOCUMENTS, spans=spans)
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
+    train_tokenizer(["some words to train on"], 300, folder)
+    return folder
 
 
-@settings(max_examples=50)
-@given(
-    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=9), data=st.data()
-)
-def test_spans_are_the_mask(tmp_path_factory, masks, data):
-    """Of any piece, read and counted; the oracle is the mask itself."""
-    spans = [np.flatnonzero(np.diff([0, *mask, 0])).tolist() for mask in masks]
-    folder = make_corpus(tmp_path_factory.mktemp("spans") / "c", masks, spans=spans)
-    corpus = Corpus.open(folder)
-    assert corpus.manifest.learned_tokens == sum(map(sum, masks))
-    rows = data.draw(st.lists(st.integers(0, len(masks) - 1), max_size=9))
-    pieces = [sorted(data.draw(st.tuples(*[st.integers(0, len(masks[row]))] * 2))) for row in rows]
-    expected = [masks[row][start:stop] for row, (start, stop) in zip(rows, pieces, strict=True)]
-    counted = corpus.count_learned(
-        np.array(rows, dtype=np.int64),
-        np.array([start for start, _ in pieces], dtype=np.int64),
-        np.array([stop for _, stop in pieces], dtype=np.int64),
-    )
-    assert counted.tolist() == [sum(mask) for mask in expected]
-    for row, (start, stop), mask in zip(rows, pieces, expected, strict=True):
-        assert corpus.learned(row, start, stop - start).tolist() == mask
-    unmasked = Corpus.open(folder, mask="none")
-    assert all(unmasked.learned(0, 0, len(masks[0]))) and not unmasked.masked
-    assert unmasked.fingerprint != corpus.fingerprint == corpus.manifest.fingerprint
-    with pytest.raises(CorpusError, match="knows itself what is learned"):
-        Corpus.open(folder, mask="labels")
+def content(corpus):
+    return [corpus.tokens(row).tolist() for row in range(len(corpus))]
 
 
-token_ids = st.integers(min_value=0, max_value=2**31 - 1)
+# Tokens and lengths, whoever wrote them.
 
 
 @settings(max_examples=60)
 @given(
-    documents=st.lists(st.lists(token_ids, min_size=1, max_size=30), min_size=1, max_size=20),
+    documents=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=30), min_size=1, max_size=20).filter(any),
     batch_tokens=st.integers(1, 100),
     data=st.data(),
 )
 def test_slices_are_those_of_the_documents_written(tmp_path_factory, documents, batch_tokens, data):
-    corpus = Corpus.open(make_corpus(tmp_path_factory.mktemp("c") / "corpus", documents, batch_tokens))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(writer, "BATCH_TOKENS", batch_tokens)
+        folder = write_prepared(tmp_path_factory.mktemp("c") / "corpus", documents)
+    assert datasets.load_from_disk(folder)["input_ids"][:] == documents
+    corpus = Corpus.open(folder)
     assert np.asarray(corpus.lengths).tolist() == [len(tokens) for tokens in documents]
     assert corpus.lengths.dtype == np.int64
     for row, expected in enumerate(documents):
@@ -114,8 +131,9 @@ def test_slices_are_those_of_the_documents_written(tmp_path_factory, documents, 
         assert found.dtype == np.int32
 
 
-def test_slices_are_views_that_outlive_the_corpus_and_cannot_be_written(whole):
-    corpus = Corpus.open(whole)
+@pytest.mark.parametrize("name", ["m", "t.ds", "d", "p"])
+def test_slices_are_views_that_outlive_the_corpus_and_cannot_be_written(forms, name):
+    corpus = Corpus.open(forms / name)
     document, part = corpus.tokens(3), corpus.tokens(3, 10, 5)
     assert np.shares_memory(document, part)
     with pytest.raises(ValueError, match="read-only"):
@@ -125,36 +143,179 @@ def test_slices_are_views_that_outlive_the_corpus_and_cannot_be_written(whole):
 
 
 @pytest.mark.parametrize(
-    ("row", "start", "length"),
-    [(5, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, 5), (0, 4, 1), (0, 5, None), (0, 0, -1)],
+    ("row", "start", "length"), [(7, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, 4), (0, 3, 1), (0, 4, None)]
 )
-def test_slices_outside_a_document_are_refused(whole, row, start, length):
+def test_slices_outside_a_document_are_refused(forms, row, start, length):
     with pytest.raises(IndexError):
-        Corpus.open(whole).tokens(row, start, length)
+        Corpus.open(forms / "p").tokens(row, start, length)
 
 
-def test_threads_read_at_the_same_time(tmp_path):
-    documents = [[row] * (row % 37 + 1) for row in range(500)]
-    corpus = Corpus.open(make_corpus(tmp_path / "corpus", documents, batch_tokens=64))
-    rows = [row for _ in range(10) for row in range(500)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda row: corpus.tokens(row).tolist(), rows))
-    assert found == [documents[row] for row in rows]
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+@pytest.mark.parametrize("sentences", [False, True], ids=["documents", "sentences"])
+def test_megatrons_builder(tmp_path, dtype, sentences):
+    documents = [d for d in DOCUMENTS if d or not sentences]
+    written = [[[token] for token in d] for d in documents] if sentences else documents
+    prefix = write_megatron(tmp_path / "code_text_document", written, dtype)
+    for path in (prefix, f"{prefix}.bin", f"{prefix}.idx", tmp_path):
+        corpus = Corpus.open(path)
+        assert content(corpus) == documents
+        assert corpus.tokens(0).dtype == dtype
+        assert np.asarray(corpus.lengths).tolist() == [len(d) for d in documents]
+        assert corpus.lengths.sum() == sum(len(d) for d in documents)
+    assert corpus.source(1) == "code_text_document.bin[1]"
 
 
-def test_what_a_corpus_tells_about_itself(whole):
-    corpus = Corpus.open(whole)
-    assert len(corpus) == 5
-    assert corpus.fingerprint == Manifest.load(whole).fingerprint == corpus.manifest.fingerprint
-    assert corpus.manifest.end_of_text == "<|fin…|>"
-    assert corpus.tokenizer_path == whole / "tokenizer"
+def test_megatron_documents_of_one_sequence_each_and_others(tmp_path):
+    """Without ends of documents each sequence is one, as for Megatron's own GPTDataset; and there may be
+    as many documents as sequences, and yet not one each."""
+    write_megatron(tmp_path / "no_ends", DOCUMENTS[:2], ends=False)
+    assert content(Corpus.open(tmp_path / "no_ends")) == DOCUMENTS[:2]
+    write_megatron(tmp_path / "two_none_one", [[[5, 6], [7]], None, [[8]]])
+    assert content(Corpus.open(tmp_path / "two_none_one")) == [[5, 6, 7], [], [8]]
+
+
+@pytest.mark.parametrize("token_size", [2, 4])
+def test_datatroves_tokenized_files(tmp_path, token_size):
+    write_datatrove(tmp_path / "00001_x.ds", DOCUMENTS[3:], token_size)
+    write_datatrove(tmp_path / "00000_x.ds", DOCUMENTS[:3], token_size)
+    corpus = Corpus.open(tmp_path)
+    assert content(corpus) == DOCUMENTS
+    assert corpus.tokens(0).dtype.itemsize == token_size
+    assert content(Corpus.open(tmp_path / "00001_x.ds")) == DOCUMENTS[3:]
+    assert corpus.source(4) == "00001_x.ds[1]"
+
+
+def test_datatroves_pipeline(tmp_path, tokenizer):
+    """Documents through datatrove's own tokenizer and executor, shuffled in each of its files."""
+    from datatrove.data import Document
+    from datatrove.executor.local import LocalPipelineExecutor
+    from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer
+    from tokenizers import Tokenizer
+
+    texts = {f"some words {'to train ' * number}on" for number in range(30)}
+    file = str(tokenizer / "tokenizer.json")
+    step = DocumentTokenizer(str(tmp_path / "tokens"), file, eos_token="<|endoftext|>", seed=1)
+    documents = [Document(text=text, id=text) for text in texts]
+    LocalPipelineExecutor([documents, step], logging_dir=str(tmp_path / "log"), skip_completed=False).run()
+    corpus = Corpus.open(tmp_path / "tokens", tokenizer=str(tokenizer))
+    decode = Tokenizer.from_file(file).decode
+    assert {decode(tokens[:-1]) for tokens in content(corpus)} == texts
+    assert corpus.tokenizer_path == tokenizer
+    corpus.check_sample(corpus.tokenizer.vocab_size)
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64", "uint16"])
+@pytest.mark.parametrize("large", [False, True])
+def test_hugging_face_datasets(tmp_path, kind, large):
+    lists = datasets.LargeList if large else datasets.List
+    features = datasets.Features({"id": datasets.Value("string"), "ids": lists(datasets.Value(kind))})
+    rows = {"id": [str(n) for n in range(len(DOCUMENTS))], "ids": DOCUMENTS}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "d", num_shards=3)
+    corpus = Corpus.open(tmp_path / "d", column="ids")
+    assert content(corpus) == DOCUMENTS
+    assert corpus.tokens(3).dtype == kind
+    with pytest.raises(CorpusError, match="has no column 'input_ids'; it has id, ids"):
+        Corpus.open(tmp_path / "d")
+    with pytest.raises(CorpusError, match=r"'id' of .* holds string, but must hold a list of integers"):
+        Corpus.open(tmp_path / "d", column="id")
+
+
+def test_a_dataset_of_many_batches_that_was_selected_from(tmp_path):
+    documents = [[row] * (row % 5) for row in range(3000)]
+    dataset = datasets.Dataset.from_dict({"input_ids": documents}).select(range(2999, -1, -2))
+    dataset.save_to_disk(tmp_path / "d")
+    assert content(Corpus.open(tmp_path / "d")) == documents[::-2]
+
+
+def test_a_dataset_of_splits_names_them(tmp_path):
+    dataset = datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
+    datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "d")
+    with pytest.raises(CorpusError, match=f"name the folder of one, such as {tmp_path / 'd' / 'train'}"):
+        Corpus.open(tmp_path / "d")
+    assert content(Corpus.open(tmp_path / "d" / "test")) == DOCUMENTS
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=8), min_size=1, max_size=5), st.data())
+def test_lengths_of_many_shards_are_those_of_one_array(lengths, data):
+    class Shard:
+        def __init__(self, lengths):
+            self._lengths, self.documents = np.array(lengths, dtype=np.int64), len(lengths)
+
+        def lengths(self, rows):
+            return self._lengths[rows]
+
+    whole = np.concatenate([np.array(part, dtype=np.int64) for part in lengths])
+    found = Lengths([Shard(part) for part in lengths])
+    assert len(found) == len(whole)
+    assert np.asarray(found).tolist() == whole.tolist()
+    bounds = st.integers(-3, len(whole) + 3) | st.none()
+    part = slice(data.draw(bounds), data.draw(bounds))
+    assert found[part].tolist() == whole[part].tolist()
+    rows = data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=12)) if len(whole) else []
+    rows = np.array(rows, dtype=np.int64)
+    assert found[rows].tolist() == whole[rows].tolist()
+
+
+# What a corpus tells about itself.
+
+
+def test_a_prepared_corpus_brings_its_tokenizer_and_names(forms, tokenizer):
+    corpus = Corpus.open(forms / "p")
+    assert corpus.preparation.end_of_text == "<|fin…|>"
+    assert (corpus.tokenizer_path, corpus.tokenizer.vocab_size) == (forms / "p" / "tokenizer", 1000)
     assert [corpus.source(row) for row in (0, 4)] == ["document 0", "document 4"]
-    rows = datasets.Dataset.from_file(str(whole / "documents.arrow"))
-    assert rows[1] == {"input_ids": [8, 0], "length": 2, "source": "document 1"}
-    assert rows["length"][:] == np.asarray(corpus.lengths).tolist()
+    with pytest.raises(CorpusError, match="was not made with the tokenizer in"):
+        Corpus.open(forms / "p", tokenizer=str(tokenizer))
+    with pytest.raises(CorpusError, match="were made with different tokenizers"):
+        Corpus.joined([corpus, Corpus.open(forms / "d", tokenizer=str(tokenizer))])
 
 
-@pytest.mark.slow
+def test_a_corpus_without_tokenizer_asks_for_it(forms, tokenizer):
+    with pytest.raises(CorpusError, match=r"comes without its tokenizer.*wlb\.corpus\.tokenizer"):
+        _ = Corpus.open(forms / "m").tokenizer_path
+    with pytest.raises(CorpusError, match=r"There is no .*nowhere/tokenizer\.json"):
+        Corpus.open(forms / "m", tokenizer="nowhere")
+    assert Corpus.open(forms / "m", tokenizer=str(tokenizer)).tokenizer.vocab_size <= 300
+
+
+def test_the_fingerprint_follows_content_and_reading_and_not_the_place(forms, tmp_path):
+    copy = shutil.copytree(forms, tmp_path / "copy")
+    found = {name: Corpus.open(forms / name).fingerprint for name in ("m", "t.ds", "d", "p")}
+    assert found == {name: Corpus.open(copy / name).fingerprint for name in found}
+    changed = {
+        "token": [*DOCUMENTS[:3], [9] * 39 + [8], *DOCUMENTS[4:]],
+        "longer": [*DOCUMENTS, [1]],
+        "order": DOCUMENTS[::-1],
+    }
+    for name, documents in changed.items():
+        (tmp_path / name).mkdir()
+        assert Corpus.open(write_megatron(tmp_path / name / "m", documents)).fingerprint != found["m"]
+        assert Corpus.open(write_prepared(tmp_path / name / "p", documents)).fingerprint != found["p"]
+    columns = {"others": [tokens[::-1] for tokens in DOCUMENTS], "loss_mask": MASKS}
+    path = save_dataset(tmp_path / "d", **columns)
+    ways = [{"column": column, "mask": m} for column in ("input_ids", "others") for m in ("none", "auto")]
+    assert len({Corpus.open(path, **way).fingerprint for way in ways}) == 4
+
+
+def test_ids_beyond_the_vocabulary_are_found(forms):
+    corpus = Corpus.open(forms / "m")
+    corpus.check_sample(301)
+    with pytest.raises(CorpusError, match=r"Document 5 \(m.bin\[5\]\) .* token id 300, .* has 300 entries"):
+        corpus.check_sample(300)
+    with pytest.raises(CorpusError, match="token id -1"):
+        corpus.check_ids(0, np.array([3, -1]), 300)
+
+
+def test_a_mixture_is_its_parts_one_after_the_other(forms):
+    parts = [Corpus.open(forms / name) for name in ("t.ds", "m")]
+    corpus = Corpus.joined(parts)
+    assert content(corpus) == [*DOCUMENTS, *DOCUMENTS]
+    assert [len(part) for part in corpus.parts] == [7, 7]
+    assert Corpus.joined(parts[::-1]).fingerprint != corpus.fingerprint
+    assert str(corpus) == "a mixture of t.ds, m"
+
+
 @pytest.mark.parametrize(
     ("modules", "strangers"),
     [
@@ -170,138 +331,156 @@ def test_what_takes_long_is_not_imported(modules, strangers):
     assert not strangers & set(found.stdout.split())
 
 
-def error_of_opening(folder: Path) -> str:
+# Folders that are none, and damage.
+
+
+def refused(path: Path, **options) -> str:
     with pytest.raises(CorpusError) as caught:
-        Corpus.open(folder)
-    message = str(caught.value)
+        Corpus.open(path, **options)
     assert isinstance(caught.value, UserError)
-    assert str(folder) in message
-    assert "wlb-titan prepare" in message or "another folder" in message, "it does not say what to do"
-    assert "\n" not in message
-    return message
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_folders_without_a_corpus(tmp_path):
-    assert "There is no corpus at" in error_of_opening(tmp_path / "corpus")
-    (tmp_path / ".corpus.partial").mkdir()
-    assert "was interrupted, or is still running" in error_of_opening(tmp_path / "corpus")
+    assert f"Make one with `wlb-titan prepare {tmp_path / 'c'}`" in refused(tmp_path / "c")
+    (tmp_path / ".c.partial").mkdir()
+    assert "was interrupted, or is still running" in refused(tmp_path / "c")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "manifest.json").write_text("{}")
+    assert "not a complete corpus" in refused(tmp_path / "old")
+    (tmp_path / "old" / "documents.arrow").write_text("x")
+    assert "of an earlier wlb_titan; prepare it again" in refused(tmp_path / "old")
 
 
-DOCUMENTS_FILE, TOKENIZER, MANIFEST = "documents.arrow", "tokenizer/tokenizer.json", "manifest.json"
-REWRITTEN = {
-    "cut": lambda content: content[:-100],
-    "emptied": lambda content: b"",
-    "grown": lambda content: content + b"\0",
-    "overwritten": lambda content: b"x" * len(content),
-}
-
-
-def damage(file: Path, change: str | dict) -> None:
-    """Does one of REWRITTEN to a file, removes it, puts a folder in its place, writes another text, or a
-    manifest with other values and a right hash of itself."""
-    if change in ("removed", "a folder"):
-        file.unlink()
-        if change == "a folder":
-            file.mkdir()
-    elif isinstance(change, dict):
-        values = json.loads(file.read_text()) | change
-        del values["manifest_sha256"]
-        file.write_text(json.dumps(values | {"manifest_sha256": _hash(values)}))
-    else:
-        rewrite = REWRITTEN.get(change, lambda content: change.encode())
-        file.write_bytes(rewrite(file.read_bytes()))
+TYPE_7 = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 7, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "words"),
+    ("corpus", "changes", "message"),
     [
-        *((name, "removed", f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
-        *((name, "a folder", f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
-        (DOCUMENTS_FILE, "emptied", "documents.arrow has 0 bytes instead of"),
-        (TOKENIZER, "emptied", "tokenizer.json has 0 bytes instead of"),
-        (DOCUMENTS_FILE, "cut", "bytes instead of"),
-        (DOCUMENTS_FILE, "grown", "bytes instead of"),
-        (DOCUMENTS_FILE, "overwritten", "documents.arrow cannot be read"),
-        (TOKENIZER, "overwritten", "tokenizer/tokenizer.json was changed"),
-        (MANIFEST, "removed", "not a complete corpus: it has no manifest.json"),
-        (MANIFEST, "a folder", "not a complete corpus: it has no manifest.json"),
-        (MANIFEST, "cut", "manifest.json is damaged"),
-        *(
-            (MANIFEST, text, "manifest.json is damaged")
-            for text in ("", "[]", "{}", "{", '{"format_version": 5, "documents": 3}', "[" * 100_000)
-        ),
-        (
-            MANIFEST,
-            {"format_version": 6, "of_the_future": 1},
-            "version 6, but this wlb_titan reads version 5",
-        ),
-        (MANIFEST, {"documents": 3}, "holds 5 documents and 51 tokens, the manifest says 3 and 51"),
-        (MANIFEST, {"tokens": 3}, "holds 5 documents and 51 tokens, the manifest says 5 and 3"),
+        ("m", {"m.bin": None}, "go together; there is no .*m.bin"),
+        ("m", {"m.bin": 40}, "m.bin is cut off .buffer is smaller"),
+        ("m", {"m.idx": 100}, "m.idx is cut off"),
+        ("m.bin", {"m.idx": TYPE_7}, "tokens of type 7"),
+        ("t.ds", {"t.ds.index": None}, "has no index t.ds.index"),
+        ("t.ds", {"t.ds": 40}, "has 40 bytes, but t.ds.index speaks of 53 tokens"),
+        ("t.ds", {"t.ds.index": 41}, "t.ds.index is cut off"),
+        ("t.ds", {"t.ds": 0, "t.ds.index": 0}, "holds no tokens"),
+        ("t.ds", {"t.ds.loss": b"\1"}, r"t\.ds\.loss has 1 bytes"),
+        ("d", {f"d/{DATA}": b"no arrow file"}, "arrow cannot be read"),
+        ("d", {"d/state.json": b"{}"}, r"state\.json is damaged"),
+        ("d", {"d/state.json": None}, r"Megatron \(\.idx and \.bin\) or datatrove \(\.ds\)"),
+        ("p", {f"p/{DATA}": 900}, "arrow cannot be read"),
+        ("p", {"p/corpus.json": b'{"documents": 3}'}, r"damaged: corpus\.json cannot be read"),
+        ("p", {"p/tokenizer/tokenizer.json": None}, r"There is no .*tokenizer\.json"),
     ],
-    ids=lambda value: str(value)[:40],
 )
-def test_damaged_files(corpus_folder, name, change, words):
-    damage(corpus_folder / name, change)
-    assert words in error_of_opening(corpus_folder)
+def test_damaged_files(forms, tmp_path, corpus, changes, message):
+    """Each file is removed, cut to so many bytes, or has another content."""
+    folder = shutil.copytree(forms, tmp_path / "copy")
+    for name, change in changes.items():
+        file = folder / name
+        if change is None:
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:change] if isinstance(change, int) else change)
+    with pytest.raises(CorpusError, match=message):
+        Corpus.open(folder / corpus)
 
 
-@settings(max_examples=60)
+def test_a_file_that_ends_between_two_batches_is_not_taken_for_whole(tmp_path):
+    """As pyarrow does."""
+    folder = write_prepared(tmp_path / "p", DOCUMENTS)
+    schema = pa.ipc.open_stream(folder / DATA).schema
+    (folder / DATA).write_bytes(schema.serialize())
+    assert "holds 0 documents and 0 tokens, and should hold 7 and 53" in refused(folder)
+
+
+@settings(max_examples=100)
 @given(data=st.data())
-def test_every_flipped_bit_is_found_by_verify(masked_folder, data):
-    """Of any file of the corpus."""
-    name = data.draw(st.sampled_from([*Manifest.load(masked_folder).files, "manifest.json"]))
-    size = 8 * (masked_folder / name).stat().st_size
-    with flipped(masked_folder / name, data.draw(st.integers(0, size - 1))):
-        with pytest.raises(CorpusError, match=r"damaged|format version") as caught:
-            verify(masked_folder, lambda *report: None)
-        assert str(masked_folder) in str(caught.value)
-        assert name in str(caught.value) or name == "manifest.json"
-    assert len(verify(masked_folder, lambda *report: None)) == 5
-
-
-@settings(max_examples=150)
-@given(data=st.data())
-def test_who_reads_damaged_documents_has_an_error_or_as_many_tokens(masked_folder, data):
-    """Of lengths, tokens and spans; headers are pyarrow's to read."""
-    file = masked_folder / "documents.arrow"
-    pages = pa.memory_map(str(file)).read_buffer()
-    batches = pa.ipc.open_stream(pages).read_all().to_batches()
-    lists = data.draw(st.sampled_from(batches)).column(data.draw(st.sampled_from([TOKENS, SPANS])))
-    buffers = [buffer for buffer in (lists.buffers()[1], lists.buffers()[3]) if buffer]
-    buffer = data.draw(st.sampled_from(buffers))
+def test_who_reads_damaged_lists_has_an_error_or_as_many_tokens(tmp_path_factory, data):
+    """A bit is flipped in lengths, tokens or masks; headers are pyarrow's to read."""
+    folder = write_prepared(tmp_path_factory.mktemp("flipped") / "c", DOCUMENTS, MASKS)
+    pages = pa.memory_map(str(folder / DATA)).read_buffer()
+    lists = data.draw(st.sampled_from(["input_ids", "assistant_masks"]))
+    [chunk] = pa.ipc.open_stream(pages).read_all().column(lists).chunks
+    buffer = data.draw(st.sampled_from([chunk.buffers()[1], chunk.buffers()[3]]))
     begin = 8 * (buffer.address - pages.address)
-    with flipped(file, data.draw(st.integers(begin, begin + 8 * buffer.size - 1))):
-        try:
-            corpus = Corpus.open(masked_folder)
-            lengths = np.asarray(corpus.lengths)
-            assert [len(corpus.tokens(row)) for row in range(5)] == lengths.tolist()
-            assert lengths.sum() == 51
-            for row, length in enumerate(lengths.tolist()):
-                corpus.learned(row, 0, length)
-            corpus.count_learned(np.arange(5), np.zeros(5, dtype=np.int64), lengths)
-        except CorpusError as error:
-            assert str(masked_folder) in str(error)
-
-
-@contextmanager
-def flipped(file: Path, bit: int) -> Iterator[None]:
-    """A file in which one bit is not what it was."""
-    content = file.read_bytes()
-    damaged = bytearray(content)
-    damaged[bit // 8] ^= 1 << bit % 8
-    file.write_bytes(damaged)
+    bit = data.draw(st.integers(begin, begin + 8 * buffer.size - 1))
+    content = bytearray((folder / DATA).read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    (folder / DATA).write_bytes(content)
     try:
-        yield
-    finally:
-        file.write_bytes(content)
+        corpus = Corpus.open(folder)
+        lengths = np.asarray(corpus.lengths)
+        assert [len(corpus.tokens(row)) for row in range(7)] == lengths.tolist()
+        assert lengths.sum() == 53
+        for row, length in enumerate(lengths.tolist()):
+            corpus.learned(row, 0, length)
+        corpus.count_learned(np.arange(7), np.zeros(7, dtype=np.int64), lengths)
+    except CorpusError as error:
+        assert str(folder) in str(error)
 
 
-def test_verify_names_every_damaged_file_and_reports_its_progress(corpus_folder):
-    reports = []
-    assert len(verify(corpus_folder, lambda *report: reports.append(report))) == 5
-    total = sum(Manifest.load(corpus_folder).files.values())
-    assert reports[-1] == ("Reading bytes", total, total)
-    for name in (TOKENIZER, DOCUMENTS_FILE):
-        damage(corpus_folder / name, "overwritten")
-    with pytest.raises(CorpusError, match=f"{DOCUMENTS_FILE} was changed; {TOKENIZER} was changed"):
-        verify(corpus_folder, lambda *report: None)
+# Label masks.
+
+
+def learned(corpus):
+    """The mask of each document, read whole and in two pieces, and counted."""
+    result = []
+    for row, length in enumerate(np.asarray(corpus.lengths).tolist()):
+        whole, half = corpus.learned(row, 0, length), length // 2
+        pieces = [corpus.learned(row, 0, half), corpus.learned(row, half, length - half)]
+        assert np.concatenate(pieces).tolist() == whole.tolist()
+        counted = corpus.count_learned(np.array([row, row]), np.array([0, half]), np.array([half, length]))
+        assert counted.tolist() == [piece.sum() for piece in pieces]
+        result.append(whole.astype(int).tolist())
+    return result
+
+
+@pytest.mark.parametrize("column", ["labels", "loss_mask", "assistant_masks", "prepared"])
+def test_a_column_says_what_is_learned(tmp_path, column):
+    if column == "prepared":
+        path = write_prepared(tmp_path / "p", DOCUMENTS, MASKS)
+        assert Corpus.open(path).preparation.learned_tokens == sum(map(sum, MASKS))
+    else:
+        path = save_dataset(tmp_path / "chat", **{column: LABELS if column == "labels" else MASKS})
+    assert learned(Corpus.open(path)) == MASKS
+    unmasked = Corpus.open(path, mask="none")
+    assert learned(unmasked) == [[1] * len(tokens) for tokens in DOCUMENTS] and not unmasked.masked
+
+
+def test_two_columns_that_say_what_is_learned_are_refused_by_name(tmp_path):
+    path = save_dataset(tmp_path / "chat", labels=LABELS, loss_mask=MASKS)
+    with pytest.raises(CorpusError, match="labels, loss_mask, which all say") as refused:
+        Corpus.open(path)
+    assert refused.value.setting == "corpus.mask"
+    assert learned(Corpus.open(path, mask="loss_mask")) == MASKS
+    with pytest.raises(CorpusError, match="no column 'mask'; it has input_ids, labels, loss_mask"):
+        Corpus.open(path, mask="mask")
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"labels": [tokens[1:] + [-100] * bool(tokens) for tokens in DOCUMENTS]}, "shifted by one"),
+        ({"loss_mask": [[2] * len(tokens) for tokens in DOCUMENTS]}, "the value 2 in the mask 'loss_mask'"),
+        ({"loss_mask": [[1], *MASKS[1:]]}, r"has 1 values for .*\[0\], which has 3 tokens"),
+    ],
+    ids=["shifted", "no mask", "wrong length"],
+)
+def test_masks_that_are_none_are_refused(tmp_path, columns, said):
+    with pytest.raises(CorpusError, match=said):
+        Corpus.open(save_dataset(tmp_path / "chat", **columns)).check_sample(1000)
+
+
+def test_megatron_s_and_datatrove_s_masks_are_second_files(forms, tmp_path):
+    mask = write_megatron(tmp_path / "mask", MASKS, dtype=np.uint8)
+    assert learned(Corpus.open(forms / "m", mask=str(mask))) == MASKS
+    assert not Corpus.open(forms / "m").masked
+    with pytest.raises(CorpusError, match="0 pairs"):
+        Corpus.open(forms / "m", mask="nowhere")
+    write_datatrove(tmp_path / "a.ds", DOCUMENTS)
+    (tmp_path / "a.ds.loss").write_bytes(bytes(value for mask in MASKS for value in mask))
+    assert learned(Corpus.open(tmp_path / "a.ds")) == MASKS

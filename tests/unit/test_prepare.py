@@ -9,14 +9,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pytest
 from click.testing import CliRunner, Result
 from tokenizers import Tokenizer
 
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
-from wlb_titan.corpus.folder import partial_folder, written_whole
+from wlb_titan.corpus.corpus import partial_folder
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.corpus.tokenizer import CorpusTokenizer
+from wlb_titan.corpus.writer import DOCUMENTS_FILE, written_whole
 
 pytestmark = pytest.mark.slow
 
@@ -44,11 +47,6 @@ def made(settings, tmp_path_factory) -> Corpus:
     return prepare_corpus(settings, tmp_path_factory.mktemp("made") / "new" / "corpus")
 
 
-@pytest.fixture
-def copy(made, tmp_path) -> Corpus:
-    return Corpus.open(shutil.copytree(made.path, tmp_path / "corpus"))
-
-
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["prepare", *map(str, arguments)])
 
@@ -58,23 +56,38 @@ def content(corpus: Corpus) -> list[list[int]]:
 
 
 def test_the_corpus_holds_every_text_once_in_shuffled_order(made):
-    tokenizer = Tokenizer.from_file(str(made.tokenizer_path / "tokenizer.json"))
+    tokenizer = CorpusTokenizer(made.tokenizer_path)
+    decode = Tokenizer.from_file(str(made.tokenizer_path / "tokenizer.json")).decode
     rows = range(len(made))
-    found = {made.source(row): tokenizer.decode(made.tokens(row)[:-1].tolist()) for row in rows}
+    found = {made.source(row): decode(made.tokens(row)[:-1].tolist()) for row in rows}
     assert found == FILES
     assert list(found) != sorted(found), "not shuffled"
-    assert {made.tokens(row)[-1] for row in rows} == {made.manifest.end_of_text_id}
-    assert (made.manifest.empty_documents, made.manifest.unreadable) == (1, 1)
+    assert {made.tokens(row)[-1] for row in rows} == {tokenizer.end_of_text_id}
+    noted = made.preparation
+    assert (noted.empty_documents, noted.unreadable, noted.learned_tokens) == (1, 1, None)
+    assert (noted.vocab_size, noted.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
     unreadable = (made.path / "unreadable.txt").read_text()
     assert unreadable == "picture.png: not UTF-8: invalid start byte at byte 0\n"
-    files = ["documents.arrow", "manifest.json", "tokenizer", "unreadable.txt"]
+    files = ["corpus.json", DOCUMENTS_FILE, "dataset_info.json", "state.json", "tokenizer", "unreadable.txt"]
     assert sorted(os.listdir(made.path)) == files and os.listdir(made.path.parent) == ["corpus"]
+
+
+def test_datasets_open_it_as_their_own(made):
+    """And save it again as a corpus that only lacks a tokenizer."""
+    dataset = datasets.load_from_disk(made.path)
+    assert dataset["input_ids"][:] == content(made)
+    assert dataset["source"][3] == made.source(3)
+    dataset.save_to_disk(made.path.parent.parent / "saved")
+    again = Corpus.open(made.path.parent.parent / "saved")
+    assert content(again) == content(made) and again.tokenizer is None
 
 
 def test_the_same_settings_give_the_same_bytes(settings, made, tmp_path):
     again = prepare_corpus(settings, tmp_path / "again")
-    assert again.manifest == made.manifest
-    assert (again.path / "documents.arrow").read_bytes() == (made.path / "documents.arrow").read_bytes()
+    for name in os.listdir(made.path):
+        if name != "tokenizer":
+            assert (again.path / name).read_bytes() == (made.path / name).read_bytes(), name
+    assert again.tokenizer.sha256 == made.tokenizer.sha256
 
 
 def test_seed_and_texts_make_another_corpus(made, texts, tmp_path):
@@ -86,24 +99,13 @@ def test_seed_and_texts_make_another_corpus(made, texts, tmp_path):
     (altered / "00.txt").write_text("other text")
     changed = prepare_corpus(replace(with_tokenizer, source=f"text:{altered}", seed=0), tmp_path / "corpus")
     assert len({made.fingerprint, other.fingerprint, changed.fingerprint}) == 3
-    assert other.manifest.tokenizer_sha256 == made.manifest.tokenizer_sha256
+    assert other.tokenizer.sha256 == made.tokenizer.sha256
 
 
 def test_max_tokens_takes_the_first_documents_of_the_same_order(settings, made, tmp_path):
     bound = int(made.lengths[:10].sum()) - 3
     part = prepare_corpus(replace(settings, max_tokens=bound), tmp_path / "part")
     assert content(part) == content(made)[:10]
-    assert part.manifest.tokens >= bound
-
-
-def test_progress_is_reported_up_to_the_end(settings, tmp_path):
-    reports = []
-    prepare_corpus(settings, tmp_path / "corpus", report=lambda *report: reports.append(report))
-    before = [what for what, _, total in reports if not total]
-    assert before == ["Finding documents", "Preparing the tokenizer"]
-    done = [done for _, done, total in reports if total == len(FILES) + 2]
-    assert len(set(done)) == len(FILES)
-    assert done == sorted(done)
 
 
 def test_a_source_without_text(tmp_path):
@@ -116,35 +118,18 @@ def test_a_source_without_text(tmp_path):
     assert os.listdir(tmp_path) == ["texts"], "something was left behind"
 
 
-def test_a_place_that_cannot_be_written(settings, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CorpusError, match="corpus cannot be written: "):
-        prepare_corpus(settings, tmp_path / "file" / "corpus")
+# What already lies at the place, which is never replaced.
 
 
-# What already lies at the place.
+def test_a_complete_corpus_is_left_alone(settings, made):
+    again = prepare_corpus(settings, made.path, report=lambda *_: pytest.fail("work was done"))
+    assert again.fingerprint == made.fingerprint
 
 
-def test_a_complete_corpus_is_left_alone(settings, copy):
-    before = os.stat(copy.path / "documents.arrow")
-    again = prepare_corpus(settings, copy.path, report=lambda *_: pytest.fail("work was done"))
-    assert again.manifest == copy.manifest
-    assert os.stat(again.path / "documents.arrow") == before
-
-
-def test_other_settings_need_overwrite(settings, copy, tmp_path):
-    other = replace(settings, vocab_size=280, seed=5)
-    message = "vocab_size is 300 there, and 280 was asked for; seed is 0 there, and 5 was asked for. Add"
+def test_other_settings_are_named(settings, made):
+    message = "vocab_size is 300 there, and 280 was asked for; seed is 0 there, and 5 was asked for. Delete"
     with pytest.raises(CorpusError, match=message):
-        prepare_corpus(other, copy.path)
-    assert Corpus.open(copy.path).manifest == copy.manifest
-
-    mapped = copy.tokens(0)
-    kept = mapped.tolist()
-    replaced = prepare_corpus(other, copy.path, overwrite=True)
-    assert replaced.manifest.vocab_size == 280
-    assert mapped.tolist() == kept, "a corpus in use must not change under its reader"
-    assert os.listdir(tmp_path) == ["corpus"]
+        prepare_corpus(replace(settings, vocab_size=280, seed=5), made.path)
 
 
 def test_a_tokenizer_that_was_edited_is_another_setting(made, texts, tmp_path):
@@ -154,75 +139,33 @@ def test_a_tokenizer_that_was_edited_is_another_setting(made, texts, tmp_path):
     (tokenizer / "chat_template.jinja").write_text("{{ messages }}")
     config = tokenizer / "tokenizer_config.json"
     config.write_text(config.read_text() + "\n")
-    changed = r"chat_template.jinja was .*_config.json was another file then. Add"
+    changed = r"tokenizer_config.json was another .*chat_template.jinja was another file then. Delete"
     with pytest.raises(CorpusError, match=changed):
         prepare_corpus(own, tmp_path / "corpus")
 
 
-def test_a_failed_overwrite_keeps_the_old_corpus(copy):
-    with pytest.raises(CorpusError, match="needs a folder"):
-        prepare_corpus(PrepareSettings(source="text:/nowhere/at/all"), copy.path, overwrite=True)
-    assert Corpus.open(copy.path).manifest == copy.manifest
-
-
-def test_a_damaged_corpus_needs_overwrite(settings, copy):
-    (copy.path / "tokenizer" / "tokenizer.json").write_text("{}")
-    with pytest.raises(CorpusError, match=r"tokenizer.json .*--overwrite"):
-        prepare_corpus(settings, copy.path)
-    assert len(prepare_corpus(settings, copy.path, overwrite=True)) == len(FILES)
-
-
-def test_a_manifest_that_lists_a_file_outside_deletes_nothing_there(settings, copy, tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    listed = {**copy.manifest.files, "../mine": 4, str(tmp_path / "mine"): 4}
-    replace(copy.manifest, files=listed).save(copy.path)
-    prepare_corpus(settings, copy.path, overwrite=True)
-    assert sorted(os.listdir(tmp_path)) == ["corpus", "mine"]
-
-
 @pytest.mark.parametrize(
-    ("there", "stranger"),
+    ("there", "refusal"),
     [
-        ("corpus/notes.txt", "such as notes.txt"),
-        ("corpus/tokenizer/notes.txt", "such as tokenizer/notes.txt"),
-        ("corpus/empty/", "such as empty/"),
-        ("corpus/link@", r"such as link \(a link\)"),
-        ("corpus", "is a file"),
-        (".corpus.partial/notes.txt", "not what a preparation leaves behind"),
-        (".corpus.partial@", "not what a preparation leaves behind"),
-        (".corpus.partial", "not what a preparation leaves behind"),
-        (".corpus.replaced/", "corpus.replaced is in the way"),
+        ("corpus/notes.txt", "is there already, and no corpus"),
+        ("corpus/documents.arrow", "is there already, and no corpus"),
+        ("corpus", "is there already, and no corpus"),
+        (".corpus.partial", "cannot be written: "),
     ],
 )
-@pytest.mark.parametrize("complete", [False, True], ids=["alone", "beside a corpus"])
-def test_places_with_anything_else_are_refused_and_never_touched(
-    settings, made, tmp_path, there, stranger, complete
-):
-    """A name with / behind it is a folder, with @ a link."""
-    if complete and there != "corpus":
-        shutil.copytree(made.path, tmp_path / "corpus")
-    place = tmp_path / there.rstrip("/@")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if there.endswith("@"):
-        place.symlink_to(made.path)
-    elif there.endswith("/"):
-        place.mkdir()
-    else:
-        place.write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    for overwrite in (True, False) if there.startswith("corpus") else (True,):
-        with pytest.raises(CorpusError, match=stranger):
-            prepare_corpus(replace(settings, seed=9), tmp_path / "corpus", overwrite=overwrite)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert len(Corpus.open(made.path)) == len(FILES)
+def test_places_with_anything_else_are_refused_and_never_touched(settings, tmp_path, there, refusal):
+    (tmp_path / there).parent.mkdir(exist_ok=True)
+    (tmp_path / there).write_text("mine")
+    with pytest.raises(CorpusError, match=refusal):
+        prepare_corpus(settings, tmp_path / "corpus")
+    assert (tmp_path / there).read_text() == "mine"
 
 
 def test_a_link_that_stands_for_the_corpus_stays_one(settings, tmp_path):
     (tmp_path / "disk" / "corpus").mkdir(parents=True)  # empty, which is filled
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "corpus")
-    for overwrite in (False, True):
-        found = prepare_corpus(settings, tmp_path / "link", overwrite=overwrite)
-        assert found.path == tmp_path / "disk" / "corpus"
+    for _ in range(2):
+        assert prepare_corpus(settings, tmp_path / "link").path == tmp_path / "disk" / "corpus"
     assert os.listdir(tmp_path / "disk") == ["corpus"]
     assert (tmp_path / "link").is_symlink()
 
@@ -230,57 +173,44 @@ def test_a_link_that_stands_for_the_corpus_stays_one(settings, tmp_path):
 # Written whole or not at all.
 
 
-def test_what_a_killed_writer_left_is_cleared(tmp_path):
-    leftover = partial_folder(tmp_path / "a")
-    (leftover / "tokenizer").mkdir(parents=True)
-    (leftover / "tokenizer" / "tokenizer.json").write_text("half")
-    (leftover / ".lock").touch()
-    with written_whole(tmp_path / "a", replace=False) as folder:
-        assert os.listdir(folder) == [".lock"]
+def test_a_folder_is_there_when_it_is_complete(tmp_path):
+    with written_whole(tmp_path / "a") as folder:
+        (folder / "file").write_text("whole")
+        assert not (tmp_path / "a").exists()
+        with pytest.raises(CorpusError, match="Another process is preparing"), written_whole(tmp_path / "a"):
+            pass
+    assert os.listdir(tmp_path) == ["a"] and os.listdir(tmp_path / "a") == ["file"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_nothing_is_there_after_an_error(tmp_path, error):
+    with pytest.raises(error), written_whole(tmp_path / "a") as folder:
+        (folder / "file").write_text("half")
+        raise error
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_appeared_meanwhile_is_kept(tmp_path):
-    appeared = pytest.raises(CorpusError, match="appeared while it was being prepared")
-    with appeared, written_whole(tmp_path / "a", replace=False) as folder:
+    with pytest.raises(OSError, match="not empty"), written_whole(tmp_path / "a") as folder:
         (folder / "file").write_text("mine")
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "file").write_text("theirs")
     assert (tmp_path / "a" / "file").read_text() == "theirs"
 
 
-def test_ctrl_c_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path, monkeypatch):
-    (tmp_path / "a").mkdir()
-    rename = Path.rename
-
-    def interrupted(self: Path, target: Path) -> Path:
-        if self == partial_folder(tmp_path / "a"):
-            raise KeyboardInterrupt
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), written_whole(tmp_path / "a", replace=True) as folder:
-        (folder / "file").write_text("new")
-    assert os.listdir(tmp_path) == ["a"]
-    assert os.listdir(tmp_path / "a") == []
-
-
 # The command, in this process and killed in another.
 
 
 def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_path):
-    texts = shutil.copytree(texts, tmp_path / "texts")
-    for number in range(8):
-        (texts / f"{number}.gif").write_bytes(b"\xff")
     arguments = (tmp_path / "corpus", "--source", f"text:{texts}", "--vocab-size", 300)
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     corpus = Corpus.open(tmp_path / "corpus")
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert f"fingerprint {corpus.fingerprint}" in lines
-    assert f"tokens {corpus.manifest.tokens:,}" in lines
-    assert "left out 1 empty documents, 9 unreadable ones" in lines
-    assert result.stdout.count(".gif: not UTF-8: invalid start byte at byte 0") == 5, "the first ones"
-    assert f"... all in {corpus.path}/unreadable.txt" in lines
+    assert f"tokens {corpus.preparation.tokens:,}" in lines
+    assert "left out 1 empty documents, 1 unreadable ones" in lines
+    assert f"why {corpus.path}/unreadable.txt" in lines
     assert any("█" in line for line in lines)
 
     result = run(*arguments)
@@ -293,10 +223,9 @@ def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_pa
     ("options", "message"),
     [
         (["--source", "data/chat.jsonl#body"], "For this file write jsonl:data/chat.jsonl#body."),
-        (["--tokenizer", "/nowhere"], "The tokenizer folder /nowhere has no tokenizer.json"),
+        (["--tokenizer", "/nowhere"], "/nowhere/tokenizer.json cannot be opened as a tokenizer"),
         (["--vocab-size", "256"], "Invalid value for '--vocab-size': 256 is not in the range"),
         (["--max-length", "1"], "Invalid value for '--max-length': 1 is not in the range"),
-        (["--too-long", "drop"], "Invalid value for '--too-long': 'drop' is not one of"),
     ],
 )
 def test_mistakes_are_told(tmp_path, options, message):
@@ -306,8 +235,10 @@ def test_mistakes_are_told(tmp_path, options, message):
     assert not (tmp_path / "corpus").exists()
 
 
-def start_preparing(output: Path) -> subprocess.Popen:
+@pytest.fixture
+def preparing(tmp_path):
     """A process that prepares a large corpus, when it begins to tokenize it."""
+    output = tmp_path / "corpus"
     process = subprocess.Popen(
         [sys.executable, "-m", "wlb_titan.commands.main", "prepare", str(output), "--vocab-size", "300"],
         stderr=subprocess.PIPE,
@@ -315,34 +246,32 @@ def start_preparing(output: Path) -> subprocess.Popen:
         # A shell starts background processes, such as this test's own, with Ctrl-C ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    documents = partial_folder(output) / "documents.arrow"
+    documents = partial_folder(output) / "corpus" / DOCUMENTS_FILE
     deadline = time.monotonic() + 180
     while not documents.exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "it did not begin"
         time.sleep(0.05)
-    return process
+    yield process
+    process.kill()
+    process.communicate()
 
 
-def test_ctrl_c_ends_cleanly(tmp_path):
-    process = start_preparing(tmp_path / "corpus")
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=180)
-    assert process.returncode == 130
+def test_ctrl_c_ends_cleanly(preparing, tmp_path):
+    preparing.send_signal(signal.SIGINT)
+    _, stderr = preparing.communicate(timeout=180)
+    assert preparing.returncode == 130
     assert stderr.endswith("\nInterrupted.\n")
     assert "Traceback" not in stderr
     assert os.listdir(tmp_path) == []
 
 
-def test_a_killed_preparation_is_never_taken_for_a_corpus(settings, tmp_path):
+def test_a_killed_preparation_is_never_taken_for_a_corpus(preparing, settings, tmp_path):
     output = tmp_path / "corpus"
-    process = start_preparing(output)
-    try:
-        with pytest.raises(CorpusError, match="Another process is preparing"):
-            prepare_corpus(settings, output)
-    finally:
-        process.kill()
-        process.communicate(timeout=180)
+    with pytest.raises(CorpusError, match="Another process is preparing"):
+        prepare_corpus(settings, output)
+    preparing.kill()
+    preparing.wait()
     assert partial_folder(output).exists()
     with pytest.raises(CorpusError, match="was interrupted, or is still running"):
         Corpus.open(output)

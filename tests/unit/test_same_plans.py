@@ -38,10 +38,10 @@ column = "not used"
 mask = "not used"
 seed = 3
 [[wlb.corpus.sources]]
-path = "{folder}/a"
+path = "{folder}/ids"
 name = "first"
 weight = 2.5
-column = "not used"
+column = "ids"
 mask = "none"
 long_length = 300
 long_share = 0.4
@@ -97,7 +97,9 @@ EXCLUDED = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two corpora, and a profile of the model's attention in float32."""
+    """Two corpora, one as a dataset of others, and a profile of the model's attention in float32."""
+    import datasets
+
     from wlb_titan.corpus.writer import long_tailed_lengths, write_synthetic_corpus
     from wlb_titan.cost.attention_kernels import Point
     from wlb_titan.cost.attention_latency import KernelCost, Tiling
@@ -108,6 +110,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     for seed, name in enumerate("ab"):
         write_synthetic_corpus(folder / name, long_tailed_lengths(200_000, 1500, seed))
+    datasets.load_from_disk(folder / "a").rename_column("input_ids", "ids").save_to_disk(folder / "ids")
     config = base_config("llama3_debug")
     model = model_shape(config.model_spec.model)
     assert config.training.mixed_precision_param == "float32"

@@ -163,6 +163,7 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from wlb_titan.corpus import Corpus
+    from wlb_titan.corpus.tokenizer import CorpusTokenizer
     from wlb_titan.runtime.attention.module import DocumentMask
     from wlb_titan.runtime.hugging_face import complete_export
     from wlb_titan.runtime.models.bases import base_config
@@ -191,4 +192,4 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.decode(ids[0], clean_up_tokenization_spaces=False).startswith("to be or not")
-    assert theirs.generation_config.eos_token_id == corpus.manifest.end_of_text_id
+    assert theirs.generation_config.eos_token_id == CorpusTokenizer(corpus.tokenizer_path).end_of_text_id

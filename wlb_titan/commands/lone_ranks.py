@@ -205,8 +205,8 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
     tokens = min((step + 1) * micro_batches * window, SYNTHETIC_TOKENS)
     write_synthetic_corpus(folder / "corpus", long_tailed_lengths(tokens, window))
     alone = ["--wlb.corpus.sources", "[]"] if corpus.sources else []
-    path = str(folder / "corpus")
-    return ["--wlb.corpus.path", path, "--wlb.corpus.tokenizer", "", "--wlb.corpus.mask", "auto", *alone]
+    words = {"path": str(folder / "corpus"), "column": "input_ids", "tokenizer": "", "mask": "auto"}
+    return [word for name, value in words.items() for word in (f"--wlb.corpus.{name}", value)] + alone
 
 
 def alike(job: Job, plan: Plan) -> dict[int, int]:

@@ -1,34 +1,27 @@
 """`wlb-titan prepare`: turn text into a corpus on disk, with progress and a summary at the end."""
 
-import json
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
-from click.core import ParameterSource
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 from tokenizers import Tokenizer
 
 from wlb_titan.commands.command_line import NUMBER, POSITIVE, make_console, say, show_table
-from wlb_titan.corpus import Corpus, CorpusError
-from wlb_titan.corpus.corpus import verify as read_through
-from wlb_titan.corpus.folder import UNREADABLE_FILE, output_folder
-from wlb_titan.corpus.prepare import TOO_LONG, PrepareSettings, Report, complete_corpus, prepare_corpus
+from wlb_titan.corpus.corpus import PREPARATION_FILE, UNREADABLE_FILE, Corpus
+from wlb_titan.corpus.prepare import PrepareSettings, Report, prepare_corpus
 from wlb_titan.corpus.sources import SOURCES
 from wlb_titan.corpus.tokenizer import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
 
 BAR_WIDTH = 24
-UNREADABLE_SHOWN = 5
 SAMPLE_TOKENS = 400
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 5.0
 MOST_VOCAB_SIZE = 1 << 22
 
 
@@ -64,162 +57,86 @@ MOST_VOCAB_SIZE = 1 << 22
 )
 @click.option("--chat-template", metavar="FILE", help="With --chat: another template, in Jinja.")
 @click.option(
-    "--template-option",
-    "template_options",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="With --chat: a value that the template reads, such as enable_thinking=false.",
-)
-@click.option(
     "--max-length",
     type=click.IntRange(min=2),
-    help="With --chat: longest conversation in tokens.  [default: any]",
+    help="With --chat: conversations of more tokens are left out, and counted.  [default: none]",
 )
-@click.option(
-    "--too-long",
-    type=click.Choice(TOO_LONG),
-    default="error",
-    show_default=True,
-    help="With --chat: what is done with longer ones. What was cut or skipped is counted.",
-)
-@click.option(
-    "--overwrite", is_flag=True, help="Replace the corpus at OUTPUT: the files that its manifest lists."
-)
-@click.option("--verify", is_flag=True, help="Only read the corpus at OUTPUT through, and name all damage.")
-def prepare(
-    output: Path, overwrite: bool, verify: bool, template_options: tuple[str, ...], **options: Any
-) -> None:
+def prepare(output: Path, **options: Any) -> None:
     """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
 
     The corpus appears when it is complete. An interrupted preparation leaves nothing that could be taken for
     one; run the same command again. If the corpus is there already, nothing is done.
     """
-    if verify:
-        context = click.get_current_context()
-        given = [p for p in context.params if context.get_parameter_source(p) is ParameterSource.COMMANDLINE]
-        if others := [f"--{p.replace('_', '-')}" for p in given if p not in ("output", "verify")]:
-            raise CorpusError(f"--verify only reads a corpus; leave out {', '.join(others)}.")
-        _verify(output)
-        return
-    settings = PrepareSettings(template_options=_template_options(template_options), **options)
-    output = output_folder(output)
-    if not overwrite and (corpus := complete_corpus(settings, output)):
+    settings = PrepareSettings(**options)
+    console = Console(stderr=True, highlight=False)
+    there = os.path.exists(output / PREPARATION_FILE)
+    if not there:
+        console.print(f"Preparing {output} from {settings.source}", soft_wrap=True, markup=False)
+    corpus = prepare_corpus(settings, output, report=progress(console))
+    if there:
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
         click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
         return
-    console = Console(stderr=True, highlight=False)
-    console.print(f"Preparing {output} from {settings.source}", soft_wrap=True, markup=False)
-    with progress(console) as report:
-        corpus = prepare_corpus(settings, output, overwrite=overwrite, report=report)
     show_summary(corpus)
     if settings.chat:
         show_sample(corpus)
 
 
-def _verify(output: Path) -> None:
-    begin = time.monotonic()
-    with progress(Console(stderr=True, highlight=False)) as report:
-        corpus = read_through(output, report)
-    counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
-    click.echo(f"{corpus.path} is whole: {counts}, read in {time.monotonic() - begin:.1f} s.")
+def progress(console: Console) -> Report:
+    """Prints what it is told, every few seconds."""
+    last = time.monotonic()
 
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if total == 0:
+            console.print(f"{what} ...", soft_wrap=True, markup=False)
+        elif time.monotonic() - last >= SECONDS_BETWEEN_LINES or done == total:
+            last = time.monotonic()
+            console.print(f"{what}: {done:,} of {total:,}", soft_wrap=True, markup=False)
 
-def _template_options(texts: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    """Names and values of `NAME=VALUE`: a value is JSON, or else the text itself."""
-    options: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise CorpusError(f"--template-option {text}: write it as NAME=VALUE.")
-        try:
-            options[name.replace("-", "_")] = json.loads(value)
-        except ValueError:
-            options[name.replace("-", "_")] = value
-    return tuple(options.items())
-
-
-@contextmanager
-def progress(console: Console) -> Iterator[Report]:
-    """Shows the progress that it is told: a bar on a terminal, lines now and then in a log file."""
-    last, columns = time.monotonic(), (*Progress.get_default_columns(), MofNCompleteColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-
-        def report(what: str, done: int, total: int) -> None:
-            nonlocal last
-            if total == 0:
-                console.print(f"{what} ...", soft_wrap=True, markup=False)
-            elif console.is_terminal:
-                task = bar.task_ids[0] if bar.task_ids else bar.add_task(what, total=total)
-                bar.update(task, completed=done)
-            elif time.monotonic() - last >= SECONDS_BETWEEN_LINES or done == total:
-                last = time.monotonic()
-                console.print(f"{what}: {done:,} of {total:,}", soft_wrap=True, markup=False)
-
-        yield report
+    return report
 
 
 def show_summary(corpus: Corpus) -> None:
-    manifest = corpus.manifest
-    assert manifest is not None
+    about = corpus.preparation
+    assert about is not None
     lengths = np.asarray(corpus.lengths)
-    buckets = length_histogram(lengths)
-    most = max(bucket.tokens for bucket in buckets)
-    show_table(
-        [
-            {
-                "length": f"{_short(low)}+",
-                "documents": f"{documents:,}",
-                "tokens": f"{tokens:,}",
-                "share": f"{tokens / manifest.tokens:.1%}",
-                "": "█" * round(BAR_WIDTH * tokens / most),
-            }
-            for low, documents, tokens in buckets
-        ]
-    )
+    show_table(length_rows(lengths))
     longest = int(lengths.argmax())
     lines = {
         "corpus": str(corpus.path),
         "fingerprint": corpus.fingerprint,
-        "documents": f"{manifest.documents:,}",
-        "tokens": f"{manifest.tokens:,}",
+        "documents": f"{about.documents:,}",
+        "tokens": f"{about.tokens:,}",
         "longest": f"{lengths[longest]:,} tokens, {corpus.source(longest)}",
-        "vocabulary": f"{manifest.vocab_size:,} entries; {manifest.end_of_text} ends each document",
-        "left out": f"{manifest.empty_documents:,} empty documents, {manifest.unreadable:,} unreadable ones",
+        "vocabulary": f"{about.vocab_size:,} entries; {about.end_of_text} ends each document",
+        "left out": f"{about.empty_documents:,} empty documents, {about.unreadable:,} unreadable ones",
     }
-    if manifest.masked:
-        learned = manifest.learned_tokens / manifest.tokens
-        lines["learned"] = f"{manifest.learned_tokens:,} tokens, {learned:.1%} of all"
-        lines["too long"] = f"{manifest.cut_documents:,} cut, {manifest.skipped_documents:,} left out"
-        lines["vocabulary"] = f"{manifest.vocab_size:,} entries"
+    if (learned := about.learned_tokens) is not None:
+        lines["learned"] = f"{learned:,} tokens, {learned / about.tokens:.1%} of all"
+        lines["left out"] = f"{about.long_documents:,} conversations that are too long"
+        lines["vocabulary"] = f"{about.vocab_size:,} entries"
+    if about.unreadable:
+        lines["why"] = str(corpus.path / UNREADABLE_FILE)
     say(*(f"{name:>12}  {value}" for name, value in lines.items()))
-    if manifest.unreadable:
-        unreadable = corpus.path / UNREADABLE_FILE
-        with unreadable.open(encoding="utf-8") as file:
-            say(*(f"{'':>14}{line.rstrip()}" for line in islice(file, UNREADABLE_SHOWN)))
-        if manifest.unreadable > UNREADABLE_SHOWN:
-            say(f"{'':>14}... all in {unreadable}")
 
 
-class Bucket(NamedTuple):
-    """The documents with `low` to `2 * low - 1` tokens."""
-
-    low: int
-    documents: int
-    tokens: int
-
-
-def length_histogram(lengths: np.ndarray) -> list[Bucket]:
-    """Buckets from the shortest document's to the longest's, also empty ones; no length may be 0.
-
-    >>> [tuple(bucket) for bucket in length_histogram(np.array([1, 4, 7, 5]))]
-    [(1, 1, 1), (2, 0, 0), (4, 3, 16)]
-    """
-    exponents = np.frexp(lengths)[1] - 1  # floor(log2), exact below 2^53
-    buckets = []
-    for exponent in range(exponents.min(), exponents.max() + 1):
-        inside = exponents == exponent
-        buckets.append(Bucket(1 << exponent, int(inside.sum()), int(lengths[inside].sum())))
-    return buckets
+def length_rows(lengths: np.ndarray) -> list[dict[str, str]]:
+    """A row for each power of two from the shortest document's to the longest's; no length may be 0."""
+    powers = np.frexp(lengths)[1] - 1  # floor(log2), exact below 2^53
+    least = int(powers.min())
+    documents, tokens = np.bincount(powers - least), np.bincount(powers - least, lengths)
+    bars = np.round(BAR_WIDTH * tokens / tokens.max()).astype(int)
+    return [
+        {
+            "length": f"{1 << least + place:,}+",
+            "documents": f"{documents[place]:,}",
+            "tokens": f"{tokens[place]:,.0f}",
+            "share": f"{tokens[place] / tokens.sum():.1%}",
+            "": "█" * bars[place],
+        }
+        for place in range(len(documents))
+    ]
 
 
 def show_sample(corpus: Corpus) -> None:
@@ -234,12 +151,3 @@ def show_sample(corpus: Corpus) -> None:
         marked = piece if console.is_terminal or not on else f"[{piece}]"
         text.append(marked, style="bold green" if on else "dim")
     console.print(text, soft_wrap=True)
-
-
-def _short(power_of_two: int) -> str:
-    """512 -> 512, 1024 -> 1K, 4194304 -> 4M."""
-    for unit in ("", "K", "M"):
-        if power_of_two < 1024:
-            return f"{power_of_two}{unit}"
-        power_of_two //= 1024
-    return f"{power_of_two}G"

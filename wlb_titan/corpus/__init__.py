@@ -5,7 +5,6 @@ also needs `datasets` and `tokenizers`.
 """
 
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.folder import Manifest
 from wlb_titan.errors import CorpusError
 
-__all__ = ["Corpus", "CorpusError", "Manifest"]
+__all__ = ["Corpus", "CorpusError"]

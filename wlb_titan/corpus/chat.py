@@ -5,7 +5,7 @@ and with each of the assistant's turns, and the difference is learned, including
 template that rewrites earlier turns is refused.
 
 A conversation that cannot be used ends the preparation with its file and line; those above `max_length` are
-cut, skipped or an error, as the settings say, and counted.
+left out and counted.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Spans = list[tuple[int, int]]  # first learned character, and the one after the 
 
 
 class ChatTemplate:
-    """The chat template in a tokenizer's folder; `options` are its own, such as `enable_thinking`."""
+    """The chat template in a tokenizer's folder."""
 
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
         try:
             from transformers import PreTrainedTokenizerFast
             from transformers.utils.chat_template_utils import render_jinja_template
@@ -50,7 +50,7 @@ class ChatTemplate:
             )
         self._template = named.get_chat_template()
         self._render = render_jinja_template
-        self._options = named.special_tokens_map | options
+        self._special_tokens = named.special_tokens_map
         self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
         self.tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         self.tokenizer.no_truncation()
@@ -118,7 +118,7 @@ class ChatTemplate:
                 chat_template=self._template,
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=mask,
-                **self._options,
+                **self._special_tokens,
             )
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template refuses it: {error}") from error
@@ -126,36 +126,21 @@ class ChatTemplate:
 
 
 def conversations(
-    source: Source,
-    order: Ints,
-    template: ChatTemplate,
-    left_out: LeftOut,
-    longest: int | None,
-    too_long: str,
+    source: Source, order: Ints, template: ChatTemplate, left_out: LeftOut, longest: int | None
 ) -> Iterator[Document]:
-    """Like `tokenized`; `too_long` says what is done beyond `longest` tokens: "cut", "skip" or "error"."""
+    """Like `tokenized`, without conversations of more than `longest` tokens."""
     places = iter(enumerate(order))
     while batch := list(islice(places, AT_ONCE)):
         rendered = [template.document(source, document) for _, document in batch]
         texts = [text for text, _ in rendered]
         encodings = template.tokenizer.encode_batch(texts, add_special_tokens=False)
         for (position, document), (_, spans), encoding in zip(batch, rendered, encodings, strict=True):
-            name = source.name(document)
             if longest is not None and len(encoding) > longest:
-                if too_long == "error":
-                    raise CorpusError(
-                        f"{name}: the conversation has {len(encoding):,} tokens, above --max-length "
-                        f"{longest:,}. Cut long ones with --too-long cut, leave them out with --too-long "
-                        "skip, or raise --max-length."
-                    )
-                left_out.cut += too_long == "cut"
-                left_out.skipped += too_long == "skip"
-                if too_long == "skip":
-                    continue
-            tokens = np.array(encoding.ids, dtype=np.int32)[:longest]
-            learned = _learned(encoding.offsets, spans)[:longest]
-            edges = np.flatnonzero(np.diff(learned, prepend=False, append=False))
-            yield Document(position, name, tokens, edges.astype(np.int32))
+                left_out.long += 1
+                continue
+            tokens = np.array(encoding.ids, dtype=np.int32)
+            learned = _learned(encoding.offsets, spans)
+            yield Document(position, source.name(document), tokens, learned.astype(np.int8))
 
 
 def checked(messages: Any, special: list[str]) -> list[Message]:

@@ -1,40 +1,73 @@
 """Reading a corpus: lengths and tokens on demand, from the files as they lie.
 
-A corpus that `wlb-titan prepare` made is a folder:
+A corpus is a folder or file of one of the forms in `formats`. That of `wlb-titan prepare` is a folder that
+`datasets.load_from_disk` opens, and more lies in it:
 
-    documents.arrow    one row per document: input_ids (list of int32), length (int32), source (where the
-                       text came from); for chat data also learned (list of int32, see `SpanMask`). Readable
-                       with `datasets.Dataset.from_file`.
-    tokenizer/         tokenizer.json and tokenizer_config.json
-    unreadable.txt     files and records that could not be read, if any
-    manifest.json      counts, settings, sizes and SHA-256 of the files above; written last
-
-Opening checks all sizes, and all SHA-256 except the documents', which `verify` checks. `foreign` opens
-corpora of other tools.
+    data-00000-of-00001.arrow    one row per document: input_ids (list of int32), source (where the text came
+                                 from); for chat data also assistant_masks (list of int8, 1 where learned)
+    tokenizer/                   tokenizer.json and tokenizer_config.json
+    unreadable.txt               files and records that could not be read, if any
+    corpus.json                  `Preparation`
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from wlb_titan.arrays import Bools, Ints
-from wlb_titan.corpus.folder import (
-    DOCUMENTS_FILE,
-    MANIFEST_FILE,
-    TOKENIZER_FOLDER,
-    Manifest,
-    partial_folder,
-)
-from wlb_titan.corpus.foreign import fingerprint_of_files, open_foreign
-from wlb_titan.corpus.masks import SpanMask
-from wlb_titan.corpus.shards import SPANS, ArrowShard, Lengths, Shard, Tokens
+from wlb_titan.corpus.formats import fingerprint_of, open_shards
+from wlb_titan.corpus.shards import Lengths, Shard, Tokens
 from wlb_titan.errors import CorpusError
+
+TOKENIZER_FOLDER = "tokenizer"
+UNREADABLE_FILE = "unreadable.txt"
+PREPARATION_FILE = "corpus.json"
 
 SAMPLE_TOKENS = 1 << 24
 SPOTS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What `wlb-titan prepare` notes beside the documents, in corpus.json."""
+
+    documents: int
+    tokens: int  # end-of-text tokens included
+    learned_tokens: int | None = None  # None: all, there is no label mask
+    empty_documents: int = 0  # left out because they hold only white space
+    long_documents: int = 0  # conversations left out because they were too long
+    unreadable: int = 0  # files or records that could not be read; unreadable.txt gives each with the reason
+    vocab_size: int  # rows that an embedding table needs: the largest id, plus one
+    end_of_text: str  # the token that ends every document
+    settings: dict[str, Any]  # `PrepareSettings`
+
+    def save(self, folder: Path) -> None:
+        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
+        (folder / PREPARATION_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Preparation | None":
+        """None if the folder is not of `wlb-titan prepare`."""
+        file = folder / PREPARATION_FILE
+        if not file.is_file():
+            return None
+        try:
+            return cls(**json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise _damaged(folder, f"{file.name} cannot be read ({error!r})") from error
+
+    def check(self, corpus: "Corpus") -> None:
+        """Refuses a corpus whose file was cut off: pyarrow reads what is left of it."""
+        documents, tokens = len(corpus), corpus.lengths.sum()
+        if (documents, tokens) != (self.documents, self.tokens):
+            found = f"it holds {documents:,} documents and {tokens:,} tokens"
+            raise _damaged(corpus.path, f"{found}, and should hold {self.documents:,} and {self.tokens:,}")
 
 
 @dataclass(frozen=True)
@@ -44,21 +77,27 @@ class TokenizerFacts:
     vocab_size: int  # the largest id, plus one
 
     @classmethod
-    def of(cls, folder: Path) -> "TokenizerFacts":
+    def of(cls, folder: Path, vocab_size: int = 0) -> "TokenizerFacts":
+        """Reads what is not known of a tokenizer."""
         file = folder.absolute() / "tokenizer.json"
         if not file.is_file():
             raise CorpusError(
                 f"There is no {file}; `tokenizer` names the folder of a tokenizer in Hugging Face's layout.",
                 setting="corpus.tokenizer",
             )
-        from tokenizers import Tokenizer  # not needed for corpora that were prepared
-
         content = file.read_bytes()
-        try:
-            vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
-        except Exception as error:  # the library raises bare Exceptions
-            raise CorpusError(f"{file} is not a tokenizer: {error}", setting="corpus.tokenizer") from error
-        return cls(file.parent, hashlib.sha256(content).hexdigest(), max(vocabulary.values()) + 1)
+        vocab_size = vocab_size or _vocabulary(file, content)
+        return cls(file.parent, hashlib.sha256(content).hexdigest(), vocab_size)
+
+
+def _vocabulary(file: Path, content: bytes) -> int:
+    from tokenizers import Tokenizer  # not needed for corpora that were prepared
+
+    try:
+        vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises bare Exceptions
+        raise CorpusError(f"{file} is not a tokenizer: {error}", setting="corpus.tokenizer") from error
+    return max(vocabulary.values()) + 1
 
 
 class Corpus:
@@ -70,7 +109,7 @@ class Corpus:
         shards: Sequence[Shard],
         fingerprint: str,
         tokenizer: TokenizerFacts | None = None,
-        manifest: Manifest | None = None,
+        preparation: Preparation | None = None,
         parts: "Sequence[Corpus]" = (),
     ) -> None:
         self.path = path
@@ -78,7 +117,7 @@ class Corpus:
         self.lengths = Lengths(shards)  # tokens of each document
         self.fingerprint = fingerprint  # 16 hexadecimal digits for token ids, label mask and order
         self.tokenizer = tokenizer  # None if unknown, which is enough to plan but not to train
-        self.manifest = manifest  # None unless `wlb-titan prepare` made the corpus
+        self.preparation = preparation  # None unless `wlb-titan prepare` made the corpus
         self.parts = tuple(parts)  # of a joined corpus, in order
 
     def __str__(self) -> str:
@@ -90,18 +129,21 @@ class Corpus:
     def open(
         cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "", mask: str = "auto"
     ) -> "Corpus":
-        """Opens a corpus without reading tokens; for `column` and `mask` see `open_foreign`. A prepared one
-        has its own tokenizer, and takes only the masks "auto" and "none"."""
+        """Opens a corpus without reading tokens; for `column` and `mask` see `open_shards`. A prepared one
+        brings its own tokenizer."""
         path = Path(path).absolute()
-        if (path / MANIFEST_FILE).is_file():
-            return _open_prepared(path, tokenizer, mask)
-        found = open_foreign(path, column, mask)
-        if found is None:
+        opened, preparation = open_shards(path, column, mask), Preparation.load(path)
+        if opened is None:
             raise CorpusError(_no_corpus(path))
-        if not sum(shard.tokens for shard in found.shards):
-            raise CorpusError(f"{path} holds no tokens; write it again.")
         facts = TokenizerFacts.of(Path(tokenizer)) if tokenizer else None
-        return cls(path, found.shards, fingerprint_of_files(found), facts)
+        if preparation is not None:
+            facts = _own_tokenizer(path, preparation, facts)
+        corpus = cls(path, opened.shards, fingerprint_of(opened.files, opened.read_as), facts, preparation)
+        if preparation is not None:
+            preparation.check(corpus)
+        if not corpus.lengths.sum():
+            raise CorpusError(f"{path} holds no tokens; write it again.")
+        return corpus
 
     @classmethod
     def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":
@@ -123,14 +165,7 @@ class Corpus:
     def tokens(self, row: int, start: int = 0, length: int | None = None) -> Tokens:
         """A read-only view of document `row` from token `start` on: `length` tokens, or all."""
         shard, place = self._place(row)
-        begin, end = (int(bound[0]) for bound in shard.bounds(np.array([place])))
-        if length is None:
-            length = end - begin - start
-        if start < 0 or length < 0 or begin + start + length > end:
-            raise IndexError(
-                f"tokens {start}:{start + length} of document {row}, which has {end - begin} tokens"
-            )
-        return shard.values[begin + start : begin + start + length]
+        return shard.read(place, start, length)
 
     @property
     def masked(self) -> bool:
@@ -199,55 +234,20 @@ class Corpus:
         return self.shards[number], row - int(self.lengths.firsts[number])
 
 
-def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
-    manifest = Manifest.load(path)
-    masked, fingerprint = manifest.masked, manifest.fingerprint
-    if masked and mask == "none":
-        masked, fingerprint = False, hashlib.sha256(f"{fingerprint} unmasked".encode()).hexdigest()[:16]
-    for damage in manifest.damage(path, whole=False):
-        raise _damaged(path, damage)
-    if mask not in ("auto", "none"):
+def _own_tokenizer(path: Path, preparation: Preparation, named: TokenizerFacts | None) -> TokenizerFacts:
+    own = TokenizerFacts.of(path / TOKENIZER_FOLDER, preparation.vocab_size)
+    if named is not None and named.sha256 != own.sha256:
         raise CorpusError(
-            f"The prepared corpus {path} knows itself what is learned; `mask` is {mask!r}, and can be "
-            '"auto", or "none" to learn every token.',
-            setting="corpus.mask",
-        )
-    if tokenizer and TokenizerFacts.of(Path(tokenizer)).sha256 != manifest.tokenizer_sha256:
-        raise CorpusError(
-            f"The corpus {path} was not made with the tokenizer in {tokenizer}; it brings its own, so leave "
+            f"The corpus {path} was not made with the tokenizer in {named.path}; it brings its own, so leave "
             "wlb.corpus.tokenizer out.",
             setting="corpus.tokenizer",
         )
-    try:
-        shard = ArrowShard(path / DOCUMENTS_FILE)
-        if masked:
-            shard.mask = SpanMask(ArrowShard(path / DOCUMENTS_FILE, SPANS))
-    except CorpusError as error:
-        raise _damaged(path, str(error).rstrip(".")) from error
-    if (shard.documents, shard.tokens) != (manifest.documents, manifest.tokens):
-        counts = f"{shard.documents:,} documents and {shard.tokens:,} tokens"
-        said = f"{manifest.documents:,} and {manifest.tokens:,}"
-        raise _damaged(path, f"it holds {counts}, the manifest says {said}")
-    facts = TokenizerFacts(path / TOKENIZER_FOLDER, manifest.tokenizer_sha256, manifest.vocab_size)
-    return Corpus(path, [shard], fingerprint, facts, manifest)
+    return own
 
 
-def verify(path: Path, report: Callable[[str, int, int], None]) -> Corpus:
-    """Reads all of a prepared corpus to find any damage, and opens it; for `report` see `prepare.Report`."""
-    path = path.absolute()
-    if not (path / MANIFEST_FILE).is_file():
-        Corpus.open(path)  # says what is wrong where there is no corpus at all
-        raise CorpusError(f"{path} was not made by `wlb-titan prepare`, so nothing says what it should be.")
-    manifest, done = Manifest.load(path), 0
-
-    def read(size: int) -> None:
-        nonlocal done
-        done += size
-        report("Reading bytes", done, sum(manifest.files.values()))
-
-    if damage := list(manifest.damage(path, whole=True, read=read)):
-        raise _damaged(path, "; ".join(damage))
-    return Corpus.open(path)
+def partial_folder(path: Path) -> Path:
+    """Where the corpus `path` is written before it is complete."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def _no_corpus(path: Path) -> str:
@@ -256,16 +256,18 @@ def _no_corpus(path: Path) -> str:
             f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. Start "
             f"it again with `wlb-titan prepare {path}` and the same options."
         )
+    if (path / "documents.arrow").is_file():
+        return f"{path} is a corpus of an earlier wlb_titan; prepare it again, into another folder."
     if path.is_dir() and any(path.iterdir()):
         return (
-            f"{path} is not a complete corpus: it has no {MANIFEST_FILE}, nor files of Megatron (.idx and "
-            ".bin), datatrove (.ds) or Hugging Face's save_to_disk. Name another folder."
+            f"{path} is not a complete corpus: it has no files of Hugging Face's save_to_disk (state.json), "
+            "Megatron (.idx and .bin) or datatrove (.ds). Name another folder."
         )
     return f"There is no corpus at {path}. Make one with `wlb-titan prepare {path}`."
 
 
 def _damaged(path: Path, what: str) -> CorpusError:
     return CorpusError(
-        f"The corpus {path} is damaged: {what}. Copy it again from where it came, or make it again with "
-        f"`wlb-titan prepare {path} --overwrite`; `wlb-titan prepare {path} --verify` names all damage."
+        f"The corpus {path} is damaged: {what}. Copy it again from where it came, or delete it and make it "
+        f"again with `wlb-titan prepare {path}`."
     )

@@ -25,12 +25,12 @@ from wlb_titan.arrays import Ints
 from wlb_titan.errors import CorpusError
 
 if TYPE_CHECKING:
-    from wlb_titan.corpus.masks import Mask
+    from wlb_titan.corpus.masks import LabelMask
 
 Tokens = NDArray[np.integer[Any]]
 
-TOKENS, SPANS, SOURCE = "input_ids", "learned", "source"
-"""Columns of a prepared corpus: token ids, a `SpanMask` of chat data, and where the text came from."""
+# Columns of a prepared corpus: token ids, which of them are learned, and where the text came from.
+TOKENS, MASK, SOURCE = "input_ids", "assistant_masks", "source"
 
 BLOCK = 1 << 20  # lengths compared at a time
 INDEX_BLOCK = 1 << 16  # documents of an index compared at a time; they fit into a cache
@@ -47,7 +47,7 @@ class Shard:
     documents: int
     tokens: int  # of all documents
     values: Tokens  # all numbers of the file, in its own integer type; read-only, mapped
-    mask: Mask | None = None  # which tokens are learned; None learns all
+    mask: LabelMask | None = None  # which tokens are learned; None learns all
 
     def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
         """int64 (n,) each: the documents' first tokens in `values`, and the ones after their last."""
@@ -57,10 +57,15 @@ class Shard:
         begins, ends = self.bounds(rows)
         return ends - begins
 
-    def read(self, row: int, start: int, length: int) -> Tokens:
-        """(length,), a view of the file."""
-        begin = int(self.bounds(np.array([row]))[0][0]) + start
-        return self.values[begin : begin + length]
+    def read(self, row: int, start: int, length: int | None = None) -> Tokens:
+        """A read-only view of a document from token `start` on: `length` tokens, or all."""
+        begin, end = (int(bound[0]) for bound in self.bounds(np.array([row])))
+        if length is None:
+            length = end - begin - start
+        if start < 0 or length < 0 or begin + start + length > end:
+            tokens = f"tokens {start}:{start + length} of {self.source(row)}"
+            raise IndexError(f"{tokens}, which has {end - begin} tokens")
+        return self.values[begin + start : begin + start + length]
 
     def source(self, row: int) -> str:
         """Where the document came from, if the file tells."""

@@ -11,12 +11,9 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any, Protocol
-
-import pyarrow as pa
 
 from wlb_titan.errors import CorpusError
 
@@ -55,17 +52,6 @@ class SourceSpec:
         ending = Path(text.partition("#")[0]).suffix.removeprefix(".")
         advice = f" For this file write {ending}:{text}." if ending in ("jsonl", "parquet") else ""
         raise CorpusError(f"{text!r} is not a source of documents; the sources are {SOURCES}.{advice}")
-
-    def absolute(self) -> str:
-        """The description, with an absolute path."""
-        if self.kind == "python-source":
-            return self.kind
-        if self.kind == "text":
-            return f"text:{Path(self.location).absolute()}"
-        if self.kind == "hf":
-            config = f",{self.config}" if self.config else ""
-            return f"hf:{self.location}{config}@{self.split}#{self.field}"
-        return f"{self.kind}:{Path(self.location).absolute()}#{self.field}"
 
 
 class Source(Protocol):
@@ -109,8 +95,6 @@ class Files:
         try:
             if self._within and path.is_symlink() and self._within not in path.resolve().parents:
                 raise ValueError("a link that leads out of the folder")
-            if path.is_fifo():
-                raise ValueError("a pipe, which would wait for its writer")
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
@@ -174,67 +158,56 @@ class JsonLines:
     """One document per line of JSON, in a file or in the *.jsonl files of a folder, sorted.
 
     Lines need only the field in common; `datasets` would parse all into one table, and refuse files whose
-    other fields change their type. The first use reads the files once, to find their lines.
+    other fields change their type. The files are read once before, to find their lines.
     """
 
     def __init__(self, location: Path, field: str, *, chat: bool = False) -> None:
         self._paths = _files_at("jsonl", location)
         self._field = field
         self._value = conversation if chat else text_of
-
-    @cached_property
-    def _lines(self) -> tuple[array[int], array[int], list[int]]:
-        """Number from 1 and first byte of each line that is not blank, and their count before each file."""
-        numbers, begins = array("q"), array("q")  # files may have a hundred million lines
-        firsts = []
+        # Of each line that is not blank; there may be a hundred million.
+        self._numbers, self._begins = array("q"), array("q")
+        self._firsts: list[int] = []  # lines before each file
         for path in self._paths:
-            firsts.append(len(numbers))
-            start = 0
+            self._firsts.append(len(self._numbers))
+            begin = 0
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     if not line.isspace():
-                        numbers.append(number)
-                        begins.append(start)
-                    start += len(line)
-        return numbers, begins, firsts
+                        self._numbers.append(number)
+                        self._begins.append(begin)
+                    begin += len(line)
 
     def __len__(self) -> int:
-        return len(self._lines[0])
+        return len(self._numbers)
 
     def name(self, document: int) -> str:
-        return f"{self._path(document).name}:{self._lines[0][document]}"
+        return f"{self._path(document).name}:{self._numbers[document]}"
 
     def read(self, document: int) -> Any:
         with self._path(document).open("rb") as file:
-            file.seek(self._lines[1][document])
+            file.seek(self._begins[document])
             line = file.readline().rstrip()
-        try:
-            return self._value(json.loads(line), self._field)
-        except RecursionError as error:
-            raise ValueError("too deeply nested") from error
+        return self._value(json.loads(line), self._field)
 
     def _path(self, document: int) -> Path:
-        return self._paths[bisect_right(self._lines[2], document) - 1]
+        return self._paths[bisect_right(self._firsts, document) - 1]
 
 
 class Rows:
     """One document per row of Parquet files or a Hugging Face dataset."""
 
     def __init__(self, spec: SourceSpec, cache: Path, *, chat: bool = False) -> None:
-        self._chat = chat
         self._label = spec.location if spec.kind == "hf" else Path(spec.location).name
         self._field = spec.field
+        self._value = conversation if chat else text_of
         rows = _load(spec, cache)
-        columns = rows.features
+        columns = rows.column_names
         if spec.field not in columns:
             raise CorpusError(
                 f"{spec.location} has no field {spec.field!r}; it has {', '.join(columns)}"
                 f"{_advice(spec.field, columns)}."
             )
-        kind = getattr(columns[spec.field], "dtype", type(columns[spec.field]).__name__)
-        if not chat and kind not in ("string", "large_string", "null"):
-            advice = " If these are conversations, add --chat." if kind in ("List", "LargeList") else ""
-            raise CorpusError(f"The field {spec.field!r} of {spec.location} holds {kind}, not text.{advice}")
         self._rows = rows.select_columns([spec.field, *(["tools"] if chat and "tools" in columns else [])])
 
     def __len__(self) -> int:
@@ -244,13 +217,8 @@ class Rows:
         return f"{self._label}[{document}]"
 
     def read(self, document: int) -> Any:
-        try:
-            row = self._rows[document]
-        except pa.ArrowException as error:
-            raise ValueError(str(error)) from error
-        if not self._chat:
-            return row[self._field] or ""
-        return conversation({key: _without_nulls(value) for key, value in row.items()}, self._field)
+        row = self._rows[document]
+        return self._value({key: _without_nulls(value) for key, value in row.items()}, self._field)
 
 
 def _load(spec: SourceSpec, cache: Path) -> Any:

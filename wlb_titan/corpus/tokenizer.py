@@ -3,15 +3,14 @@ made from a bounded amount of text at a time."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,23 +33,19 @@ TRAINING_DOCUMENTS = 64  # that share this text at least, however long the first
 PIECE_CHARACTERS = 1_000_000  # longer texts are tokenized in pieces, so that all cores work on one text
 BATCH_CHARACTERS = 2_000_000  # tokenized at a time, with about 40 bytes of memory per character
 
+Item = TypeVar("Item")
+
 
 class CorpusTokenizer:
     """The tokenizer of a folder with `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`."""
 
     def __init__(self, folder: Path) -> None:
-        for name in (TOKENIZER_FILE, CONFIG_FILE):
-            if not (folder / name).is_file():
-                raise CorpusError(
-                    f"The tokenizer folder {folder} has no {name}, which comes with a model on the Hugging "
-                    "Face hub."
-                )
         self.folder = folder
-        self.digest = hashlib.sha256((folder / TOKENIZER_FILE).read_bytes()).digest()
+        file = folder / TOKENIZER_FILE
         try:
-            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+            self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
-            raise CorpusError(f"{folder / TOKENIZER_FILE} is not a tokenizer: {error}") from error
+            raise CorpusError(f"{file} cannot be opened as a tokenizer: {error}") from error
         self.end_of_text = _end_of_text(folder / CONFIG_FILE)
         identifier = self._tokenizer.token_to_id(self.end_of_text)
         if identifier is None:
@@ -72,14 +67,12 @@ class CorpusTokenizer:
 
 def _end_of_text(config: Path) -> str:
     try:
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise CorpusError(f"{config} is damaged: {error}") from error
-    if isinstance(token, dict):
-        token = token.get("content")
-    if not isinstance(token, str):
-        raise CorpusError(f"{config} names no eos_token, which ends every document; add one.")
-    return token
+        token = json.loads(config.read_text(encoding="utf-8"))["eos_token"]
+        return str(token["content"] if isinstance(token, dict) else token)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(
+            f"{config} does not name the eos_token, which ends every document ({error!r})."
+        ) from error
 
 
 def tokenizer_files(folder: Path, template: Path | None = None) -> dict[str, Path]:
@@ -127,16 +120,15 @@ class Document(NamedTuple):
     position: int  # in the given order
     name: str
     tokens: np.ndarray  # int32 (n,)
-    spans: np.ndarray | None = None  # int32, see `SpanMask`; None learns every token
+    learned: np.ndarray | None = None  # int8 (n,), 1 where a token is learned; None learns all
 
 
 @dataclass
 class LeftOut:
-    """Documents that were left out or cut."""
+    """Documents that were left out."""
 
     empty: int = 0  # documents that hold only white space
-    cut: int = 0  # conversations without their end
-    skipped: int = 0  # conversations that were too long
+    long: int = 0  # conversations that were too long
     unreadable: list[str] = field(default_factory=list)  # names and reasons
 
 
@@ -154,14 +146,15 @@ def tokenized(
     Batches cross documents, so that many short ones or one of a hundred megabytes keep all cores busy.
     """
     end = np.array([tokenizer.end_of_text_id], dtype=np.int32)
-    batches = _batches(_pieces(source, order, left_out, piece_characters), batch_characters)
+    pieces = _pieces(source, order, left_out, piece_characters)
+    batches = batched(pieces, lambda piece: len(piece[1]), batch_characters)
     arrays = (
         (position, tokens)
         for batch in batches
         for (position, _), tokens in zip(batch, tokenizer.encode([text for _, text in batch]), strict=True)
     )
-    for position, pieces in groupby(arrays, key=itemgetter(0)):
-        tokens = np.concatenate([*(tokens for _, tokens in pieces), end])
+    for position, parts in groupby(arrays, key=itemgetter(0)):
+        tokens = np.concatenate([*(tokens for _, tokens in parts), end])
         yield Document(position, source.name(order[position]), tokens)
 
 
@@ -178,15 +171,16 @@ def _pieces(source: Source, order: Ints, left_out: LeftOut, size: int) -> Iterat
             yield from ((position, piece) for piece in split_at_lines(text, size))
 
 
-def _batches(pieces: Iterator[tuple[int, str]], size: int) -> Iterator[list[tuple[int, str]]]:
-    batch: list[tuple[int, str]] = []
-    characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece[1])
-        if characters >= size:
+def batched(items: Iterable[Item], size: Callable[[Item], int], enough: int) -> Iterator[list[Item]]:
+    """Runs of items whose sizes add up to `enough` or, by the last of them, more."""
+    batch: list[Item] = []
+    filled = 0
+    for item in items:
+        batch.append(item)
+        filled += size(item)
+        if filled >= enough:
             yield batch
-            batch, characters = [], 0
+            batch, filled = [], 0
     if batch:
         yield batch
 

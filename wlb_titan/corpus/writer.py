@@ -1,120 +1,102 @@
-"""Writing a corpus, or one of given lengths without text, for plans where the real one is not at hand."""
+"""Writing a corpus: its documents, as `datasets` writes them, in a folder that appears when it is complete.
+
+A corpus is written inside a sibling, `.NAME.partial`, and moved to its place at the end. The writer holds a
+lock in there, which the kernel drops when the process dies: so what a killed process left can be told from a
+folder in use, and is deleted by the next one.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from filelock import FileLock, Timeout
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.folder import (
-    DOCUMENTS_FILE,
-    LOCK_FILE,
-    TOKENIZER_FOLDER,
-    Manifest,
-    digest,
-    written_whole,
-)
-from wlb_titan.corpus.shards import SOURCE, SPANS, TOKENS
-from wlb_titan.corpus.tokenizer import MIN_VOCAB_SIZE, CorpusTokenizer, train_tokenizer
+from wlb_titan.corpus.corpus import TOKENIZER_FOLDER, Corpus, Preparation, partial_folder
+from wlb_titan.corpus.formats import fingerprint_of
+from wlb_titan.corpus.shards import MASK, SOURCE, TOKENS
+from wlb_titan.corpus.tokenizer import MIN_VOCAB_SIZE, CorpusTokenizer, Document, batched, train_tokenizer
+from wlb_titan.errors import CorpusError
 
-RECORD_BATCH_TOKENS = 1 << 20  # written at a time, or one document if it has more
-
-LISTS = pa.list_(pa.int32())
+DOCUMENTS_FILE = "data-00000-of-00001.arrow"  # as `datasets` calls a file that is alone
+BATCH_TOKENS = 1 << 20  # of a record batch, which has one document if that has more
 
 SIGMA = 1.5  # of the logarithm of a synthetic length
 SHAPE = f"log-normal with a median of a 32nd of the context window and sigma {SIGMA:g}, cut at the window"
 """The distribution of `long_tailed_lengths`, for reports."""
 
 
-class DocumentWriter:
-    """A context manager that writes one row per document; if `masked`, with spans (`SpanMask`)."""
-
-    def __init__(self, path: Path, *, masked: bool = False, batch_tokens: int = RECORD_BATCH_TOKENS) -> None:
-        columns = [(TOKENS, LISTS), ("length", pa.int32()), (SOURCE, pa.string())]
-        self._schema = pa.schema([*columns, (SPANS, LISTS)] if masked else columns)
-        self._writer = pa.ipc.new_stream(str(path), self._schema)
-        self.masked = masked
-        self._batch_tokens = batch_tokens
-        self._names: list[str] = []
-        self._tokens: list[np.ndarray] = []
-        self._spans: list[np.ndarray] = []
-        self._waiting = 0
-        self._hash = hashlib.sha256()
-        self.documents = self.tokens = self.learned = 0
-
-    def add(self, name: str, tokens: np.ndarray, spans: np.ndarray | None = None) -> None:
-        """Appends a document: its source, its int32 token ids, and if masked its int32 spans."""
-        assert (spans is not None) == self.masked
-        self._names.append(name)
-        self._tokens.append(tokens)
-        self._waiting += len(tokens)
-        self._hash.update(len(tokens).to_bytes(8, "little"))
-        self._hash.update(tokens.tobytes())
-        if spans is not None:
-            self._spans.append(spans)
-            self._hash.update(spans.tobytes())
-            self.learned += int(spans[1::2].sum() - spans[::2].sum())
-        self.documents += 1
-        self.tokens += len(tokens)
-        if self._waiting >= self._batch_tokens:
-            self._flush()
-
-    def digest(self) -> bytes:
-        """SHA-256 of the lengths, token ids and spans added so far."""
-        return self._hash.digest()
-
-    def _flush(self) -> None:
-        lengths = pa.array(np.array([len(tokens) for tokens in self._tokens], dtype=np.int32))
-        columns = [_lists(self._tokens), lengths, pa.array(self._names, pa.string())]
-        if self.masked:
-            columns.append(_lists(self._spans))
-        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._names, self._tokens, self._spans, self._waiting = [], [], [], 0
-
-    def __enter__(self) -> DocumentWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._names:
-            self._flush()
-        self._writer.close()
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `path` at the end, or is deleted if anything fails."""
+    partial = partial_folder(path)
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(partial / "lock", timeout=0):
+            folder = partial / "corpus"
+            shutil.rmtree(folder, ignore_errors=True)  # of a killed process
+            folder.mkdir()
+            try:
+                yield folder
+                folder.rename(path)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except Timeout:
+        raise CorpusError(
+            f"Another process is preparing {path} at this moment; wait for it, or name another folder."
+        ) from None
 
 
-def _lists(arrays: list[np.ndarray]) -> pa.ListArray:
-    ends = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(arrays)))
+class Written(NamedTuple):
+    documents: int
+    tokens: int
+    learned: int | None  # tokens; None without masks
 
 
-def write_manifest(
-    folder: Path,
-    writer: DocumentWriter,
-    tokenizer: CorpusTokenizer,
-    settings: dict[str, Any],
-    **counts: int,
-) -> None:
-    """Completes a corpus; `counts` of documents left out or cut are fields of the manifest."""
-    there = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE]
-    files = {path.relative_to(folder).as_posix(): path for path in there}
-    Manifest(
-        fingerprint=hashlib.sha256(tokenizer.digest + writer.digest()).hexdigest()[:16],
-        documents=writer.documents,
-        tokens=writer.tokens,
-        masked=writer.masked,
-        learned_tokens=writer.learned,
-        vocab_size=tokenizer.vocab_size,
-        end_of_text=tokenizer.end_of_text,
-        end_of_text_id=tokenizer.end_of_text_id,
-        tokenizer_sha256=tokenizer.digest.hex(),
-        settings=settings,
-        files={name: path.stat().st_size for name, path in files.items()},
-        digests={name: digest(path) for name, path in files.items()},
-        **counts,
-    ).save(folder)
+def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool = False) -> Written:
+    """Writes documents, which have masks or do not, so that `datasets.load_from_disk` opens the folder."""
+    import datasets  # takes a second
+    from datasets.arrow_writer import ArrowWriter
+
+    columns: dict[str, Any] = {TOKENS: datasets.List(datasets.Value("int32"))}
+    if masked:
+        columns[MASK] = datasets.List(datasets.Value("int8"))
+    features = datasets.Features(columns | {SOURCE: datasets.Value("string")})
+    count = tokens = learned = 0
+    file = folder / DOCUMENTS_FILE
+    # Batches are bounded by their tokens, so not by their rows.
+    with ArrowWriter(features=features, path=str(file), writer_batch_size=BATCH_TOKENS) as writer:
+        for batch in batched(documents, lambda document: len(document.tokens), BATCH_TOKENS):
+            values = {
+                TOKENS: [document.tokens for document in batch],
+                MASK: [document.learned for document in batch],
+                SOURCE: [document.name for document in batch],
+            }
+            arrays = [pa.array(values[field.name], field.type) for field in features.arrow_schema]
+            writer.write_table(pa.table(arrays, schema=features.arrow_schema))
+            count += len(batch)
+            tokens += sum(len(document.tokens) for document in batch)
+            learned += sum(int(document.learned.sum()) for document in batch if document.learned is not None)
+        writer.finalize()
+    datasets.DatasetInfo(features=features).write_to_directory(str(folder))
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": DOCUMENTS_FILE}],
+        "_fingerprint": fingerprint_of([file]),
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    return Written(count, tokens, learned if masked else None)
 
 
 def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
@@ -130,13 +112,22 @@ def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
 
 
 def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
-    """A new corpus of documents of these lengths, int64 (documents,), whose tokens are all 0."""
-    with written_whole(path, replace=False) as folder:
+    """A new corpus of documents of these lengths, int64 (documents,), whose tokens are all 0: for plans where
+    the real one is not at hand."""
+    zeros = np.zeros(int(lengths.max()), dtype=np.int32)
+    documents = (
+        Document(number, f"synthetic {number}", zeros[:length])
+        for number, length in enumerate(lengths.tolist())
+    )
+    with written_whole(path) as folder:
         train_tokenizer(["a"], MIN_VOCAB_SIZE, folder / TOKENIZER_FOLDER)
+        written = write_documents(folder, documents)
         tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
-        zeros = np.zeros(int(lengths.max()), dtype=np.int32)
-        with DocumentWriter(folder / DOCUMENTS_FILE) as writer:
-            for number, length in enumerate(lengths.tolist()):
-                writer.add(f"synthetic {number}", zeros[:length])
-        write_manifest(folder, writer, tokenizer, {"source": "synthetic"}, empty_documents=0, unreadable=0)
+        Preparation(
+            documents=written.documents,
+            tokens=written.tokens,
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end_of_text,
+            settings={"source": "synthetic"},
+        ).save(folder)
     return Corpus.open(path)

@@ -29,7 +29,6 @@ import numpy as np
 from wlb_titan.arrays import Ints
 from wlb_titan.errors import PlanError
 
-DIGITS = 13  # of the longest
 LONGEST = 2**40  # tokens; anything above is a slip of the pen, and sums stay far from overflow
 MINIMUM = 16
 DRAWN = 1 << 18  # documents of a named distribution
@@ -100,18 +99,12 @@ def named_or_read(text: str) -> tuple[Ints, str]:
 
 def _read(path: Path) -> Ints:
     """int64 (documents,), in the order of the file."""
+    wanted = "it must have a document's length a line, as a whole number of tokens from 1 to 2^40"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"The file of lengths {path} cannot be read: {error}.") from error
-    if not lines:
-        raise PlanError(f"The file of lengths {path} is empty; it must have one document's length a line.")
-    for number, line in enumerate(lines, start=1):
-        text = line.strip()
-        digits = text.isascii() and text.isdigit() and len(text) <= DIGITS
-        if not (digits and 0 < int(text) <= LONGEST):
-            raise PlanError(
-                f"{path}, line {number}: {text[:40]!r} is no document's length, which is a whole number of "
-                "tokens from 1 to 2^40, written with digits only, one a line."
-            )
-    return np.array([int(line) for line in lines], dtype=np.int64)
+        lengths: Ints = np.array(path.read_text(encoding="utf-8").split(), dtype=np.int64)
+    except (OSError, ValueError, OverflowError) as error:
+        raise PlanError(f"The file of lengths {path} cannot be read ({error}); {wanted}.") from error
+    if not len(lengths) or lengths.min() < 1 or lengths.max() > LONGEST:
+        found = f"has {lengths.min()} to {lengths.max()}" if len(lengths) else "is empty"
+        raise PlanError(f"The file of lengths {path} {found}; {wanted}.")
+    return lengths

@@ -57,21 +57,15 @@ class Source:
 
     name: str  # for reports
     documents: int  # number of rows; sources follow each other
-    weight: float = 1.0  # share of the tokens, relative to the sum of all weights
+    weight: float = 1.0  # share of the tokens, relative to the sum of all weights; above 0
     long_length: int | None = None  # upsamples documents of at least this many tokens
-    long_share: float | None = None  # share of the source's tokens that they get
+    long_share: float | None = None  # share of the source's tokens that they get, between 0 and 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < float("inf"):
-            raise PlanError(f"The source {self.name!r} has weight {self.weight}; weights must be positive.")
         if (self.long_length is None) != (self.long_share is None):
             raise PlanError(
                 f"The source {self.name!r} has only one of long_length and long_share; upsampling by length "
                 "needs both: the length from which documents count as long, and their share of the tokens."
-            )
-        if self.long_share is not None and not 0 < self.long_share < 1:
-            raise PlanError(
-                f"The source {self.name!r} has long_share {self.long_share}; it must be between 0 and 1."
             )
 
 

@@ -92,7 +92,7 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
                 f"{vocabulary}` or fewer, or choose another base."
             )
         for part in corpus.parts or (corpus,):
-            if part.manifest is None:
+            if part.preparation is None:
                 part.check_sample(tokenizer.vocab_size)
     except (CorpusError, PlanError) as error:
         if error.setting:

@@ -1,10 +1,10 @@
-"""Corpora of other tools, read in place: Megatron's, datatrove's, Hugging Face's.
+"""The files at a corpus' path, by the tool that wrote them.
 
 | path | written by |
 | --- | --- |
 | NAME.ds, or a folder of such files | datatrove |
 | NAME, NAME.bin or NAME.idx of a pair of files, or a folder of such pairs | Megatron |
-| a folder with state.json and dataset_info.json | Hugging Face's `save_to_disk` |
+| a folder with state.json and dataset_info.json | Hugging Face's `save_to_disk`, and `wlb-titan prepare` |
 
 The files of a folder are read in the order of their names.
 """
@@ -13,40 +13,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from wlb_titan.corpus.masks import TokenMask
-from wlb_titan.corpus.shards import ArrowShard, DatatroveShard, MegatronShard, Shard
+from wlb_titan.corpus.masks import LabelMask
+from wlb_titan.corpus.shards import MASK, ArrowShard, DatatroveShard, MegatronShard, Shard
 from wlb_titan.errors import CorpusError
 
-COLUMNS = ("labels", "loss_mask", "assistant_masks")  # names of other tools for what is learned
+MASKS = ("labels", "loss_mask", MASK)  # columns that say what is learned
 
 SAMPLES = 16  # places of a file that its fingerprint reads
 SAMPLE_BYTES = 4096
 
 
-class Foreign(NamedTuple):
+class Opened(NamedTuple):
     shards: Sequence[Shard]
     files: Sequence[Path]  # all that are read
     read_as: str = ""  # what is read as tokens and as mask, for the fingerprint
 
 
-def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
+def open_shards(path: Path, column: str, mask: str) -> Opened | None:
     """The corpus at the absolute `path`; None if of no known kind.
 
     `column` and `mask` are columns of Hugging Face's datasets: token ids, and which are learned. Megatron's
     `mask` is the prefix of a second pair of files (or a folder of pairs) with 0 or 1 for each token. "auto"
     takes any mask that is found, "none" takes no mask.
     """
-    splits, state = path / "dataset_dict.json", path / "state.json"
-    if splits.is_file():
-        named = ", ".join(_read_json(splits, lambda found: [str(path / split) for split in found["splits"]]))
-        raise CorpusError(f"{path} holds several splits; name the folder of one of them: {named}.")
-    if state.is_file():
-        names = _read_json(state, lambda found: [entry["filename"] for entry in found["_data_files"]])
-        return _dataset(path, [path / name for name in names], column, mask)
+    if (path / "dataset_dict.json").is_file():
+        raise CorpusError(f"{path} holds several splits; name the folder of one, such as {path / 'train'}.")
+    if (path / "state.json").is_file():
+        return _dataset(path, column, mask)
     if path.suffix == ".ds" and path.is_file():
         return _datatrove([path], mask)
     if path.is_dir() and (files := sorted(path.glob("*.ds"))):
@@ -56,19 +53,25 @@ def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
     return None
 
 
-def _dataset(folder: Path, files: Sequence[Path], column: str, mask: str) -> Foreign:
+def _dataset(folder: Path, column: str, mask: str) -> Opened:
+    state = folder / "state.json"
+    try:
+        named = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+        files = [folder / entry["filename"] for entry in named]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(f"{state} is damaged ({error!r}); save the dataset again.") from error
     shards = [ArrowShard(file, column) for file in files]
-    named = _mask_column(folder, shards[0].columns, mask)
-    if not named:
-        return Foreign(shards, files, column)
+    masking = _mask_column(folder, shards[0].columns, mask)
+    if not masking:
+        return Opened(shards, files, column)
     for shard in shards:
-        values, name = ArrowShard(shard.path, named), f"{named!r} of {shard.path}"
-        shard.mask = TokenMask(values, shard, labels=named.endswith("labels"), name=name)
-    return Foreign(shards, files, f"{column} {named}")
+        values, name = ArrowShard(shard.path, masking), f"{masking!r} of {shard.path}"
+        shard.mask = LabelMask(values, shard, labels=masking.endswith("labels"), name=name)
+    return Opened(shards, files, f"{column} {masking}")
 
 
 def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
-    there = [column for column in COLUMNS if column in columns] if wanted == "auto" else [wanted]
+    there = [column for column in MASKS if column in columns] if wanted == "auto" else [wanted]
     if wanted == "none" or not there:
         return ""
     if there[0] not in columns:
@@ -84,7 +87,7 @@ def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
     return there[0]
 
 
-def _datatrove(files: Sequence[Path], mask: str) -> Foreign:
+def _datatrove(files: Sequence[Path], mask: str) -> Opened:
     if mask not in ("auto", "none"):
         raise CorpusError(
             f"datatrove's mask is NAME.ds.loss beside NAME.ds; leave out `mask`, which is {mask!r}.",
@@ -96,12 +99,12 @@ def _datatrove(files: Sequence[Path], mask: str) -> Foreign:
         read += [shard.path, index]
         if mask == "auto" and loss.is_file():
             values = DatatroveShard(shard.path, loss=True)
-            shard.mask = TokenMask(values, shard, labels=False, name=str(loss))
+            shard.mask = LabelMask(values, shard, labels=False, name=str(loss))
             read.append(loss)
-    return Foreign(shards, read, "loss" if any(shard.mask for shard in shards) else "")
+    return Opened(shards, read, "loss" if any(shard.mask for shard in shards) else "")
 
 
-def _megatron(prefixes: Sequence[Path], mask: str) -> Foreign:
+def _megatron(prefixes: Sequence[Path], mask: str) -> Opened:
     shards, masked = [MegatronShard(prefix) for prefix in prefixes], mask not in ("auto", "none")
     masks = _prefixes(Path(mask).absolute()) if masked else []
     if masked and len(masks) != len(prefixes):
@@ -111,9 +114,9 @@ def _megatron(prefixes: Sequence[Path], mask: str) -> Foreign:
             setting="corpus.mask",
         )
     for shard, prefix in zip(shards, masks, strict=False):
-        shard.mask = TokenMask(MegatronShard(prefix), shard, labels=False, name=f"{prefix}.bin")
+        shard.mask = LabelMask(MegatronShard(prefix), shard, labels=False, name=f"{prefix}.bin")
     files = [Path(f"{prefix}{ending}") for prefix in (*prefixes, *masks) for ending in (".bin", ".idx")]
-    return Foreign(shards, files, "mask" if masked else "")
+    return Opened(shards, files, "mask" if masked else "")
 
 
 def _prefixes(path: Path) -> list[Path]:
@@ -124,17 +127,10 @@ def _prefixes(path: Path) -> list[Path]:
     return [file.with_suffix("") for file in sorted(path.glob("*.idx"))]
 
 
-def _read_json(file: Path, names: Callable[[Any], list[str]]) -> list[str]:
-    try:
-        return names(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorpusError(f"{file} is damaged ({error!r}); save the dataset again.") from error
-
-
-def fingerprint_of_files(found: Foreign) -> str:
+def fingerprint_of(files: Sequence[Path], read_as: str = "") -> str:
     """16 hexadecimal digits; as hashing all takes hours, of names, sizes and some pages of each file."""
-    digest = hashlib.sha256(found.read_as.encode())
-    for file in found.files:
+    digest = hashlib.sha256(read_as.encode())
+    for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
