@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wlb_titan.kernels import gluon_launch, op, self_check, triton_launch
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS, Device
-from wlb_titan.kernels.segments import Options, Saved, Shape, Visibility
+from wlb_titan.kernels.segments import Options, Saved, Shape
 
 CPU = torch.device("cpu")
 CASES = {
@@ -74,8 +74,8 @@ def segments_of_a_rank(draw):
 )
 def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
     shape, window = CASES[name]
-    options = Options(0.1, Visibility(window=window), implementation=implementation)
-    warm = versions(lambda: list(self_check.warm_up(shape, options, torch.bfloat16, CPU)))
+    options = Options(0.1, window, implementation=implementation)
+    warm = versions(lambda: self_check.warm_up(shape, options, torch.bfloat16, CPU))
 
     @settings(max_examples=12, deadline=None)
     @given(segments_of_a_rank(), st.booleans())
@@ -107,6 +107,6 @@ def test_what_is_warmed_up():
     noise = self_check.Noise.on(self_check.FEW, Shape(16, 8, 128, 128), torch.bfloat16, CPU)
     found = [divided[:3] for divided in self_check.ways(noise, Options(0.1))]
     assert found == [(1, 1, False), (2, 1, False), (1, 1, True)]
-    windowed = Options(0.1, Visibility(window=4096))
+    windowed = Options(0.1, window=4096)
     assert len(self_check.ways(noise, windowed)) == 2
     assert self_check.ways(noise, Options(0.1, implementation="triton")) == [None]

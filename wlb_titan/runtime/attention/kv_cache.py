@@ -163,7 +163,7 @@ def sliced_attention(
         cache: `KeyValueCache.number` of the step.
         layer: int64 () on the CPU, different in every layer of the process.
     """
-    options = scale_of(q_LNH, scale), True, window, implementation, sm_margin
+    options = scale_of(q_LNH, scale), window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.sliced_attention.default(
         q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, *options
     )
