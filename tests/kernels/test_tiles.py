@@ -182,34 +182,27 @@ def test_a_window_makes_the_work_linear():
     assert (items[:, 3] - items[:, 0]).max() == 4096 + 127
 
 
-def test_short_documents_share_tiles():
-    """1,000 documents of 12 tokens fill 94 tiles of 128 rows, each over its own keys only."""
-    segments = packed([12] * 1000).numpy()
-    got = tiles.query_tiles(segments, 12_000, tokens=128)
-    assert len(got) == 94
-    assert (got[:, 5] - got[:, 2]).max() <= 128 + 2 * 12
-
-
-def test_long_documents_do_not_share_tiles():
-    segments = packed([5000, 5000]).numpy()
-    got = tiles.query_tiles(segments, 10_000, tokens=128)
-    assert len(got) == 80 and not ((got[:, 0] < 5000) & (got[:, 1] > 5000)).any()
-
-
-def test_worst_case_is_linear():
-    """A chunk of 16 tokens at the end of each long document: one tile each, no key read for nothing."""
-    starts = np.arange(50) * 4096
-    segments = np.stack([np.arange(50) * 16, np.full(50, 16), starts, np.full(50, 4096)], axis=1).astype(
-        np.int32
-    )
-    got = tiles.query_tiles(segments, 800, tokens=128)
-    assert len(got) == 50 and (got[:, 5] - got[:, 2] == 4096).all()
+@pytest.mark.parametrize(
+    ("segments", "count", "most_keys"),
+    [
+        (packed([12] * 1000), 94, 128 + 2 * 12),  # short documents share tiles
+        (packed([5000, 5000]), 80, 5000),  # long ones do not
+        # A chunk of 16 tokens at the end of each long document: one tile each, no key read for nothing.
+        (torch.tensor([[16 * i, 16, 4096 * i, 4096] for i in range(50)], dtype=torch.int32), 50, 4096),
+    ],
+    ids=["short", "long", "chunks"],
+)
+def test_tiles_are_few_and_see_few_keys(segments, count, most_keys):
+    got = tiles.query_tiles(segments.numpy(), int(segments[:, 1].sum()), tokens=128)
+    assert len(got) == count and (got[:, 5] - got[:, 2]).max() <= most_keys
 
 
 def test_schedule_is_found_again_and_follows_the_content():
     segments = packed([40, 60])
     first = schedule_of(segments, 100, 100, torch.device("cpu"))
     assert schedule_of(segments.clone(), 100, 100, torch.device("cpu")) is first
+    with torch.inference_mode():
+        assert schedule_of(segments.clone(), 100, 100, torch.device("cpu")) is first
     assert first.query_tiles(64) is first.query_tiles(64)
     segments[1, 1:4:2] -= 1
     assert schedule_of(segments, 100, 100, torch.device("cpu")) is not first
@@ -227,14 +220,6 @@ def test_schedule_is_found_by_the_tensor_itself(monkeypatch):
         schedule_of(segments, 100, 100, torch.device("cpu"), 3)
     with pytest.raises(TypeError):
         schedule_of(segments.add_(0), 100, 100, torch.device("cpu"))
-
-
-def test_schedules_of_inference_tensors():
-    with torch.inference_mode():
-        segments = packed([40, 60]).clone()
-    again = packed([40, 60])
-    first = schedule_of(segments, 100, 100, torch.device("cpu"))
-    assert schedule_of(again, 100, 100, torch.device("cpu")) is first
 
 
 def test_a_dropped_schedule_needs_no_garbage_collector():
