@@ -30,7 +30,6 @@ import torch
 from attention_cases import cases
 from common import show
 from wlb_titan.kernels.gluon_launch import KEYS, LEAST_PACKED, ROWS, SECTION, packed, parts
-from wlb_titan.kernels.segments import CAUSAL
 from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles, steps
 from wlb_titan.kernels.triton_launch import section as l2_section
 
@@ -144,9 +143,7 @@ class Backward:
     def lists(self, segments: np.ndarray, pack: int) -> KeyTiles:
         """Those of steps of so many heads of each token."""
         tokens = ROWS // pack
-        lists = key_tiles(
-            segments, extent(segments)[1], CAUSAL, tokens=tokens, block_n=KEYS, turn_rows=tokens
-        )
+        lists = key_tiles(segments, extent(segments)[1], tokens=tokens, block_n=KEYS, turn_rows=tokens)
         return in_order(lists, items_up=self.items_up, heaviest_first=self.heaviest_first)
 
     def replay(

@@ -1,11 +1,10 @@
 """Backward in Gluon, all three gradients in one pass: five products (FlashAttention-3, Shah et al. 2024).
 
 A tile is 128 keys of one key head; a program walks over all queries that see it in steps of 64 rows: PACK
-query heads of each of 64 / PACK tokens, row r being token r // PACK, so that little of what is computed at
-the ends of documents is masked away. Where a group has more heads, it walks over them at each block of
-tokens: no tile then waits for a turn that heavier ones pass on only at the end of a head. Two consumers have
-64 of the keys each; one warp loads; two add dQ to global memory. Scores are computed as keys x queries, so
-that P' stays in registers as the left operand of the next product. Per step:
+query heads of each of 64 / PACK tokens, packed as in the forward. Where a group has more heads, it walks over
+them at each block of tokens, or one after the other (HEADS_FIRST). Two consumers have 64 of the keys each;
+one warp loads; two add dQ to global memory. Scores are computed as keys x queries, so that P' stays in
+registers as the left operand of the next product. Per step:
 
     wait for S' = K Q';  issue dP' = V dO';  P' = exp2(...);  issue dV += P' dO
     wait for dP';  dS' = P' * (dP' - delta), to shared memory;  wait for dV
@@ -15,17 +14,14 @@ that P' stays in registers as the left operand of the next product. Per step:
 dQ takes dS' from shared memory, where both consumers' halves are; dK takes a consumer's own from registers,
 as dV takes P': shared memory, not the tensor cores, is what a step is short of.
 
-The order of the sums of dK and dV is that of the tile list. dQ is summed in float32 by TMA reductions in the
-order of the list as well: every step's rows of a segment have a counter, the adding warp waits until the
-tiles before it have raised it to its turn (tiles.key_tiles), and raises it when its sum has arrived; the
-first to come stores. Each of the two has a buffer, so that the consumers go on while one waits. Queries are
-walked from the last to the first: tiles of one document that start together then meet each block one after
-the other.
+dK and dV are summed in the order of the tile list. So is dQ, by TMA reductions in float32: every step's rows
+of a segment have a counter; the adding warp waits until it is its turn (tiles.key_tiles), and raises it when
+its sum has arrived; the first to come stores. Each of the two has a buffer, so the consumers need not wait.
+Queries are walked from last to first: tiles that start together meet each block one after another.
 
-Persistent, as the forward: the loader takes the next tile of the list that nobody has, by a counter in global
-memory, and leaves what the others need to know beside the keys; these arrive while dK and dV of the last tile
-leave. Tiles wait for earlier ones only, and those have been taken, by programs that run and do their tiles in
-the order of the list: so none waits for ever, however few programs there are.
+Persistent, as the forward: the loader takes the next tile that nobody has, by a counter in global memory, and
+leaves what the others need to know beside the keys; these arrive while dK and dV of the last tile leave.
+Tiles wait only for earlier ones, which running programs do in the order of the list: none waits for ever.
 """
 
 import triton.experimental.gluon.language as gl
@@ -41,6 +37,10 @@ from .gluon_common import (
     after_others,
     give,
     given,
+    item_blocks,
+    stage_and_phase,
+    step_place,
+    store_rows,
     tile_and_head,
     tma_add,
     tma_load,
@@ -70,7 +70,6 @@ DQ_FREE = gl.constexpr(2)
 STAGES = gl.constexpr(2)  # of Q and dO, dS and dQ, each of which has an adding warp
 CONSUMERS = gl.constexpr(2)
 
-
 # What the loader tells the others of a tile.
 PROGRAM = gl.constexpr(0)  # of those that share its keys: key head and part of its query heads; -1 at the end
 KV_BEGIN = gl.constexpr(1)
@@ -81,32 +80,10 @@ NUMBERS = gl.constexpr(5)
 
 
 @gluon.jit
-def stage_and_phase(step):
-    """Of a step; without a division, which takes registers where numbers may be negative."""
-    return step & 1, (step >> 1) & 1
-
-
-@gluon.jit
 def next_program(work, bars, round, WARPS: gl.constexpr):
     """Waits for a round's tile."""
     mbarrier.wait(bars[KV].index(KV_READY), round & 1)
     return given(work.index(PROGRAM), WARPS)
-
-
-@gluon.jit
-def item_blocks(items, item, TOKENS: gl.constexpr):
-    """First block of TOKENS tokens, and number of blocks, of an item."""
-    block = gl.load(items + item * 6) // TOKENS
-    return block, (gl.load(items + item * 6 + 3) + TOKENS - 1) // TOKENS - block
-
-
-@gluon.jit
-def step_place(place, block, blocks, first_group, groups, HEADS_FIRST: gl.constexpr):
-    """Block of tokens and group of heads of an item's step, counted by `place`: the last block first."""
-    if HEADS_FIRST:  # decided when compiling
-        return block + blocks - 1 - place % blocks, first_group + place // blocks
-    else:
-        return block + blocks - 1 - place // groups, first_group + place % groups
 
 
 @gluon.jit
@@ -183,8 +160,7 @@ def add_tile(
     item_begin, item_end, program, items, groups, step, bars, sums,
     STAGE: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """An adding warp's share of a tile: dQ of every other step, in two halves of the head dim, when it is its
-    turn. The first to have a block stores it (tiles.key_tiles).
+    """An adding warp's share of a tile: dQ of every other step, in two halves of the head dim.
 
     To look for the turn, to add, and to pass the turn on are three round trips to memory, more than a step
     takes: so two warps add by turns, and each looks for its turn before the sum is there.
@@ -215,8 +191,7 @@ def add_tile(
             wait_until_read()
             mbarrier.arrive(bars[DQ].index(DQ_FREE + STAGE), count=1)
             if turn >= 0:
-                # By two, and odd from the first on.
-                raised = wait_until_added() + 2 - (count & 1)
+                raised = wait_until_added() + 2 - (count & 1)  # by two, and odd from the first on
                 gl.atomic_add(counter + group * counters + at, raised, sem="release")
         step += blocks * groups
     return step
@@ -236,23 +211,22 @@ def add_dq(
         item_end = given(work.index(ITEM_END), 1)
         mbarrier.arrive(bars[KV].index(KV_FREE), count=1)  # of the numbers
         step = add_tile(
-            item_begin, item_end, program, items, groups, step, bars, sums,
-            STAGE, D, PACK, HEADS_FIRST,
-        )  # fmt: skip
+            item_begin, item_end, program, items, groups, step, bars, sums, STAGE, D, PACK, HEADS_FIRST
+        )
         round += 1
         program = next_program(work, bars, round, 1)
 
 
 @gluon.jit
 def accumulate_tile(
-    work, items, groups, step, scale_log2, bars, loaded, ds_tile, dq_tile,
+    work, items, groups, step, bars, loaded, results,
     PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """A consumer's share of a tile: dK and dV of keys PART * 64 ... PART * 64 + 63; half of each dQ."""
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring = loaded
+    ds_tile, dq_tile, _, _, _, _, scale_log2 = results
     TOKENS: gl.constexpr = ROWS // PACK
     HALF_D: gl.constexpr = D // 2
-    FIRST_D: gl.constexpr = PART * HALF_D
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -278,8 +252,7 @@ def accumulate_tile(
         stage, phase = stage_and_phase(step)
         mbarrier.wait(bars[QUERIES].index(Q_READY + stage), phase)
         queries = q_ring.index(stage).reshape([ROWS, D])
-        keys = k_tile.index(PART)
-        s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = warpgroup_mma(k_tile.index(PART), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
         for place in range(blocks * groups):  # one loop: nested, it would spill
             stage, phase = stage_and_phase(step)
             token = step_place(place, block, blocks, 0, groups, HEADS_FIRST)[0] * TOKENS
@@ -316,7 +289,7 @@ def accumulate_tile(
             for half in gl.static_range(2):
                 part = warpgroup_mma(
                     ds_tile.index(2 * stage + half).permute((1, 0)),
-                    k_tile.index(half + zero).slice(FIRST_D, HALF_D, 1),
+                    k_tile.index(half + zero).slice(PART * HALF_D, HALF_D, 1),
                     part, use_acc=half > 0, is_async=True,
                 )  # fmt: skip
             dk_acc = warpgroup_mma(ds_left, queries, dk_acc, is_async=True)
@@ -337,26 +310,23 @@ def accumulate_tile(
             step += 1
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(bars[QUERIES].index(FREE + (final & 1)), count=1)
-
     return dk_acc, dv_acc, step
 
 
 @gluon.jit
 def accumulate(
-    items, groups, work, bars, loaded, handed, results,
+    items, groups, work, bars, loaded, results,
     PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr,
     HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """A consumer: its share of every tile."""
-    dk, dv, kv_tokens, kv_heads, scale_log2 = results
-    ds_tile, dq_tile = handed
+    ds_tile, _, dk, dv, kv_tokens, kv_heads, scale_log2 = results
     round = 0
     step = 0
     while next_program(work, bars, round, 4) >= 0:
         dk_acc, dv_acc, step = accumulate_tile(
-            work, items, groups, step, scale_log2, bars, loaded, ds_tile, dq_tile,
-            PART, D, DV, PACK, HEADS_FIRST,
-        )  # fmt: skip
+            work, items, groups, step, bars, loaded, results, PART, D, DV, PACK, HEADS_FIRST
+        )
         program = given(work.index(PROGRAM), 4)  # only now: while a tile is walked over, registers are short
         begin = given(work.index(KV_BEGIN), 4) + PART * KEYS
         end = given(work.index(KV_END), 4)
@@ -364,43 +334,9 @@ def accumulate(
         kv_head = program // SPLIT
         first_row = program % SPLIT * kv_tokens
         spare = ds_tile.index(2 * (step & 1) + PART)  # the next step's
-        store_gradient(dk, dk_acc * (scale_log2 * LN_2), begin, end, first_row, kv_heads, kv_head, spare, D)
-        store_gradient(dv, dv_acc, begin, end, first_row, kv_heads, kv_head, spare, DV)
+        store_rows(dk, dk_acc * (scale_log2 * LN_2), begin, end, first_row, kv_heads, kv_head, spare, D)
+        store_rows(dv, dv_acc, begin, end, first_row, kv_heads, kv_head, spare, DV)
         round += 1
-
-
-@gluon.jit
-def store_gradient(
-    x, values, begin, end, first_row, heads, head, spare,
-    DIM: gl.constexpr,
-):  # fmt: skip
-    """A consumer's rows of dK or dV, like the forward's output in whole lines of memory: `spare`, 64 keys x
-    64, brings these together, but has no room for float32."""
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if x.dtype.element_ty == gl.float32:
-        store_columns(x, values, begin, end, first_row, heads, head, 0, DIM, whole)
-    elif DIM == 64:
-        spare.store(values.to(x.dtype.element_ty))
-        store_columns(x, spare.load(lines), begin, end, first_row, heads, head, 0, DIM, lines)
-    else:
-        halves = values.to(x.dtype.element_ty).reshape([KEYS, 2, 64]).permute((0, 2, 1))
-        left, right = gl.split(halves)
-        spare.store(left)
-        store_columns(x, spare.load(lines), begin, end, first_row, heads, head, 0, DIM, lines)
-        spare.store(right)
-        store_columns(x, spare.load(lines), begin, end, first_row, heads, head, 64, DIM, lines)
-
-
-@gluon.jit
-def store_columns(
-    x, values, begin, end, first_row, heads, head, first,
-    DIM: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    row = begin + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-    col = first + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))
-    at = ((first_row + row).to(gl.int64)[:, None] * heads + head) * DIM + col[None, :]
-    gl.store(x + at, values, mask=(row < end)[:, None])
 
 
 @gluon.jit(do_not_specialize=["tiles", "section", "counters", "kv_tokens"])
@@ -447,20 +383,13 @@ def gluon_backward_kernel(
     groups: gl.constexpr = GROUP // SPLIT // PACK
     lists = (tile_list, turns + (counters - 1), tiles, kv_heads * SPLIT, section)
     loaded = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring)
-    handed = (ds_tile, dq_tile)
-    results = (dk, dv, kv_tokens, kv_heads, scale_log2)
+    results = (ds_tile, dq_tile, dk, dv, kv_tokens, kv_heads, scale_log2)
     tensors = (q, k, v, dout, lse_log2, delta, bounds)
     sums = (dq_tile, dq, turns, counters, kv_heads * GROUP // PACK)
     gl.warp_specialize(
         [
-            (
-                accumulate,
-                (items, groups, work, bars, loaded, handed, results, 0, D, DV, SPLIT, PACK, HEADS_FIRST),
-            ),
-            (
-                accumulate,
-                (items, groups, work, bars, loaded, handed, results, 1, D, DV, SPLIT, PACK, HEADS_FIRST),
-            ),
+            (accumulate, (items, groups, work, bars, loaded, results, 0, D, DV, SPLIT, PACK, HEADS_FIRST)),
+            (accumulate, (items, groups, work, bars, loaded, results, 1, D, DV, SPLIT, PACK, HEADS_FIRST)),
             (load, (lists, items, groups, work, bars, loaded, tensors, D, DV, SPLIT, PACK, HEADS_FIRST)),
             (add_dq, (items, groups, work, bars, sums, 0, D, PACK, HEADS_FIRST)),
             (add_dq, (items, groups, work, bars, sums, 1, D, PACK, HEADS_FIRST)),

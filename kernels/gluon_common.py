@@ -81,6 +81,12 @@ def given(at, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def stage_and_phase(step):
+    """Of a step, with two buffers; no division, which takes registers where numbers may be negative."""
+    return step & 1, (step >> 1) & 1
+
+
+@gluon.jit
 def tile_and_head(number, heads, tiles, section):
     """Tile and head (or group of heads) of a piece of work.
 
@@ -91,3 +97,51 @@ def tile_and_head(number, heads, tiles, section):
     width = gl.minimum(section, heads - before * section)
     rest = number - before * tiles * section
     return rest // width, before * section + rest % width
+
+
+@gluon.jit
+def item_blocks(items, item, TOKENS: gl.constexpr):
+    """First block of TOKENS tokens, and number of blocks, of an item of a key tile."""
+    block = gl.load(items + item * 6) // TOKENS
+    return block, (gl.load(items + item * 6 + 3) + TOKENS - 1) // TOKENS - block
+
+
+@gluon.jit
+def step_place(place, block, blocks, first_group, groups, HEADS_FIRST: gl.constexpr):
+    """Block of tokens and group of heads of an item's step, counted by `place`: the last block first."""
+    if HEADS_FIRST:  # decided when compiling
+        return block + blocks - 1 - place % blocks, first_group + place // blocks
+    else:
+        return block + blocks - 1 - place // groups, first_group + place % groups
+
+
+@gluon.jit
+def store_rows(x, values, begin, end, first_row, heads, head, spare, DIM: gl.constexpr):
+    """A consumer's rows begin ... end of one head of x (rows, heads, DIM), counted from `first_row`, in whole
+    lines of memory: `spare`, as many rows x 64 of shared memory, brings these together, but has no room for
+    float32."""
+    ROWS: gl.constexpr = values.shape[0]
+    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if x.dtype.element_ty == gl.float32:
+        store_columns(x, values, begin, end, first_row, heads, head, 0, DIM, whole)
+    elif DIM == 64:
+        spare.store(values.to(x.dtype.element_ty))
+        store_columns(x, spare.load(lines), begin, end, first_row, heads, head, 0, DIM, lines)
+    else:
+        halves = values.to(x.dtype.element_ty).reshape([ROWS, 2, 64]).permute((0, 2, 1))
+        left, right = gl.split(halves)
+        spare.store(left)
+        store_columns(x, spare.load(lines), begin, end, first_row, heads, head, 0, DIM, lines)
+        spare.store(right)
+        store_columns(x, spare.load(lines), begin, end, first_row, heads, head, 64, DIM, lines)
+
+
+@gluon.jit
+def store_columns(
+    x, values, begin, end, first_row, heads, head, first, DIM: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    row = begin + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, layout))
+    col = first + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))
+    at = ((first_row + row).to(gl.int64)[:, None] * heads + head) * DIM + col[None, :]
+    gl.store(x + at, values, mask=(row < end)[:, None])

@@ -20,7 +20,7 @@ from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
 from .implementations import units
 from .schedule import Schedule
-from .segments import Options, Saved, Visibility
+from .segments import Options, Saved
 from .triton_launch import LOG2_E, aligned, result, row_statistics
 
 ROWS = 64  # of one of the forward's two consumers, and of a step of the backward
@@ -47,9 +47,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options, programs: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32, the same for any number of programs."""
-    (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
-    if kv_tokens == 0 or q_tokens == 0:
-        return q.new_zeros(q_tokens, q_heads, v_dim), q.new_full((q_heads, q_tokens), torch.inf).float()
+    (q_tokens, q_heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
     q, k, v = (aligned(x) for x in (q, k, v))
     out = q.new_empty(q_tokens, q_heads, v_dim)
     lse = q.new_empty(q_heads, q_tokens, dtype=torch.float32)
@@ -94,8 +92,6 @@ def backward(
     """Gradients of q, k and v, given those of the output and, unless None, of the log-sum-exp."""
     q, k, v, out, lse = saved
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
-    if kv_tokens == 0 or q_tokens == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     group = q_heads // kv_heads
     divided = divided or division(schedule, q_heads, kv_heads, most_programs(q.device, options))
@@ -171,13 +167,13 @@ def division(schedule: Schedule, q_heads: int, kv_heads: int, programs: int) -> 
     return Division(1, pack, False, min(kv_heads, section))
 
 
-def divisions(q_heads: int, kv_heads: int, visibility: Visibility) -> list[Division]:
+def divisions(q_heads: int, kv_heads: int, reach: int) -> list[Division]:
     """What `division` may choose, whatever the segments, but for the section."""
     group, section = q_heads // kv_heads, min(kv_heads, SECTION)
     splits = [2**i for i in range(group.bit_length()) if group % 2**i == 0]
     found = [Division(1, packed(group, LEAST_PACKED), False, section)]
     found += [Division(split, 1, False, section) for split in splits[1:]]
-    if visibility.reach >= HEADS_FIRST:
+    if reach >= HEADS_FIRST:
         found += [Division(split, 1, True, section) for split in splits if split < group]
     return found
 

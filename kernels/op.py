@@ -8,7 +8,7 @@ what the segments hold: document lengths that change every step recompile nothin
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from . import reference
 from .implementations import chosen, device_of
 from .schedule import schedule_of
-from .segments import Options, Saved, Visibility, check_segments, check_sinks, check_tensors
+from .segments import Options, Saved, check_segments, check_tensors
 
 if TYPE_CHECKING:
     from .gluon_launch import Division  # Triton may be absent
@@ -34,9 +34,7 @@ def varlen_attention(
     segments: Tensor,
     *,
     scale: float | None = None,
-    causal: bool = True,
     window: int | None = None,
-    sinks: Tensor | None = None,
     return_lse: bool = False,
     implementation: str = "auto",
     sm_margin: int = 0,
@@ -48,11 +46,9 @@ def varlen_attention(
     to keys kv_start ... kv_start + kv_len - q_len + i (see `segments.py`). Query ranges must not overlap;
     rows of q in no segment are padding: they give zeros and no gradient. Key ranges may overlap.
     scale: positive factor on the scores, 1 / sqrt(D) if None.
-    causal: if not, every query sees all keys of its segment, which may then have fewer keys than queries.
     window: a query sees the last `window` of those, its own included (FlashAttention's left window + 1).
-    sinks: (Nq,) floating point, a logit for each head that takes part in the softmax without a value
-    (gpt-oss); differentiable.
-    return_lse: also return the log-sum-exp of the scores (natural logarithm, with sinks); differentiable.
+    return_lse: also return the log-sum-exp of the scores (natural logarithm); differentiable. With sinks, a
+    logit a head that takes part in the softmax without a value, the output is out * sigmoid(lse - sink).
     implementation: one of implementations.IMPLEMENTATIONS.
     sm_margin: multiprocessors left to other kernels, see `segments.Options`; the result is the same.
 
@@ -65,27 +61,16 @@ def varlen_attention(
 
     Raises ValueError, before anything is launched, for inputs that do not fit together or are not supported.
     """
-    arguments = scale_of(q, scale), causal, window, implementation, sm_margin
+    arguments = scale_of(q, scale), window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.varlen_attention.default(q, k, v, segments, *arguments)
-    if sinks is not None:
-        check_sinks(sinks, q)
-        # exp(lse) grows by exp(sink): the output fades to the keys' share of the sum.
-        over = lse - sinks.to(lse.dtype).unsqueeze(1)
-        out = (out * torch.sigmoid(over).T.unsqueeze(2)).to(out.dtype)
-        lse = lse + torch.nn.functional.softplus(-over)
     return (out, lse) if return_lse else out
 
 
-OPTIONS = "float scale, bool causal, int? window, str implementation, int sm_margin"  # `Options`, in a schema
+OPTIONS = "float scale, int? window, str implementation, int sm_margin"  # `Options`, in a schema
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-
-
-@cache
-def _options(scale: float, causal: bool, window: int | None, implementation: str, sm_margin: int) -> Options:
-    return Options(scale, Visibility(causal, window), implementation, sm_margin)
 
 
 _library = torch.library.Library("wlb_titan", "FRAGMENT")
@@ -131,9 +116,7 @@ def define_attention(name: str, tensors: Sequence[str], forward: Callable, backw
 
 
 def _outputs(q, k, v, segments, *others):
-    scale, *options = others[-OPTIONS.count(",") - 1 :]
-    check_tensors(q, k, v, segments, scale)
-    _options(scale, *options)
+    check_tensors(q, k, v, segments, Options(*others[-len(Options._fields) :]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), lse
 
@@ -142,18 +125,17 @@ def _gradients(dout, dlse, q, k, v, *_):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    check_tensors(q, k, v, segments, scale)
-    return forward(q, k, v, segments, _options(scale, *arguments))
+def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    options = Options(*arguments)
+    check_tensors(q, k, v, segments, options)
+    return forward(q, k, v, segments, options)
 
 
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     segments: Tensor, *arguments: Any,
 ) -> Gradients:  # fmt: skip
-    return backward(dout, dlse, Saved(q, k, v, out, lse), segments, _options(*arguments))
+    return backward(dout, dlse, Saved(q, k, v, out, lse), segments, Options(*arguments))
 
 
 define_attention("varlen_attention", ("segments",), _forward, _backward)
@@ -165,10 +147,10 @@ def forward(
     """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted."""
     implementation = _chosen("forward", q, v, options)
     if implementation == "reference":
-        check_segments(segments.numpy(), q.shape[0], k.shape[0], options.visibility.causal)
+        check_segments(segments.numpy(), q.shape[0], k.shape[0])
         return reference.forward(q, k, v, segments, options)
     with current(q.device):
-        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.reach)
         if implementation == "gluon":
             from . import gluon_launch
 
@@ -190,7 +172,7 @@ def backward(
     from . import triton_launch
 
     with current(q.device):
-        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.reach)
         tma = device_of(q.device).tma
         by_triton = partial(triton_launch.backward, dout, dlse, saved, schedule, options, tma=tma)
         if implementation == "triton":
@@ -204,7 +186,8 @@ def backward(
 
 def _chosen(which: str, q: Tensor, v: Tensor, options: Options) -> str:
     dims = q.shape[2], v.shape[2]
-    return chosen(which, options.implementation, dims, q.dtype, device_of(q.device))
+    found = chosen(which, options.implementation, dims, q.dtype, device_of(q.device))
+    return found if q.numel() and v.numel() else "reference"  # there is nothing to launch
 
 
 def current(device: torch.device) -> AbstractContextManager:

@@ -1,8 +1,8 @@
 """Records of trials of Gluon's backward, by GPU, driver, Triton and kernels.
 
-A trial (stress.py) runs in a process of its own, so that a launch that hangs or breaks the GPU's context
-costs that process alone. Failures are recorded too, and not tried again. A record is a JSON file under the
-user's cache folder ($XDG_CACHE_HOME, or ~/.cache): remove it to try again.
+A trial (trial.py) runs in a process of its own, so that a launch that hangs or breaks the GPU's context costs
+that process alone. Failures are recorded too, and not tried again. A record is a JSON file under the user's
+cache folder ($XDG_CACHE_HOME, or ~/.cache): remove it to try again.
 """
 
 import hashlib
@@ -11,8 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import time
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -34,8 +32,8 @@ class Subject(NamedTuple):
 
     @property
     def path(self) -> Path:
-        name = hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
-        return folder() / f"{name}.json"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wlb_titan" / "kernels"
+        return folder / f"{hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]}.json"
 
     def __str__(self) -> str:
         dims = " / ".join(map(str, self.head_dims))
@@ -47,24 +45,14 @@ class Verdict(NamedTuple):
     reason: str = ""  # what was not
 
 
-def folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wlb_titan" / "kernels"
-
-
 def subject(device: torch.device, dims: tuple[int, int], dtype: torch.dtype) -> Subject:
+    from triton import __version__
+
     text = DRIVER.read_text() if DRIVER.exists() else ""
     driver = re.search(r"\d+\.\d+(\.\d+)?", text)
-    gpu = torch.cuda.get_device_name(device)
     name = str(dtype).removeprefix("torch.")
-    return Subject(gpu, driver[0] if driver else "unknown", _triton(), sources(), dims, name)
-
-
-def _triton() -> str:
-    try:
-        from triton import __version__
-    except ImportError:
-        return "none"
-    return __version__
+    gpu = torch.cuda.get_device_name(device)
+    return Subject(gpu, driver[0] if driver else "unknown", __version__, sources(), dims, name)
 
 
 @cache
@@ -74,20 +62,12 @@ def sources() -> str:
 
 
 def verdict(of: Subject) -> Verdict | None:
-    """The recorded one; None if there is none, or its file is damaged or about something else."""
+    """The recorded one; None if there is none, or its file is damaged."""
     try:
         found = json.loads(of.path.read_text())
-        about = of._replace(head_dims=list(of.head_dims))._asdict()
-        return Verdict(bool(found["passed"]), str(found["reason"])) if found["of"] == about else None
+        return Verdict(bool(found["passed"]), str(found["reason"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def write(of: Subject, what: Verdict) -> None:
-    of.path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=of.path.parent, suffix=".new", delete=False) as file:
-        file.write(json.dumps({"of": of._asdict(), **what._asdict()}, indent=1) + "\n")
-    os.replace(file.name, of.path)  # whole, though two machines share the folder
 
 
 def passed(device: torch.device, dims: tuple[int, int]) -> frozenset[tuple[tuple[int, int], torch.dtype]]:
@@ -96,45 +76,26 @@ def passed(device: torch.device, dims: tuple[int, int]) -> frozenset[tuple[tuple
     return frozenset(one for one in every if (found := verdict(subject(device, *one))) and found.passed)
 
 
-class Trial:
-    """A trial under way; the last line that its command prints is the reason."""
-
-    def __init__(self, of: Subject, command: list[str], seconds: float = LIMIT):
-        self.of, self.seconds, self.end = of, seconds, time.monotonic() + seconds
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the trial
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
-
-    def verdict(self, seconds: float) -> Verdict | None:
-        """The verdict, which is recorded; None if the trial still runs after `seconds`."""
-        try:
-            status = self._process.wait(max(0.0, min(seconds, self.end - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            if time.monotonic() < self.end:
-                return None
-            self._process.kill()  # its GPU's driver ends what it had launched
-            found = Verdict(False, f"not ended after {self.seconds:.0f} s")
-        else:
-            self._output.seek(0)
-            lines = [line for line in self._output.read().splitlines() if line.strip()] or ["no word"]
-            if status == NOT_TRIED:
-                return Verdict(False, lines[-1])
-            died = f"ended by signal {-status}, after: {lines[-1]}" if status < 0 else lines[-1]
-            found = Verdict(status == 0, "" if status == 0 else died)
-        try:
-            write(self.of, found)
-        except OSError as error:
-            return Verdict(False, f"it cannot be recorded: {error}")
-        return found
+def tried(of: Subject, device: torch.device) -> Verdict:
+    """Makes a trial on that GPU and records what came of it; the last line that it prints is the reason."""
+    arguments = [str(device), *map(str, of.head_dims), of.dtype]
+    command = [sys.executable, "-m", "wlb_titan.kernels.trial", *arguments]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        done = subprocess.run(command, timeout=LIMIT, **output)
+    except subprocess.TimeoutExpired:
+        return _recorded(of, Verdict(False, f"not ended after {LIMIT:.0f} s"))
+    lines = [line for line in done.stdout.splitlines() if line.strip()] or ["no word"]
+    if done.returncode == NOT_TRIED:
+        return Verdict(False, lines[-1])
+    if done.returncode < 0:
+        lines.append(f"ended by signal {-done.returncode}, after: {lines[-1]}")
+    return _recorded(of, Verdict(True) if done.returncode == 0 else Verdict(False, lines[-1]))
 
 
-def trial(of: Subject, device: torch.device) -> Trial | None:
-    """Starts one on that GPU; None where a verdict is recorded already."""
-    if verdict(of) is not None:
-        return None
-    dims = map(str, of.head_dims)
-    return Trial(of, [sys.executable, "-m", "wlb_titan.kernels.stress", str(device), *dims, of.dtype])
+def _recorded(of: Subject, found: Verdict) -> Verdict:
+    of.path.parent.mkdir(parents=True, exist_ok=True)
+    new = of.path.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps({"of": of._asdict(), **found._asdict()}, indent=1) + "\n")
+    new.replace(of.path)  # whole, though others read it meanwhile
+    return found

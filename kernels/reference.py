@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .segments import Options, Saved, Visibility
+from .segments import Options, Saved
 
 BLOCK = 64  # the scores of a block stay in the second-level cache up to some thousand keys
 
@@ -22,8 +22,7 @@ class Block(NamedTuple):
     """Query rows and the keys that any of them sees."""
 
     rows: slice
-    keys: slice
-    triangle: bool  # each row sees one key less than the next
+    keys: slice  # each row sees one less than the next
     ahead: int  # rows that see the first key; each row after these sees one key less at the start
 
 
@@ -35,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options)
     out = qg.new_zeros(kv_heads, q_heads // kv_heads, q_tokens, v_dim)
     lse = qg.new_full((kv_heads, q_heads // kv_heads, q_tokens), torch.inf)
     hidden = _hidden(segments, qg)
-    for block in _blocks(segments, options.visibility):
+    for block in _blocks(segments, options.reach):
         rows, keys = block.rows, block.keys
         scores = _scores(qg[:, :, rows], k_[:, keys], options.scale, block, hidden)
         m = scores.amax(-1, keepdim=True)
@@ -58,10 +57,10 @@ def backward(
     delta = (dog * _by_head(out, kv_heads)).sum(-1)
     if dlse is not None:
         delta -= dlse.reshape(delta.shape)  # the gradient of log-sum-exp by the scores is p
-    lse = lse.reshape(kv_heads, -1, q.shape[0]).to(qg.dtype)
+    lse = lse.reshape(delta.shape).to(qg.dtype)
     dq, dk, dv = torch.zeros_like(qg), torch.zeros_like(k_), torch.zeros_like(v_)
     hidden = _hidden(segments, qg)
-    for block in _blocks(segments, options.visibility):
+    for block in _blocks(segments, options.reach):
         rows, keys = block.rows, block.keys
         p = _scores(qg[:, :, rows], k_[:, keys], options.scale, block, hidden)
         p = p.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
@@ -73,18 +72,14 @@ def backward(
     return _by_token(dq, q), _by_token(dk.unsqueeze(1), k), _by_token(dv.unsqueeze(1), v)
 
 
-def _blocks(segments: Tensor, visibility: Visibility) -> Iterator[Block]:
+def _blocks(segments: Tensor, reach: int) -> Iterator[Block]:
     for q_start, q_len, kv_start, kv_len in segments.tolist():
-        if kv_len == 0:
-            continue
+        shift = kv_start + kv_len - q_len
         for first in range(0, q_len, BLOCK):
             last = min(first + BLOCK, q_len)
-            begin, end = kv_start, kv_start + kv_len
-            if visibility.causal:
-                begin = max(begin, end - q_len + first + 1 - visibility.reach)
-                end += last - q_len
-            ahead = begin + visibility.reach - (kv_start + kv_len - q_len + first)
-            yield Block(slice(q_start + first, q_start + last), slice(begin, end), visibility.causal, ahead)
+            begin = max(kv_start, shift + first + 1 - reach)
+            ahead = begin + reach - shift - first
+            yield Block(slice(q_start + first, q_start + last), slice(begin, shift + last), ahead)
 
 
 def _hidden(segments: Tensor, like: Tensor) -> Tensor:
@@ -97,7 +92,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, block: Block, hidden: Tensor) ->
     """(heads, group, rows, keys), -inf for keys that a row does not see."""
     scores = _rows_times(q * scale, k.transpose(1, 2))
     rows, keys = scores.shape[2:]
-    if block.triangle and rows > 1:
+    if rows > 1:
         scores[..., -rows:].add_(hidden[:rows, :rows])
     behind = rows - block.ahead
     if behind > 0:
@@ -119,7 +114,7 @@ def _stack(x: Tensor) -> Tensor:
 def _by_head(x: Tensor, kv_heads: int) -> Tensor:
     """(tokens, heads, dim) to (key heads, heads per key head, tokens, dim), in float32 at least."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).contiguous()
+    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads)).permute(1, 2, 0, 3).contiguous()
 
 
 def _by_token(x: Tensor, like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import tiles
-from .segments import CAUSAL, Visibility, check_segments
+from .segments import NO_WINDOW, check_segments
 
 
 class Key(NamedTuple):
@@ -18,7 +18,7 @@ class Key(NamedTuple):
 
     q_tokens: int
     kv_tokens: int
-    visibility: Visibility
+    reach: int  # keys that a query sees at most
     device: torch.device
     stream: int  # lists sent on one stream may not have arrived for another
 
@@ -27,7 +27,7 @@ class Schedule:
     """Tile lists of `segments` ((S, 4) int32) on `key.device`, each made when first asked for."""
 
     def __init__(self, segments: np.ndarray, key: Key):
-        check_segments(segments, key.q_tokens, key.kv_tokens, key.visibility.causal)
+        check_segments(segments, key.q_tokens, key.kv_tokens)
         self.segments, self.key = segments, key
         self._packed_bounds: dict[int, Tensor] = {}
         self._query_tiles: dict[int, Tensor] = {}
@@ -37,12 +37,12 @@ class Schedule:
     def mean_keys(self) -> float:
         """Keys of a query's segment or window, on average over queries."""
         q_len, kv_len = self.segments[:, 1].astype(np.int64), self.segments[:, 3].astype(np.int64)
-        return float(q_len @ np.minimum(kv_len, self.key.visibility.reach) / max(1, q_len.sum()))
+        return float(q_len @ np.minimum(kv_len, self.key.reach) / max(1, q_len.sum()))
 
     @cached_property
     def bounds(self) -> Tensor:
         """(2, q_tokens): see tiles.row_bounds."""
-        return tiles.row_bounds(self.segments, self.key.q_tokens, self.key.visibility, self.key.device)
+        return tiles.row_bounds(self.segments, self.key.q_tokens, self.key.reach, self.key.device)
 
     def packed_bounds(self, pack: int) -> Tensor:
         """`bounds` of every row where `pack` heads of each token are packed; padded to 16 bytes, for TMA."""
@@ -54,7 +54,7 @@ class Schedule:
     def query_tiles(self, tokens: int) -> Tensor:
         """(n, 6): see tiles.query_tiles."""
         if tokens not in self._query_tiles:
-            found = tiles.query_tiles(self.segments, self.key.q_tokens, self.key.visibility, tokens=tokens)
+            found = tiles.query_tiles(self.segments, self.key.q_tokens, self.key.reach, tokens=tokens)
             self._query_tiles[tokens] = tiles.send(found, self.key.device)
         return self._query_tiles[tokens]
 
@@ -62,18 +62,18 @@ class Schedule:
         shape = (tokens, block_n, turn_rows)
         if shape not in self._key_tiles:
             lists = {"tokens": tokens, "block_n": block_n, "turn_rows": turn_rows}
-            found = tiles.key_tiles(self.segments, self.key.kv_tokens, self.key.visibility, **lists)
+            found = tiles.key_tiles(self.segments, self.key.kv_tokens, self.key.reach, **lists)
             self._key_tiles[shape] = found.to(self.key.device)
         return self._key_tiles[shape]
 
 
 def schedule_of(
-    segments: Tensor, q_tokens: int, kv_tokens: int, device: torch.device, visibility: Visibility = CAUSAL
+    segments: Tensor, q_tokens: int, kv_tokens: int, device: torch.device, reach: int = NO_WINDOW
 ) -> Schedule:
     """Found by the segments' tensor and its version, which is quick, or by content. Writing to it by torch
     makes a new version; writing through a numpy array that shares its memory goes unnoticed."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = Key(q_tokens, kv_tokens, visibility, device, stream)
+    key = Key(q_tokens, kv_tokens, reach, device, stream)
     if segments.is_inference():  # these have no version
         return _schedule(segments.numpy().tobytes(), key)
     version, found = _recent.get(segments, (None, None))

@@ -5,8 +5,7 @@ kv_len) of an int32 tensor on the CPU. Query i of a segment (0 <= i < q_len) att
 
     kv_start  ...  kv_start + kv_len - q_len + i        (both included: causal, aligned at the end)
 
-or, with a sliding window, only to the last `window` of these; or, if attention is not causal, to all keys of
-the segment.
+or, with a sliding window, only to the last `window` of these.
 
 A document of 8 tokens that two context-parallel ranks share in four chunks, on the rank that holds the chunks
 0 and 3, with all 8 keys gathered:
@@ -30,37 +29,20 @@ NO_WINDOW = 2**30  # more keys than any segment has, and far from overflowing in
 COLUMNS = ("q_start", "q_len", "kv_start", "kv_len")
 
 
-@dataclass(frozen=True)
-class Visibility:
-    """Which keys of its segment a query sees: up to its own if `causal`, and the last `window` of those."""
+class Options(NamedTuple):
+    """The arguments of `varlen_attention` that say what is computed, and by what."""
 
-    causal: bool = True
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is the number of keys that a query sees, got {self.window}")
-        if self.window is not None and not self.causal:
-            raise ValueError("a window needs causal attention")
+    scale: float  # positive factor on the scores
+    window: int | None = None  # keys that a query sees, the last ones, its own included; None for all
+    implementation: str = "auto"  # one of implementations.IMPLEMENTATIONS
+    sm_margin: int = 0
+    """Multiprocessors that Gluon's kernels leave to others, like NCCL's. Triton's programs end one by one and
+    let others in by themselves."""
 
     @property
     def reach(self) -> int:
         """The window, or a number that no segment reaches."""
         return min(self.window or NO_WINDOW, NO_WINDOW)
-
-
-CAUSAL = Visibility()
-
-
-class Options(NamedTuple):
-    """The arguments of `varlen_attention` that say what is computed, and by what."""
-
-    scale: float  # positive factor on the scores
-    visibility: Visibility = CAUSAL
-    implementation: str = "auto"  # one of implementations.IMPLEMENTATIONS
-    sm_margin: int = 0
-    """Multiprocessors that Gluon's kernels leave to others, like NCCL's. Triton's programs end one by one and
-    let others in by themselves."""
 
 
 class Saved(NamedTuple):
@@ -86,8 +68,8 @@ class Shape:
         return f"D {dims}, {self.q_heads}:{self.kv_heads} heads"
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> None:
-    """Raise ValueError unless shapes, dtypes, devices and scale fit. Reads no values: fakes pass too."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options) -> None:
+    """Raise ValueError unless shapes, dtypes, devices and options fit. Reads no values: fakes pass too."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name} must be (tokens, heads, head dim), got shape {tuple(x.shape)}")
@@ -103,8 +85,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: floa
         raise ValueError(f"q has head dim {q.shape[2]} but k has {k.shape[2]}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
+    if not options.scale > 0:
+        raise ValueError(f"scale must be positive, got {options.scale}")
+    if options.window is not None and options.window < 1:
+        raise ValueError(f"window is the number of keys that a query sees, got {options.window}")
     if segments.dim() != 2 or segments.shape[1] != 4:
         raise ValueError(
             f"segments must be (S, 4) with columns {', '.join(COLUMNS)}; got {tuple(segments.shape)}"
@@ -113,16 +97,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: floa
         raise ValueError(f"segments must be int32 on the CPU, got {segments.dtype} on {segments.device}")
 
 
-def check_sinks(sinks: Tensor, q: Tensor) -> None:
-    """Raise ValueError unless there is one floating-point sink for each of q's heads, on its device."""
-    if sinks.shape != q.shape[1:2] or not sinks.dtype.is_floating_point or sinks.device != q.device:
-        raise ValueError(
-            f"sinks must be ({q.shape[1]},), one floating-point number a query head on {q.device}; "
-            f"got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}"
-        )
-
-
-def check_segments(segments: np.ndarray, q_tokens: int, kv_tokens: int, causal: bool = True) -> None:
+def check_segments(segments: np.ndarray, q_tokens: int, kv_tokens: int) -> None:
     """Raise ValueError, naming the first offending row, unless `segments` (S, 4) can be attended safely."""
     q_start, q_len, kv_start, kv_len = segments.astype(np.int64).T
 
@@ -135,9 +110,7 @@ def check_segments(segments: np.ndarray, q_tokens: int, kv_tokens: int, causal: 
     refuse((segments < 0).any(axis=1), "has a negative number")
     refuse(q_start + q_len > q_tokens, f"reaches past the {q_tokens} queries")
     refuse(kv_start + kv_len > kv_tokens, f"reaches past the {kv_tokens} keys")
-    refuse(
-        (kv_len < q_len) & causal, "has fewer keys than queries, so that its first queries would see nothing"
-    )
+    refuse(kv_len < q_len, "has fewer keys than queries, so that its first queries would see nothing")
 
     rows = np.flatnonzero(q_len > 0)
     rows = rows[np.argsort(q_start[rows], kind="stable")]

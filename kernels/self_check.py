@@ -14,7 +14,7 @@ to give the same bits.
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import op
 from .implementations import chosen, device_of, units
-from .segments import CAUSAL, Options, Saved, Shape, Visibility
+from .segments import Options, Saved, Shape
 
 if TYPE_CHECKING:
     from .gluon_launch import Division
@@ -111,12 +111,6 @@ def rich_segments(kv_heads: int, units: int, scale: int = 1) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def masks(scale: int = 1) -> list[Visibility]:
-    """All kinds, windows divided by `scale`."""
-    windows = [Visibility(window=max(1, window // scale)) for window in (130, 1024)]
-    return [CAUSAL, *windows, Visibility(causal=False)]
-
-
 def ways(noise: Noise, options: Options) -> "list[Division | None]":
     """The divisions with which the backward may run, whatever the segments; [None] if it has no choice."""
     shape, device = noise.shape, device_of(noise.q.device)
@@ -125,13 +119,11 @@ def ways(noise: Noise, options: Options) -> "list[Division | None]":
         return [None]
     from .gluon_launch import divisions
 
-    return divisions(shape.q_heads, shape.kv_heads, options.visibility)
+    return divisions(shape.q_heads, shape.kv_heads, options.reach)
 
 
-def warm_up(
-    shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[int, int]]:
-    """Launches every configuration of both passes, at any scale; yields how many are done, of how many."""
+def warm_up(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device) -> int:
+    """Compiles every configuration of both passes, by a launch of each; returns how many there are."""
     noise = Noise.on(FEW, shape, dtype, device)
     q, k, v, dout, lse, _ = noise
     k, v = k.contiguous(), v.contiguous()
@@ -143,20 +135,19 @@ def warm_up(
     with ThreadPoolExecutor(THREADS) as pool:
         running = [pool.submit(op.forward, q, k, v, FEW, options)]
         running += [pool.submit(backward, divided) for divided in ways(noise, options)]
-        for number, done in enumerate(as_completed(running), start=1):
-            done.result()
-            yield number, len(running)
+        for launch in running:
+            launch.result()
+    return len(running)
 
 
-def check_kernels(noise: Noise, options: Options, judge: str | None = None) -> float:
+def check_kernels(noise: Noise, options: Options) -> float:
     """Runs both passes twice in each of the backward's ways. Returns the largest error of an output or
     gradient, norm over norm; raises KernelError.
 
-    judge: the implementation to compare with; by default Triton's for Gluon's backward, as its programs share
-    nothing, and the reference for Triton's.
+    The judge of Gluon's backward is Triton's, whose programs share nothing, and of Triton's the reference.
     """
     every = ways(noise, options)
-    want = wanted(noise, options, judge or ("reference" if every == [None] else "triton"))
+    want = wanted(noise, options, "reference" if every == [None] else "triton")
     largest = 0.0
     for divided in every:
         got = attend(noise, options, divided)

@@ -12,10 +12,10 @@ Every query row attends to one interval of keys: row r of a segment to
 
     first(r) = max(kv_start, r + 1 + shift - window)   ...   last(r) = min(r + 1 + shift, kv_start + kv_len)
 
-(the end excluded), where shift aligns the segment's last query with its last key if attention is causal, and
-else lets the first query see the last key. A kernel needs to know nothing else of a row, so a tile may hold
-rows of several documents: short neighbours are merged (paper section 5.2: a tile costs the same however few
-of its rows are used). Long ones are not, because all blocks of a mixed tile must be masked.
+(the end excluded), where shift aligns the segment's last query with its last key. A kernel needs to know
+nothing else of a row, so a tile may hold rows of several documents: short neighbours are merged (paper
+section 5.2: a tile costs the same however few of its rows are used). Long ones are not, because all blocks of
+a mixed tile must be masked.
 
     >>> import numpy as np
     >>> two = np.array([[0, 200, 0, 200], [200, 30, 200, 30]], dtype=np.int32)
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .segments import CAUSAL, Visibility
+from .segments import NO_WINDOW
 
 # Segments that see more keys than this are cut on their own: merging saves about one tile at a boundary, but
 # all blocks of the tile across it must be masked, some 20 % of each.
@@ -58,27 +58,25 @@ class Cover(NamedTuple):
     k1: np.ndarray
     shift: np.ndarray
 
-    def first(self, segment: np.ndarray, row: np.ndarray, window: int) -> np.ndarray:
+    def first(self, segment: np.ndarray, row: np.ndarray, reach: int) -> np.ndarray:
         """First key that `row` of `segment` sees."""
-        return np.maximum(self.k0[segment], row + 1 + self.shift[segment] - window)
+        return np.maximum(self.k0[segment], row + 1 + self.shift[segment] - reach)
 
     def last(self, segment: np.ndarray, row: np.ndarray) -> np.ndarray:
         """One past the last key that `row` of `segment` sees."""
         return np.minimum(self.k1[segment], row + 1 + self.shift[segment])
 
 
-def row_bounds(
-    segments: np.ndarray, q_tokens: int, visibility: Visibility, device: torch.device | str
-) -> Tensor:
+def row_bounds(segments: np.ndarray, q_tokens: int, reach: int, device: torch.device | str) -> Tensor:
     """(2, q_tokens) int32 on `device`: the first key each query sees and one past the last; 0, 0 for padding.
     Only five numbers a segment are sent there."""
-    cover = _cover(segments, q_tokens, visibility)
+    cover = _cover(segments, q_tokens)
     table = np.stack([cover.q1 - cover.q0, cover.k0, cover.k1, cover.shift + 1, cover.k1 > cover.k0])
     length, k0, k1, shift, used = send(table.astype(np.int32), device)
     segment = torch.repeat_interleave(length, output_size=q_tokens)
-    reach = torch.arange(q_tokens, dtype=torch.int32, device=device) + shift[segment]
-    first = torch.maximum(k0[segment], reach - visibility.reach)
-    last = torch.minimum(k1[segment], reach)
+    end = torch.arange(q_tokens, dtype=torch.int32, device=device) + shift[segment]
+    first = torch.maximum(k0[segment], end - reach)
+    last = torch.minimum(k1[segment], end)
     return torch.stack([first, last]) * used[segment]
 
 
@@ -90,9 +88,7 @@ def send(array: np.ndarray, device: torch.device | str) -> Tensor:
     return tensor.to(device)
 
 
-def query_tiles(
-    segments: np.ndarray, q_tokens: int, visibility: Visibility = CAUSAL, *, tokens: int
-) -> np.ndarray:
+def query_tiles(segments: np.ndarray, q_tokens: int, reach: int = NO_WINDOW, *, tokens: int) -> np.ndarray:
     """(n, 6) tiles over all query rows, with padding, in chains, the heaviest of each chain first.
 
     Columns: q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end. All rows of a tile see the keys
@@ -101,7 +97,7 @@ def query_tiles(
     """
     if q_tokens == 0:
         return np.zeros((0, 6), np.int32)
-    cover = _cover(segments, q_tokens, visibility)
+    cover = _cover(segments, q_tokens)
     q0, q1, k0, k1, _ = cover
     span = np.maximum(k1[1:], k1[:-1]) - np.minimum(k0[1:], k0[:-1])
     length = k1 - k0
@@ -120,8 +116,8 @@ def query_tiles(
     def over_tile(reduce: np.ufunc, bound: np.ndarray) -> np.ndarray:
         return reduce.reduceat(np.where(real, bound, 0), tile)
 
-    kv_begin = over_tile(np.minimum, cover.first(segment, p0, visibility.reach))
-    shared_begin = over_tile(np.maximum, cover.first(segment, p1 - 1, visibility.reach))
+    kv_begin = over_tile(np.minimum, cover.first(segment, p0, reach))
+    shared_begin = over_tile(np.maximum, cover.first(segment, p1 - 1, reach))
     shared_end = over_tile(np.minimum, cover.last(segment, p0))
     kv_end = over_tile(np.maximum, cover.last(segment, p1 - 1))
     some = shared_begin < shared_end
@@ -151,7 +147,7 @@ class KeyTiles(NamedTuple):
 def key_tiles(
     segments: np.ndarray,
     kv_tokens: int,
-    visibility: Visibility,
+    reach: int = NO_WINDOW,
     *,
     tokens: int,
     block_n: int,
@@ -184,14 +180,14 @@ def key_tiles(
     order = np.argsort(q_start, kind="stable")
     q0, k0 = q_start[order], kv_start[order]
     q1, k1 = q0 + q_len[order], k0 + kv_len[order]
-    shift = k1 - (q1 if visibility.causal else q0)
+    shift = k1 - q1
 
     # Documents: connected key ranges, and the gaps between them.
     by_key = np.argsort(k0, kind="stable")
-    reach = np.maximum.accumulate(k1[by_key]) if len(k1) else k1
-    opens = np.append(True, k0[by_key][1:] >= reach[:-1])[: len(k1)]
+    ends = np.maximum.accumulate(k1[by_key]) if len(k1) else k1
+    opens = np.append(True, k0[by_key][1:] >= ends[:-1])[: len(k1)]
     d0 = k0[by_key][opens]
-    d1 = reach[np.append(opens[1:], True)[: len(k1)]]
+    d1 = ends[np.append(opens[1:], True)[: len(k1)]]
     d0, d1, seen = _fill_gaps(d0, d1, kv_tokens)
     short = seen & (d1 - d0 <= MERGE_KEYS)
     t0, t1 = _cut(d0, d1, short[1:] & short[:-1], block_n)
@@ -204,11 +200,11 @@ def key_tiles(
     order = np.argsort(tile, kind="stable")
     segment, tile = segment[order], tile[order]
     begin = np.maximum(q0[segment], t0[tile] - shift[segment])
-    end = np.minimum(q1[segment], t1[tile] - 1 + visibility.reach - shift[segment])
-    # A kernel's block has block_n keys: in a shorter tile the last ones must be masked.
-    whole = (k0[segment] <= t0[tile]) & (t1[tile] <= k1[segment]) & (t1[tile] - t0[tile] == block_n)
+    end = np.minimum(q1[segment], t1[tile] - 1 + reach - shift[segment])
+    # Of a shorter tile, a document's last, no row sees all: what a kernel reads beyond it is masked.
+    whole = (k0[segment] <= t0[tile]) & (t1[tile] <= k1[segment])
     full = np.where(whole, np.clip(t1[tile] - 1 - shift[segment], begin, end), end)
-    tail = np.clip(t0[tile] + visibility.reach - shift[segment], full, end)
+    tail = np.clip(t0[tile] + reach - shift[segment], full, end)
     some = begin < end  # a window may leave none
     segment, tile, begin, end, full, tail = (x[some] for x in (segment, tile, begin, end, full, tail))
 
@@ -233,7 +229,7 @@ def key_tiles(
     if turn_rows:
         ends = np.concatenate([q0, q1])
         edges = ends[ends % turn_rows > 0] // turn_rows
-        counters, first_turns = _counters(q0, q1, t1, shift, first_tile, count, visibility.reach, turn_rows)
+        counters, first_turns = _counters(q0, q1, t1, shift, first_tile, count, reach, turn_rows)
         first_turns = np.append(first_turns, np.int32(0))
         waits = count[segment] > 1
         turns[waits] = counters[segment[waits]]
@@ -289,13 +285,13 @@ def _chains(work: np.ndarray, linked: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return chain, heaviest[chain]
 
 
-def _cover(segments: np.ndarray, q_tokens: int, visibility: Visibility) -> Cover:
+def _cover(segments: np.ndarray, q_tokens: int) -> Cover:
     q_start, q_len, kv_start, kv_len = segments[segments[:, 1] > 0].astype(np.int64).T
     order = np.argsort(q_start, kind="stable")
     q0, q1, used = _fill_gaps(q_start[order], (q_start + q_len)[order], q_tokens)
     k0, k1 = np.zeros_like(q0), np.zeros_like(q0)
     k0[used], k1[used] = kv_start[order], (kv_start + kv_len)[order]
-    return Cover(q0, q1, k0, k1, k1 - (q1 if visibility.causal else q0))
+    return Cover(q0, q1, k0, k1, k1 - q1)
 
 
 def _fill_gaps(begin: np.ndarray, end: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

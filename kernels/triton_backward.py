@@ -69,14 +69,9 @@ def key_tile_step(
     q, dout, statistics, bounds, keys, values, kv_begin, token, begin, end, head, dk, dv, scale_log2,
     q_tokens,
     D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
-    TMA: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add to a key tile's dk and dv from BLOCK_M query rows from `token`, only tokens begin ... end.
-
-    TRANSPOSED computes the scores as keys x rows, so that P^T and dS^T need no transposition: better for few
-    rows and many keys.
-    """
+    """Add to a key tile's dk and dv from BLOCK_M query rows from `token`, only tokens begin ... end."""
     lse_log2, delta, row_length = statistics
     queries = load_rows(q, token, head, BLOCK_M, D, BLOCK_D, REST_D, TMA)
     lse = load_statistic(lse_log2, token, head, q_tokens, row_length, BLOCK_M, TMA)
@@ -85,23 +80,13 @@ def key_tile_step(
     first = tl.load(bounds + at, mask=inside, other=0)
     last = tl.load(bounds + q_tokens + at, mask=inside, other=0)
     key = kv_begin + tl.arange(0, BLOCK_N)
-    if TRANSPOSED:
-        p = tl.exp2(times_transposed(keys, queries) * scale_log2 - lse[None, :])
-        p = tl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
-        do = load_rows(dout, token, head, BLOCK_M, DV, BLOCK_DV, REST_DV, TMA)
-        dv = add_product(dv, p.to(do[0].dtype), do)
-        row_delta = load_statistic(delta, token, head, q_tokens, row_length, BLOCK_M, TMA)
-        ds = (p * (times_transposed(values, do) - row_delta[None, :])).to(queries[0].dtype)
-        dk = add_product(dk, ds, queries)
-    else:
-        p = tl.exp2(times_transposed(queries, keys) * scale_log2 - lse[:, None])
-        p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
-        do = load_rows(dout, token, head, BLOCK_M, DV, BLOCK_DV, REST_DV, TMA)
-        dv = add_product(dv, p.T.to(do[0].dtype), do)
-        row_delta = load_statistic(delta, token, head, q_tokens, row_length, BLOCK_M, TMA)
-        ds = (p * (times_transposed(do, values) - row_delta[:, None])).to(queries[0].dtype)
-        dk = add_product(dk, ds.T, queries)
-    return dk, dv
+    p = tl.exp2(times_transposed(queries, keys) * scale_log2 - lse[:, None])
+    p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
+    do = load_rows(dout, token, head, BLOCK_M, DV, BLOCK_DV, REST_DV, TMA)
+    dv = add_product(dv, p.T.to(do[0].dtype), do)
+    row_delta = load_statistic(delta, token, head, q_tokens, row_length, BLOCK_M, TMA)
+    ds = (p * (times_transposed(do, values) - row_delta[:, None])).to(queries[0].dtype)
+    return add_product(dk, ds.T, queries), dv
 
 
 @triton.jit(do_not_specialize=["tiles", "section", "q_tokens", "kv_tokens", "row_length"])
@@ -112,7 +97,7 @@ def key_tile_kernel(
     scale, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dk (Tk, Nkv, D) and dv (Tk, Nkv, DV): one program per key tile and key head. All rows are masked, even
     those that see the whole tile: one loop needs fewer registers than two."""
@@ -142,7 +127,7 @@ def key_tile_kernel(
                 dk_acc, dv_acc = key_tile_step(
                     queries, gradients, statistics, bounds, keys, values, kv_begin, token, q_begin, q_end,
                     head, dk_acc, dv_acc, scale_log2, q_tokens, D, BLOCK_D, REST_D, DV, BLOCK_DV, REST_DV,
-                    BLOCK_M, BLOCK_N, TRANSPOSED=TRANSPOSED, TMA=TMA,
+                    BLOCK_M, BLOCK_N, TMA=TMA,
                 )  # fmt: skip
 
     dk_acc = scaled(dk_acc, scale)

@@ -6,7 +6,7 @@ programs per multiprocessor); docs/kernels.md has the figures.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,17 +23,12 @@ L2_BYTES = 8 * 2**20  # of keys and values for one section of heads to keep in L
 STATISTICS_ROWS = 64
 MIN_BLOCK = 16  # columns that a matrix product takes at least
 
-HEAD_DIMS = (64, 96, 128, 192, 256)  # the classes: the larger of D and Dv, rounded up
-LATENT = (192, 128)  # and a class of its own: D and Dv of multi-head latent attention
 
-
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     block_m: int  # rows of a query tile
     block_n: int  # keys of a block
-    warps: int
-    stages: int
-    transposed: bool = False  # keys x rows scores in the key-tile pass
+    stages: int = 1
+    warps: int = 8
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -46,48 +41,32 @@ class Config:
         }
 
 
-_HOPPER = {
-    ("forward", 64): Config(128, 128, 8, 3),
-    ("forward", 96): Config(128, 128, 8, 2),
-    ("forward", 128): Config(128, 128, 8, 2),
-    ("forward", LATENT): Config(128, 128, 8, 2),
-    ("forward", 192): Config(128, 64, 8, 2),
-    ("forward", 256): Config(128, 64, 8, 2),
-    ("key_tiles", 64): Config(128, 64, 8, 2),
-    ("key_tiles", 96): Config(128, 64, 8, 2),
-    ("key_tiles", 128): Config(128, 64, 8, 2),
-    ("key_tiles", LATENT): Config(128, 64, 8, 2),
-    ("key_tiles", 192): Config(128, 64, 8, 1),
-    ("key_tiles", 256): Config(64, 32, 8, 1),
-    ("query_tiles", 64): Config(128, 128, 8, 2),
-    ("query_tiles", 96): Config(128, 64, 8, 3),
-    ("query_tiles", 128): Config(128, 64, 8, 3),
-    ("query_tiles", LATENT): Config(128, 64, 8, 2),
-    ("query_tiles", 192): Config(128, 32, 8, 2),
-    ("query_tiles", 256): Config(128, 32, 8, 2),
+class Configs(NamedTuple):
+    forward: Config
+    key_tiles: Config  # dK, dV
+    query_tiles: Config  # dQ
+
+
+LATENT = (192, 128)  # D and Dv of multi-head latent attention
+HOPPER = {  # by D and Dv, or by the larger of them, rounded up
+    64: Configs(Config(128, 128, 3), Config(128, 64, 2), Config(128, 128, 2)),
+    96: Configs(Config(128, 128, 2), Config(128, 64, 2), Config(128, 64, 3)),
+    128: Configs(Config(128, 128, 2), Config(128, 64, 2), Config(128, 64, 3)),
+    LATENT: Configs(Config(128, 128, 2), Config(128, 64, 2), Config(128, 64, 2)),
+    192: Configs(Config(128, 64, 2), Config(128, 64, 1), Config(128, 32, 2)),
+    256: Configs(Config(128, 64, 2), Config(64, 32, 1), Config(128, 32, 2)),
 }
-
-# Smaller tiles for 100 KB of shared memory (sm_86, sm_89) and loads by cp.async (sm_80 too).
-_AMPERE = {
-    ("forward", 64): Config(128, 64, 4, 3),
-    ("forward", 128): Config(128, 32, 4, 3),
-    ("forward", 256): Config(64, 32, 4, 1),
-    ("key_tiles", 64): Config(32, 128, 8, 2, transposed=True),
-    ("key_tiles", 128): Config(32, 64, 4, 2, transposed=True),
-    ("key_tiles", 256): Config(32, 32, 4, 1, transposed=True),
-    ("query_tiles", 64): Config(64, 64, 4, 2),
-    ("query_tiles", 128): Config(64, 32, 4, 2),
-    ("query_tiles", 256): Config(32, 32, 4, 1),
-}
+# What fits at any head dim into the 99 KB of shared memory of sm_86 and sm_89, on which nothing was timed.
+OTHERS = Configs(Config(64, 32, warps=4), Config(32, 32, warps=4), Config(32, 32, warps=4))
 
 
-def choose(which: str, dims: tuple[int, int], tma: bool) -> Config:
-    """The configuration of a pass, "forward", "key_tiles" (dK, dV) or "query_tiles" (dQ), for D and Dv."""
-    table = _HOPPER if tma else _AMPERE
-    head_dim: object = dims
-    if (which, dims) not in table:
-        head_dim = next(d for d in HEAD_DIMS if max(dims) <= d and (which, d) in table)
-    return table[which, head_dim]
+def choose(dims: tuple[int, int], tma: bool) -> Configs:
+    """The configurations for D and Dv."""
+    if not tma:
+        return OTHERS
+    if dims in HOPPER:
+        return HOPPER[dims]
+    return HOPPER[next(dim for dim in HOPPER if dim != LATENT and max(dims) <= dim)]
 
 
 def forward(
@@ -98,18 +77,14 @@ def forward(
     options: Options,
     *,
     tma: bool,
-    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32. tma: loads by TMA (sm_90)."""
     (q_tokens, q_heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
-    tma = tma and k.numel() > 0  # nothing can be described of an empty tensor
-    config = config or choose("forward", (dim, v_dim), tma)
+    config = choose((dim, v_dim), tma).forward
     q, k, v = (aligned(x) for x in (q, k, v))
     out = q.new_empty(q_tokens, q_heads, v_dim)
     lse = q.new_empty(q_heads, q_tokens, dtype=torch.float32)
     tiles = schedule.query_tiles(config.block_m)
-    if len(tiles) == 0:
-        return out, lse
     forward_kernel[(len(tiles) * q_heads,)](
         **inputs(q, k, v, schedule, options, tma, config),
         **result("out", out),
@@ -130,19 +105,14 @@ def backward(
     options: Options,
     *,
     tma: bool,
-    key_config: Config | None = None,
-    query_config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given those of the output and, unless None, of the log-sum-exp."""
-    dims = saved.q.shape[2], saved.v.shape[2]
-    tma = tma and saved.q.numel() > 0 and saved.k.numel() > 0  # nothing can be described of an empty tensor
-    key_config = key_config or choose("key_tiles", dims, tma)
-    query_config = query_config or choose("query_tiles", dims, tma)
+    configs = choose((saved.q.shape[2], saved.v.shape[2]), tma)
     dout, q, k, v, out = (aligned(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     statistics = row_statistics(dout, dlse, out, saved.lse)
-    key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, key_config)
-    query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, query_config)
+    key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, configs.key_tiles)
+    query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, configs.query_tiles)
     return dq, dk, dv
 
 
@@ -153,24 +123,23 @@ def row_statistics(
     q_tokens, q_heads, v_dim = out.shape
     row_length = triton.cdiv(q_tokens * pack, 4) * 4  # TMA strides are multiples of 16 bytes
     lse_log2, delta = out.new_empty(2, q_heads // pack, row_length, dtype=torch.float32)
-    if q_tokens > 0:
-        statistics_kernel[(triton.cdiv(q_tokens, STATISTICS_ROWS), q_heads)](
-            **result("out", out),
-            **result("dout", dout),
-            lse=lse,
-            dlse=lse if dlse is None else dlse.contiguous(),
-            lse_log2=lse_log2,
-            delta=delta,
-            q_tokens=q_tokens,
-            row_length=row_length,
-            DV=v_dim,
-            BLOCK_DV=max(MIN_BLOCK, triton.next_power_of_2(v_dim)),
-            BLOCK_M=STATISTICS_ROWS,
-            PACK=pack,
-            HAS_DLSE=dlse is not None,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+    statistics_kernel[(triton.cdiv(q_tokens, STATISTICS_ROWS), q_heads)](
+        **result("out", out),
+        **result("dout", dout),
+        lse=lse,
+        dlse=lse if dlse is None else dlse.contiguous(),
+        lse_log2=lse_log2,
+        delta=delta,
+        q_tokens=q_tokens,
+        row_length=row_length,
+        DV=v_dim,
+        BLOCK_DV=max(MIN_BLOCK, triton.next_power_of_2(v_dim)),
+        BLOCK_M=STATISTICS_ROWS,
+        PACK=pack,
+        HAS_DLSE=dlse is not None,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
     return lse_log2, delta
 
 
@@ -179,8 +148,6 @@ def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, co
     lse_log2, delta = statistics
     row_length = lse_log2.shape[1]
     lists = schedule.key_tiles(config.block_m, config.block_n)
-    if len(lists.tiles) == 0:
-        return
     if tma:
         lse_log2, delta = (
             TensorDescriptor(x, [x.shape[0], q.shape[0]], [row_length, 1], [1, config.block_m])
@@ -200,7 +167,6 @@ def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, co
         section=section(q, dout, 1, q.shape[1] // kv_heads),
         kv_heads=kv_heads,
         scale=options.scale,
-        TRANSPOSED=config.transposed,
     )
 
 
@@ -208,8 +174,6 @@ def query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, conf
     q_heads = q.shape[1]
     lse_log2, delta = statistics
     tiles = schedule.query_tiles(config.block_m)
-    if len(tiles) == 0:
-        return
     query_tile_kernel[(len(tiles) * q_heads,)](
         **inputs(q, k, v, schedule, options, tma, config),
         **operand("dout", dout, config.block_m, tma),

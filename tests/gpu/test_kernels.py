@@ -5,7 +5,8 @@ TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py --device cpu    # Triton's, 
 
 import pytest
 import torch
-from oracle import attention_and_lse, compare, packed, random_inputs, with_gradients
+from oracle import CASES, WINDOWS, compare, packed, random_inputs, rows, wanted, with_gradients
+from test_compile import HEAD_DIMS
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.segments import Options, Shape
@@ -13,97 +14,77 @@ from wlb_titan.kernels.self_check import Noise, check_kernels
 
 IMPLEMENTATIONS = ("triton", "gluon")
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
-CASES = {"ragged": [60, 1, 200, 7, 333, 128], "long": [2300], "only_padding": [], "two_chunks": None}
-DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
-MASKS = [{}, {"window": 1}, {"window": 100}, {"causal": False}]
+
+
+@pytest.fixture
+def dtype(target):
+    return target.pick(cuda=torch.bfloat16, cpu=torch.float16)  # which the interpreter can
 
 
 def skip_unless_it_runs(implementation, dims, dtype, device):
     try:
-        chosen("backward", implementation, dims, dtype, device_of(device))
+        chosen("backward", implementation, dims, dtype, device_of(torch.device(device)))
     except ValueError as error:
         pytest.skip(str(error))
 
 
-def case_of(target, name):
-    """Segments, and the numbers of queries, three of them padding, and of keys."""
-    if name == "two_chunks":
-        return torch.tensor([[0, 130, 0, 130], [130, 130, 0, 520]], dtype=torch.int32), 263, 520
-    lengths = [length // target.pick(cuda=1, cpu=8) + 1 for length in CASES[name]]
-    return packed(lengths), sum(lengths) + 3, sum(lengths) + 1
+def check(target, implementation, segments, tokens, heads, dims, dtype, window=None, judge=wanted):
+    """Twice, to the same bits."""
+    skip_unless_it_runs(implementation, dims, dtype, target.device)
+    given = [x.to(target.device) for x in random_inputs(*tokens, heads, dims, dtype)]
 
+    def attend(*qkv, implementation=implementation):
+        options = {"scale": 0.1, "window": window, "return_lse": True, "implementation": implementation}
+        return varlen_attention(*qkv, segments, **options)
 
-def check(target, implementation, case, heads, dims, dtype, mask):
-    """Sinks and the log-sum-exp's gradient always take part."""
-    device = torch.device(target.device)
-    skip_unless_it_runs(implementation, dims, dtype, device)
-    segments, q_tokens, kv_tokens = case_of(target, case)
-    tensors = random_inputs(q_tokens, kv_tokens, *heads, *dims, dtype)
-    rng = torch.Generator().manual_seed(1)
-    sinks, dlse = torch.randn(heads[0], generator=rng), torch.randn(heads[0], q_tokens, generator=rng)
-    options = {"scale": dims[0] ** -0.5, **mask}
-
-    def ours(q, k, v, sinks):
-        return varlen_attention(
-            q, k, v, segments, sinks=sinks, return_lse=True, implementation=implementation, **options
+    got, again = ({name: x.cpu() for name, x in with_gradients(attend, *given).items()} for _ in range(2))
+    assert all(torch.equal(got[name], again[name]) for name in got)
+    if judge is wanted:
+        want = wanted([x.cpu() for x in given], segments, 0.1, window)
+    else:  # in float64 on that device
+        want = with_gradients(
+            lambda *qkv: attend(*qkv, implementation="reference"), *(x.double() for x in given)
         )
-
-    given = [*tensors[:3], sinks, tensors[3], dlse]
-    got = with_gradients(ours, *(x.to(device) for x in given))
-    want = with_gradients(
-        lambda q, k, v, s: attention_and_lse(q, k, v, segments, sinks=s, **options),
-        *(x.double() for x in given),
-    )
-    compare({name: x.cpu() for name, x in got.items()}, want, TOLERANCE[dtype])
+    compare(got, {name: x.cpu() for name, x in want.items()}, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("case", [*CASES, "long"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_shapes(target, implementation, case, dims):
-    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float16)  # which the interpreter can
-    check(target, implementation, case, (4, 2), dims, dtype, {})
+def test_shapes(target, implementation, case, dims, dtype):
+    length = target.pick(cuda=2300, cpu=290)
+    segments, *tokens = (CASES | {"long": (packed([length]), length + 3, length + 1)})[case]
+    check(target, implementation, segments, tokens, (4, 2), dims, dtype)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_masks_and_groups(target, implementation, heads, mask):
-    check(target, implementation, "ragged", heads, (64, 64), torch.float16, mask)
+def test_windows_and_groups(target, implementation, heads, window):
+    segments, *tokens = CASES["ragged"]
+    check(target, implementation, segments, tokens, heads, (64, 64), torch.float16, window)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", ["window", "chunk"])
-def test_as_the_reference_computes_it_and_again_bit_for_bit(target, case, implementation, dims):
+def test_as_the_reference_computes_it(target, case, implementation, dims, dtype):
     """A packed window: documents of all lengths, enough for every multiprocessor, so that Gluon packs heads
-    both ways. The last chunk of a document so long that Gluon walks over one head after the other. The
-    reference in float64 on that device.
+    both ways. The last chunk of a document so long that Gluon walks over one head after the other.
     """
-    device = torch.device(target.device)
-    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float16)
-    skip_unless_it_runs(implementation, dims, dtype, device)
     lengths = target.pick(cuda=[3000, 1, 5, 130, 4000, 777, *[300, 64, 9] * 60], cpu=[90, 1, 5, 60])
-    segments, q_tokens, kv_tokens = packed(lengths), sum(lengths) + 3, sum(lengths) + 3
+    segments, tokens = packed(lengths), (sum(lengths) + 3, sum(lengths) + 3)
     if case == "chunk":
-        q_tokens, kv_tokens = target.pick(cuda=(600, 16_000), cpu=(10, 300))
-        segments = torch.tensor([[0, q_tokens, 0, kv_tokens]], dtype=torch.int32)
-    tensors = [x.to(device) for x in random_inputs(q_tokens, kv_tokens, 16, 4, *dims, dtype)]
-    attend = {
-        name: lambda q, k, v, name=name: varlen_attention(q, k, v, segments, implementation=name)
-        for name in (implementation, "reference")
-    }
-    got, again = (with_gradients(attend[implementation], *tensors) for _ in range(2))
-    compare(got, with_gradients(attend["reference"], *(x.double() for x in tensors)), TOLERANCE[dtype])
-    assert all(torch.equal(got[name], again[name]) for name in got)
+        tokens = target.pick(cuda=(600, 16_000), cpu=(10, 300))
+        segments = rows([0, tokens[0], 0, tokens[1]])
+    check(target, implementation, segments, tokens, (16, 4), dims, dtype, judge="reference")
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("heads", [(8, 1), (4, 4)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_check_before_a_job_finds_every_configuration_right(target, implementation, heads, dims):
+def test_the_check_before_a_job_finds_every_configuration_right(target, implementation, heads, dims, dtype):
     device = torch.device(target.device)
-    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float16)
     skip_unless_it_runs(implementation, dims, dtype, device)
     options = Options(dims[0] ** -0.5, implementation=implementation)
     noise = Noise.rich(Shape(*heads, *dims), dtype, device, target.pick(cuda=1, cpu=100))

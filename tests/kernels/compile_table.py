@@ -22,7 +22,7 @@ def figures() -> dict[str, list[int]]:
     wanted = {}
     for dims in HEAD_DIMS:
         for which, launch in launches(dims, 8).items():
-            config = choose(which, dims, tma=True)
+            config = getattr(choose(dims, tma=True), which)
             shape = f"{config.block_m} x {config.block_n}"
             name = " / ".join(map(str, dict.fromkeys(dims)))
             wanted[f"triton {which}|{name}|{shape}"] = launch

@@ -310,38 +310,44 @@ def _modules() -> dict[str, ModuleType]:
     }
 
 
-def mutated(source: str, mutants: tuple[tuple[str, str], ...]) -> str:
-    """The source with texts replaced: whole lines, at any indentation, if a text ends in one; or else parts.
+Change = tuple[str, str]  # of a source: what is replaced by what
+
+
+def mutants(file: str) -> dict[str, Change]:
+    """Those of kernels/<file>.py, by name: lines without (-) and with the mistake (+)."""
+    found = {}
+    for block in (Path(__file__).parent / "mutants" / f"{file}.txt").read_text().split("\n\n"):
+        name, *lines = block.splitlines()
+        found[name] = tuple("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
+    return found
+
+
+def mutated(source: str, change: Change) -> str:
+    """The source with a text replaced: whole lines, at any indentation, or else a part of one.
 
     Raises LookupError for a text that is not there.
     """
-    for old, new in mutants:
-        pattern = re.escape(old)
-        if old.endswith("\n"):
-            lines = "".join(f"(?P=at){re.escape(line)}\n" for line in old.splitlines())
-            pattern = f"(?m)^{lines}".replace("(?P=at)", "(?P<at> *)", 1)
-        if not (found := re.search(pattern, source)):
-            raise LookupError(f"the source has no {old!r}")
-        new = indent(new, found.groupdict().get("at", ""))
-        source = re.sub(pattern, new.replace("\\", r"\\"), source)
-    return source
+    old, new = change
+    lines = "".join(f"(?P=at){re.escape(line)}\n" for line in old.splitlines())
+    whole = re.compile(f"^{lines}".replace("(?P=at)", "(?P<at> *)", 1), re.MULTILINE)
+    if whole.search(source):
+        return whole.sub(lambda match: indent(f"{new}\n" if new else "", match["at"]), source)
+    if old not in source:
+        raise LookupError(f"the source has no {old!r}")
+    return source.replace(old, new)
 
 
-def load_kernel(file: str, name: str, mutants: tuple[tuple[str, str], ...] = ()) -> Callable:
-    """The function `name` of kernels/<file>.py on the stand-ins, after replacing some of its text."""
-    source = mutated((KERNELS / f"{file}.py").read_text(), mutants)
+def load_kernel(file: str, change: Change | None = None) -> Callable:
+    """The kernel of kernels/<file>.py on the stand-ins, after replacing some of its text."""
+    source = (KERNELS / f"{file}.py").read_text()
     members = {"__name__": f"emulated.{file}", "__package__": "emulated"}
     with mock.patch.dict(sys.modules, _modules()):
-        package = ModuleType("emulated")
+        package = sys.modules["emulated"] = ModuleType("emulated")
         package.__path__ = []
-        sys.modules["emulated"] = package
-        if file != "gluon_common":
-            common = sys.modules["emulated.gluon_common"] = ModuleType("emulated.gluon_common")
-            exec(
-                compile((KERNELS / "gluon_common.py").read_text(), "gluon_common.py", "exec"), common.__dict__
-            )
-        exec(compile(source, f"{file}.py", "exec"), members)
-    return members[name]
+        common = sys.modules["emulated.gluon_common"] = ModuleType("emulated.gluon_common")
+        exec((KERNELS / "gluon_common.py").read_text(), common.__dict__)
+        exec(mutated(source, change) if change else source, members)
+    return members[f"{file}_kernel"]
 
 
 class Emulated:

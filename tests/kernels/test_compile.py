@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from crosscompile import SHARED_MEMORY, Launch, Report, compile_all, recording
+from crosscompile import SHARED_MEMORY, Launch, Report, compile_all, recording, transfer_mismatches
 from oracle import packed, random_inputs
 from triton.backends.compiler import GPUTarget
 from wlb_titan.kernels import gluon_launch, triton_launch
@@ -20,10 +20,10 @@ HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 SPILLS = {("key_tiles", 96): 44, ("key_tiles", 192): 76, ("key_tiles", 256): 112}
 
 
-def launches(dims, group, *, tma=True, dtype=torch.bfloat16) -> dict[str, Launch]:
+def launches(dims, group, *, tma=True) -> dict[str, Launch]:
     """What one forward and backward of two documents of 4,096 tokens would launch, by pass."""
-    length = 4096
-    q, k, v, dout = random_inputs(2 * length, 2 * length, group, 1, *dims, dtype)
+    length, dtype = 4096, torch.bfloat16
+    q, k, v, dout, _ = random_inputs(2 * length, 2 * length, (group, 1), dims, dtype)
     schedule = schedule_of(packed([length] * 2), 2 * length, 2 * length, q.device)
     with recording(triton_launch, *KERNELS) as recorded:
         out, lse = triton_launch.forward(q, k, v, schedule, Options(0.1), tma=tma)
@@ -70,7 +70,7 @@ def gluon_launches(dim: int, group: int, monkeypatch, units: int = 132) -> list[
     With one key head and many units the backward splits the group, and with few it does not.
     """
     monkeypatch.setattr(gluon_launch, "units", lambda device: units)
-    q, k, v, dout = random_inputs(8192, 8192, group, 1, dim, dim, torch.bfloat16)
+    q, k, v, dout, _ = random_inputs(8192, 8192, (group, 1), (dim, dim), torch.bfloat16)
     schedule = schedule_of(packed([4096] * 2), 8192, 8192, q.device)
     with (
         recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel") as recorded,
@@ -189,8 +189,6 @@ def check_handing_over(lines: list[str]) -> None:
 def test_a_mismatch_is_noticed():
     """The check that finds Triton 3.6's silent miscompilation finds it in a text made from a good one."""
     (report,) = compile_all([launches((64, 64), 1)["forward"]])
-    from crosscompile import transfer_mismatches
-
     assert transfer_mismatches(report.ttgir) == []
     smaller = re.sub(r"(-> !ttg\.memdesc<)128x", r"\g<1>64x", report.ttgir)
     assert smaller != report.ttgir and "into buffer" in transfer_mismatches(smaller)[0]

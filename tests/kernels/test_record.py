@@ -1,9 +1,6 @@
 """What came of a trial is recorded and found again; its process may pass, refuse, die, hang or not begin."""
 
 import json
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,40 +25,60 @@ def hopper(monkeypatch, tmp_path):
     device_of.cache_clear()
 
 
-def ended(code: str, seconds: float = 60.0) -> record.Verdict:
-    """A trial of this Python program, to its end."""
-    trial = record.Trial(record.subject(CUDA, DIMS, BF16), [sys.executable, "-c", code], seconds)
-    while (found := trial.verdict(5.0)) is None:
-        pass
-    return found
+def subject() -> record.Subject:
+    return record.subject(CUDA, DIMS, BF16)
 
 
-def backward() -> str:
+def by_auto(dtype=BF16) -> tuple[str, str]:
     device_of.cache_clear()
-    return chosen("backward", "auto", DIMS, BF16, device_of(CUDA))
+    return tuple(chosen(which, "auto", DIMS, dtype, device_of(CUDA)) for which in ("forward", "backward"))
 
 
-def test_auto_takes_gluons_backward_only_after_it_has_passed():
-    of = record.subject(CUDA, DIMS, BF16)
+ENDS = {
+    "passed": ("echo all right", record.Verdict(True)),
+    "wrong": (
+        "echo dq is 0.3 of its norm wrong; exit 1",
+        record.Verdict(False, "dq is 0.3 of its norm wrong"),
+    ),
+    "died": ("echo beginning; kill -9 $$", record.Verdict(False, "ended by signal 9, after: beginning")),
+    "silent": ("exit 3", record.Verdict(False, "no word")),
+    "hung": ("trap '' TERM; exec sleep 600", record.Verdict(False, "not ended after 1 s")),
+    "not tried": ("echo CUDA out of memory; exit 75", record.Verdict(False, "CUDA out of memory")),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_auto_takes_gluons_backward_only_after_it_has_passed(monkeypatch, tmp_path, end):
+    """What could not be tried is not recorded."""
+    code, expected = ENDS[end]
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{code}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(record.sys, "executable", str(program))
+    monkeypatch.setattr(record, "LIMIT", 1.0 if end == "hung" else 60.0)
+    assert by_auto() == ("gluon", "triton") and record.verdict(subject()) is None
+    assert record.tried(subject(), CUDA) == expected
+    assert record.verdict(subject()) == (None if end == "not tried" else expected)
+    assert by_auto() == ("gluon", "gluon" if expected.passed else "triton")
+    assert by_auto(torch.float16) == ("gluon", "triton")
+
+
+@pytest.mark.parametrize("field", ["gpu", "driver", "triton", "kernels", "dtype"])
+def test_a_record_speaks_of_nothing_else(field):
+    """A file that people can read."""
+    of = subject()
     assert (of.gpu, of.driver, of.dtype) == ("NVIDIA H100", "550.54.15", "bfloat16")
-    assert chosen("forward", "auto", DIMS, BF16, device_of(CUDA)) == "gluon"
-    assert backward() == "triton" and record.verdict(of) is None
-    assert ended("print('all right')") == record.Verdict(True)
-    assert backward() == "gluon"
-    assert chosen("backward", "auto", DIMS, torch.float16, device_of(CUDA)) == "triton"
-    assert record.trial(of, CUDA) is None, "what is recorded is not tried again"
+    record._recorded(of, record.Verdict(True))
+    assert record.verdict(of._replace(**{field: "another"})) is None
+    assert json.loads(of.path.read_text())["of"]["gpu"] == "NVIDIA H100"
+    assert list(of.path.parent.iterdir()) == [of.path]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"gpu": "NVIDIA H200"}, {"driver": "560.1"}, {"triton": "9.9"}, {"kernels": "0"}, {"dtype": "float16"}],
-    ids=lambda change: next(iter(change)),
-)
-def test_a_record_speaks_of_nothing_else(change):
-    of = record.subject(CUDA, DIMS, BF16)
-    record.write(of, record.Verdict(True))
-    assert record.verdict(of) == record.Verdict(True)
-    assert record.verdict(of._replace(**change)) is None
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"passed": true}'])
+def test_a_damaged_record_says_nothing(text):
+    record._recorded(subject(), record.Verdict(True))
+    subject().path.write_text(text)
+    assert record.verdict(subject()) is None and by_auto() == ("gluon", "triton")
 
 
 def test_kernels_are_known_by_their_sources(monkeypatch, tmp_path):
@@ -75,75 +92,7 @@ def test_kernels_are_known_by_their_sources(monkeypatch, tmp_path):
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("print('dq is 0.3 of its norm wrong'); raise SystemExit(1)", "dq is 0.3 of its norm wrong"),
-        (
-            "import os; print('beginning', flush=True); os.kill(os.getpid(), 11)",
-            "ended by signal 11, after: beginning",
-        ),
-        ("raise SystemExit(3)", "no word"),
-    ],
-    ids=["wrong", "dies", "silent"],
-)
-def test_a_refusal_is_recorded_and_not_tried_again(code, reason):
-    assert ended(code) == record.Verdict(False, reason)
-    of = record.subject(CUDA, DIMS, BF16)
-    assert record.verdict(of) == record.Verdict(False, reason)
-    assert backward() == "triton" and record.trial(of, CUDA) is None
-
-
-def test_a_trial_that_hangs_is_killed_and_recorded(tmp_path):
-    """Though it does not listen; and who waits is told now and then that it still runs."""
-    number = tmp_path / "number"
-    code = (
-        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        f"open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    )
-    of = record.subject(CUDA, DIMS, BF16)
-    trial = record.Trial(of, [sys.executable, "-c", code], seconds=600)
-    assert trial.verdict(0.01) is None
-    while not (number.exists() and number.read_text()):
-        time.sleep(0.01)
-    trial.end = time.monotonic()
-    assert trial.verdict(60.0) == record.Verdict(False, "not ended after 600 s") == record.verdict(of)
-    assert trial._process.wait(60) == -9
-    assert not Path(f"/proc/{number.read_text()}").exists()
-
-
-def test_what_could_not_be_tried_is_not_recorded():
-    code = f"print('CUDA out of memory'); raise SystemExit({record.NOT_TRIED})"
-    assert ended(code) == record.Verdict(False, "CUDA out of memory")
-    assert record.verdict(record.subject(CUDA, DIMS, BF16)) is None
-
-
-def test_a_folder_that_cannot_be_written_is_no_record(tmp_path):
-    (tmp_path / "cache").write_text("a file in its place")
-    found = ended("")
-    assert not found.passed and "cannot be recorded" in found.reason and backward() == "triton"
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"of": {}, "passed": true, "reason": ""}'])
-def test_a_damaged_record_says_nothing(text):
-    of = record.subject(CUDA, DIMS, BF16)
-    record.write(of, record.Verdict(True))
-    of.path.write_text(text)
-    assert record.verdict(of) is None and backward() == "triton"
-
-
-def test_the_trials_command_without_a_gpu_says_so():
+def test_the_trial_without_a_gpu_says_so():
     """The real program: no GPU is there, which is no refusal."""
-    of = record.subject(CUDA, DIMS, BF16)
-    trial = record.trial(of, CUDA)
-    while (found := trial.verdict(5.0)) is None:
-        pass
-    assert not found.passed and "cannot be used" in found.reason and record.verdict(of) is None
-
-
-def test_records_are_files_that_people_can_read():
-    of = record.subject(CUDA, DIMS, BF16)
-    record.write(of, record.Verdict(False, "not ended after 900 s"))
-    text = json.loads(of.path.read_text())
-    assert text["of"]["gpu"] == "NVIDIA H100" and text["reason"] == "not ended after 900 s"
-    assert [path.name for path in of.path.parent.iterdir()] == [of.path.name]
+    found = record.tried(subject(), CUDA)
+    assert not found.passed and "cannot be used" in found.reason and record.verdict(subject()) is None

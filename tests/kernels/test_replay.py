@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wlb_titan.kernels.segments import CAUSAL
 from wlb_titan.kernels.tiles import KeyTiles, key_tiles
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -27,7 +26,7 @@ def replay():
 def lists_of(lengths: list[int]) -> KeyTiles:
     begin = np.cumsum(lengths) - lengths
     segments = np.stack([begin, lengths, begin, lengths], axis=1).astype(np.int32)
-    return key_tiles(segments, sum(lengths), CAUSAL, tokens=64, block_n=128, turn_rows=64)
+    return key_tiles(segments, sum(lengths), tokens=64, block_n=128, turn_rows=64)
 
 
 def event_by_event(kernel, lists: KeyTiles, heads: int, order: list[tuple[int, int]], each: int, units: int):

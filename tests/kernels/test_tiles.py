@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import packed, visible
+from oracle import WINDOWS, packed, visible
 from wlb_titan.kernels import tiles
 from wlb_titan.kernels.schedule import schedule_of
-from wlb_titan.kernels.segments import CAUSAL, Visibility
+from wlb_titan.kernels.segments import NO_WINDOW
 
 
 @st.composite
@@ -35,32 +35,30 @@ def segment_lists(draw, documents: int = 8, longest: int = 300):
     return array, q + draw(st.integers(0, 2)), kv
 
 
-VISIBILITIES = [CAUSAL, Visibility(window=1), Visibility(window=37), Visibility(causal=False)]
-visibilities = st.sampled_from(VISIBILITIES)
+reaches = st.sampled_from([window or NO_WINDOW for window in WINDOWS])
 
 
-def mask_of(segments, q_tokens, kv_tokens, visibility):
-    options = {"causal": visibility.causal, "window": visibility.window}
-    return visible(torch.from_numpy(segments), q_tokens, kv_tokens, **options).numpy()
+def mask_of(segments, q_tokens, kv_tokens, reach):
+    return visible(torch.from_numpy(segments), q_tokens, kv_tokens, reach).numpy()
 
 
 @settings(max_examples=60)
-@given(segment_lists(), visibilities)
-def test_row_bounds(case, visibility):
+@given(segment_lists(), reaches)
+def test_row_bounds(case, reach):
     segments, q_tokens, kv_tokens = case
-    first, last = tiles.row_bounds(segments, q_tokens, visibility, "cpu").numpy()
+    first, last = tiles.row_bounds(segments, q_tokens, reach, "cpu").numpy()
     keys = np.arange(kv_tokens)
     got = (keys >= first[:, None]) & (keys < last[:, None])
-    assert (got == mask_of(segments, q_tokens, kv_tokens, visibility)).all()
+    assert (got == mask_of(segments, q_tokens, kv_tokens, reach)).all()
 
 
 @settings(max_examples=60)
-@given(segment_lists(), visibilities, st.sampled_from([4, 16, 128]))
-def test_query_tiles_cover_every_pair_once(case, visibility, tokens):
+@given(segment_lists(), reaches, st.sampled_from([4, 16, 128]))
+def test_query_tiles_cover_every_pair_once(case, reach, tokens):
     segments, q_tokens, kv_tokens = case
-    mask = mask_of(segments, q_tokens, kv_tokens, visibility)
+    mask = mask_of(segments, q_tokens, kv_tokens, reach)
     rows = np.zeros(q_tokens, int)
-    for tile in tiles.query_tiles(segments, q_tokens, visibility, tokens=tokens):
+    for tile in tiles.query_tiles(segments, q_tokens, reach, tokens=tokens):
         q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end = tile
         assert q_begin < q_end <= q_begin + tokens
         assert 0 <= kv_begin <= shared_begin <= shared_end <= kv_end <= kv_tokens
@@ -72,14 +70,14 @@ def test_query_tiles_cover_every_pair_once(case, visibility, tokens):
 
 
 @settings(max_examples=60)
-@given(segment_lists(), visibilities, st.sampled_from([4, 16, 64]), st.sampled_from([16, 128]), st.booleans())
-def test_key_tiles_cover_every_pair_once(case, visibility, tokens, block_n, turns):
+@given(segment_lists(), reaches, st.sampled_from([4, 16, 64]), st.sampled_from([16, 128]), st.booleans())
+def test_key_tiles_cover_every_pair_once(case, reach, tokens, block_n, turns):
     segments, q_tokens, kv_tokens = case
-    mask = mask_of(segments, q_tokens, kv_tokens, visibility)
+    mask = mask_of(segments, q_tokens, kv_tokens, reach)
     found = np.zeros_like(mask, dtype=int)
     keys = np.zeros(kv_tokens, int)
     key_tiles, items, *_ = tiles.key_tiles(
-        segments, kv_tokens, visibility, tokens=tokens, block_n=block_n, turn_rows=8 if turns else 0
+        segments, kv_tokens, reach, tokens=tokens, block_n=block_n, turn_rows=8 if turns else 0
     )
     for kv_begin, kv_end, item_begin, item_end in key_tiles:
         assert kv_begin < kv_end <= kv_begin + block_n
@@ -96,13 +94,13 @@ def test_key_tiles_cover_every_pair_once(case, visibility, tokens, block_n, turn
 
 
 @settings(max_examples=100)
-@given(segment_lists(), visibilities, st.sampled_from([16, 64]), st.sampled_from([8, 32]))
-def test_turns_order_all_that_is_added_to_a_row(case, visibility, block_n, rows):
+@given(segment_lists(), reaches, st.sampled_from([16, 64]), st.sampled_from([8, 32]))
+def test_turns_order_all_that_is_added_to_a_row(case, reach, block_n, rows):
     """In the order of the list no tile waits; and what waits for nobody shares no row with another tile."""
     segments, q_tokens, kv_tokens = case
-    mask = mask_of(segments, q_tokens, kv_tokens, visibility)
+    mask = mask_of(segments, q_tokens, kv_tokens, reach)
     key_tiles, items, counters, edges, *_ = tiles.key_tiles(
-        segments, kv_tokens, visibility, tokens=rows, block_n=block_n, turn_rows=rows
+        segments, kv_tokens, reach, tokens=rows, block_n=block_n, turn_rows=rows
     )
     counters = counters.copy()
     sums = np.full((-(-q_tokens // rows), rows), np.nan)  # tiles that have added to a row
@@ -154,7 +152,7 @@ def test_documents_that_share_tiles_do_not_wait_in_one_chain(length):
     """Each waits for those of its own document at most; in the order of the queries, for the whole batch."""
     documents = 200
     lists = tiles.key_tiles(
-        packed([length] * documents).numpy(), length * documents, CAUSAL, tokens=64, block_n=128, turn_rows=64
+        packed([length] * documents).numpy(), length * documents, tokens=64, block_n=128, turn_rows=64
     )
     assert waits(lists, 64) <= -(-length // 128) + 1
     if length == 129:
@@ -166,8 +164,8 @@ def test_tiles_of_a_document_follow_one_another():
     """Those that read the same keys or queries run side by side, the heaviest document's first."""
     lengths = [3000, 2000, 300, 4000, 40]
     segments, starts = packed(lengths).numpy(), np.cumsum(lengths) - lengths
-    keys = tiles.key_tiles(segments, 9340, CAUSAL, tokens=64, block_n=128, turn_rows=64).tiles[:, 0]
-    queries = tiles.query_tiles(segments, 9340, CAUSAL, tokens=128)[:, 0]
+    keys = tiles.key_tiles(segments, 9340, tokens=64, block_n=128, turn_rows=64).tiles[:, 0]
+    queries = tiles.query_tiles(segments, 9340, tokens=128)[:, 0]
     for begins, direction in ((keys, 1), (queries, -1)):
         documents = np.searchsorted(starts, begins, side="right") - 1
         order = documents[np.append(True, documents[1:] != documents[:-1])]
@@ -177,43 +175,34 @@ def test_tiles_of_a_document_follow_one_another():
 
 def test_a_window_makes_the_work_linear():
     """The tiles of a 64K document see little more than the window each, and most of it without a mask."""
-    got = tiles.query_tiles(packed([65536]).numpy(), 65536, Visibility(window=4096), tokens=128)
+    got = tiles.query_tiles(packed([65536]).numpy(), 65536, 4096, tokens=128)
     seen, shared = got[:, 5] - got[:, 2], got[:, 4] - got[:, 3]
     assert seen.max() == 4096 + 127 and shared.max() == 4096 - 127
-    _, items, *_ = tiles.key_tiles(
-        packed([65536]).numpy(), 65536, Visibility(window=4096), tokens=64, block_n=128
-    )
+    _, items, *_ = tiles.key_tiles(packed([65536]).numpy(), 65536, 4096, tokens=64, block_n=128)
     assert (items[:, 3] - items[:, 0]).max() == 4096 + 127
 
 
-def test_short_documents_share_tiles():
-    """1,000 documents of 12 tokens fill 94 tiles of 128 rows, each over its own keys only."""
-    segments = packed([12] * 1000).numpy()
-    got = tiles.query_tiles(segments, 12_000, CAUSAL, tokens=128)
-    assert len(got) == 94
-    assert (got[:, 5] - got[:, 2]).max() <= 128 + 2 * 12
-
-
-def test_long_documents_do_not_share_tiles():
-    segments = packed([5000, 5000]).numpy()
-    got = tiles.query_tiles(segments, 10_000, CAUSAL, tokens=128)
-    assert len(got) == 80 and not ((got[:, 0] < 5000) & (got[:, 1] > 5000)).any()
-
-
-def test_worst_case_is_linear():
-    """A chunk of 16 tokens at the end of each long document: one tile each, no key read for nothing."""
-    starts = np.arange(50) * 4096
-    segments = np.stack([np.arange(50) * 16, np.full(50, 16), starts, np.full(50, 4096)], axis=1).astype(
-        np.int32
-    )
-    got = tiles.query_tiles(segments, 800, CAUSAL, tokens=128)
-    assert len(got) == 50 and (got[:, 5] - got[:, 2] == 4096).all()
+@pytest.mark.parametrize(
+    ("segments", "count", "most_keys"),
+    [
+        (packed([12] * 1000), 94, 128 + 2 * 12),  # short documents share tiles
+        (packed([5000, 5000]), 80, 5000),  # long ones do not
+        # A chunk of 16 tokens at the end of each long document: one tile each, no key read for nothing.
+        (torch.tensor([[16 * i, 16, 4096 * i, 4096] for i in range(50)], dtype=torch.int32), 50, 4096),
+    ],
+    ids=["short", "long", "chunks"],
+)
+def test_tiles_are_few_and_see_few_keys(segments, count, most_keys):
+    got = tiles.query_tiles(segments.numpy(), int(segments[:, 1].sum()), tokens=128)
+    assert len(got) == count and (got[:, 5] - got[:, 2]).max() <= most_keys
 
 
 def test_schedule_is_found_again_and_follows_the_content():
     segments = packed([40, 60])
     first = schedule_of(segments, 100, 100, torch.device("cpu"))
     assert schedule_of(segments.clone(), 100, 100, torch.device("cpu")) is first
+    with torch.inference_mode():
+        assert schedule_of(segments.clone(), 100, 100, torch.device("cpu")) is first
     assert first.query_tiles(64) is first.query_tiles(64)
     segments[1, 1:4:2] -= 1
     assert schedule_of(segments, 100, 100, torch.device("cpu")) is not first
@@ -228,17 +217,9 @@ def test_schedule_is_found_by_the_tensor_itself(monkeypatch):
     monkeypatch.setattr("wlb_titan.kernels.schedule._schedule", None)
     assert schedule_of(segments, 100, 100, torch.device("cpu")) is first
     with pytest.raises(TypeError):  # another mask is another schedule
-        schedule_of(segments, 100, 100, torch.device("cpu"), Visibility(window=3))
+        schedule_of(segments, 100, 100, torch.device("cpu"), 3)
     with pytest.raises(TypeError):
         schedule_of(segments.add_(0), 100, 100, torch.device("cpu"))
-
-
-def test_schedules_of_inference_tensors():
-    with torch.inference_mode():
-        segments = packed([40, 60]).clone()
-    again = packed([40, 60])
-    first = schedule_of(segments, 100, 100, torch.device("cpu"))
-    assert schedule_of(again, 100, 100, torch.device("cpu")) is first
 
 
 def test_a_dropped_schedule_needs_no_garbage_collector():
@@ -271,8 +252,8 @@ def test_tiles_are_made_by_array_operations(segments):
     lengths = np.random.default_rng(0).integers(1, 600, segments)
     total, segments = int(lengths.sum()), packed(lengths.tolist()).numpy()
     profile = cProfile.Profile()
-    profile.runcall(tiles.query_tiles, segments, total, CAUSAL, tokens=128)
-    profile.runcall(tiles.key_tiles, segments, total, CAUSAL, tokens=64, block_n=128)
+    profile.runcall(tiles.query_tiles, segments, total, tokens=128)
+    profile.runcall(tiles.key_tiles, segments, total, tokens=64, block_n=128)
     assert 100 < pstats.Stats(profile).total_calls < 1000
 
 

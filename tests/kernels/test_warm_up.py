@@ -2,15 +2,15 @@
 
 from contextlib import ExitStack
 
-import numpy as np
 import pytest
 import torch
 from crosscompile import recording, version
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_tiles import segment_lists
 from wlb_titan.kernels import gluon_launch, op, self_check, triton_launch
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS, Device
-from wlb_titan.kernels.segments import Options, Saved, Shape, Visibility
+from wlb_titan.kernels.segments import Options, Saved, Shape
 
 CPU = torch.device("cpu")
 CASES = {
@@ -44,25 +44,6 @@ def versions(run):
     return {repr(version(launch)) for launches in recorded for launch in launches}
 
 
-@st.composite
-def segments_of_a_rank(draw):
-    """(segments, queries, keys): documents whole, or two chunks of each, as context-parallel ranks have."""
-    lengths = draw(
-        st.lists(
-            st.one_of(st.integers(1, 300), st.integers(1, 6000), st.just(20_000)), min_size=1, max_size=12
-        )
-    )
-    ranks = draw(st.sampled_from([1, 1, 2, 8]))
-    rows, q, kv = [], 0, 0
-    for n in lengths:
-        chunk = n // (2 * ranks)
-        for begin, end in [(0, n)] if ranks == 1 else [(0, chunk), (n - chunk, n)]:
-            rows.append([q, end - begin, kv, end])
-            q += end - begin
-        kv += n
-    return torch.from_numpy(np.array(rows, dtype=np.int32)), q, kv
-
-
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -74,22 +55,22 @@ def segments_of_a_rank(draw):
 )
 def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
     shape, window = CASES[name]
-    options = Options(0.1, Visibility(window=window), implementation=implementation)
-    warm = versions(lambda: list(self_check.warm_up(shape, options, torch.bfloat16, CPU)))
+    options = Options(0.1, window, implementation=implementation)
+    warm = versions(lambda: self_check.warm_up(shape, options, torch.bfloat16, CPU))
 
     @settings(max_examples=12, deadline=None)
-    @given(segments_of_a_rank(), st.booleans())
+    @given(segment_lists(documents=12, longest=20_000), st.booleans())
     def check(case, wants_lse):
         segments, q_tokens, kv_tokens = case
-        if q_tokens == 0:
-            return
+        assume(q_tokens and kv_tokens)
+        segments = torch.from_numpy(segments)
         q, dout = (
             torch.empty(q_tokens, shape.q_heads, d, dtype=torch.bfloat16) for d in (shape.dim, shape.v_dim)
         )
         # Keys and values side by side, as context parallelism gathers them.
-        kv = torch.empty(kv_tokens, shape.kv_heads * (shape.dim + shape.v_dim), dtype=torch.bfloat16)
-        k = kv[:, : shape.kv_heads * shape.dim].unflatten(1, (shape.kv_heads, shape.dim))
-        v = kv[:, shape.kv_heads * shape.dim :].unflatten(1, (shape.kv_heads, shape.v_dim))
+        widths = [shape.kv_heads * shape.dim, shape.kv_heads * shape.v_dim]
+        kv = torch.empty(kv_tokens, sum(widths), dtype=torch.bfloat16).split(widths, dim=1)
+        k, v = (x.unflatten(1, (shape.kv_heads, -1)) for x in kv)
         lse = torch.empty(shape.q_heads, q_tokens)
 
         def attend():
@@ -107,6 +88,6 @@ def test_what_is_warmed_up():
     noise = self_check.Noise.on(self_check.FEW, Shape(16, 8, 128, 128), torch.bfloat16, CPU)
     found = [divided[:3] for divided in self_check.ways(noise, Options(0.1))]
     assert found == [(1, 1, False), (2, 1, False), (1, 1, True)]
-    windowed = Options(0.1, Visibility(window=4096))
+    windowed = Options(0.1, window=4096)
     assert len(self_check.ways(noise, windowed)) == 2
     assert self_check.ways(noise, Options(0.1, implementation="triton")) == [None]

@@ -9,7 +9,7 @@ import planning
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wlb_titan.kernels.tiles import Visibility, key_tiles, query_tiles, steps
+from wlb_titan.kernels.tiles import NO_WINDOW, key_tiles, query_tiles, steps
 
 from wlb_titan import context
 from wlb_titan.cost.attention_kernels import COEFFICIENTS, Point, fit, hopper, predict
@@ -59,7 +59,7 @@ def test_counts_in_a_window_are_those_of_tiles_drawn_one_by_one(
 
 
 def tile_list(segments: np.ndarray, q_tokens: int, window: int | None = None) -> np.ndarray:
-    return query_tiles(segments, q_tokens, Visibility(window=window), tokens=128)
+    return query_tiles(segments, q_tokens, window or NO_WINDOW, tokens=128)
 
 
 def blocks_of(listed: np.ndarray) -> tuple[int, int]:
@@ -105,9 +105,7 @@ def steps_of(
     segments: np.ndarray, keys: int, window: int | None = None, queries: int = 64
 ) -> tuple[int, int]:
     """Items, of a tile of keys and a segment, and steps of so many queries, as the kernels list them."""
-    lists = key_tiles(
-        segments, keys, Visibility(window=window), tokens=queries, block_n=128, turn_rows=queries
-    )
+    lists = key_tiles(segments, keys, window or NO_WINDOW, tokens=queries, block_n=128, turn_rows=queries)
     return len(lists.items), int(steps(lists, queries).sum())
 
 

@@ -100,10 +100,6 @@ class AttentionSettings:
     passed its trial there; the run says which. `reference`: plain PyTorch, on any device. `triton`: GPUs of
     compute capability 8.0 or later. `gluon`: Hopper, head dims 64 and 128."""
 
-    verify: bool = False
-    """Where nothing is recorded of Gluon's backward, the first rank of each machine tries it at the job's
-    start, some minutes in a process of its own, and records what came of it."""
-
     sm_margin: Annotated[int, Ge(0)] = 0
     """Multiprocessors that Gluon's kernels leave to NCCL, whose collectives wait for their end otherwise and
     then overlap with nothing. 8 to 16 is what NCCL's channels take. Predicted times know it."""

@@ -1,5 +1,5 @@
-"""The implementation of the job's attention: refused before anything is built, tried, compiled and checked
-before the first step, and compared with another within the run."""
+"""The implementation of the job's attention: refused before anything is built, compiled and checked before
+the first step, and compared with another within the run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from wlb_titan.job import Job
 from wlb_titan.kernels import record
 from wlb_titan.kernels.implementations import Device, chosen, device_of
 from wlb_titan.kernels.op import TOLERANCE, comparison
-from wlb_titan.kernels.segments import Options, Shape, Visibility
+from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.job import model_shape
-
-POLL = 20.0  # seconds that ranks wait at a time for a trial, in a collective, which may time out
 
 
 def check_implementation(config: TrainerConfig, device: Device | None = None) -> tuple[str, str]:
@@ -54,32 +52,24 @@ def _dtype(config: TrainerConfig) -> torch.dtype:
     return TORCH_DTYPE_MAP[config.training.mixed_precision_param]
 
 
-def _subject(config: TrainerConfig, device: torch.device) -> record.Subject:
-    return record.subject(device, _dims(config), _dtype(config))
-
-
 def compile_attention(config: TrainerConfig, job: Job, device: torch.device, context_rank: int) -> None:
     """Compiles the kernels, if any, that the job's attention can meet, and checks them on each GPU.
 
     Every rank takes part. The first rank of each machine goes first, and the others find its kernels in
     Triton's cache. A launch that hangs is found before any collective could wait for it.
     """
-    first = int(os.environ["LOCAL_RANK"]) == 0
-    if config.wlb.attention.verify and device.type == "cuda":
-        _try_gluon(config, device, first)
     forward, backward = check_implementation(config, device_of(device))
     logger.info(f"Attention: {forward if forward == backward else f'{forward} forward, {backward} backward'}")
     if forward != backward:
-        of = _subject(config, device)
+        of = record.subject(device, _dims(config), _dtype(config))
         known = record.verdict(of)
-        what = (
-            "has not been tried here; `wlb-titan profile` or wlb.attention.verify tries it"
-            if known is None
-            else f"was refused: {known.reason} (remove {of.path} to try it again)"
-        )
+        what = "has not been tried here; `wlb-titan profile` tries it"
+        if known is not None:
+            what = f"was refused: {known.reason} (remove {of.path} to try it again)"
         logger.info(f"Gluon's backward pass, which is faster than Triton's, {what}. {of}")
     if forward == "reference" or device.type != "cuda":  # an interpreter compiles nothing
         return
+    first = int(os.environ["LOCAL_RANK"]) == 0
     for turn in (True, False):
         if turn is first:
             for window in windows(job):
@@ -87,29 +77,15 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
         dist.barrier()
 
 
-def _try_gluon(config: TrainerConfig, device: torch.device, first: bool) -> None:
-    """The first rank of each machine tries Gluon's backward, if only a record of it is missing."""
-    missing = first and check_implementation(config, device_of(device)) == ("gluon", "triton")
-    trial = record.trial(_subject(config, device), device) if missing else None
-    running = torch.ones((), dtype=torch.int32, device=device)
-    while running:
-        if trial is not None and (found := trial.verdict(POLL)) is not None:
-            logger.info(f"Gluon's backward pass, tried here: {'right' if found.passed else found.reason}")
-            trial = None
-        running.fill_(trial is not None)
-        dist.all_reduce(running)
-    device_of.cache_clear()
-
-
 def _prepare(
     config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device
 ) -> None:
-    options = Options(shape.dim**-0.5, Visibility(window=window), config.wlb.attention.implementation)
+    options = Options(shape.dim**-0.5, window, config.wlb.attention.implementation)
     dtype = _dtype(config)
     what = "Attention kernels" if window is None else f"Attention kernels with a window of {window}"
     begin = time.perf_counter()
-    for done, of in warm_up(shape, options, dtype, device):
-        logger.info(f"{what}: {done} of {of} compiled, {time.perf_counter() - begin:.1f} s")
+    count = warm_up(shape, options, dtype, device)
+    logger.info(f"{what}: {count} compiled in {time.perf_counter() - begin:.1f} s")
     try:
         error = check_kernels(Noise.rich(shape, dtype, device), options)
     except KernelError as wrong:

@@ -57,27 +57,22 @@ class KeyValueCache:
     def keys(self, layer: int, rows: list[list[int]], k_LNH: Tensor, v_LNH: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all documents of a micro-batch, each prefix before its tokens; leaves those of
         slices in the cache, unless they are in it already."""
-        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        begin = 0
+        parts, begin = [], 0
         for document, prefix, tokens, total in rows:
             end = begin + tokens
             own = k_LNH[begin:end], v_LNH[begin:end]
             kept = own if document < 0 else self._document(layer, document, total, own).through(prefix, own)
-            for part, tensor in zip(parts, kept, strict=True):
-                part.append(tensor)
+            parts.append(kept)
             begin = end
         if begin < k_LNH.shape[0]:  # padding
-            parts[0].append(k_LNH[begin:])
-            parts[1].append(v_LNH[begin:])
-        k, v = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
-        return k, v
+            parts.append((k_LNH[begin:], v_LNH[begin:]))
+        return parts[0] if len(parts) == 1 else _joined(parts)
 
     def own_gradients(
         self, layer: int, rows: list[list[int]], dk_LNH: Tensor, dv_LNH: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the micro-batch's own tokens, from those of all that `keys` returned."""
-        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        begin = 0
+        parts, begin = [], 0
         for document, prefix, tokens, _ in rows:
             end = begin + prefix + tokens
             own = dk_LNH[begin:end], dv_LNH[begin:end]
@@ -93,19 +88,19 @@ class KeyValueCache:
                 own = entry.taken(prefix, own)
                 if prefix == 0:
                     del self._documents[layer, document]
-            for part, tensor in zip(parts, own, strict=True):
-                part.append(tensor)
+            parts.append(own)
             begin = end
-        if begin < dk_LNH.shape[0]:
-            parts[0].append(dk_LNH[begin:])
-            parts[1].append(dv_LNH[begin:])
-        dk, dv = (torch.cat(part) for part in parts)
-        return dk, dv
+        return _joined([*parts, (dk_LNH[begin:], dv_LNH[begin:])])
 
     def _document(self, layer: int, document: int, total: int, own: tuple[Tensor, Tensor]) -> _Document:
         if (layer, document) not in self._documents:
             self._documents[layer, document] = _Document(total, own)
         return self._documents[layer, document]
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    k, v = (torch.cat(part) for part in zip(*parts, strict=True))
+    return k, v
 
 
 class _Document:
@@ -163,7 +158,7 @@ def sliced_attention(
         cache: `KeyValueCache.number` of the step.
         layer: int64 () on the CPU, different in every layer of the process.
     """
-    options = scale_of(q_LNH, scale), True, window, implementation, sm_margin
+    options = scale_of(q_LNH, scale), window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.sliced_attention.default(
         q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, *options
     )
