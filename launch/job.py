@@ -77,11 +77,11 @@ def hosts_of(
 
 def _takes_the_cpu_at_hand(config: str, overrides: Sequence[str]) -> bool:
     """Whether a job for GPUs elsewhere would be checked on the times of a login node's CPU."""
-    from wlb_titan.config.sources import read_sources, written
+    from wlb_titan.config.sources import read_sources
     from wlb_titan.runtime.job import gpu_at_hand
 
-    sources = read_sources(config, overrides)
-    named = written(sources, "wlb.cluster") or written(sources, "wlb.device") == "cpu"
+    written = read_sources(config, overrides).written()
+    named = written.get("wlb.cluster") or written.get("wlb.device") == "cpu"
     return not named and gpu_at_hand() is None
 
 

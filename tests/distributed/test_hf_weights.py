@@ -42,6 +42,7 @@ DESCRIPTION = {
     },
     "tie_word_embeddings": False,
 }
+SAVED_IN_HF = ("--checkpoint.last_save_in_hf", "true", "--checkpoint.last_save_model_only", "true")
 UNSCALED = {"rope_type": "default", "rope_theta": 500000.0}
 
 
@@ -95,7 +96,7 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
         *("--base", "bases:scaled_llama", "--training.steps", "2"),
         *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
     ]
-    alone = lab.experiment("hf_one_process", *words, *layout(), "--checkpoint.last_save_in_hf", "true")
+    alone = lab.experiment("hf_one_process", *words, *layout(), *SAVED_IN_HF)
     parallel = lab.experiment("hf_tp2", *words, *layout(tp=2))
     lab.run(1, [alone])
     lab.run(2, [parallel])
@@ -122,7 +123,7 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
         *base,
         *layout(),
         *("--training.steps", "1", "--optimizer.param_groups.0.optimizer_kwargs.lr", "0.0"),
-        *("--checkpoint.last_save_in_hf", "true"),
+        *SAVED_IN_HF,
     )
     saved.folder = lab.folder / "saved_in_hf"
     lab.run(1, [saved])

@@ -74,11 +74,11 @@ def test_the_walk(tmp_path, monkeypatch):
     assert "all is saved; start the job again to go on" in log.read_text()
 
     refused = says("train", "job.toml", *SMALL, "--training.seq_len", 256, code=2)
-    assert "command line: training.seq_len = 256: the run in outputs/first was trained with 512" in refused
+    assert "its context window is 512, and this job's is 256, which makes another stream" in refused
     moved = says("train", "job.toml", *SMALL, "--wlb.corpus.seed", 7, code=2)
-    assert "wlb.corpus.seed = 7: the run in outputs/first was trained with" in moved
+    assert "its seed is 0, and this job's is 7" in moved
 
-    export = ["--checkpoint.last_save_in_hf", "true"]
+    export = ["--checkpoint.last_save_in_hf", "true", "--checkpoint.last_save_model_only", "true"]
     assert started(log, "train", "job.toml", *SMALL, *export).wait(600) == 0, log.read_text()
     assert "Done: step 6 was the last" in log.read_text()
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -32,7 +32,7 @@ optimizer.lr = 3e-4
 training.steps = "many"
     t.toml:2: training.steps = "many": expected an integer, at least 1.
 training.max_norm = -1.0
-    t.toml:2: training.max_norm = -1.0: expected a number or an integer, above 0 and inf for no
+    t.toml:2: training.max_norm = -1.0: expected a number or an integer, above 0
 wlb.packing.policy = "fancy"
     t.toml:2: wlb.packing.policy = "fancy": no packing policy is called 'fancy' ... plain, fixed_greedy
 wlb.sharding.policy = "per_documents"
@@ -61,7 +61,7 @@ loss.class = "torchtitan.tools.profiler:Profiler"
     t.toml:2: loss.class =  ...
     Profiler' is no configuration of the kind torchtitan.components.loss:BaseLoss
 loss.class = "nowhere:Loss"
-    t.toml:2: loss.class =  ... module 'nowhere' cannot be imported
+    t.toml:2: loss.class =  ... 'nowhere:Loss' cannot be imported
 optimizer.param_groups.1.optimizer_kwargs.lr = 1.0
     t.toml:2: optimizer.param_groups.1: ... has 1 element(s)
 training.seq_len = 1025

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import tomli
-from annotated_types import Ge, Gt, Interval, Le, MinLen, MultipleOf
+from annotated_types import Ge, Gt, Interval, MinLen
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,10 +23,9 @@ from wlb_titan.config.values import (
     to_text,
 )
 
-Rate = Annotated[float, Gt(0), Le(float("inf"))]
+Rate = Annotated[float, Gt(0)]
 Share = Annotated[float, Interval(gt=0, lt=1)] | None
 Lengths = Annotated[list[Annotated[int, Ge(2)]], MinLen(1)] | Literal["auto"]
-Even = Annotated[int, MultipleOf(2)]
 Name = Annotated[str, MinLen(1)]
 
 
@@ -51,15 +50,11 @@ class Section:
         ([1, 2], list[float], [1.0, 2.0]),
         ([["a"], []], list[list[str]] | None, [["a"], []]),
         ([1, "a"], tuple[int, str], (1, "a")),
-        ([1, 2, 3], tuple[int, ...], (1, 2, 3)),
-        ([1, "a"], list, [1, "a"]),
         ({"a": 1}, dict[str, float], {"a": 1.0}),
-        (float("inf"), Rate, float("inf")),
         ("none", Share, None),
         (0.5, Share, 0.5),
         ([2, 3], Lengths, [2, 3]),
         ("auto", Lengths, "auto"),
-        (4, Even, 4),
         ("none", Annotated[int | None, Ge(1)], None),
         ({"name": "", "betas": [0.9]}, Any, {"name": "", "betas": [0.9]}),
         (["x", ["y", {"k": 1}]], list[str | tuple[str, dict[str, Any]]], ["x", ("y", {"k": 1})]),
@@ -98,12 +93,11 @@ def test_an_array_for_anything_takes_the_kind_of_what_it_replaces():
         (datetime.date(2024, 1, 1), Any),
         (0.0, Rate),
         (float("nan"), Rate),
-        (float("-inf"), Rate),
+        (float("inf"), Rate),
         (1.0, Share),
         ([], Lengths),
         ([5, 1], Lengths),
         ("many", Lengths),
-        (3, Even),
         ("", Name),
         (float("inf"), float),
         (2**80, int),
@@ -126,7 +120,7 @@ def test_mismatch(value, hint):
         (tuple[int, int], "an array of 2 values"),
         (Section | None, 'a table or "none"'),
         (Callable[[int], int], "a Python object that only a base can give"),
-        (Rate, "a number, above 0 and inf for no bound"),
+        (Rate, "a number, above 0"),
         (Share, 'a number, above 0 and below 1 or "none"'),
         (Lengths, 'an array (each element an integer, at least 2), not empty or one of "auto"'),
         (Annotated[int | None, Ge(1)], 'an integer, at least 1 or "none"'),

@@ -26,7 +26,7 @@ LENGTHS = np.random.default_rng(0).integers(5, 900, 2000)
 
 def configured(tmp_path, text, *words):
     (tmp_path / "t.toml").write_text(text)
-    return Builder(WlbSettings(), "base", {}, {}).build(read_sources(tmp_path / "t.toml", words).layers)
+    return Builder(WlbSettings(), "base", {}, {}).build(read_sources(tmp_path / "t.toml", words).root)
 
 
 def test_a_policy_of_one_s_own_is_named_by_its_module(tmp_path):

@@ -42,10 +42,10 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
 def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> int:
     """Runs an experiment in one of the launcher's processes; returns the exit status, `Stop.status` if it was
     stopped. A configuration that cannot run is refused before the dump folder is changed."""
-    from wlb_titan.config.sources import read_sources, written
+    from wlb_titan.config.sources import read_sources
     from wlb_titan.runtime.cpu_device import hide_accelerators, use_cpu_without_accelerator
 
-    if written(read_sources(path, overrides), "wlb.device") == "cpu":
+    if read_sources(path, overrides).written().get("wlb.device") == "cpu":
         hide_accelerators()
     on_cpu = use_cpu_without_accelerator()
 

@@ -18,11 +18,11 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.config.classes import full_name
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.values import shown
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.schedule import check_micro_batches
+from wlb_titan.plugins import full_name
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.compat import optimizer_factory, owner_of
 from wlb_titan.runtime.config import TrainerConfig

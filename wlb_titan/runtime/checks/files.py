@@ -12,8 +12,6 @@ from wlb_titan.config.documents import (
     validated_documents,
 )
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.config.sources import Sources, read_sources, written
-from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
@@ -21,13 +19,11 @@ from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.config import TrainerConfig
-from wlb_titan.runtime.dump_folder import CONFIG_FILE, check_place
+from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.hugging_face import check_weights
 from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.simulator.choice import choose
-
-CORPUS = ("path", "column", "mask")
 
 
 def validate_inputs(config: TrainerConfig) -> Corpus:
@@ -46,11 +42,10 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
 
 
 def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
-    """`validate_inputs`, `validate_plan` and `check_resumed`: what a run would only find out itself."""
+    """`validate_inputs` and `validate_plan`: what a run would only find out itself."""
     corpus = validate_inputs(config)
     validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
-    if beginning(config).step >= 0:
-        check_resumed(config, corpus)
+    beginning(config)
 
 
 def validate_devices(config: TrainerConfig, processes: int, gpus: int) -> None:
@@ -99,40 +94,6 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
             raise
         raise UserError(f"{key}: {error}") from error
     return corpus
-
-
-def check_resumed(config: TrainerConfig, corpus: Corpus) -> None:
-    """Refuses to resume with another stream of tokens than that of the run's config.toml. A former corpus
-    that is gone is left to the planner."""
-    file = Path(config.dump_folder) / CONFIG_FILE
-    if not file.is_file():
-        return
-    before, wlb = read_sources(file), config.wlb
-    now = {
-        "training.seq_len": config.training.seq_len,
-        "wlb.validation.hold_out": wlb.validation.hold_out,
-        "wlb.corpus.seed": wlb.corpus.seed,
-        **{f"wlb.corpus.{name}": getattr(wlb.corpus, name) for name in CORPUS},
-    }
-    if wlb.corpus.sources or _fingerprint(before) in ("", corpus.fingerprint):
-        now = {key: value for key, value in now.items() if key.rpartition(".")[2] not in CORPUS}
-    for key, value in now.items():
-        former = written(before, key)
-        if former not in (None, value):
-            raise UserError(
-                f"{key}: the run in {config.dump_folder} was trained with {shown(former)} ({file}), without "
-                "which its checkpoint cannot go on. Set that, or name another dump_folder to start anew."
-            )
-
-
-def _fingerprint(settings: Sources) -> str:
-    names = (*CORPUS, "tokenizer")
-    try:
-        return Corpus.open(
-            **{name: str(written(settings, f"wlb.corpus.{name}")) for name in names}
-        ).fingerprint
-    except UserError:
-        return ""
 
 
 def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:

@@ -34,6 +34,7 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import UserError
+from wlb_titan.plugins import load
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.attention.rotary import PairwiseRoPE
 from wlb_titan.runtime.hugging_face import differences, read_description
@@ -122,11 +123,7 @@ def base_config(name: str) -> Trainer.Config:
             'function as "package.module:function", such as '
             '"torchtitan.models.llama3.config_registry:llama3_8b", or a published model\'s config.json.'
         )
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(f"the base {name!r} cannot be imported: {error}.") from error
+    function = load(name)
     try:
         base = function()
     except Exception as error:  # a base may fail in any way
