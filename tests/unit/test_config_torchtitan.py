@@ -84,11 +84,9 @@ comm.mode = "local_tensor"
 parallelism.context_parallel_load_balancer = "ptrr"
     t.toml:2: parallelism.context_parallel_load_balancer =  ... no effect ... wlb.sharding.policy
 validator.class = "torchtitan.components.validate:Validator"
-    t.toml:2: validator.class =  ... only wlb_titan.runtime.validator:Validator
+    t.toml:2: validator.class =  ... is no configuration of the kind wlb_titan.runtime.validator:Validator
 checkpoint.initial_load_path = "/weights"
     t.toml:2: checkpoint.initial_load_path =  ... checkpoint.enable is false
-checkpoint.enable = true; checkpoint.initial_load_in_hf = true
-    t.toml:3: checkpoint.initial_load_in_hf = true: ... set checkpoint.initial_load_path
 override.imports = ["overriding.with_varlen"]
     t.toml:2: override.imports = ["overriding.with_varlen"]: the model has  ...
     layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen

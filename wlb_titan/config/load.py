@@ -42,7 +42,6 @@ LIMITS = {
     "training.seq_len": (Interval(ge=2, le=MOST_TOKENS),),
     "training.max_norm": (Gt(0),),
     "training.steps": _COUNT,
-    "training.gc_freq": _COUNT,
     "parallelism.data_parallel_replicate_degree": _DEGREE,
     "parallelism.data_parallel_shard_degree": (Interval(ge=-1, le=1 << 20),),
     "parallelism.tensor_parallel_degree": _DEGREE,
@@ -62,16 +61,7 @@ LIMITS = {
     "checkpoint.load_step": (Ge(-1),),
     "comm.init_timeout_seconds": _SECONDS,
     "comm.train_timeout_seconds": _SECONDS,
-    "comm.trace_buf_size": _FROM_ZERO,
     "debug.seed": _FROM_ZERO,
-    "profiler.profile_freq": _COUNT,
-    "profiler.profiler_active": _COUNT,
-    "profiler.profiler_warmup": _FROM_ZERO,
-    "profiler.profiler_repeat": _FROM_ZERO,
-    "profiler.profiler_skip_first": _FROM_ZERO,
-    "profiler.profiler_skip_first_wait": _FROM_ZERO,
-    "profiler.memory_snapshot_freq": _COUNT,
-    "profiler.memory_snapshot_max_entries": _COUNT,
 }
 """Ranges that torchtitan does not check itself: a value outside would fail in the middle of a run."""
 

@@ -22,7 +22,6 @@ from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.hugging_face import check_weights
 from wlb_titan.runtime.job import job_of, parallel_dims
-from wlb_titan.runtime.memory import check_memory
 from wlb_titan.simulator.choice import choose
 
 
@@ -31,7 +30,8 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         assert config.model_spec is not None
-        check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+        weights = Path(config.checkpoint.initial_load_path or "")
+        check_weights(config.model_spec.model, weights, corpus)
     if config.wlb.validation.enabled:
         try:
             validated_documents(config.wlb)
@@ -59,11 +59,6 @@ def validate_devices(config: TrainerConfig, processes: int, gpus: int) -> None:
             'lower the degrees, or set wlb.device = "cpu".'
         )
     check_implementation(config, Device("cuda"))
-
-
-def validate_memory(config: TrainerConfig, world_size: int | None, device_gib: float) -> None:
-    """`check_memory`, as a run does it, for devices of so many GiB."""
-    check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
 
 
 def validate_corpus(config: TrainerConfig) -> Corpus:
