@@ -1,4 +1,4 @@
-"""Common parts of the TorchX components."""
+"""What `wlb.train` needs of TorchX, and gives it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 import torchx.specs as specs
@@ -39,40 +39,18 @@ def refuse_docker(image: str) -> None:
         )
 
 
-def command_job(
-    command: str, arguments: Sequence[str], image: str, name: str, h: str | None, cpu: int, memory: int
-) -> specs.AppDef:
-    """One process that runs `wlb-titan COMMAND ARGUMENTS`."""
-    with refusals():
-        refuse_docker(image)
-    entrypoint, *words = interpreter(image, "wlb_titan.commands.main", "wlb-titan")
-    role = specs.Role(
-        name=command,
-        image=image,
-        entrypoint=entrypoint,
-        args=[*words, command, *arguments],
-        resource=specs.resource(cpu=cpu, memMB=memory, h=h),
-    )
-    return specs.AppDef(name=name, roles=[role])
-
-
 def with_our_agent(app: specs.AppDef, image: str, words: list[str]) -> specs.AppDef:
     """TorchX's distributed job with our agent in torchrun's place, and `words` before torchrun's."""
-    agent = shlex.join([*interpreter(image, AGENT, "wlb-agent"), *words])
+    # This interpreter, whose `bin` may not be on PATH, or an image's command.
+    program = [sys.executable, "-m", AGENT] if image == HERE else ["wlb-agent"]
+    agent = shlex.join([*program, *words])
     for role in app.roles:
         role.args = [argument.replace("torchrun ", f"{agent} ", 1) for argument in role.args]
     return app
 
 
-def interpreter(image: str, module: str, command: str) -> list[str]:
-    """Words that run a module: this interpreter, whose `bin` may not be on PATH, or an image's command."""
-    return [sys.executable, "-m", module] if image == HERE else [command]
-
-
 def end_cleanly() -> None:
     """Has TorchX end a local job on SIGHUP, as on Ctrl-C and SIGTERM, and say so in a line."""
-    if threading.current_thread() is not threading.main_thread():
-        return
     if not _runs_here():
         return  # the job outlives this process
     stopped = threading.Event()
