@@ -53,7 +53,7 @@ def train(
             min_nodes=min_nodes,
             processes=nproc,
             is_here=image == in_torchx.HERE,
-            gpus=in_torchx.gpus_here,
+            runs_here=in_torchx.runs_here(),
         )
     in_torchx.end_cleanly()
     app = dist.ddp(

@@ -51,7 +51,7 @@ def with_our_agent(app: specs.AppDef, image: str, words: list[str]) -> specs.App
 
 def end_cleanly() -> None:
     """Has TorchX end a local job on SIGHUP, as on Ctrl-C and SIGTERM, and say so in a line."""
-    if not _runs_here():
+    if not runs_here():
         return  # the job outlives this process
     stopped = threading.Event()
 
@@ -79,15 +79,6 @@ def end_cleanly() -> None:
     threading.excepthook = shown_in_thread
 
 
-def _runs_here() -> bool:
+def runs_here() -> bool:
     """Whether a local scheduler of TorchX runs the job: only these handle signals by now."""
     return signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)
-
-
-def gpus_here() -> int | None:
-    """How many GPUs the job finds, if it runs on this machine; None if it does not."""
-    if not _runs_here():
-        return None
-    import torch
-
-    return torch.accelerator.device_count()

@@ -19,7 +19,7 @@ from wlb_titan.context import STRATEGIES
 from wlb_titan.errors import ConfigError
 from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.order import ORDERS
-from wlb_titan.runtime.checks.files import validate_files
+from wlb_titan.runtime.checks import validate_files
 from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.models.load import load_config
 

@@ -26,7 +26,7 @@ from torchtitan.models.common.linear import Linear  # noqa: E402
 
 from wlb_titan.errors import UserError  # noqa: E402
 from wlb_titan.runtime.attention.module import DocumentAttention  # noqa: E402
-from wlb_titan.runtime.checks.config import validate  # noqa: E402
+from wlb_titan.runtime.checks import validate  # noqa: E402
 from wlb_titan.runtime.compat import owner_of  # noqa: E402
 from wlb_titan.runtime.models.adoption import unsupported  # noqa: E402
 from wlb_titan.runtime.models.bases import base_config  # noqa: E402

@@ -50,7 +50,7 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     """
     with warnings_once():
         job, resolved = resolved_job(file, overrides, world_size)
-        from wlb_titan.runtime.checks.files import validate_files
+        from wlb_titan.runtime.checks import validate_files
         from wlb_titan.runtime.memory import check_memory
 
         resolved.check(lambda config: validate_files(config, world_size))

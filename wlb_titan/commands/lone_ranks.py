@@ -187,7 +187,7 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
     """Overrides that name a corpus of synthetic lengths, enough for `step` steps of the whole job's
     `micro_batches`; none if the configured corpus is on this machine."""
     from wlb_titan.corpus.writer import SHAPE, long_tailed_lengths, write_synthetic_corpus
-    from wlb_titan.runtime.checks.files import validate_corpus
+    from wlb_titan.runtime.checks import validate_corpus
 
     corpus = resolved.config.wlb.corpus
     paths = [source.path for source in corpus.sources] or [corpus.path]

@@ -53,7 +53,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     from wlb_titan.kernels.implementations import device_of
     from wlb_titan.runtime.attention.implementation import check_implementation
-    from wlb_titan.runtime.checks.files import validate_devices, validate_inputs
+    from wlb_titan.runtime.checks import check_processes, validate_inputs
     from wlb_titan.runtime.job import device_bytes, job_of, parallel_dims
     from wlb_titan.runtime.log import start_log
     from wlb_titan.runtime.memory import check_memory
@@ -66,7 +66,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if gpus == 1 and shown and "," not in shown:
             processes = 1  # the launcher shows each process its own GPU
-        resolved.check(lambda config: validate_devices(config, processes, gpus))
+        resolved.check(lambda _: check_processes(processes, gpus))
         if config.wlb.device == "cpu":
             raise UserError(
                 "wlb.device: the base asks for the CPU when this process has found a GPU; ask for it in the "
