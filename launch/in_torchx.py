@@ -6,9 +6,8 @@ import contextlib
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import torchx.specs as specs
 from torchx.schedulers.local_scheduler import SignalException
@@ -53,30 +52,18 @@ def end_cleanly() -> None:
     """Has TorchX end a local job on SIGHUP, as on Ctrl-C and SIGTERM, and say so in a line."""
     if not runs_here():
         return  # the job outlives this process
-    stopped = threading.Event()
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    sys.excepthook = _shown
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-        raise SignalException("the job is to end", sigval=signal.Signals(number))
 
-    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, SignalException):
-            sys.__excepthook__(kind, error, trace)
-            return
-        name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
-        print(f"\nStopped by {name}; the job has ended.", file=sys.stderr)
-        raise SystemExit(128 + error.sigval)
-
-    def shown_in_thread(error: threading.ExceptHookArgs) -> None:
-        # TorchX deletes its folder of logs while its own thread may still be reading there.
-        if not stopped.is_set():
-            threading.__excepthook__(error)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, stop)
-    sys.excepthook = shown
-    threading.excepthook = shown_in_thread
+def _shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, SignalException):
+        sys.__excepthook__(kind, error, trace)
+        return
+    name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
+    print(f"\nStopped by {name}; the job has ended.", file=sys.stderr)
+    raise SystemExit(128 + error.sigval)
 
 
 def runs_here() -> bool:

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.config import ConfigError
 from wlb_titan.config.load import Resolved, resolve
-from wlb_titan.errors import UserError
+from wlb_titan.errors import ConfigError, UserError
 
 
 class Circle:

@@ -101,7 +101,7 @@ WRONG_FILES = {
     "missing base": ({"t": "training.steps = 3"}, ['t.toml: no base is named; write for example base = "']),
     "unknown base": (
         {"t": '# typo\nbase = "llama3_debgu"'},
-        ['t.toml:2: base = "llama3_debgu":', "'llama3_debug'"],
+        ['t.toml:2: base = "llama3_debgu":', "Known bases: llama3_debug"],
     ),
     "circular extends": (
         {"t": 'extends = "u.toml"', "u": '\nextends = "t.toml"'},

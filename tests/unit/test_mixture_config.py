@@ -73,7 +73,7 @@ def test_plan_shows_what_a_mixture_does(folder, tmp_path):
     [
         (
             MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"),
-            "train.toml:10: wlb.corpus.sources.1.path = ",
+            "There is no corpus at",
         ),
         (MIXTURE.replace("0.9", "1.9"), "long_share = 1.9: expected a number, above 0 and below 1"),
         (MIXTURE.replace("long_share = 0.9", ""), "only one of long_length and long_share"),

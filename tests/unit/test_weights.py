@@ -124,7 +124,7 @@ def test_weights_of_another_model_are_refused(check, base, change, words):
     "folder, words",
     [
         ({"description": None}, ["Copy the config.json of the published model there"]),
-        ({"tensors": False}, ["has no *.safetensors"]),
+        ({"tensors": False}, ["with *.safetensors"]),
         (
             {"tokenizer": "other"},
             ["wlb.corpus.path = ", "another tokenizer", "prepare NAME --tokenizer"],

@@ -24,7 +24,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
 
 if TYPE_CHECKING:
-    from wlb_titan.config import Resolved
+    from wlb_titan.config.load import Resolved
     from wlb_titan.cost.degrees import Degrees
     from wlb_titan.documents import Documents
     from wlb_titan.job import Job

@@ -4,8 +4,3 @@ The files, bottom to top: `values` (one value, its type and its range), `sources
 `build` (that over a base), `load` (all together, and TOML out). `settings` holds our own sections. Nothing
 here imports torchtitan.
 """
-
-from wlb_titan.config.load import Resolved, resolve
-from wlb_titan.errors import ConfigError
-
-__all__ = ["ConfigError", "Resolved", "resolve"]

@@ -50,14 +50,8 @@ from wlb_titan.simulator.choice import choose
 ONLY = {
     "parallelism.spmd_backend": ("spmd_types", "our attention takes local tensors"),
     "parallelism.pipeline_parallel_microbatch_size": (1, "a micro-batch is one packed sequence"),
-    "training.disable_cuda_graphs": (
-        True,
-        "a CUDA graph replays one length, and micro-batches differ in theirs",
-    ),
-    "debug.spmd_typechecking": (
-        False,
-        "torchtitan cannot follow the layouts of tensors through document attention",
-    ),
+    "training.disable_cuda_graphs": (True, "a CUDA graph replays one length, and those here differ"),
+    "debug.spmd_typechecking": (False, "torchtitan cannot follow tensors through document attention"),
     "comm.mode": ("default", "each rank here is a process with micro-batches of its own"),
     "validator.enable": (
         False,

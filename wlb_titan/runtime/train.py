@@ -16,7 +16,7 @@ import click
 from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:  # torch is imported only when the ranks watch each other
-    from wlb_titan.config import Resolved
+    from wlb_titan.config.load import Resolved
     from wlb_titan.runtime.ends import Alarm
 
 

@@ -12,7 +12,6 @@ heads, so that the paper's tensor-parallel degree of 16 divides them.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from functools import partial
@@ -116,12 +115,10 @@ def base_config(name: str) -> Trainer.Config:
     if name.endswith(".json"):
         return _published(name)
     if ":" not in name:
-        near = difflib.get_close_matches(name, BASES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(
-            f"no base is called {name!r}: {hint}Known bases: {', '.join(BASES)}; or name any registry "
-            'function as "package.module:function", such as '
-            '"torchtitan.models.llama3.config_registry:llama3_8b", or a published model\'s config.json.'
+            f"no base is called {name!r}. Known bases: {', '.join(BASES)}; or name any registry function as "
+            '"package.module:function", such as "torchtitan.models.llama3.config_registry:llama3_8b", or a '
+            "published model's config.json."
         )
     function = load(name)
     try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.config import Resolved, resolve
+from wlb_titan.config.load import Resolved, resolve
 
 BASES = "wlb_titan.runtime.models.bases"
 
