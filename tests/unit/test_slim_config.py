@@ -94,35 +94,6 @@ def test_a_document_that_fits_in_no_order_is_refused(load):
         check_memory(job, 30 * GIB)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ("micropacks = 3", "wlb.packing.micropacks = 3: 3 MicroPacks are fewer than the 4 pipeline stages"),
-        ("slack = -1", "wlb.packing.slack = -1: expected an integer, at least 0"),
-        ('solver = "exact"', 'solver = "exact": expected one of "greedy"'),
-        ("max_length = 65536", "max_length"),
-        (
-            "asymmetric = true",
-            "wlb.packing.asymmetric = true: .* It is for jobs that need full checkpointing",
-        ),
-        ('dp_merge = "no"', 'dp_merge = "no": expected true or false or one of "auto"'),
-        (
-            'dp_merge = true\n[wlb.sharding]\npolicy = "ulysses"',
-            "wlb.packing.dp_merge = true: Data-parallel ranks cannot share .* ulysses, which",
-        ),
-        ("ZBVZeroBubble", "pipeline_parallel_schedule = .*ZBVZeroBubble, in whose order"),
-    ],
-)
-def test_what_cannot_run_is_refused_by_its_key(load, change, message):
-    from wlb_titan.errors import UserError
-
-    text = PIPELINE.replace("1F1B", change) if change.startswith("ZBV") else PIPELINE + change
-    if "ulysses" in change:
-        text = text.replace("[wlb.packing]", "context_parallel_degree = 2\n[wlb.packing]")
-    with pytest.raises(UserError, match=message):
-        load(text + ('\n[activation_checkpoint]\nclass = "FullAC"' if change.startswith("ZBV") else ""))
-
-
 def test_packs_of_their_own_for_backward_passes_take_the_place_of_full_checkpointing(load):
     full = '\n[activation_checkpoint]\nclass = "FullAC"'
     assert load(PIPELINE + "asymmetric = true" + full).packing.regroups
