@@ -51,6 +51,7 @@ def test_memory_bounds_the_tokens_in_flight(load):
     from wlb_titan.memory.fits import USABLE_IN_SLICES as USABLE
     from wlb_titan.runtime.memory import describe_memory
 
+    assert load(PIPELINE + "tokens_in_flight = 40000").most_in_flight == 40000
     job = load(PIPELINE)
     device = max(rank.total for rank in job.fitting.document(8 * 32768)) * 0.8
     job = on(job, device)
@@ -64,19 +65,12 @@ def test_memory_bounds_the_tokens_in_flight(load):
     assert "the most of the first 12 steps" in line and "cache" in line
 
 
-def test_the_set_number_of_tokens_in_flight_holds(load):
-    assert load(PIPELINE + "tokens_in_flight = 40000").most_in_flight == 40000
-
-
 def test_a_window_is_enough_for_four_stages(load):
     from wlb_titan.errors import UserError
 
     one = PIPELINE.replace("local_batch_size = 8", "local_batch_size = 1")
     assert load(one).replica_micro_batches == 1
-    for refused in (
-        one.replace("slim", "plain"),
-        one + "[wlb.validation]\nhold_out = 0.1",
-    ):  # run it
+    for refused in (one.replace("slim", "plain"), one + "[wlb.validation]\nhold_out = 0.1"):
         with pytest.raises(UserError, match="as many micro-batches as stages, and there are 1 for 4"):
             load(refused)
 
