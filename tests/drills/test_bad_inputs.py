@@ -91,7 +91,7 @@ def bad_values(value: object, limits: tuple[BaseMetadata, ...]) -> Iterator[tupl
                 yield "out of range", to_text(bound - 1)
             case Gt(gt=bound):
                 yield "out of range", to_text(bound)
-            case Le(le=bound) if bound != float("inf"):
+            case Le(le=bound):
                 yield "out of range", to_text(bound + 1)
             case Lt(lt=bound):
                 yield "out of range", to_text(bound)
