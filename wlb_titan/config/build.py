@@ -13,7 +13,7 @@ import functools
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import BaseMetadata, MinLen
@@ -64,25 +64,21 @@ def dotted(path: Sequence[str | int]) -> str:
     return ".".join(str(key) for key in path)
 
 
+@dataclass
 class Builder:
-    """Builds one configuration. `locked` has the reason for each field that the user cannot set, and `limits`
-    the limits of fields in classes that are not ours, both by dotted path."""
+    """Builds one configuration."""
 
-    def __init__(
-        self,
-        base: object,
-        base_name: str,
-        locked: Mapping[str, str],
-        limits: Mapping[str, tuple[object, ...]],
-    ) -> None:
-        self.base = base
-        self.base_name = base_name
-        self.locked = locked
-        self.limits = limits
-        self.entries: list[Entry] = []
+    base: object
+    base_name: str
+    locked: Mapping[str, str]
+    """Dotted path of a field that the user cannot set -> the reason."""
+    limits: Mapping[str, tuple[object, ...]]
+    """Dotted path of a field in a class that is not ours -> the limits of its values."""
+    entries: list[Entry] = field(default_factory=list)
+    """All values in order, once `build` is through."""
 
     def build(self, written: Table | None) -> Any:
-        """The base with what is written over it. `self.entries` then has all values in order."""
+        """The base with what is written over it."""
         return self._section(self.base, type(self.base), written, (), f"base {self.base_name}")
 
     # Each method below returns the new value of the field at `path`, of type `hint`. So far the field holds
@@ -132,19 +128,19 @@ class Builder:
 
     def _instance(self, cls: type, start: Any, table: Table | None, path: KeyPath, origin: str) -> Any:
         """`start` with what the table says, or a new `cls` if `start` is None."""
-        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+        fields = {one.name: one for one in dataclasses.fields(cls) if one.init}
         written = table.children if table is not None else {}
         for key, child in written.items():
             if key not in fields and not (key == _choosing_key(cls) and path):
                 raise self._no_such_key(child, (*path, key), cls, list(fields))
         values: dict[str, Any] = {}
-        for name, field in fields.items():
+        for name, one in fields.items():
             here, node = (*path, name), written.get(name)
             if dotted(here) in self.locked:
                 if node is not None:
                     raise ConfigError(f"{_written(node, here)}: {self.locked[dotted(here)]}")
                 continue
-            current = _default(field) if start is None else getattr(start, name)
+            current = _default(one) if start is None else getattr(start, name)
             if current is MISSING and node is None and table is not None:
                 raise ConfigError(
                     f"{table.source}: [{dotted(path)}]: the key {name!r} is missing; {short_name(cls)} "
@@ -185,13 +181,7 @@ class Builder:
         return current if node is None else built
 
     def _dict(
-        self,
-        current: Any,
-        hint: object,
-        value_hint: object,
-        node: Node | None,
-        path: KeyPath,
-        origin: str,
+        self, current: Any, hint: object, element: object, node: Node | None, path: KeyPath, origin: str
     ) -> Any:
         """A dict: tables add keys and change values."""
         if not _is_table(node) and (node is not None or not isinstance(current, dict)):
@@ -201,7 +191,7 @@ class Builder:
         if not before and not written:
             self.entries.append(Entry(path, {}, node.source if node is not None else origin, "{}"))
         after = {
-            key: self._value(before.get(key, MISSING), value_hint, written.get(key), (*path, key), origin)
+            key: self._value(before.get(key, MISSING), element, written.get(key), (*path, key), origin)
             for key in {**before, **written}
         }
         return current if node is None else after
@@ -264,10 +254,8 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
 
 def _suiting(table: Table, cls: type, choice: Leaf) -> Table:
     """A table without what weaker layers than that of the choice set for another class."""
-    names = {field.name for field in dataclasses.fields(cls)}
-    kept = {
-        key: child for key, child in table.children.items() if key in names or child.layer >= choice.layer
-    }
+    names = {one.name for one in dataclasses.fields(cls)}
+    kept = {key: one for key, one in table.children.items() if key in names or one.layer >= choice.layer}
     return dataclasses.replace(table, children=kept)
 
 
@@ -307,8 +295,8 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def _default(one: dataclasses.Field[Any]) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
 
 
 def _is_table(node: Node | None) -> bool:
