@@ -82,6 +82,10 @@ parallelism.pipeline_parallel_degree = 2; parallelism.context_parallel_degree = 
 wlb.packing.policy = "slim"; activation_checkpoint.class = "FullAC"; \
 parallelism.pipeline_parallel_degree = 2; parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"
     t.toml:5: parallelism.pipeline_parallel_schedule =  ... ZBVZeroBubble, in whose order
+wlb.validation.path = "a"; wlb.validation.hold_out = 0.1
+    t.toml:2: [wlb.validation]: ValidationSettings rejects this: with path
+wlb.epochs = 2; wlb.corpus.sources = [{path = "a"}]
+    t.toml:2: wlb.epochs = 2: WlbSettings rejects this: sources come round at different times
 wlb.corpus.path = "nowhere"
     t.toml:2: ... nowhere ... wlb-titan prepare
 """

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.documents import Documents, Source
 from wlb_titan.documents.mixture import Divided, is_held_out
-from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import ID, LENGTH, START
@@ -85,9 +84,3 @@ def test_an_epoch_ends_when_all_was_trained_on(policy):
         pieces = np.concatenate([pack.documents for pack in planner.next().packs])
         missing.append(missing[-1] - int(pieces[pieces[:, ID] < 300, LENGTH].sum()))
     assert missing[-1] == 0 < missing[-2]
-
-
-def test_a_mixture_has_no_epochs():
-    sources = tuple(Source(name=name, documents=5) for name in "ab")
-    with pytest.raises(PlanError, match="has no epochs"):
-        steps_of_epochs(job(), Documents(lengths=np.full(10, 9), sources=sources), 1)
