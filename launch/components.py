@@ -1,7 +1,7 @@
-"""TorchX components: `torchx run wlb.train`, `wlb.prepare`, `wlb.plan`, `wlb.simulate` and `wlb.dryrun`.
+"""The TorchX component `torchx run wlb.train`.
 
-TorchX reads parameters and their descriptions off the functions below and lints every function of this
-module, so their types are plain and their docstrings are in Google style; helpers live in `in_torchx.py`.
+TorchX reads parameters and their descriptions off the function below and lints every function of this module,
+so its types are plain and its docstring is in Google style; helpers live in `in_torchx.py`.
 """
 
 from typing import Optional
@@ -53,7 +53,7 @@ def train(
             min_nodes=min_nodes,
             processes=nproc,
             is_here=image == in_torchx.HERE,
-            gpus=in_torchx.gpus_here,
+            runs_here=in_torchx.runs_here(),
         )
     in_torchx.end_cleanly()
     app = dist.ddp(
@@ -71,87 +71,3 @@ def train(
         max_retries=max_retries,
     )
     return in_torchx.with_our_agent(app, image, restart_words(nodes, min_nodes, restarts))
-
-
-def prepare(
-    *arguments: str,
-    image: str = ".",
-    name: str = "wlb-prepare",
-    h: Optional[str] = None,
-    cpu: int = 2,
-    memMB: int = 8192,
-) -> specs.AppDef:
-    """Makes a corpus of tokenized documents. Takes the arguments of `wlb-titan prepare`, after `--`.
-
-    Args:
-        arguments: the output folder and the options of `wlb-titan prepare`
-        image: container image of the job, for schedulers that run containers
-        name: name of the job
-        h: named resource of the host, instead of cpu and memMB
-        cpu: CPU cores
-        memMB: memory in MiB
-    """
-    return in_torchx.command_job("prepare", arguments, image, name, h, cpu, memMB)
-
-
-def plan(
-    *arguments: str,
-    image: str = ".",
-    name: str = "wlb-plan",
-    h: Optional[str] = None,
-    cpu: int = 1,
-    memMB: int = 4096,
-) -> specs.AppDef:
-    """Plans the packing of documents without training. Takes the arguments of `wlb-titan plan`, after `--`.
-
-    Args:
-        arguments: the TOML file and the options of `wlb-titan plan`
-        image: container image of the job, for schedulers that run containers
-        name: name of the job
-        h: named resource of the host, instead of cpu and memMB
-        cpu: CPU cores
-        memMB: memory in MiB
-    """
-    return in_torchx.command_job("plan", arguments, image, name, h, cpu, memMB)
-
-
-def simulate(
-    *arguments: str,
-    image: str = ".",
-    name: str = "wlb-simulate",
-    h: Optional[str] = None,
-    cpu: int = 1,
-    memMB: int = 4096,
-) -> specs.AppDef:
-    """Predicts step time and memory of a job. Takes the arguments of `wlb-titan simulate`, after `--`.
-
-    Args:
-        arguments: the TOML file and the options of `wlb-titan simulate`
-        image: container image of the job, for schedulers that run containers
-        name: name of the job
-        h: named resource of the host, instead of cpu and memMB
-        cpu: CPU cores
-        memMB: memory in MiB
-    """
-    return in_torchx.command_job("simulate", arguments, image, name, h, cpu, memMB)
-
-
-def dryrun(
-    *arguments: str,
-    image: str = ".",
-    name: str = "wlb-dryrun",
-    h: Optional[str] = None,
-    cpu: int = 2,
-    memMB: int = 8192,
-) -> specs.AppDef:
-    """Runs a step of a big job without its GPUs. Takes the arguments of `wlb-titan dryrun`, after `--`.
-
-    Args:
-        arguments: the TOML file, overrides of its keys and the options of `wlb-titan dryrun`
-        image: container image of the job, for schedulers that run containers
-        name: name of the job
-        h: named resource of the host, instead of cpu and memMB
-        cpu: CPU cores
-        memMB: memory in MiB
-    """
-    return in_torchx.command_job("dryrun", arguments, image, name, h, cpu, memMB)

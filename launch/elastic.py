@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from types import FrameType
 from typing import Any
 
@@ -84,20 +85,15 @@ class Agent(LocalElasticAgent):
             local_addr=config.local_addr,
             **config.rdzv_configs,
         )
+        of_both = {field.name for field in fields(WorkerSpec)} & {
+            field.name for field in fields(LaunchConfig)
+        }
         spec = WorkerSpec(
-            role=config.role,
             local_world_size=config.nproc_per_node,
             entrypoint=program,
             args=tuple(arguments),
             rdzv_handler=get_rendezvous_handler(parameters),
-            max_restarts=config.max_restarts,
-            monitor_interval=config.monitor_interval,
-            local_addr=config.local_addr,
-            event_log_handler=config.event_log_handler,
-            numa_options=config.numa_options,
-            duplicate_stdout_filters=config.duplicate_stdout_filters,
-            duplicate_stderr_filters=config.duplicate_stderr_filters,
-            virtual_local_rank=config.virtual_local_rank,
+            **{name: getattr(config, name) for name in of_both},
         )
         super().__init__(
             spec,

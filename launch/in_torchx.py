@@ -1,4 +1,4 @@
-"""Common parts of the TorchX components."""
+"""What `wlb.train` needs of TorchX, and gives it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import shlex
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from types import TracebackType
 
 import torchx.specs as specs
 from torchx.schedulers.local_scheduler import SignalException
@@ -39,77 +38,34 @@ def refuse_docker(image: str) -> None:
         )
 
 
-def command_job(
-    command: str, arguments: Sequence[str], image: str, name: str, h: str | None, cpu: int, memory: int
-) -> specs.AppDef:
-    """One process that runs `wlb-titan COMMAND ARGUMENTS`."""
-    with refusals():
-        refuse_docker(image)
-    entrypoint, *words = interpreter(image, "wlb_titan.commands.main", "wlb-titan")
-    role = specs.Role(
-        name=command,
-        image=image,
-        entrypoint=entrypoint,
-        args=[*words, command, *arguments],
-        resource=specs.resource(cpu=cpu, memMB=memory, h=h),
-    )
-    return specs.AppDef(name=name, roles=[role])
-
-
 def with_our_agent(app: specs.AppDef, image: str, words: list[str]) -> specs.AppDef:
     """TorchX's distributed job with our agent in torchrun's place, and `words` before torchrun's."""
-    agent = shlex.join([*interpreter(image, AGENT, "wlb-agent"), *words])
+    # This interpreter, whose `bin` may not be on PATH, or an image's command.
+    program = [sys.executable, "-m", AGENT] if image == HERE else ["wlb-agent"]
+    agent = shlex.join([*program, *words])
     for role in app.roles:
         role.args = [argument.replace("torchrun ", f"{agent} ", 1) for argument in role.args]
     return app
 
 
-def interpreter(image: str, module: str, command: str) -> list[str]:
-    """Words that run a module: this interpreter, whose `bin` may not be on PATH, or an image's command."""
-    return [sys.executable, "-m", module] if image == HERE else [command]
-
-
 def end_cleanly() -> None:
     """Has TorchX end a local job on SIGHUP, as on Ctrl-C and SIGTERM, and say so in a line."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if not _runs_here():
+    if not runs_here():
         return  # the job outlives this process
-    stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-        raise SignalException("the job is to end", sigval=signal.Signals(number))
-
-    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, SignalException):
-            sys.__excepthook__(kind, error, trace)
-            return
-        name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
-        print(f"\nStopped by {name}; the job has ended.", file=sys.stderr)
-        raise SystemExit(128 + error.sigval)
-
-    def shown_in_thread(error: threading.ExceptHookArgs) -> None:
-        # TorchX deletes its folder of logs while its own thread may still be reading there.
-        if not stopped.is_set():
-            threading.__excepthook__(error)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, stop)
-    sys.excepthook = shown
-    threading.excepthook = shown_in_thread
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    sys.excepthook = _shown
 
 
-def _runs_here() -> bool:
+def _shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, SignalException):
+        sys.__excepthook__(kind, error, trace)
+        return
+    name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
+    print(f"\nStopped by {name}; the job has ended.", file=sys.stderr)
+    raise SystemExit(128 + error.sigval)
+
+
+def runs_here() -> bool:
     """Whether a local scheduler of TorchX runs the job: only these handle signals by now."""
     return signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)
-
-
-def gpus_here() -> int | None:
-    """How many GPUs the job finds, if it runs on this machine; None if it does not."""
-    if not _runs_here():
-        return None
-    import torch
-
-    return torch.accelerator.device_count()

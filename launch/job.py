@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from wlb_titan.cost.cluster import UNKNOWN
@@ -31,7 +31,7 @@ def hosts_of(
     processes: int = 0,
     at_most: int = 0,
     is_here: bool = True,
-    gpus: Callable[[], int | None] = lambda: None,
+    runs_here: bool = False,
 ) -> Hosts:
     """Checks an experiment before it is started or submitted, and sizes its job.
 
@@ -40,13 +40,12 @@ def hosts_of(
         min_nodes: hosts with which it goes on when others are lost; 0 for all.
         processes: on each host; 0 for as many as the parallel degrees need.
         is_here: whether the job will see this machine's files, so that the corpus can be checked.
-        gpus: says how many GPUs the job will find; None where it runs elsewhere.
+        runs_here: whether it will find this machine's GPUs.
     """
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
-    from wlb_titan.runtime.checks.config import validate
-    from wlb_titan.runtime.checks.files import validate_devices, validate_files
+    from wlb_titan.runtime.checks import validate_files
     from wlb_titan.runtime.job import degrees_product
     from wlb_titan.runtime.models.load import load_config
 
@@ -56,12 +55,9 @@ def hosts_of(
             f"needed); got {nodes}, {min_nodes} and {processes}."
         )
     world_size = nodes * processes
-    if (here := gpus()) is None and _takes_the_cpu_at_hand(config, overrides):
+    if not runs_here and _takes_the_cpu_at_hand(config, overrides):
         overrides = [*overrides, "--wlb.cluster", UNKNOWN]
     resolved = load_config(config, overrides, world_size=world_size or None)
-    if here is not None:
-        number = world_size or degrees_product(resolved.config)
-        resolved.check(lambda config: validate_devices(config, number, here))
     if is_here:
         resolved.check(lambda config: validate_files(config, world_size or None))
     if not world_size:
@@ -69,7 +65,6 @@ def hosts_of(
         nodes = nodes or -(-world_size // at_most)
         if world_size % nodes != 0:
             raise UserError(f"--nodes: {world_size} processes do not spread evenly over {nodes} hosts.")
-        resolved.check(lambda config: validate(config, world_size))
     for fewer in range(min_nodes or nodes, nodes):
         _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
     return Hosts(nodes, world_size // nodes, on_cpu=resolved.config.wlb.device == "cpu")
@@ -77,11 +72,11 @@ def hosts_of(
 
 def _takes_the_cpu_at_hand(config: str, overrides: Sequence[str]) -> bool:
     """Whether a job for GPUs elsewhere would be checked on the times of a login node's CPU."""
-    from wlb_titan.config.sources import read_sources, written
+    from wlb_titan.config.sources import read_sources
     from wlb_titan.runtime.job import gpu_at_hand
 
-    sources = read_sources(config, overrides)
-    named = written(sources, "wlb.cluster") or written(sources, "wlb.device") == "cpu"
+    written = read_sources(config, overrides).written()
+    named = written.get("wlb.cluster") or written.get("wlb.device") == "cpu"
     return not named and gpu_at_hand() is None
 
 

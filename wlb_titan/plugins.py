@@ -11,6 +11,10 @@ packages add short names by entry points. The other keys are the fields of the C
 
     POLICIES.find("plain") is Plain
     POLICIES.configure("plain", tail="drop").make(stream, job)
+
+torchtitan nests each component's dataclass in the component too (`FullAC.Config` in `FullAC`), so that the
+component's name stands for it: `class = "torchtitan.distributed.activation_checkpoint:FullAC"`. Without a
+module, `class = "FullAC"` means the class of that name among the loaded subclasses of what the section holds.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Self
@@ -108,10 +112,7 @@ class Family:
                 f"no {self.kind} is called {name!r}.{hint} There are {', '.join(self.names)}, and any "
                 'installed one as "package.module:Class"'
             )
-        try:
-            found = load(target)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"the {self.kind} {name!r} cannot be imported: {error}") from error
+        found = load(target)
         if not (isinstance(found, type) and issubclass(found, load(self.base))):
             raise UserError(f"{target} is not a {self.kind}: it does not derive from {self.base}")
         return found
@@ -135,7 +136,52 @@ def _installed(group: str) -> tuple[EntryPoint, ...]:
 def load(target: str) -> Any:
     """The object called "package.module:Name"."""
     module, _, qualified_name = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in qualified_name.split("."):
-        found = getattr(found, part)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in qualified_name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # these two for "" and ".relative"
+        raise UserError(f"{target!r} cannot be imported: {error}") from error
     return found
+
+
+def short_name(config: type) -> str:
+    """`FullAC` for the class `FullAC.Config`."""
+    return config.__qualname__.removesuffix(".Config")
+
+
+def full_name(config: type) -> str:
+    """`torchtitan.distributed.activation_checkpoint:FullAC` for that module's `FullAC.Config`."""
+    return f"{config.__module__}:{short_name(config)}"
+
+
+def configuration(name: str, allowed: tuple[type, ...]) -> type:
+    """The dataclass that a `class = "..."` means, a subclass of one of `allowed`."""
+    if ":" not in name:
+        name = _loaded_name(name, allowed)
+    found = load(name)
+    for candidate in (found, getattr(found, "Config", None)):
+        if isinstance(candidate, type) and is_dataclass(candidate) and issubclass(candidate, allowed):
+            return candidate
+    kinds = " or ".join(full_name(kind) for kind in allowed)
+    raise UserError(f"{name!r} is no configuration of the kind {kinds}")
+
+
+def _loaded_name(name: str, allowed: tuple[type, ...]) -> str:
+    """The full name of the one loaded class of a short name."""
+    known = [*allowed]
+    for config in known:
+        known += config.__subclasses__()
+    # dataclasses with slots are made twice, so names are compared; a class inside a function has none.
+    names = sorted({full_name(config) for config in known if "<locals>" not in config.__qualname__})
+    matches = [full for full in names if full.partition(":")[2] == name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UserError(f"several classes have this name; write {' or '.join(map(repr, matches))}")
+    short = sorted({full.partition(":")[2] for full in names})
+    near = difflib.get_close_matches(name, short, n=1)
+    raise UserError(
+        f"there is no such class here{f', did you mean {near[0]!r}?' if near else '.'} The loaded ones are "
+        f'{", ".join(short)}; any other is written "package.module:Class"'
+    )

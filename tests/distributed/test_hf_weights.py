@@ -22,26 +22,14 @@ from wlb_titan.runtime.data.dataloader import PlannedDataLoader  # noqa: E402
 from wlb_titan.runtime.job import job_of, parallel_dims  # noqa: E402
 from wlb_titan.runtime.models.load import load_config  # noqa: E402
 
-DESCRIPTION = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 384,
-    "vocab_size": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "tie_word_embeddings": False,
-}
+DESCRIPTION = json.loads(
+    """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64}}"""
+)
+SAVED_IN_HF = ("--checkpoint.last_save_in_hf", "true", "--checkpoint.last_save_model_only", "true")
 UNSCALED = {"rope_type": "default", "rope_theta": 500000.0}
 
 
@@ -95,7 +83,7 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
         *("--base", "bases:scaled_llama", "--training.steps", "2"),
         *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
     ]
-    alone = lab.experiment("hf_one_process", *words, *layout(), "--checkpoint.last_save_in_hf", "true")
+    alone = lab.experiment("hf_one_process", *words, *layout(), *SAVED_IN_HF)
     parallel = lab.experiment("hf_tp2", *words, *layout("tp2"))
     lab.run(1, [alone])
     lab.run(2, [parallel])
@@ -122,7 +110,7 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
         *base,
         *layout(),
         *("--training.steps", "1", "--optimizer.param_groups.0.optimizer_kwargs.lr", "0.0"),
-        *("--checkpoint.last_save_in_hf", "true"),
+        *SAVED_IN_HF,
     )
     saved.folder = lab.folder / "saved_in_hf"
     lab.run(1, [saved])

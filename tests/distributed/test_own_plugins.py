@@ -54,15 +54,11 @@ def test_losses_and_gradients_equal_one_process(runs, name):
         assert scale > 0 and (mine[parameter] - gradient).abs().max() < 1e-5 * scale, parameter
 
 
-def test_their_sharding_is_in_the_metrics(runs):
-    assert all(set(record["sharding"]) == {"contiguous"} for record in runs[0]["own"].metrics())
-
-
-def test_the_predictions_of_all_that_auto_may_stand_for_are_logged(runs):
-    log = runs[0]["auto"].log.read_text()
-    packing, sharding = chosen(runs[0]["auto"])
-    assert f"policy {packing}:{sharding}, step, s" in log
-    for policy in ("plain:per_sequence", "wlb_lazy:hybrid", "fixed_greedy:ulysses"):
+def test_metrics_and_log_name_what_was_chosen(runs):
+    two, _ = runs
+    assert all(set(record["sharding"]) == {"contiguous"} for record in two["own"].metrics())
+    log, own = two["auto"].log.read_text(), ":".join(chosen(two["auto"]))
+    for policy in (own, "plain:per_sequence", "wlb_lazy:hybrid", "fixed_greedy:ulysses"):
         assert f"policy {policy}, step, s" in log
 
 
@@ -70,23 +66,12 @@ def test_auto_goes_on_with_what_it_chose_or_with_another(runs, lab):
     """It chooses the same for the same job; where it chooses otherwise, that packs what is left."""
     two, _ = runs
     packing, sharding = chosen(two["auto"])
-    overrides = (
-        *COMMON,
-        *layout("cp2"),
-        "--training.steps",
-        "3",
-        "--checkpoint.initial_load_model_only",
-        "false",
-    )
-    start = ("--checkpoint.initial_load_path", str(two["auto"].folder / "checkpoint" / "step-1"))
-    again = lab.experiment("auto_again", *overrides, *AUTO, *start)
-    other = lab.experiment(
-        "auto_other",
-        *overrides,
-        *start,
-        "--wlb.packing.policy",
-        "plain" if packing != "plain" else "wlb_lazy",
-    )
+    words = [*COMMON, *layout("cp2"), "--training.steps", "3"]
+    words += ["--checkpoint.initial_load_path", str(two["auto"].folder / "checkpoint" / "step-1")]
+    words += ["--checkpoint.initial_load_model_only", "false"]
+    another = "plain" if packing != "plain" else "wlb_lazy"
+    again = lab.experiment("auto_again", *words, *AUTO)
+    other = lab.experiment("auto_other", *words, "--wlb.packing.policy", another)
     lab.run(2, [again, other])
     assert chosen(again) == (packing, sharding)
     assert again.losses()[0] == pytest.approx(two["auto"].losses()[1], rel=1e-6)

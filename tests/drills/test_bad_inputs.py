@@ -19,7 +19,7 @@ from wlb_titan.context import STRATEGIES
 from wlb_titan.errors import ConfigError
 from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.order import ORDERS
-from wlb_titan.runtime.checks.files import validate_files
+from wlb_titan.runtime.checks import validate_files
 from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.models.load import load_config
 
@@ -91,7 +91,7 @@ def bad_values(value: object, limits: tuple[BaseMetadata, ...]) -> Iterator[tupl
                 yield "out of range", to_text(bound - 1)
             case Gt(gt=bound):
                 yield "out of range", to_text(bound)
-            case Le(le=bound) if bound != float("inf"):
+            case Le(le=bound):
                 yield "out of range", to_text(bound + 1)
             case Lt(lt=bound):
                 yield "out of range", to_text(bound)
@@ -145,7 +145,7 @@ wlb.corpus.tokenizer = "/nowhere"                                  -> wlb.corpus
 wlb.corpus.sources = [{path = "/nowhere"}]                         -> wlb.corpus.sources.0.path
 training.global_batch_size = 4000                                  -> wlb.corpus.path
 training.global_batch_size = 3; training.local_batch_size = 2      -> training.global_batch_size
-parallelism.tensor_parallel_degree = 3                             -> parallelism.tensor_parallel_degree
+parallelism.tensor_parallel_degree = 3                             -> tensor_parallel_degree
 parallelism.context_parallel_degree = 64                           -> training.seq_len
 parallelism.pipeline_parallel_degree = 7                           -> parallelism.pipeline_parallel_schedule
 parallelism.expert_parallel_degree = 2; parallelism.data_parallel_shard_degree = 1 \
@@ -153,7 +153,6 @@ parallelism.expert_parallel_degree = 2; parallelism.data_parallel_shard_degree =
 parallelism.pipeline_parallel_degree = 2; parallelism.module_fqns_per_model_part = [["norm"]] \
     -> parallelism.module_fqns_per_model_part
 compile.components = ["modle"]                                     -> compile.components
-profiler.enable_profiling = true; profiler.profile_freq = 1        -> profiler.profile_freq
 checkpoint.enable = true; checkpoint.load_step = 7                 -> checkpoint.load_step
 checkpoint.enable = true; checkpoint.initial_load_path = "/nowhere" -> checkpoint.initial_load_path
 optimizer.param_groups.0.optimizer_kwargs.lr = "big"               -> optimizer_kwargs.lr

@@ -19,9 +19,9 @@ from wlb_titan.commands.main import main
 SMALL = ["--training.seq_len", "512", "--training.steps", "6", "--wlb.corpus.seed", "3"]
 
 
-def says(*words: object, code: int = 0) -> str:
+def says(*words: object) -> str:
     result = CliRunner().invoke(main, list(map(str, words)))
-    assert result.exit_code == code, result.output
+    assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
 
 
@@ -72,12 +72,10 @@ def test_the_walk(tmp_path, monkeypatch):
     assert "Ctrl-C or SIGTERM: the run ends after the step under way" in log.read_text()
     assert "all is saved; start the job again to go on" in log.read_text()
 
-    refused = says("train", "job.toml", *SMALL, "--training.seq_len", 256, code=2)
-    assert "command line: training.seq_len = 256: the run in outputs/first was trained with 512" in refused
-    moved = says("train", "job.toml", *SMALL, "--wlb.corpus.seed", 7, code=2)
-    assert "wlb.corpus.seed = 7: the run in outputs/first was trained with" in moved
+    assert started(log, "train", "job.toml", *SMALL, "--wlb.corpus.seed", "7").wait(300) == 2
+    assert "its seed is 3, and this job's is 7, which makes another stream" in log.read_text()
 
-    export = ["--checkpoint.last_save_in_hf", "true"]
+    export = ["--checkpoint.last_save_in_hf", "true", "--checkpoint.last_save_model_only", "true"]
     assert started(log, "train", "job.toml", *SMALL, *export).wait(600) == 0, log.read_text()
     assert "Done: step 6 was the last" in log.read_text()
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]

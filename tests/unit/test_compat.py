@@ -7,6 +7,7 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import re
 from itertools import chain
 from pathlib import Path
 
@@ -78,51 +79,48 @@ PARAMETERS = {
     "unset_fake_temporarily": "",
 }
 OVERRIDDEN = {
-    "forward_one_chunk": "self fwd_chunk_id args kwargs save_forward_output",
-    "backward_one_chunk": "self bwd_chunk_id loss full_backward last_backward",
-    "backward_weight_one_chunk": "self bwd_chunk_id last_backward",
-    "backward_maybe_with_nosync": "self backward_type bwd_kwargs last_backward",
-    "get_bwd_send_ops": "self bwd_chunk_id",
-    "get_fwd_send_ops": "self fwd_chunk_id",
-    "release_fwd_send_outputs": "self fwd_chunk_id",
-    "_retrieve_recv_activations": "self fwd_chunk_id",
-    "clear_runtime_states": "self",
-    "get_local_bwd_output": "self mb_index",
-    "set_local_bwd_input": "self next_stage_bwd_outputs mb_index",
-    "_prepare_forward_infra": "self num_microbatches args kwargs has_backward",
-    "_prepare_backward_infra": "self num_microbatches loss_fn target received_grad_meta loss_kwargs",
-    "_pre_metadata_inference_backup": "self",
-    "_post_metadata_inference_cleanup": "self",
+    PipelineStage: {
+        "forward_one_chunk": "self fwd_chunk_id args kwargs save_forward_output",
+        "backward_one_chunk": "self bwd_chunk_id loss full_backward last_backward",
+        "backward_weight_one_chunk": "self bwd_chunk_id last_backward",
+        "backward_maybe_with_nosync": "self backward_type bwd_kwargs last_backward",
+        "get_bwd_send_ops": "self bwd_chunk_id",
+        "get_fwd_send_ops": "self fwd_chunk_id",
+        "release_fwd_send_outputs": "self fwd_chunk_id",
+        "_retrieve_recv_activations": "self fwd_chunk_id",
+        "clear_runtime_states": "self",
+        "get_local_bwd_output": "self mb_index",
+        "set_local_bwd_input": "self next_stage_bwd_outputs mb_index",
+        "_prepare_forward_infra": "self num_microbatches args kwargs has_backward",
+        "_prepare_backward_infra": "self num_microbatches loss_fn target received_grad_meta loss_kwargs",
+        "_pre_metadata_inference_backup": "self",
+        "_post_metadata_inference_cleanup": "self",
+    },
+    compat.PipelineScheduleRuntime: {
+        "_maybe_compute_loss": "self stage output target_mbs mb_index loss_kwargs",
+        "_maybe_get_loss": "self stage mb_index",
+        "_compute_loss": "self output target loss_kwargs",
+        "_initialize_stages": "self args kwargs target loss_kwargs",
+    },
+    LocalElasticAgent: {
+        "_stop_workers": "self worker_group",
+        "_monitor_workers": "self worker_group",
+        "_shutdown": "self death_sig timeout",
+        "_exit_barrier": "self",
+    },
+    AllToAllTokenDispatcher: {
+        "_sync_token_count_exchange": (
+            "self num_local_tokens_per_expert_E num_global_tokens_per_local_expert_EP_e ep_size"
+        )
+    },
 }
-OF_SCHEDULE = {
-    "_maybe_compute_loss": "self stage output target_mbs mb_index loss_kwargs",
-    "_maybe_get_loss": "self stage mb_index",
-    "_compute_loss": "self output target loss_kwargs",
-    "_initialize_stages": "self args kwargs target loss_kwargs",
-}
-OF_AGENT = {
-    "_stop_workers": "self worker_group",
-    "_monitor_workers": "self worker_group",
-    "_shutdown": "self death_sig timeout",
-    "_exit_barrier": "self",
-    "_worker_group": None,
-    "_pcontext": None,
-    "_remaining_restarts": None,
-    "_exit_barrier_timeout": None,
-}
-"""Private members of torch's agent in `launch/elastic.py`; None for an attribute."""
-DISPATCHER = "self num_local_tokens_per_expert_E num_global_tokens_per_local_expert_EP_e ep_size"
-ATTRIBUTES = (
-    "args_recv_info",
-    "grad_recv_info",
-    "act_send_info",
-    "chunks",
-    "_stage_meta",
-    "_runtime_validate",
-    "_user_meta",
-    "_inference_mode",
-    "_forward_chunk_states",
+"""Private methods that ours override or call, by class."""
+OF_STAGE = (
+    *("args_recv_info", "grad_recv_info", "act_send_info", "chunks", "_stage_meta", "_runtime_validate"),
+    *("_user_meta", "_inference_mode", "_forward_chunk_states"),
 )
+OF_AGENT = ("_worker_group", "_pcontext", "_remaining_restarts", "_exit_barrier_timeout")
+"""Private attributes that ours set, or read."""
 # Whole functions that ours take the place of: a new version may do more in them.
 REPLACED = {
     "Trainer.train_step": (Trainer.train_step, "911f8077fc17"),
@@ -200,25 +198,22 @@ def test_a_configuration_knows_what_it_builds():
     assert compat.owner_of(Validator.Config(steps=1)) is Validator
 
 
-@pytest.mark.parametrize("name", OVERRIDDEN)
-def test_overridden_methods_of_a_stage_take_what_they_took(name):
-    assert parameters(getattr(PipelineStage, name)) == OVERRIDDEN[name]
+@pytest.mark.parametrize("kind", OVERRIDDEN, ids=lambda kind: kind.__name__)
+def test_overridden_methods_take_what_they_took(kind):
+    assert {name: parameters(getattr(kind, name)) for name in OVERRIDDEN[kind]} == OVERRIDDEN[kind]
 
 
-@pytest.mark.parametrize("name", OF_SCHEDULE)
-def test_a_schedule_s_methods_take_what_they_took(name):
-    assert parameters(getattr(compat.PipelineScheduleRuntime, name)) == OF_SCHEDULE[name]
+def reads(source, name):
+    return re.search(rf"self\.{name}\b", source) is not None
+
+
+def test_private_attributes_are_still_read():
+    agent = "".join(inspect.getsource(kind) for kind in LocalElasticAgent.__mro__[:2])
+    assert [name for name in OF_AGENT if not reads(agent, name)] == []
+    stage = inspect.getsource(stage_module)
+    assert [name for name in OF_STAGE if not reads(stage, name)] == []
     assert "self._internal_losses.append" in inspect.getsource(compat.PipelineSchedule)
     assert not Decoder._skip_lm_head
-
-
-@pytest.mark.parametrize("name", OF_AGENT)
-def test_an_agent_s_private_members_are_what_they_were(name):
-    """It reads each of its attributes itself, in its own code or its base's."""
-    if OF_AGENT[name] is not None:
-        assert parameters(getattr(LocalElasticAgent, name)) == OF_AGENT[name]
-    sources = [inspect.getsource(kind) for kind in LocalElasticAgent.__mro__[:2]]
-    assert any(f"self.{name}" in source for source in sources)
 
 
 def test_every_private_member_of_the_agent_is_in_the_contract():
@@ -227,16 +222,8 @@ def test_every_private_member_of_the_agent_is_in_the_contract():
     used |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     theirs = "".join(inspect.getsource(kind) for kind in LocalElasticAgent.__mro__[:2])
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
-    assert {name for name in private if f"self.{name}" in theirs} == OF_AGENT.keys()
-
-
-def test_a_dispatcher_s_overridden_method_takes_what_it_took():
-    assert parameters(AllToAllTokenDispatcher._sync_token_count_exchange) == DISPATCHER
-
-
-@pytest.mark.parametrize("name", ATTRIBUTES)
-def test_a_stage_still_reads_what_ours_sets(name):
-    assert f"self.{name}" in inspect.getsource(stage_module)
+    known = {*OF_AGENT, *OVERRIDDEN[LocalElasticAgent]}
+    assert {name for name in private if reads(theirs, name)} == known
 
 
 @pytest.mark.parametrize("name", REPLACED)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import tomli
-from annotated_types import Ge, Gt, Interval, Le, MinLen, MultipleOf
+from annotated_types import Ge, Gt, Interval, MinLen
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,15 +19,12 @@ from wlb_titan.config.values import (
     in_words,
     key_text,
     limits_of,
-    shown,
     to_text,
 )
 
-Rate = Annotated[float, Gt(0), Le(float("inf"))]
+Rate = Annotated[float, Gt(0)]
 Share = Annotated[float, Interval(gt=0, lt=1)] | None
 Lengths = Annotated[list[Annotated[int, Ge(2)]], MinLen(1)] | Literal["auto"]
-Even = Annotated[int, MultipleOf(2)]
-Name = Annotated[str, MinLen(1)]
 
 
 @dataclass
@@ -38,28 +35,19 @@ class Section:
 @pytest.mark.parametrize(
     "value, hint, result",
     [
-        (5, int, 5),
         (5, float, 5.0),
         (5, float | int, 5),
         (5.0, float | int, 5.0),
-        (True, bool, True),
         ("none", int | None, None),
-        ("none", str | None, None),
         ("none", str, "none"),
         ("none", Literal["none", "some"], "none"),
-        ("b", Literal["a", "b"] | None, "b"),
         ([1, 2], list[float], [1.0, 2.0]),
         ([["a"], []], list[list[str]] | None, [["a"], []]),
-        ([1, "a"], tuple[int, str], (1, "a")),
-        ([1, 2, 3], tuple[int, ...], (1, 2, 3)),
-        ([1, "a"], list, [1, "a"]),
         ({"a": 1}, dict[str, float], {"a": 1.0}),
-        (float("inf"), Rate, float("inf")),
         ("none", Share, None),
         (0.5, Share, 0.5),
         ([2, 3], Lengths, [2, 3]),
         ("auto", Lengths, "auto"),
-        (4, Even, 4),
         ("none", Annotated[int | None, Ge(1)], None),
         ({"name": "", "betas": [0.9]}, Any, {"name": "", "betas": [0.9]}),
         (["x", ["y", {"k": 1}]], list[str | tuple[str, dict[str, Any]]], ["x", ("y", {"k": 1})]),
@@ -73,72 +61,41 @@ def test_convert(value, hint, result):
 
 def test_an_array_for_anything_takes_the_kind_of_what_it_replaces():
     assert convert([1, 2], Any, guide=(3, 4)) == (1, 2)
-    assert convert([1, 2], Any, guide=[3, 4]) == [1, 2]
-    assert convert([1, 2], Any) == [1, 2]
+    assert convert([1, 2], Any, guide=[3, 4]) == convert([1, 2], Any) == [1, 2]
 
 
 @pytest.mark.parametrize(
-    "value, hint",
+    ("hint", "words", "wrong"),
     [
-        (5.0, int),
-        (True, int),
-        (True, float),
-        (1, bool),
-        ("5", int),
-        (5, str),
-        ("c", Literal["a", "b"]),
-        (1, Literal[True]),
-        ("none", int),
-        ([1, "a"], list[int]),
-        ([1], tuple[int, int]),
-        ([1, 2], dict[str, int]),
-        ({"a": "b"}, dict[str, int]),
-        (5, Section),
-        ("none", Callable[[], int]),
-        (datetime.date(2024, 1, 1), Any),
-        (0.0, Rate),
-        (float("nan"), Rate),
-        (float("-inf"), Rate),
-        (1.0, Share),
-        ([], Lengths),
-        ([5, 1], Lengths),
-        ("many", Lengths),
-        (3, Even),
-        ("", Name),
-        (float("inf"), float),
-        (2**80, int),
-        (2**80, float),
-        (0, Annotated[int | None, Ge(1)]),
-        ({"a": [{"b": float("nan")}]}, Any),
+        (int, "an integer", [5.0, True, "5", "none", 2**80]),
+        (bool, "true or false", [1]),
+        (float, "a number", [True, float("inf"), 2**80]),
+        (str, "a string", [5]),
+        (float | int | None, 'a number or an integer or "none"', ["5"]),
+        (Literal["a", "b"], 'one of "a", "b"', ["c"]),
+        (Literal[True], "one of true", [1]),
+        (list[list[str]], "an array (each element an array (each element a string))", [["a"], [[1]]]),
+        (tuple[int, int], "an array of 2 values", [[1]]),
+        (dict[str, int], "a table", [[1, 2], {"a": "b"}]),
+        (Section | None, 'a table or "none"', [5]),
+        (Callable[[int], int], "a Python object that only a base can give", ["none"]),
+        (Any, "a value", [datetime.date(2024, 1, 1), {"a": [{"b": float("nan")}]}]),
+        (Rate, "a number, above 0", [0.0, float("nan"), float("inf")]),
+        (Share, 'a number, above 0 and below 1 or "none"', [1.0]),
+        (Lengths, 'an array (each element an integer, at least 2), not empty or one of "auto"', [[], [5, 1]]),
+        (Annotated[str, MinLen(1)], "a string, not empty", [""]),
+        (Annotated[int | None, Ge(1)], 'an integer, at least 1 or "none"', [0]),
     ],
 )
-def test_mismatch(value, hint):
-    with pytest.raises(Mismatch):
-        convert(value, hint)
-
-
-@pytest.mark.parametrize(
-    "hint, words",
-    [
-        (float | int | None, 'a number or an integer or "none"'),
-        (Literal["a", "b"], 'one of "a", "b"'),
-        (list[list[str]], "an array (each element an array (each element a string))"),
-        (tuple[int, int], "an array of 2 values"),
-        (Section | None, 'a table or "none"'),
-        (Callable[[int], int], "a Python object that only a base can give"),
-        (Rate, "a number, above 0 and inf for no bound"),
-        (Share, 'a number, above 0 and below 1 or "none"'),
-        (Lengths, 'an array (each element an integer, at least 2), not empty or one of "auto"'),
-        (Annotated[int | None, Ge(1)], 'an integer, at least 1 or "none"'),
-    ],
-)
-def test_describe(hint, words):
+def test_what_a_hint_asks_for_and_what_is_refused(hint, words, wrong):
     assert describe(hint) == words
+    for value in wrong:
+        with pytest.raises(Mismatch):
+            convert(value, hint)
 
 
 def test_limits_are_those_of_all_that_a_hint_allows():
     assert in_words(limits_of(Lengths)) == "not empty and at least 2"
-    assert in_words(limits_of(Share)) == "above 0 and below 1"
     assert limits_of(dict[str, int] | None) == ()
 
 
@@ -166,8 +123,3 @@ def test_a_value_that_would_read_back_as_another_is_not_expressed():
     assert expressed(None, str | None) == '"none"'
     assert expressed(((1,),), Any) is None, "the inner tuple would read back as a list"
     assert expressed((1,), Any) == "[1]"
-
-
-def test_long_values_are_cut_in_messages():
-    assert shown("x" * 100) == '"' + "x" * 76 + "..."
-    assert shown(print) == "<built-in function print>"

@@ -83,7 +83,7 @@ def test_its_ranks_share_no_micro_batch():
         (TEXT.replace("toys:Apart", "tensor"), ["3: wlb.dimensions.0.name", "tensor_parallel_degree"]),
         (TEXT.replace('name = "toys:Apart"\n', ""), ["wlb.dimensions.0.name", "No dimension is named"]),
         (TEXT + TEXT.partition("\n")[2], ["6: wlb.dimensions.1.name", "already"]),
-        (TEXT.replace("degree = 2", "degree = 3"), ["4: wlb.dimensions.0.degree = 3: 8 processes"]),
+        (TEXT.replace("degree = 2", "degree = 3"), ["8 processes do not fit", "dimensions.0.degree 3"]),
         (TEXT.replace("degree = 2", "degree = 0"), ["4: wlb.dimensions.0.degree"]),
         (TEXT.replace("degree", "degre"), ["4: wlb.dimensions.0.degre", "degree"]),
         (TEXT + "[checkpoint]\nenable = true\ninterval = 3\n", ["7: checkpoint.interval = 3", "apart meet"]),

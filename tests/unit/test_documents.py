@@ -403,12 +403,6 @@ def test_an_epoch_ends_when_all_was_trained_on(policy):
     assert missing[-1] == 0 < missing[-2]
 
 
-def test_a_mixture_has_no_epochs():
-    sources = tuple(Source(name=name, documents=5) for name in "ab")
-    with pytest.raises(PlanError, match="has no epochs"):
-        steps_of_epochs(job(), Documents(lengths=np.full(10, 9), sources=sources), 1)
-
-
 # What a plan says of whole documents: tokens in pieces cut at their begin, keys that a token attends to.
 
 

@@ -1,6 +1,5 @@
 """examples/own_policies, installed as a user would: the commands find it, and wlb_titan stays as it is."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -32,26 +31,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.fixture
-def command(installed, tmp_path):
-    """A command in a process of its own, in which nothing has been imported yet."""
-
-    def run(*words):
-        path = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
-        return subprocess.run(
-            [sys.executable, "-m", "wlb_titan.commands.main", *map(str, words)],
-            env={**os.environ, "PYTHONPATH": path},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return run
-
-
-@pytest.fixture
-def command_here(installed, tmp_path, monkeypatch):
-    """A command in this process, which has long imported what configurations need."""
+def command(installed, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(installed)
     monkeypatch.chdir(tmp_path)
     plugins._installed.cache_clear()
@@ -79,14 +59,14 @@ def test_plan_finds_them(command, lengths):
         *("--wlb.packing.every", 2, "--wlb.sharding.policy", "ulysses_gather"),
         *("--wlb.packing.cost_model", "tokens"),
     )
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     assert "Work by tokens." in result.stdout
     first = {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
     assert {"reversed", "contiguous", "round_robin", "ulysses_gather"} <= first
 
 
-def test_auto_and_simulate_have_them_among_the_candidates(command_here, lengths):
-    result = command_here(
+def test_auto_and_simulate_have_them_among_the_candidates(command, lengths):
+    result = command(
         *("simulate", TABLE_1, "--lengths", lengths, "--training.seq_len", 4096, "--steps", 2),
         *("--policies", "auto:auto"),
     )
@@ -94,21 +74,21 @@ def test_auto_and_simulate_have_them_among_the_candidates(command_here, lengths)
     assert "reversed:ulysses_gather" in result.stdout and "reversed:contiguous" in result.stdout
 
 
-def test_their_keys_are_toml_keys(command_here, tmp_path):
+def test_their_keys_are_toml_keys(command, tmp_path):
     text = (
         'base = "llama3_debug"\n[parallelism]\ncontext_parallel_degree = 4\n'
         '[wlb.sharding]\npolicy = "ulysses_gather"\n'
     )
     (tmp_path / "good.toml").write_text(text + 'within = 4\n[wlb.packing]\npolicy = "reversed"\nevery = 3\n')
-    shown = command_here("config", "show", "good.toml", "--changed")
+    shown = command("config", "show", "good.toml", "--changed")
     assert shown.exit_code == 0, shown.stderr
     assert "within = 4" in shown.stdout and 'policy = "reversed"' in shown.stdout
     (tmp_path / "bad.toml").write_text(text + "within = 3\n")
-    refused = command_here("config", "show", "bad.toml")
+    refused = command("config", "show", "bad.toml")
     assert refused.exit_code == 2
     assert "bad.toml:6: wlb.sharding.within = 3: 4 context-parallel ranks cannot be divided" in refused.stderr
     (tmp_path / "misspelt.toml").write_text(text + "witin = 2\n")
-    assert "Did you mean wlb.sharding.within?" in command_here("config", "show", "misspelt.toml").stderr
+    assert "Did you mean wlb.sharding.within?" in command("config", "show", "misspelt.toml").stderr
 
 
 def test_without_it_they_are_not_there(lengths):

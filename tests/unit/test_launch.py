@@ -1,21 +1,17 @@
 """The TorchX components: what they submit, and how they refuse. The agent of a host: what it hands on, and
 how it ends beside others."""
 
-import dataclasses
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import types
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from forking import Rank, free_port
-from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 from torchx.runner import get_runner
 from torchx.schedulers.local_scheduler import SignalException
@@ -45,11 +41,11 @@ def unchanged_process():
     """TorchX and its components set handlers of signals and errors, which end with the test."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.getsignal(number) for number in numbers]
-    hooks = sys.excepthook, threading.excepthook
+    hook = sys.excepthook
     yield
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
-    sys.excepthook, threading.excepthook = hooks
+    sys.excepthook = hook
 
 
 def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
@@ -58,9 +54,8 @@ def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
         return runner.dryrun_component(component, arguments, scheduler=scheduler, cfg=cfg)
 
 
-@pytest.mark.parametrize("component", ["train", "prepare", "plan"])
-def test_torchx_accepts_the_components(component):
-    assert validate(str(ROOT / "launch" / "components.py"), component) == []
+def test_torchx_accepts_the_component():
+    assert validate(str(ROOT / "launch" / "components.py"), "train") == []
 
 
 LOSING_WORDS = ("--min_nodes", "2", "--nproc", "1", "--", *SPREAD, "--training.global_batch_size", "12")
@@ -104,19 +99,8 @@ def test_a_local_job_ends_with_a_line_and_outlives_a_hangup_under_nohup(nohup, c
         signal.raise_signal(signal.SIGHUP)
     number = signal.SIGTERM if nohup else signal.SIGHUP
 
-    def reader_of_logs():
-        raise FileNotFoundError("logs")
-
-    def fails_in_a_thread():
-        thread = threading.Thread(target=reader_of_logs)
-        thread.start()
-        thread.join()
-        return capfd.readouterr().err
-
-    assert "FileNotFoundError: logs" in fails_in_a_thread()
     with pytest.raises(SignalException) as stop:
         signal.raise_signal(number)
-    assert fails_in_a_thread() == ""  # TorchX reads logs until it has deleted them
     with pytest.raises(SystemExit) as end:
         sys.excepthook(stop.type, stop.value, stop.tb)
     assert end.value.code == 128 + number
@@ -125,30 +109,20 @@ def test_a_local_job_ends_with_a_line_and_outlives_a_hangup_under_nohup(nohup, c
 
 def test_a_job_of_another_scheduler_does_not_end_with_the_process_that_submits_it():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    hooks = sys.excepthook, threading.excepthook
+    hook = sys.excepthook
     dryrun("wlb.train", ["--config", CONFIG, "--image", IMAGE], "slurm", partition="gpu")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert (sys.excepthook, threading.excepthook) == hooks
-
-
-@pytest.mark.parametrize("image", [".", IMAGE], ids=["here", "image"])
-@pytest.mark.parametrize("command", ["prepare", "plan", "simulate", "dryrun"])
-def test_commands_get_their_arguments_and_the_interpreter_that_runs(command, image):
-    info = dryrun(f"wlb.{command}", ["--image", image, "--", "x.toml", "--steps", "5"], "local_cwd")
-    (role,) = info._app.roles
-    program = [sys.executable, "-m", "wlb_titan.commands.main"] if image == "." else ["wlb-titan"]
-    assert [role.entrypoint, *role.args] == [*program, command, "x.toml", "--steps", "5"]
+    assert sys.excepthook is hook
 
 
 def test_docker_is_refused_in_plain_words_where_no_image_was_named(monkeypatch, capfd):
     """TorchX takes it in a folder without .torchxconfig."""
     docker = "torchx.schedulers.docker_scheduler"
     monkeypatch.setitem(sys.modules, docker, types.ModuleType(docker))
-    for component in (["wlb.train", ["--config", CONFIG]], ["wlb.plan", ["x.toml"]]):
-        with pytest.raises(SystemExit) as end:
-            dryrun(*component, "local_cwd")
-        assert end.value.code == 2
-        assert "`wlb-titan train FILE` trains" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        dryrun("wlb.train", ["--config", CONFIG], "local_cwd")
+    assert end.value.code == 2
+    assert "`wlb-titan train FILE` trains" in capfd.readouterr().err
     in_torchx.refuse_docker(IMAGE)
 
 
@@ -161,21 +135,12 @@ LOSING = {"nodes": 4, "min_nodes": 2, "processes": 1}
         ([], {"nodes": 3}, "4 processes do not spread evenly over 3 hosts"),
         ([], {"processes": 3}, "3 processes do not fit the degrees"),
         (SPREAD, LOSING, "training.global_batch_size: set it where hosts may be lost"),
-        (
-            [*SPREAD, "--training.global_batch_size", "8"],
-            LOSING,
-            "With 3 processes, which --min-nodes allows",
-        ),
+        ([*SPREAD, "--training.global_batch_size", "8"], LOSING, "With 3 processes, which --min-nodes"),
     ],
 )
 def test_hosts_on_which_a_job_cannot_run_are_refused(words, hosts, message):
     with pytest.raises(UserError, match=message):
         hosts_of(CONFIG, words, is_here=False, **hosts)
-
-
-def test_hosts_that_may_be_lost():
-    words = LOSING_WORDS[5:]
-    assert hosts_of(CONFIG, words, is_here=False, **LOSING).processes == 1
 
 
 def spread(gpus, folder):
@@ -190,49 +155,24 @@ def spread(gpus, folder):
     return subprocess.run(["bash", "-c", recipe], env={"PATH": path}, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8])
 def test_the_demonstrations_start_with_any_number_of_gpus(gpus, tmp_path):
-    """With these, the machine's: `make train` on four processes of the CPU, `make train-gpu` on the GPUs."""
-    here = {"is_here": False, "gpus": lambda: gpus}
+    """`make train` on four processes of the CPU, `make train-gpu` on a power of two GPUs."""
+    here = {"is_here": False, "runs_here": True}
     for name in ("debug", "balanced"):
         assert hosts_of(str(ROOT / "train_configs" / f"cpu_{name}.toml"), [], **here).processes == 4
         words = spread(gpus, tmp_path).stdout.split()
-        assert hosts_of(str(ROOT / "train_configs" / f"gpu_{name}.toml"), words, **here).processes == gpus
+        hosts = hosts_of(str(ROOT / "train_configs" / f"gpu_{name}.toml"), words, **here)
+        assert hosts.processes == {3: 2}.get(gpus, gpus)
 
 
-def test_the_gpu_demonstration_takes_a_power_of_two(tmp_path):
-    assert spread(3, tmp_path).stdout == spread(2, tmp_path).stdout
-    assert spread(7, tmp_path).stdout == spread(4, tmp_path).stdout
-    none = spread(0, tmp_path)
-    assert none.returncode == 2 and "torch finds no GPU on this machine. `make train`" in none.stderr
-
-
-BAD_ON_GPUS = {
-    "processes": (1, [], '4 processes and 1 GPU: NCCL wants one each; .* or set wlb.device = "cpu"'),
-    "dtype": (4, [], 'mixed_precision_param = "float32" .*: the attention kernels .* set it to "bfloat16"'),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ON_GPUS)
-def test_what_gpus_cannot_run_is_refused_before_anything_starts(name, monkeypatch):
-    """By the launcher, where the job runs on this machine, and by each rank."""
-    gpus, words, message = BAD_ON_GPUS[name]
-    words = ["--wlb.device", "auto", *words]
-    with pytest.raises(ConfigError, match=message):
-        hosts_of(CONFIG, words, is_here=False, gpus=lambda: gpus)
-    assert hosts_of(CONFIG, words, is_here=False).processes == 4
+def test_each_process_wants_a_gpu(monkeypatch):
     monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", lambda: False)
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    message = '4 processes and 1 GPU: NCCL wants one each; .* or set wlb.device = "cpu"'
     with pytest.raises(ConfigError, match=message):
-        train(CONFIG, words, rank=0, world_size=4, alarm=None)
-
-
-def test_gpus_are_counted_only_where_the_job_runs_here():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert in_torchx.gpus_here() is None
-    signal.signal(signal.SIGINT, lambda *_: None)  # as TorchX's local scheduler has it
-    assert in_torchx.gpus_here() == 0
+        train(CONFIG, ["--wlb.device", "auto"], rank=0, world_size=4, alarm=None)
 
 
 def test_a_rank_that_shall_use_the_cpu_hides_the_gpus_from_itself(monkeypatch):
@@ -306,19 +246,20 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     assert agent.training_script_args == ["--config", SEVEN_B, "--wlb.corpus.path", str(tmp_path / "corpus")]
 
 
-def test_the_agent_hands_on_all_that_torchrun_would():
-    words = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    words += ["--virtual_local_rank", "--start_method", "forkserver", "--max_restarts", "3"]
-    words += ["--duplicate_stdout_filters", "loss", "--duplicate_stderr_filters", "error,warning"]
-    words += ["--event_log_handler", "console", "--role", "trainer", "--monitor_interval", "0.5"]
-    config, program, arguments = config_from_args(parse_args([*words, "script.py"]))
-    agent = Agent(config, program, arguments)
+def test_the_agent_hands_on_what_torchrun_would():
+    words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--virtual_local_rank"]
+    words += [
+        "--start_method",
+        "forkserver",
+        "--max_restarts",
+        "3",
+        "--duplicate_stderr_filters",
+        "error,note",
+    ]
+    agent = Agent(*config_from_args(parse_args([*words, "script.py"])))
     spec = agent.get_worker_group().spec
-    both = {field.name for field in dataclasses.fields(WorkerSpec)}
-    both &= {field.name for field in dataclasses.fields(LaunchConfig)}
-    assert len(both) > 5
-    assert {name: getattr(spec, name) for name in both} == {name: getattr(config, name) for name in both}
-    assert agent._start_method == "forkserver"
+    assert (spec.max_restarts, spec.virtual_local_rank) == (3, True)
+    assert (spec.duplicate_stderr_filters, agent._start_method) == (["error", "note"], "forkserver")
     agent.leave()
 
 
@@ -355,16 +296,3 @@ FAKE_SLURM = {
     "scontrol": 'case "$*" in "show hostnames node[1-8]") printf "node1\\nnode2\\n";; '
     '"requeue 4711") touch requeued;; *) exit 3;; esac',
 }
-
-
-def test_kubernetes_job_is_a_pod_for_each_host():
-    # The scheduler's dry run asks a Docker daemon for the image; the request itself is made by this function.
-    kubernetes = pytest.importorskip("torchx.schedulers.kubernetes_scheduler")
-    arguments = ["--config", SEVEN_B, "--nodes", "8", "--gpu", "8", "--image", IMAGE]
-    app = dryrun("wlb.train", arguments, "local_cwd")._app
-    request = kubernetes.app_to_resource(app, "training", service_account=None)
-    tasks = request["spec"]["tasks"]
-    assert len(tasks) == 8
-    assert request["spec"]["queue"] == "training"
-    assert "--nproc_per_node 8" in str(tasks[0]["template"])
-    assert IMAGE in str(tasks[0]["template"])

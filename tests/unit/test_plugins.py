@@ -11,14 +11,12 @@ from wlb_titan import plugins
 from wlb_titan.config.build import Builder
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import read_sources
-from wlb_titan.context import STRATEGIES
-from wlb_titan.cost.attention_kernels import hopper
+from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.job import Job, Policy
 from wlb_titan.packing import POLICIES
-from wlb_titan.plan import COUNT
 from wlb_titan.simulator.choice import Scenario
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 2000)
@@ -26,7 +24,7 @@ LENGTHS = np.random.default_rng(0).integers(5, 900, 2000)
 
 def configured(tmp_path, text, *words):
     (tmp_path / "t.toml").write_text(text)
-    return Builder(WlbSettings(), "base", {}, {}).build(read_sources(tmp_path / "t.toml", words).layers)
+    return Builder(WlbSettings(), "base", {}, {}).build(read_sources(tmp_path / "t.toml", words).root)
 
 
 def test_a_policy_of_one_s_own_is_named_by_its_module(tmp_path):
@@ -92,8 +90,6 @@ def test_names_that_lead_nowhere(name, message):
     ("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 6, 4), (32, 8, 16), (8, 8, 8), (5, 1, 3)]
 )
 def test_ulysses_shares_every_head_once_and_keys_with_their_queries(heads, kv_heads, ranks):
-    from wlb_titan.context.ulysses import head_shares
-
     shares = head_shares(heads, kv_heads, ranks)
     assert [h for s in shares for h in range(heads)[s.queries]] == list(range(heads))
     group = heads // kv_heads
@@ -103,13 +99,3 @@ def test_ulysses_shares_every_head_once_and_keys_with_their_queries(heads, kv_he
         assert len(queries) % len(keys) == 0  # what the kernel needs of grouped queries
     sizes = [len(range(heads)[s.queries]) for s in shares]
     assert max(sizes) - min(sizes) <= group
-
-
-def test_ulysses_balances_whatever_the_documents_are():
-    strategy = STRATEGIES.configure("ulysses").make(4, hopper(128, 8))
-    lengths = np.array([4000, 10, 10, 76])
-    _, shards = strategy.shard(lengths, 4096)
-    assert sum(int(shard[:, COUNT].sum()) for shard in shards) == 4096
-    assert np.ptp(strategy.seconds(shards), axis=0).tolist() == [0, 0]
-    with pytest.raises(UserError, match="4 context-parallel ranks cannot share 3 query heads"):
-        STRATEGIES.configure("ulysses").make(4, hopper(128, 3)).seconds(shards)

@@ -28,7 +28,7 @@ use_cpu_without_accelerator()
 
 from torchtitan.config import ParallelismConfig  # noqa: E402
 
-from wlb_titan.runtime.checks.files import validate_inputs  # noqa: E402
+from wlb_titan.runtime.checks import validate_inputs  # noqa: E402
 from wlb_titan.runtime.job import job_of, parallel_dims  # noqa: E402
 from wlb_titan.runtime.pipeline.schedules import keys_of_stages, stage_names  # noqa: E402
 

@@ -12,46 +12,23 @@ pytestmark = pytest.mark.slow
 
 use_cpu_without_accelerator()
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-}
-SCALING = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
+LLAMA_8B = json.loads(
+    """{"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "tie_word_embeddings": false, "vocab_size": 128256}"""
+)
+SCALING = json.loads(
+    """{"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"}"""
+)
 # As meta-llama/Llama-3.1-8B describes itself, and the same in the newer form.
-LLAMA_3_1_8B = {**LLAMA_8B, "rope_scaling": SCALING}
-NEWER = {
-    **{name: value for name, value in LLAMA_8B.items() if name != "rope_theta"},
-    "rope_parameters": {**SCALING, "rope_theta": 500000.0},
-}
-QWEN_30B_A3B = {
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "vocab_size": 151936,
-}
+LLAMA_3_1_8B = {**LLAMA_8B, "rope_theta": 500000.0, "rope_scaling": SCALING}
+NEWER = {**LLAMA_8B, "rope_parameters": {**SCALING, "rope_theta": 500000.0}}
+QWEN_30B_A3B = json.loads(
+    """{"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
+    "tie_word_embeddings": false, "vocab_size": 151936}"""
+)
 LLAMA_BASE = "torchtitan.models.llama3.config_registry:llama3_8b"
 QWEN_BASE = "torchtitan.models.qwen3.config_registry:qwen3_30b_a3b"
 
@@ -124,7 +101,7 @@ def test_weights_of_another_model_are_refused(check, base, change, words):
     "folder, words",
     [
         ({"description": None}, ["Copy the config.json of the published model there"]),
-        ({"tensors": False}, ["has no *.safetensors"]),
+        ({"tensors": False}, ["with *.safetensors"]),
         (
             {"tokenizer": "other"},
             ["wlb.corpus.path = ", "another tokenizer", "prepare NAME --tokenizer"],
@@ -140,19 +117,6 @@ def assert_refused(result, *words):
     for word in words:
         assert word in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_a_folder_that_is_not_there(corpora, tmp_path):
-    toml = tmp_path / "t.toml"
-    toml.write_text(
-        f'base = "{LLAMA_BASE}"\nwlb.corpus.path = "{corpora / "corpus"}"\ncheckpoint.enable = true\n'
-    )
-    words = ["--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", "/no/such/folder"]
-    result = CliRunner().invoke(main, ["config", "check", str(toml), *words])
-    assert result.exit_code == 2
-    assert (
-        'command line: checkpoint.initial_load_path = "/no/such/folder": there is no folder' in result.stderr
-    )
 
 
 @pytest.mark.parametrize("base", ["llama3_debug", "torchtitan.models.qwen3.config_registry:qwen3_debugmodel"])

@@ -30,7 +30,7 @@ from wlb_titan.commands.page import (
     table,
     write_page,
 )
-from wlb_titan.config.sources import leaves, read_sources
+from wlb_titan.config.sources import read_sources
 from wlb_titan.config.values import shown
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.trace import Span, read_trace
@@ -175,8 +175,8 @@ def open_run(folder: Path, name: str) -> Run:
 
 def _settings(path: Path) -> dict[str, Any]:
     sources = read_sources(path)
-    settings = {".".join(keys): leaf.value for layer in sources.layers for keys, leaf in leaves(layer)}
-    return settings if sources.base is None else {"base": sources.base.value, **settings}
+    base = {} if sources.base is None else {"base": sources.base.value}
+    return base | sources.written()
 
 
 def _json_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:

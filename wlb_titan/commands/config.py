@@ -50,11 +50,12 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     """
     with warnings_once():
         job, resolved = resolved_job(file, overrides, world_size)
-        from wlb_titan.runtime.checks.files import validate_files, validate_memory
+        from wlb_titan.runtime.checks import validate_files
+        from wlb_titan.runtime.memory import check_memory
 
         resolved.check(lambda config: validate_files(config, world_size))
         if device_gib is not None:
-            resolved.check(lambda config: validate_memory(config, world_size, device_gib))
+            resolved.check(lambda _: check_memory(job.trained, int(device_gib * 2**30)))
     click.echo(f"OK {file}: {summary(resolved.config, job.degrees, world_size)}")
 
 

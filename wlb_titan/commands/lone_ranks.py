@@ -24,7 +24,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
 
 if TYPE_CHECKING:
-    from wlb_titan.config import Resolved
+    from wlb_titan.config.load import Resolved
     from wlb_titan.cost.degrees import Degrees
     from wlb_titan.documents import Documents
     from wlb_titan.job import Job
@@ -187,7 +187,7 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
     """Overrides that name a corpus of synthetic lengths, enough for `step` steps of the whole job's
     `micro_batches`; none if the configured corpus is on this machine."""
     from wlb_titan.corpus.writer import SHAPE, long_tailed_lengths, write_synthetic_corpus
-    from wlb_titan.runtime.checks.files import validate_corpus
+    from wlb_titan.runtime.checks import validate_corpus
 
     corpus = resolved.config.wlb.corpus
     paths = [source.path for source in corpus.sources] or [corpus.path]

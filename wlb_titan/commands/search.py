@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from wlb_titan.commands.command_line import Rows, describe_job, say, show_table
-from wlb_titan.config import Resolved
 from wlb_titan.config.build import dotted
+from wlb_titan.config.load import Resolved
 from wlb_titan.config.values import to_text
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB

@@ -1,11 +1,6 @@
 """TOML in, typed configuration out, with errors a person can act on.
 
-The files, bottom to top: `values` (one value, its type and its range), `classes` (dataclasses by name),
-`sources` (what the user wrote), `build` (that over a base), `load` (all together, and TOML out). `settings`
-holds our own sections. Nothing here imports torchtitan.
+The files, bottom to top: `values` (one value, its type and its range), `sources` (what the user wrote),
+`build` (that over a base), `load` (all together, and TOML out). `settings` holds our own sections. Nothing
+here imports torchtitan.
 """
-
-from wlb_titan.config.load import Resolved, resolve
-from wlb_titan.errors import ConfigError
-
-__all__ = ["ConfigError", "Resolved", "resolve"]

@@ -1,8 +1,8 @@
 """Lay what the user wrote over a base configuration, guided by the dataclasses' own type hints.
 
-The base, a tree of dataclasses, is never changed. The builder goes down it, collects what the layers say
-about each field, and puts every dataclass together again with `dataclasses.replace` on the way up, so that
-each `__post_init__` checks the new values. It also lists every value with where it came from.
+The base, a tree of dataclasses, is never changed. The builder goes down it beside the tree of what is
+written, and puts every dataclass together again with `dataclasses.replace` on the way up, so that each
+`__post_init__` checks the new values. It also lists every value with where it came from.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import functools
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import BaseMetadata, MinLen
 
-from wlb_titan.config.classes import find_class, full_name, importable, short_name
 from wlb_titan.config.sources import Leaf, Node, Table, leaves
 from wlb_titan.config.values import (
     Mismatch,
@@ -34,7 +33,7 @@ from wlb_titan.config.values import (
     to_text,
 )
 from wlb_titan.errors import ConfigError, UserError
-from wlb_titan.plugins import PluginConfig
+from wlb_titan.plugins import PluginConfig, configuration, full_name, short_name
 
 KeyPath = tuple[str | int, ...]
 """Keys from the root down. A place in a list is a string where the base's list is kept ("0"), a number where
@@ -65,114 +64,95 @@ def dotted(path: Sequence[str | int]) -> str:
     return ".".join(str(key) for key in path)
 
 
+@dataclass
 class Builder:
-    """Builds one configuration. `locked` has the reason for each field that the user cannot set, and `limits`
-    the limits of fields in classes that are not ours, both by dotted path."""
+    """Builds one configuration."""
 
-    def __init__(
-        self,
-        base: object,
-        base_name: str,
-        locked: Mapping[str, str],
-        limits: Mapping[str, tuple[object, ...]],
-    ) -> None:
-        self.base = base
-        self.base_name = base_name
-        self.locked = locked
-        self.limits = limits
-        self.entries: list[Entry] = []
+    base: object
+    base_name: str
+    locked: Mapping[str, str]
+    """Dotted path of a field that the user cannot set -> the reason."""
+    limits: Mapping[str, tuple[object, ...]]
+    """Dotted path of a field in a class that is not ours -> the limits of its values."""
+    entries: list[Entry] = field(default_factory=list)
+    """All values in order, once `build` is through."""
 
-    def build(self, layers: Sequence[Table]) -> Any:
-        """The base with `layers` over it, weakest first. `self.entries` then has all values in order."""
-        return self._section(self.base, type(self.base), layers, (), f"base {self.base_name}")
+    def build(self, written: Table | None) -> Any:
+        """The base with what is written over it."""
+        return self._section(self.base, type(self.base), written, (), f"base {self.base_name}")
 
     # Each method below returns the new value of the field at `path`, of type `hint`. So far the field holds
-    # `current` (MISSING: nothing), which came from `origin`; `nodes` is what the layers say, weakest first.
+    # `current` (MISSING: nothing), which came from `origin`; `node` is what is written, if anything is.
 
-    def _value(self, current: object, hint: object, nodes: Sequence[Node], path: KeyPath, origin: str) -> Any:
+    def _value(self, current: object, hint: object, node: Node | None, path: KeyPath, origin: str) -> Any:
         if dataclass_arms(hint) or is_dataclass(current):
-            return self._section(current, hint, nodes, path, origin)
+            return self._section(current, hint, node, path, origin)
         for arm in map(bare, arms(hint)):
             arguments = get_args(arm)
             if get_origin(arm) is list and dataclass_arms(arguments[0]):
-                return self._list(current, hint, arguments[0], nodes, path, origin)
-            if arm is dict or (get_origin(arm) is dict and arguments[0] is str):
-                return self._dict(current, hint, arguments[1] if arguments else Any, nodes, path, origin)
-        if hint is Any and isinstance(current, dict):
-            return self._dict(current, dict[str, Any], Any, nodes, path, origin)
-        if hint is Any and (current is MISSING or current is None) and _ends_in_table(nodes, single=True):
-            return self._dict(current, hint, Any, nodes, path, origin)
-        return self._leaf(current, hint, nodes, path, origin)
+                return self._list(current, hint, arguments[0], node, path, origin)
+            if arm is dict or get_origin(arm) is dict:
+                return self._dict(current, hint, arguments[1] if arguments else Any, node, path, origin)
+        if hint is Any and (isinstance(current, dict) or _is_table(node)):
+            return self._dict(current, hint, Any, node, path, origin)
+        return self._leaf(current, hint, node, path, origin)
 
-    def _leaf(self, current: object, hint: object, nodes: Sequence[Node], path: KeyPath, origin: str) -> Any:
-        for node in nodes:
+    def _leaf(self, current: object, hint: object, node: Node | None, path: KeyPath, origin: str) -> Any:
+        if node is not None:
             current, origin = _converted(node, hint, current, path), node.source
         limits = tuple(limit for limit in limits_of(hint) if not isinstance(limit, MinLen))
         self.entries.append(Entry(path, current, origin, expressed(current, hint), limits))
         return current
 
-    def _section(
-        self, current: object, hint: object, nodes: Sequence[Node], path: KeyPath, origin: str
-    ) -> Any:
-        """A dataclass. A layer that names another class starts from that class's own defaults."""
-        if not _ends_in_table(nodes) and (nodes or not is_dataclass(current)):
-            return self._leaf(current, hint, nodes[-1:], path, origin)
+    def _section(self, current: object, hint: object, node: Node | None, path: KeyPath, origin: str) -> Any:
+        """A dataclass. If another class is named, it starts from that class's own defaults."""
         start = current if is_dataclass(current) else None
-        cls = type(current) if is_dataclass(current) else None
+        if isinstance(node, Leaf) or (node is None and start is None):
+            return self._leaf(current, hint, node, path, origin)
+        cls: Any = type(current) if start is not None else None
         chosen_by = origin if cls and dataclass_arms(hint) != (cls,) else None
-        tables: list[Table] = []
-        for node in nodes:
-            if isinstance(node, Leaf):
-                _converted(
-                    node, hint, current, path
-                )  # may stand there, but a later layer has a table instead
-                continue
-            wanted, source = _wanted_class(cls, hint, node, path)
+        if node is not None:
+            wanted, choice = _wanted_class(cls, hint, node, path)
+            if choice is not None:
+                node, chosen_by = _suiting(node, wanted, choice), choice.source
             if wanted is not cls:
-                # Within a family, what both classes have is kept, so that policies can be exchanged.
                 start = _exchanged(start, wanted)
-                tables = [_restricted(table, wanted) for table in tables] if start is not None else []
                 cls, origin = wanted, f"default of {short_name(wanted)}"
-            chosen_by = source or chosen_by
-            tables.append(node)
-        assert cls is not None
         if issubclass(cls, PluginConfig):
             name = cls.owner_name()
             self.entries.append(Entry((*path, cls.family.key), name, chosen_by or origin, to_text(name)))
         elif chosen_by:  # the class is not simply the one that the field declares
-            text = f'"{full_name(cls)}"' if importable(cls) else None
-            self.entries.append(Entry((*path, CLASS), full_name(cls), chosen_by, text))
-        return self._instance(cls, start, tables, path, origin)
+            name = full_name(cls)
+            self.entries.append(Entry((*path, CLASS), name, chosen_by, to_text(name)))
+        return self._instance(cls, start, node, path, origin)
 
-    def _instance(self, cls: type, start: Any, tables: Sequence[Table], path: KeyPath, origin: str) -> Any:
-        """`start` with what the tables say, or a new `cls` if `start` is None."""
-        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-        for table in tables:
-            for key, child in table.children.items():
-                if key not in fields and not (key == _choosing_key(cls) and path):
-                    raise self._no_such_key(child, (*path, key), cls, list(fields))
+    def _instance(self, cls: type, start: Any, table: Table | None, path: KeyPath, origin: str) -> Any:
+        """`start` with what the table says, or a new `cls` if `start` is None."""
+        fields = {one.name: one for one in dataclasses.fields(cls) if one.init}
+        written = table.children if table is not None else {}
+        for key, child in written.items():
+            if key not in fields and not (key == _choosing_key(cls) and path):
+                raise self._no_such_key(child, (*path, key), cls, list(fields))
         values: dict[str, Any] = {}
-        for name, field in fields.items():
-            here = (*path, name)
-            nodes = [table.children[name] for table in tables if name in table.children]
+        for name, one in fields.items():
+            here, node = (*path, name), written.get(name)
             if dotted(here) in self.locked:
-                if nodes:
-                    raise ConfigError(f"{_written(nodes[-1], here)}: {self.locked[dotted(here)]}")
+                if node is not None:
+                    raise ConfigError(f"{_written(node, here)}: {self.locked[dotted(here)]}")
                 continue
-            current = _default(field) if start is None else getattr(start, name)
-            if current is MISSING and not nodes:
+            current = _default(one) if start is None else getattr(start, name)
+            if current is MISSING and node is None and table is not None:
                 raise ConfigError(
-                    f"{tables[-1].source}: [{dotted(path)}]: the key {name!r} is missing; {short_name(cls)} "
+                    f"{table.source}: [{dotted(path)}]: the key {name!r} is missing; {short_name(cls)} "
                     "has no default for it."
                 )
-            values[name] = self._value(current, self._hint(cls, here), nodes, here, origin)
+            values[name] = self._value(current, self._hint(cls, here), node, here, origin)
+        if table is None:
+            return start
         try:
-            if start is None:
-                return cls(**values)
-            changed = {name: value for name, value in values.items() if value is not getattr(start, name)}
-            return dataclasses.replace(start, **changed) if changed else start
+            return cls(**values) if start is None else dataclasses.replace(start, **values)
         except Exception as error:  # whatever a __post_init__ raises means that the values will not do
-            raise _refused(error, cls, tables, path) from error
+            raise _refused(error, cls, table, path) from error
 
     def _hint(self, cls: type, path: KeyPath) -> Any:
         hint = _hints(cls)[str(path[-1])]
@@ -180,65 +160,41 @@ class Builder:
         return Annotated[hint, *limits] if limits else hint
 
     def _list(
-        self, current: Any, hint: object, element: object, nodes: Sequence[Node], path: KeyPath, origin: str
+        self, current: Any, hint: object, element: object, node: Node | None, path: KeyPath, origin: str
     ) -> Any:
         """A list of dataclasses: `[[list]]` replaces it, `[list.0]` changes one of its elements."""
-        if nodes and not _ends_in_table(nodes):
-            return self._leaf(current, hint, nodes[-1:], path, origin)
-        slots: list[tuple[object, list[Node]]] = [(item, []) for item in _or_empty(current, list)]
-        new = False
-        for node in nodes:
-            if isinstance(node, Leaf):  # [] or "none"
-                _converted(node, hint, current, path)
-                slots, new = [], True
-                continue
-            if node.array:
-                slots, new = [(MISSING, [child]) for child in node.children.values()], True
-                continue
-            for key, child in node.children.items():
-                if not key.isdecimal() or int(key) >= len(slots):
-                    raise ConfigError(
-                        f"{child.source}: {dotted((*path, key))}: the list {dotted(path)} has {len(slots)} "
-                        f"element(s), counted from 0; [[{dotted(path)}]] gives a whole new list."
-                    )
-                slots[int(key)][1].append(child)
-        if not slots:
-            return self._leaf(current, hint, (), path, origin)
-        items = [
-            self._value(item, element, given, (*path, index if new else str(index)), origin)
-            for index, (item, given) in enumerate(slots)
+        if isinstance(node, Leaf) or (node is None and not current):
+            return self._leaf(current, hint, node, path, origin)
+        written = node.children if node is not None else {}
+        new = node is not None and node.array
+        items = [MISSING] * len(written) if new else current or []
+        for key, child in written.items():
+            if key not in map(str, range(len(items))):
+                raise ConfigError(
+                    f"{child.source}: {dotted((*path, key))}: the list {dotted(path)} has {len(items)} "
+                    f"element(s), counted from 0; [[{dotted(path)}]] gives a whole new list."
+                )
+        built = [
+            self._value(item, element, written.get(str(index)), (*path, index if new else str(index)), origin)
+            for index, item in enumerate(items)
         ]
-        unchanged = not new and all(a is b for a, b in zip(items, current, strict=True))
-        return current if unchanged else items
+        return current if node is None else built
 
     def _dict(
-        self,
-        current: Any,
-        hint: object,
-        value_hint: object,
-        nodes: Sequence[Node],
-        path: KeyPath,
-        origin: str,
+        self, current: Any, hint: object, element: object, node: Node | None, path: KeyPath, origin: str
     ) -> Any:
         """A dict: tables add keys and change values."""
-        if not _ends_in_table(nodes) and (nodes or not isinstance(current, dict)):
-            return self._leaf(current, hint, nodes[-1:], path, origin)
-        before = _or_empty(current, dict)
-        given: dict[str, list[Node]] = {key: [] for key in before}
-        for node in nodes:
-            if isinstance(node, Leaf) or node.array:
-                _converted(node, hint, current, path)
-                continue
-            for key, child in node.children.items():
-                given.setdefault(key, []).append(child)
-        if not given:
-            self.entries.append(Entry(path, {}, nodes[-1].source if nodes else origin, "{}"))
+        if not _is_table(node) and (node is not None or not isinstance(current, dict)):
+            return self._leaf(current, hint, node, path, origin)
+        before = current if isinstance(current, dict) else {}
+        written = node.children if isinstance(node, Table) else {}
+        if not before and not written:
+            self.entries.append(Entry(path, {}, node.source if node is not None else origin, "{}"))
         after = {
-            key: self._value(before.get(key, MISSING), value_hint, children, (*path, key), origin)
-            for key, children in given.items()
+            key: self._value(before.get(key, MISSING), element, written.get(key), (*path, key), origin)
+            for key in {**before, **written}
         }
-        unchanged = current is before and all(after[key] is before.get(key) for key in after)
-        return current if unchanged else after
+        return current if node is None else after
 
     def _no_such_key(self, node: Node, path: KeyPath, cls: type, names: list[str]) -> ConfigError:
         key = str(path[-1])
@@ -246,21 +202,21 @@ class Builder:
             hint = f" {cls.family.key} = {shown(cls.owner_name())} does not have it, but {', '.join(others)}."
         else:
             base = Builder(self.base, self.base_name, self.locked, self.limits)
-            base.build([])
+            base.build(None)
             namesakes = [dotted(entry.path) for entry in base.entries if entry.path[-1] == key]
-            close = difflib.get_close_matches(key, names, n=1)
-            suggestions = [dotted((*path[:-1], name)) for name in close] or namesakes[:3]
-            hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
+            close = [dotted((*path[:-1], name)) for name in difflib.get_close_matches(key, names, n=1)]
+            nearest = [*close, *namesakes][:1]
+            hint = f" Did you mean {nearest[0]}?" if nearest else ""
         if len(names) <= 12:
             hint += f" {short_name(cls)} has {', '.join(names) or 'no keys'}."
         return ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
 
 
-def _refused(error: Exception, cls: type, tables: Sequence[Table], path: KeyPath) -> ConfigError:
+def _refused(error: Exception, cls: type, table: Table, path: KeyPath) -> ConfigError:
     """The error for values that a `__post_init__` refuses, with those that its message names, or else all."""
     said = " ".join(str(error).split()).rstrip(".") or repr(error)
     reason = f"{short_name(cls)} rejects this: {said}."
-    written = {(*path, *keys): leaf for table in tables for keys, leaf in leaves(table)}
+    written = {(*path, *keys): leaf for keys, leaf in leaves(table)}
     named = {
         keys: leaf for keys, leaf in written.items() if re.search(rf"\b{re.escape(str(keys[-1]))}\b", said)
     }
@@ -269,12 +225,12 @@ def _refused(error: Exception, cls: type, tables: Sequence[Table], path: KeyPath
     if len(told) == 1:
         ((value, source),) = told
         return ConfigError(f"{source}: {value}: {reason}")
-    place = f"{tables[-1].source}: [{dotted(path)}]" if path else tables[-1].source
+    place = f"{table.source}: [{dotted(path)}]" if path else table.source
     listed = ", ".join(f"{value} ({source})" for value, source in told[:MOST_LISTED])
     return ConfigError(f"{place}: {reason} Written are {listed}{', ...' * (len(told) > MOST_LISTED)}.")
 
 
-def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) -> tuple[type, str | None]:
+def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) -> tuple[type, Leaf | None]:
     """The class that a table asks for, and where; (`cls`, None) if it leaves the class as it is."""
     if node.array:
         raise ConfigError(f"{node.source}: [[{dotted(path)}]]: an array, but a single table belongs here.")
@@ -282,22 +238,25 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
     key = _choosing_key(allowed[0])
     name = node.children.get(key) if path else None
     if name is None:
-        if cls is not None:
-            return cls, None
-        if len(allowed) == 1:
-            return allowed[0], node.source
+        if cls is not None or len(allowed) == 1:
+            return cls or allowed[0], None
         names = " or ".join(f'"{short_name(option)}"' for option in allowed)
         raise ConfigError(f"{node.source}: [{dotted(path)}]: which kind is meant? Add class = {names}.")
     if not isinstance(name, Leaf) or not isinstance(name.value, str):
         raise ConfigError(f"{name.source}: {dotted(path)}.{key}: expected a string, the name of a class.")
     try:
         if issubclass(allowed[0], PluginConfig):
-            return allowed[0].family.find(name.value).Config, name.source
-        return find_class(name.value, allowed), name.source
-    except (LookupError, UserError) as error:
-        raise ConfigError(
-            f"{name.source}: {dotted(path)}.{key} = {shown(name.value)}: {error.args[0]}."
-        ) from error
+            return allowed[0].family.find(name.value).Config, name
+        return configuration(name.value, allowed), name
+    except UserError as error:
+        raise ConfigError(f"{name.source}: {dotted(path)}.{key} = {shown(name.value)}: {error}.") from error
+
+
+def _suiting(table: Table, cls: type, choice: Leaf) -> Table:
+    """A table without what weaker layers than that of the choice set for another class."""
+    names = {one.name for one in dataclasses.fields(cls)}
+    kept = {key: one for key, one in table.children.items() if key in names or one.layer >= choice.layer}
+    return dataclasses.replace(table, children=kept)
 
 
 def _exchanged(start: object, cls: type) -> Any:
@@ -309,11 +268,6 @@ def _exchanged(start: object, cls: type) -> Any:
 
 def _choosing_key(cls: type) -> str:
     return cls.family.key if issubclass(cls, PluginConfig) else CLASS
-
-
-def _restricted(table: Table, cls: type) -> Table:
-    names = {field.name for field in dataclasses.fields(cls)}
-    return dataclasses.replace(table, children={k: v for k, v in table.children.items() if k in names})
 
 
 def _converted(node: Node, hint: object, current: object, path: KeyPath) -> Any:
@@ -341,19 +295,12 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def _default(one: dataclasses.Field[Any]) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
 
 
-def _or_empty(current: Any, container: type) -> Any:
-    return current if isinstance(current, container) else container()
-
-
-def _ends_in_table(nodes: Sequence[Node], single: bool = False) -> bool:
-    """Whether the strongest layer has a table, or, unless `single`, an array of tables."""
-    if not nodes or isinstance(nodes[-1], Leaf):
-        return False
-    return not (single and nodes[-1].array)
+def _is_table(node: Node | None) -> bool:
+    return isinstance(node, Table) and not node.array
 
 
 def _written(node: Node, path: KeyPath) -> str:

@@ -97,12 +97,6 @@ def _in_order(corpus: Corpus, lengths: Lengths) -> Documents:
 def steps_of_epochs(job: Job, documents: Documents, epochs: int) -> int:
     """The first step after which every document was trained on `epochs` times; the next epoch fills it up.
     Plans follow from lengths alone, so no tokens are read."""
-    if documents.sources:
-        raise PlanError(
-            "Sources of a mixture come round at different times, so it has no epochs; set "
-            "training.steps, and leave wlb.epochs out.",
-            setting="wlb.epochs",
-        )
     planner = job.planner(documents)
     missing = epochs * documents.mixture().tokens
     end, steps = epochs * len(documents.lengths), 0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from annotated_types import Ge, Gt, Interval, Le, MinLen
+from annotated_types import Ge, Gt, Interval, MinLen
 
 from wlb_titan.config.build import Builder, Entry, dotted
-from wlb_titan.config.sources import Leaf, Table, leaves, read_sources
+from wlb_titan.config.sources import read_sources
 from wlb_titan.config.values import in_words, key_text, shown, to_text
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.packing.policy import MOST_TOKENS
@@ -41,9 +40,8 @@ LIMITS = {
     "training.local_batch_size": _DEGREE,
     "training.global_batch_size": (Interval(ge=-1, le=1 << 20),),
     "training.seq_len": (Interval(ge=2, le=MOST_TOKENS),),
-    "training.max_norm": (Gt(0), Le(math.inf)),
+    "training.max_norm": (Gt(0),),
     "training.steps": _COUNT,
-    "training.gc_freq": _COUNT,
     "parallelism.data_parallel_replicate_degree": _DEGREE,
     "parallelism.data_parallel_shard_degree": (Interval(ge=-1, le=1 << 20),),
     "parallelism.tensor_parallel_degree": _DEGREE,
@@ -63,22 +61,9 @@ LIMITS = {
     "checkpoint.load_step": (Ge(-1),),
     "comm.init_timeout_seconds": _SECONDS,
     "comm.train_timeout_seconds": _SECONDS,
-    "comm.trace_buf_size": _FROM_ZERO,
     "debug.seed": _FROM_ZERO,
-    "profiler.profile_freq": _COUNT,
-    "profiler.profiler_active": _COUNT,
-    "profiler.profiler_warmup": _FROM_ZERO,
-    "profiler.profiler_repeat": _FROM_ZERO,
-    "profiler.profiler_skip_first": _FROM_ZERO,
-    "profiler.profiler_skip_first_wait": _FROM_ZERO,
-    "profiler.memory_snapshot_freq": _COUNT,
-    "profiler.memory_snapshot_max_entries": _COUNT,
 }
 """Ranges that torchtitan does not check itself: a value outside would fail in the middle of a run."""
-
-IMPLIED = {("checkpoint", "last_save_in_hf"): ("checkpoint", "last_save_model_only")}
-"""What a key set to true also sets to true, unless the same file or a stronger one sets it: Hugging Face's
-format has no place for an optimizer."""
 
 COMMENT_COLUMN = 60
 """Where comments start, unless a value reaches beyond."""
@@ -160,21 +145,9 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
     except UserError as error:
         raise ConfigError(f"{sources.base.source}: base = {shown(name)}: {error}") from error
     builder = Builder(base, name, LOCKED, LIMITS)
-    config = builder.build(tuple(_implied(sources.layers)))
+    config = builder.build(sources.root)
     named = Entry(("base",), name, sources.base.source, to_text(name))
     return Resolved(config, named, tuple(builder.entries))
-
-
-def _implied(layers: Sequence[Table]) -> Iterator[Table]:
-    """The layers, and below each what `IMPLIED` has for its keys."""
-    for layer in layers:
-        written = dict(leaves(layer))
-        for path, (section, key) in IMPLIED.items():
-            leaf = written.get(path)
-            if leaf is not None and leaf.value in (True, "true"):
-                implied = Leaf(True, f"{leaf.source} by {dotted(path)}")
-                yield Table({section: Table({key: implied}, leaf.source)}, leaf.source)
-        yield layer
 
 
 def _document(entries: Iterable[Entry]) -> str:

@@ -86,6 +86,10 @@ class ValidationSettings:
     every: Annotated[int, Ge(0)] = 100
     """After the first step, every so many and after the last. 0: never, though held-out documents stay so."""
 
+    def __post_init__(self) -> None:
+        if self.path and self.hold_out:
+            raise ValueError("with path, which names documents, none are held out; leave hold_out out.")
+
     @property
     def enabled(self) -> bool:
         return self.every > 0 and bool(self.hold_out or self.path)
@@ -148,3 +152,9 @@ class WlbSettings:
     packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
     sharding: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
     pipeline: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))
+
+    def __post_init__(self) -> None:
+        if self.epochs and self.corpus.sources:
+            raise ValueError(
+                "sources come round at different times, so there are no epochs; set training.steps instead."
+            )

@@ -1,22 +1,27 @@
-"""The user's text, before any type is known: TOML files and command-line overrides as layers of nodes.
+"""The user's text, before any type is known: TOML files and command-line overrides as one tree of nodes.
 
-A layer is a tree: a Leaf where the TOML has a value, a Table where it has a table. Each node knows where it
-was written. Layers are listed weakest first: the file at the end of the `extends` chain, ..., the file that
-the user named, the command line.
+A Leaf is a value of the TOML, a Table a table. Each knows where it was written and in which layer: files of
+the `extends` chain from the last one on, then the command line. A stronger layer's value replaces a weaker
+one's, tables are merged key by key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import tomli
 
 from wlb_titan.config.values import shown
 from wlb_titan.errors import ConfigError
 
+Keys = tuple[str, ...]
 COMMAND_LINE = "command line"
+STRONGEST = 1
+"""The command line's layer; the file that the user named is 0, the one that it extends -1, and so on."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Leaf:
     """As tomli gives it."""
     source: str
     """`train.toml:12` or `command line`."""
+    layer: int = STRONGEST
     text: str | None = None
     """What was typed on the command line: `5` is also the string "5", should the field be a string."""
 
@@ -37,6 +43,8 @@ class Table:
 
     children: dict[str, Node]
     source: str
+    """The strongest layer's."""
+    layer: int = STRONGEST
     array: bool = False
 
 
@@ -47,26 +55,29 @@ Node = Leaf | Table
 class Sources:
     """All that the user wrote."""
 
-    layers: tuple[Table, ...]
-    """Weakest first, without the keys `base` and `extends`."""
+    root: Table
+    """Without the keys `base` and `extends`."""
     base: Leaf | None
     """The strongest layer's `base`, None if no layer has one."""
+
+    def written(self) -> dict[str, Any]:
+        """Dotted key -> value."""
+        return {".".join(path): leaf.value for path, leaf in leaves(self.root)}
 
 
 def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Sources:
     """Read a TOML file, all that it extends, and command-line overrides."""
-    layers, base = [], None
-    for layer in (*reversed(_command_line(overrides)), *_file_chain(Path(path))):
-        children = dict(layer.children)
-        children.pop("extends", None)
-        own_base = children.pop("base", None)
-        if base is None and own_base is not None:
-            base = _string(own_base, "base", "the name of a base configuration")
-        layers.append(replace(layer, children=children))
-    return Sources(tuple(reversed(layers)), base)
+    layers = [*_command_line(overrides), *_file_chain(Path(path))]
+    root = reduce(_merged, reversed(layers))
+    children = dict(root.children)
+    children.pop("extends", None)
+    base = children.pop("base", None)
+    if base is not None:
+        base = _string(base, "base", "the name of a base configuration")
+    return Sources(replace(root, children=children), base)
 
 
-def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Leaf]]:
+def leaves(node: Node, path: Keys = ()) -> Iterator[tuple[Keys, Leaf]]:
     if isinstance(node, Leaf):
         yield path, node
     else:
@@ -74,14 +85,13 @@ def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
             yield from leaves(child, (*path, key))
 
 
-def written(sources: Sources, key: str) -> object:
-    """The strongest layer's value for a dotted key, of whatever type; None if no layer has one."""
-    found = None
-    for layer in sources.layers:
-        for path, leaf in leaves(layer):
-            if ".".join(path) == key:
-                found = leaf.value
-    return found
+def _merged(weaker: Any, stronger: Any) -> Any:
+    if not (isinstance(weaker, Table) and isinstance(stronger, Table)) or stronger.array:
+        return stronger
+    children = dict(weaker.children)
+    for key, child in stronger.children.items():
+        children[key] = _merged(children[key], child) if key in children else child
+    return replace(stronger, children=children, array=weaker.array)
 
 
 def _file_chain(path: Path) -> Iterator[Table]:
@@ -93,8 +103,8 @@ def _file_chain(path: Path) -> Iterator[Table]:
         if path.resolve() in [earlier.resolve() for earlier in seen]:
             circle = " -> ".join(str(link) for link in [*seen, path])
             raise ConfigError(f"{place}: the files extend each other in a circle: {circle}.")
+        layer = _read_file(path, place, -len(seen))
         seen.append(path)
-        layer = _read_file(path, place)
         yield layer
         if "extends" not in layer.children:
             return
@@ -109,7 +119,7 @@ def _string(node: Node, key: str, meaning: str) -> Leaf:
     raise ConfigError(f"{node.source}: {written}: expected a string, {meaning}.")
 
 
-def _read_file(path: Path, place: str) -> Table:
+def _read_file(path: Path, place: str, layer: int) -> Table:
     try:
         text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte-order mark
     except FileNotFoundError:
@@ -124,19 +134,18 @@ def _read_file(path: Path, place: str) -> Table:
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, arrays nested as deeply
         raise ConfigError(f"{path}: this TOML cannot be read: {error}.") from error
     lines = _line_numbers(text)
-    root = _to_node(document, {keys: f"{path}:{line}" for keys, line in lines.items()}, ())
-    assert isinstance(root, Table)
+    root: Table = _to_node(document, lambda keys: f"{path}:{lines[keys]}", layer)
     return root
 
 
-def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
+def _line_numbers(text: str) -> dict[Keys, int]:
     """On which line each value and table of a valid TOML text starts.
 
     tomli does not tell, so the text is parsed one line longer each time: what is new when it parses started
     right after the last line at which it did. A text of 150 lines takes some 20 ms.
     """
     lines = text.split("\n")
-    numbers: dict[tuple[str, ...], int] = {(): 1}
+    numbers: dict[Keys, int] = {(): 1}
     begin = 1
     for end in range(1, len(lines) + 1):
         try:
@@ -149,7 +158,7 @@ def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
     return numbers
 
 
-def _all_keys(value: object, keys: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _all_keys(value: object, keys: Keys) -> Iterator[Keys]:
     yield keys
     for key, child in _children(value).items():
         yield from _all_keys(child, (*keys, key))
@@ -164,18 +173,18 @@ def _children(value: object) -> dict[str, object]:
     return {}
 
 
-def _to_node(value: object, sources: dict[tuple[str, ...], str], keys: tuple[str, ...]) -> Node:
+def _to_node(value: object, source: Callable[[Keys], str], layer: int, keys: Keys = ()) -> Any:
     children = _children(value)
     if not children and not isinstance(value, dict):
-        return Leaf(value, sources[keys])
-    nodes = {key: _to_node(child, sources, (*keys, key)) for key, child in children.items()}
-    return Table(nodes, sources[keys], array=isinstance(value, list))
+        return Leaf(value, source(keys), layer)
+    nodes = {key: _to_node(child, source, layer, (*keys, key)) for key, child in children.items()}
+    return Table(nodes, source(keys), layer, array=isinstance(value, list))
 
 
 def _command_line(overrides: Sequence[str]) -> list[Table]:
-    """`["--training.steps", "5", "--a.b=true"]` as a layer for each override, the last the strongest."""
+    """`["--training.steps", "5", "--a.b=true"]` as a tree for each override, the last first."""
     remaining = iter(overrides)
-    found = []
+    found: list[Table] = []
     for word in remaining:
         name, equals, text = word.partition("=")
         keys = name.removeprefix("--").split(".")
@@ -192,17 +201,11 @@ def _command_line(overrides: Sequence[str]) -> list[Table]:
                 )
         if keys == ["extends"]:
             raise ConfigError(f"{COMMAND_LINE}: {name} {text}: only a TOML file can extend another.")
-        found.append((keys, _parse_word(text)))
-    # A section's class is chosen before its keys are set, in whichever order they are given.
-    found.sort(key=lambda item: item[0][-1] != "class")
-    return [_nest(keys, node) for keys, node in found]
-
-
-def _nest(keys: Sequence[str], node: Node) -> Table:
-    for key in reversed(keys):
-        node = Table({key: node}, COMMAND_LINE)
-    assert isinstance(node, Table)
-    return node
+        node: Any = _parse_word(text)
+        for key in reversed(keys):
+            node = Table({key: node}, COMMAND_LINE)
+        found.insert(0, node)
+    return found
 
 
 def _parse_word(text: str) -> Node:
@@ -212,7 +215,6 @@ def _parse_word(text: str) -> Node:
     except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError
         document = {}
     if list(document) != ["value"]:
-        return Leaf(text, COMMAND_LINE, text)
-    everywhere = dict.fromkeys(_all_keys(document, ()), COMMAND_LINE)
-    node = _to_node(document["value"], everywhere, ("value",))
+        return Leaf(text, COMMAND_LINE, text=text)
+    node: Node = _to_node(document["value"], lambda keys: COMMAND_LINE, STRONGEST)
     return replace(node, text=text) if isinstance(node, Leaf) else node

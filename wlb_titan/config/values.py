@@ -3,9 +3,9 @@
 TOML has no null: the string "none" stands for None wherever the type allows None.
 
 A hint may say which numbers are meant, as `Annotated[int, Ge(1)]` does, in the words of the library
-`annotated_types`: Ge, Gt, Le, Lt, Interval, MultipleOf, and MinLen for a string or list. They hold for each
-element in `list[Annotated[int, Ge(2)]]`. Two rules need no annotation: a float is a finite number unless its
-range says Le(inf), and an integer has 64 bits.
+`annotated_types`: Ge, Gt, Le, Lt, Interval, and MinLen for a string or list. They hold for each element in
+`list[Annotated[int, Ge(2)]]`. Two rules need no annotation: a float is a finite number, and an integer has 64
+bits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
+from itertools import chain
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt, MinLen, MultipleOf
+import tomli
+from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt, MinLen
 
 NONE = "none"
 LARGEST_INTEGER = 2**63 - 1
@@ -30,12 +32,9 @@ LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
     Gt: ("gt", operator.gt, "above {}"),
     Le: ("le", operator.le, "at most {}"),
     Lt: ("lt", operator.lt, "below {}"),
-    MultipleOf: ("multiple_of", lambda value, unit: value % unit == 0, "a multiple of {}"),
-    MinLen: ("min_length", lambda value, least: len(value) >= least, "at least {} long"),
+    MinLen: ("min_length", lambda value, least: len(value) >= least, "not empty"),
 }
 """Kind of limit -> where its bound stands, whether a value keeps to it, and its words."""
-
-NAMED: dict[BaseMetadata, str] = {Le(math.inf): "inf for no bound", MinLen(1): "not empty"}
 
 
 class Mismatch(Exception):
@@ -102,25 +101,19 @@ def convert(value: object, hint: object, guide: object = None) -> Any:
         if type(value) is hint and is_sound(value):
             return value
     elif origin is list and isinstance(value, list):
-        (element,) = arguments or (Any,)
-        return [convert(item, element) for item in value]
-    elif origin is tuple and isinstance(value, list):
-        return tuple(_convert_to_tuple(value, arguments or (Any, ...)))
+        return [convert(item, arguments[0]) for item in value]
+    elif origin is tuple and isinstance(value, list) and len(value) == len(arguments):
+        return tuple(map(convert, value, arguments))
     elif origin is dict and isinstance(value, dict):
-        _, element = arguments or (str, Any)
-        return {key: convert(item, element) for key, item in value.items()}
+        return {key: convert(item, arguments[1]) for key, item in value.items()}
     raise Mismatch
 
 
 def _convert_in_range(value: object, hint: object, guide: object) -> Any:
-    limits = _limits(hint)
-    if value == math.inf and Le(math.inf) in limits:
-        return value
     result = convert(value, bare(hint), guide)
-    for limit in limits:
+    for limit in _limits(hint):
         bound, holds, _ = LIMITS[type(limit)]
-        has_length = isinstance(result, str | list | tuple)
-        if isinstance(limit, MinLen) == has_length and not holds(result, getattr(limit, bound)):
+        if not holds(result, getattr(limit, bound)):
             raise Mismatch
     return result
 
@@ -138,14 +131,6 @@ def _convert_to_union(value: object, alternatives: tuple[object, ...], guide: ob
     return next((result for result in results if type(result) is type(value)), results[0])
 
 
-def _convert_to_tuple(value: list[object], elements: tuple[object, ...]) -> list[object]:
-    if elements[1:] == (...,):
-        return [convert(item, elements[0]) for item in value]
-    if len(elements) != len(value):
-        raise Mismatch
-    return [convert(item, element) for item, element in zip(value, elements, strict=True)]
-
-
 def is_sound(value: object) -> bool:
     """Whether all numbers are finite and of at most 64 bits."""
     if isinstance(value, int):
@@ -159,15 +144,9 @@ def is_sound(value: object) -> bool:
 
 def _limits(hint: object) -> list[BaseMetadata]:
     """What `Annotated` says of the whole of a hint."""
-    return [one for one in _flat(getattr(hint, "__metadata__", ())) if type(one) in LIMITS]
-
-
-def _flat(metadata: Iterable[Any]) -> Iterator[BaseMetadata]:
-    for item in metadata:
-        if isinstance(item, GroupedMetadata):
-            yield from _flat(item)
-        else:
-            yield item
+    metadata = getattr(hint, "__metadata__", ())
+    flat = chain.from_iterable(one if isinstance(one, GroupedMetadata) else [one] for one in metadata)
+    return [one for one in flat if type(one) in LIMITS]
 
 
 def describe(hint: object) -> str:
@@ -182,11 +161,8 @@ def describe(hint: object) -> str:
 
 def in_words(limits: Iterable[BaseMetadata]) -> str:
     """`(Gt(0), Le(1))` -> `above 0 and at most 1`."""
-    words = []
-    for limit in limits:
-        bound, _, pattern = LIMITS[type(limit)]
-        words.append(NAMED.get(limit) or pattern.format(getattr(limit, bound)))
-    return " and ".join(words)
+    kinds = ((limit, *LIMITS[type(limit)]) for limit in limits)
+    return " and ".join(pattern.format(getattr(limit, bound)) for limit, bound, _, pattern in kinds)
 
 
 def _describe_one(hint: object) -> str:
@@ -199,10 +175,9 @@ def _describe_one(hint: object) -> str:
     if origin is Literal:
         return "one of " + ", ".join(to_text(option) for option in arguments)
     if origin is list:
-        return f"an array (each element {describe(arguments[0])})" if arguments else "an array"
+        return f"an array (each element {describe(arguments[0])})"
     if origin is tuple:
-        fixed = len(arguments) if arguments and arguments[-1] is not ... else 0
-        return f"an array of {fixed} values" if fixed else "an array"
+        return f"an array of {len(arguments)} values"
     if origin is dict or (isinstance(hint, type) and is_dataclass(hint)):
         return "a table"
     return "a Python object that only a base can give"
@@ -251,18 +226,7 @@ def expressed(value: object, hint: object) -> str | None:
     """The value as TOML if a field of type `hint` can read it back, else None."""
     try:
         text = to_text(value)
-        same = convert(_as_read(value), hint, value) == value
+        same = convert(tomli.loads(f"value = {text}")["value"], hint, value) == value
     except Mismatch:
         return None
     return text if same else None
-
-
-def _as_read(value: object) -> object:
-    """A value as tomli reads it back."""
-    if value is None:
-        return NONE
-    if isinstance(value, list | tuple):
-        return [_as_read(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _as_read(item) for key, item in value.items()}
-    return value

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
-from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
@@ -20,5 +18,6 @@ class TrainerConfig(TorchtitanTrainer.Config):
     wlb: WlbSettings = field(default_factory=WlbSettings)
     """What wlb_titan adds: corpus, packing, sharding."""
 
-    metrics: TitanMetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
-    validator: TitanValidator.Config = field(default_factory=Validator.Config)
+    # Only these, and classes derived from them, know planned micro-batches.
+    metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
+    validator: Validator.Config = field(default_factory=Validator.Config)

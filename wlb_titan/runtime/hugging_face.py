@@ -38,10 +38,8 @@ ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_
 
 def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
     """Refuses a folder of weights of another model, or of another tokenizer than the corpus'."""
-    if not folder.is_dir():
-        raise UserError(f"{KEY}: there is no folder {str(folder)!r}.")
     if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{KEY}: the folder {str(folder)!r} has no *.safetensors.")
+        raise UserError(f"{KEY}: there is no folder {str(folder)!r} with *.safetensors.")
     try:
         theirs = read_description(folder / CONFIG)
     except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ import click
 from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:  # torch is imported only when the ranks watch each other
-    from wlb_titan.config import Resolved
+    from wlb_titan.config.load import Resolved
     from wlb_titan.runtime.ends import Alarm
 
 
@@ -42,10 +42,10 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
 def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> int:
     """Runs an experiment in one of the launcher's processes; returns the exit status, `Stop.status` if it was
     stopped. A configuration that cannot run is refused before the dump folder is changed."""
-    from wlb_titan.config.sources import read_sources, written
+    from wlb_titan.config.sources import read_sources
     from wlb_titan.runtime.cpu_device import hide_accelerators, use_cpu_without_accelerator
 
-    if written(read_sources(path, overrides), "wlb.device") == "cpu":
+    if read_sources(path, overrides).written().get("wlb.device") == "cpu":
         hide_accelerators()
     on_cpu = use_cpu_without_accelerator()
 
@@ -53,7 +53,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     from wlb_titan.kernels.implementations import device_of
     from wlb_titan.runtime.attention.implementation import check_implementation
-    from wlb_titan.runtime.checks.files import validate_devices, validate_inputs
+    from wlb_titan.runtime.checks import check_processes, validate_inputs
     from wlb_titan.runtime.job import device_bytes, job_of, parallel_dims
     from wlb_titan.runtime.log import start_log
     from wlb_titan.runtime.memory import check_memory
@@ -66,7 +66,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if gpus == 1 and shown and "," not in shown:
             processes = 1  # the launcher shows each process its own GPU
-        resolved.check(lambda config: validate_devices(config, processes, gpus))
+        resolved.check(lambda _: check_processes(processes, gpus))
     resolved.check(validate_inputs)
     dims = parallel_dims(config, world_size)
     device = device_of(torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator()))

@@ -28,8 +28,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
-from wlb_titan.config.classes import full_name, short_name
 from wlb_titan.errors import UserError
+from wlb_titan.plugins import full_name, short_name
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.metrics import MetricsProcessor

@@ -12,7 +12,6 @@ heads, so that the paper's tensor-parallel degree of 16 divides them.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from functools import partial
@@ -34,6 +33,7 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import UserError
+from wlb_titan.plugins import load
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.attention.rotary import PairwiseRoPE
 from wlb_titan.runtime.hugging_face import differences, read_description
@@ -115,18 +115,12 @@ def base_config(name: str) -> Trainer.Config:
     if name.endswith(".json"):
         return _published(name)
     if ":" not in name:
-        near = difflib.get_close_matches(name, BASES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(
-            f"no base is called {name!r}: {hint}Known bases: {', '.join(BASES)}; or name any registry "
-            'function as "package.module:function", such as '
-            '"torchtitan.models.llama3.config_registry:llama3_8b", or a published model\'s config.json.'
+            f"no base is called {name!r}. Known bases: {', '.join(BASES)}; or name any registry function as "
+            '"package.module:function", such as "torchtitan.models.llama3.config_registry:llama3_8b", or a '
+            "published model's config.json."
         )
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(f"the base {name!r} cannot be imported: {error}.") from error
+    function = load(name)
     try:
         base = function()
     except Exception as error:  # a base may fail in any way

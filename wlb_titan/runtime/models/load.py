@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.config import Resolved, resolve
+from wlb_titan.config.load import Resolved, resolve
 
 BASES = "wlb_titan.runtime.models.bases"
 
@@ -19,7 +19,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
     """Loads a TOML file with all that it extends; overrides come last and win, such as
     `["--training.steps", "5", "--training.seq_len=4096"]`. Degrees must fit `world_size`, if it is known."""
     resolved = resolve(path, overrides, _base_config)
-    from wlb_titan.runtime.checks.config import validate
+    from wlb_titan.runtime.checks import validate
 
     resolved.check(lambda config: validate(config, world_size))
     return resolved

@@ -1,4 +1,4 @@
-"""Checks of a whole configuration before anything starts.
+"""What is refused before anything starts: of a whole configuration, and of the files that it names.
 
 torchtitan's own checks run on copies, and their messages are passed on. Added are the conditions on which
 torchtitan would only fail in the middle of a run.
@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
-from dataclasses import fields
-from typing import Any
+from pathlib import Path
 
 import torch
-from torchtitan.components.loss import BaseLoss
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.config.classes import full_name
+from wlb_titan.config.documents import (
+    mixture_sources,
+    open_corpus,
+    training_documents,
+    validated_documents,
+)
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.values import shown
+from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
+from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.runtime.attention.implementation import check_implementation
+from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.compat import optimizer_factory, owner_of
 from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.ends import seconds_of
+from wlb_titan.runtime.hugging_face import check_weights
 from wlb_titan.runtime.job import configured_degrees, degrees_product, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.meshes import Dims
-from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, has_adapters, unsupported
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.schedules import (
@@ -39,19 +45,13 @@ from wlb_titan.runtime.pipeline.schedules import (
     check_stages,
     stage_names,
 )
-from wlb_titan.runtime.validator import Validator
+from wlb_titan.simulator.choice import choose
 
 ONLY = {
     "parallelism.spmd_backend": ("spmd_types", "our attention takes local tensors"),
     "parallelism.pipeline_parallel_microbatch_size": (1, "a micro-batch is one packed sequence"),
-    "training.disable_cuda_graphs": (
-        True,
-        "a CUDA graph replays one length, and micro-batches differ in theirs",
-    ),
-    "debug.spmd_typechecking": (
-        False,
-        "torchtitan cannot follow the layouts of tensors through document attention",
-    ),
+    "training.disable_cuda_graphs": (True, "a CUDA graph replays one length, and those here differ"),
+    "debug.spmd_typechecking": (False, "torchtitan cannot follow tensors through document attention"),
     "comm.mode": ("default", "each rank here is a process with micro-batches of its own"),
     "validator.enable": (
         False,
@@ -69,9 +69,7 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
     _check_experts(config, dims, world_size)
     _check_batch(config, dims)
     _check_settings(config)
-    _check_own(config.wlb, config.loss)
-    _check_checkpoint(config)
-    _check_meetings(config, dims)
+    _check_checkpoint(config, dims)
     _check_model(config)
     check_implementation(config)
     _check_pipeline(config, dims)
@@ -80,22 +78,20 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
 
 
 def _check_degrees(config: TrainerConfig, world_size: int | None) -> None:
-    p = config.parallelism
-    if p.data_parallel_shard_degree < 1 and p.data_parallel_shard_degree != -1:
+    shard, product = config.parallelism.data_parallel_shard_degree, degrees_product(config)
+    if shard == 0:
         raise UserError(
             "parallelism.data_parallel_shard_degree: a degree is at least 1, or -1 for all processes that "
-            f"the other degrees leave, got {p.data_parallel_shard_degree}."
+            "the other degrees leave."
         )
-    degrees, product = configured_degrees(config), degrees_product(config)
-    rest = p.data_parallel_shard_degree == -1
-    fits = world_size is None or (world_size % product == 0 if rest else world_size == product)
-    if not fits:
-        own = (key for key, degree in degrees.items() if key.startswith("wlb.") and world_size % degree)
-        needed = " x ".join(f"{key.split('.', 1)[1]} {degree}" for key, degree in degrees.items())
-        raise UserError(
-            f"{next(own, 'parallelism')}: {world_size} processes do not fit the degrees: {needed} need "
-            f"{product}" + (" or a multiple of it." if rest else ".")
-        )
+    if world_size is None or (world_size % product == 0 if shard == -1 else world_size == product):
+        return
+    degrees = configured_degrees(config).items()
+    needed = " x ".join(f"{key.split('.', 1)[1]} {degree}" for key, degree in degrees)
+    raise UserError(
+        f"parallelism: {world_size} processes do not fit the degrees: {needed} need {product}"
+        + (" or a multiple of it." if shard == -1 else ".")
+    )
 
 
 def _check_experts(config: TrainerConfig, dims: ParallelDims, world_size: int | None) -> None:
@@ -129,68 +125,25 @@ def _check_settings(config: TrainerConfig) -> None:
             f'compile.components: torchtitan compiles "model" and "loss" and would leave out '
             f"{shown(sorted(strangers))} without a word."
         )
-    profiler = config.profiler
-    profiled = profiler.profiler_active + profiler.profiler_warmup
-    if profiler.enable_profiling and profiler.profile_freq < profiled:
-        raise UserError(
-            f"profiler.profile_freq: {profiled} steps are profiled or warm up, so it must be at least "
-            f"{profiled}, got {profiler.profile_freq}."
-        )
-    for section, needed in (("metrics", MetricsProcessor), ("validator", Validator)):
-        if not isinstance(getattr(config, section), needed.Config):
-            raise UserError(
-                f"{section}.class: only {full_name(needed.Config)}, which the base has, and classes derived "
-                "from it know planned micro-batches; leave the class out."
-            )
+    if config.wlb.loss_weight == "conversation":
+        weighted(config.loss)  # complains about a loss that it cannot weigh
+    if config.wlb.stop_after:
+        seconds_of(config.wlb.stop_after)
 
 
-def _check_own(wlb: WlbSettings, loss: BaseLoss.Config) -> None:
-    if wlb.validation.path and wlb.validation.hold_out:
-        raise UserError(
-            "wlb.validation.hold_out: documents are held out only where no others are named by "
-            "wlb.validation.path; leave one of the two out."
-        )
-    if wlb.epochs and wlb.corpus.sources:
-        raise UserError(
-            "wlb.epochs: sources of a mixture come round at different times, so it has no epochs; set "
-            "training.steps instead."
-        )
-    if wlb.loss_weight == "conversation":
-        weighted(loss)  # complains about a loss that it cannot weigh
-    if wlb.stop_after:
-        seconds_of(wlb.stop_after)
-
-
-def _check_checkpoint(config: TrainerConfig) -> None:
+def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:
     checkpoint = config.checkpoint
     named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
     if named and not checkpoint.enable:
         raise UserError(
             f"checkpoint.{named[0]}: nothing is loaded as long as checkpoint.enable is false; set it to true."
         )
-    if not checkpoint.initial_load_in_hf:
-        return
-    assert config.model_spec is not None
-    if not checkpoint.initial_load_path:
-        raise UserError(
-            "checkpoint.initial_load_in_hf: from which folder is not said; set checkpoint.initial_load_path "
-            "to the one with the model's config.json and *.safetensors."
-        )
-    if config.model_spec.state_dict_adapter is None:
-        raise UserError(
-            f"checkpoint.initial_load_in_hf: {config.model_spec.name} cannot read weights of Hugging Face's "
-            "format, for its model_spec has no state_dict_adapter."
-        )
-
-
-def _check_meetings(config: TrainerConfig, dims: Dims) -> None:
-    """Refuses checkpoints between meetings of ranks, whose weights differ until then."""
-    interval = config.checkpoint.interval
     for one in dims.own:
-        if config.checkpoint.enable and one.divides == "data" and one.degree > 1 and interval % one.every:
+        meets = checkpoint.enable and one.divides == "data" and one.degree > 1
+        if meets and checkpoint.interval % one.every:
             raise UserError(
                 f"checkpoint.interval: weights are the same on all ranks every {one.every} steps, when those "
-                f"of {one.axis} meet; a checkpoint has to be a multiple of that, got {interval}."
+                f"of {one.axis} meet; a checkpoint has to be a multiple of that, got {checkpoint.interval}."
             )
 
 
@@ -200,7 +153,7 @@ def _check_model(config: TrainerConfig) -> None:
     try:
         config.model_spec.model.update_from_config(config=config)
     except (ValueError, NotImplementedError, AssertionError) as error:
-        raise UserError(f"{_key_in(str(error), config)}: the model refuses this: {error}") from error
+        raise UserError(f"the model refuses this: {error}") from error
     if config.override.imports:
         try:
             apply_overrides(config.override, config)
@@ -217,28 +170,14 @@ def _check_model(config: TrainerConfig) -> None:
         )
 
 
-def _key_in(message: str, config: TrainerConfig) -> str:
-    """The setting that torchtitan's message is about; the base if there is none."""
-    for section in ("training", "parallelism"):
-        for field in fields(getattr(config, section)):
-            if re.search(rf"\b{field.name}\b", message):
-                return f"{section}.{field.name}"
-    return "training.seq_len" if "sequence length" in message else "base"
-
-
 def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
     if not dims.pp_enabled:
         return
     assert config.model_spec is not None
-    if config.model_spec.pipelining_fn is None:
-        raise UserError(
-            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} cannot be pipelined."
-        )
     if config.model_spec.pipelining_fn is not pipeline:
         raise UserError(
-            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} is cut into stages by "
-            f"{config.model_spec.pipelining_fn.__name__}, which knows micro-batches of one length only; set "
-            "it to 1."
+            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} is not cut into stages, or by a "
+            "function that knows micro-batches of one length only; set it to 1."
         )
     try:
         check_stages(config.parallelism, config.model_spec.model)
@@ -271,26 +210,16 @@ def _check_optimizer(config: TrainerConfig) -> None:
             factory = optimizer_factory(owner_of(config.optimizer), group.optimizer_name)
         except NotImplementedError as error:
             raise UserError(f"{key}.optimizer_name: torchtitan says: {error}") from error
-        if "lr" not in given:
-            raise UserError(f"{key}.optimizer_kwargs: the learning rate is missing; add lr.")
         known = inspect.signature(factory).parameters
         if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
             continue  # it checks its arguments itself
-        # First one by one, so that the error names the key, then together.
-        for name, tried in [*((f".{name}", {name: given[name]}) for name in given), ("", given)]:
-            if said := _refusal(factory, tried):
-                raise UserError(
-                    f"{key}.optimizer_kwargs{name}: {group.optimizer_name} refuses this: {said}. It takes "
-                    f"{', '.join(list(known)[1:])}."
-                )
-
-
-def _refusal(factory: Any, keywords: dict[str, Any]) -> str:
-    try:
-        factory([torch.nn.Parameter(torch.zeros(1, 1))], **keywords)
-    except Exception as error:  # an argument of a wrong type may raise anything
-        return str(error).rstrip(".")
-    return ""
+        try:
+            factory([torch.nn.Parameter(torch.zeros(1, 1))], **given)
+        except Exception as error:  # an argument of a wrong type may raise anything
+            raise UserError(
+                f"{key}.optimizer_kwargs: {group.optimizer_name} refuses this: {error}. It takes "
+                f"{', '.join(list(known)[1:])}."
+            ) from error
 
 
 def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:
@@ -310,3 +239,76 @@ def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:
         config.wlb.pipeline.make(job.shape)
     except PlanError as error:
         raise UserError(f"wlb.pipeline.order: {error}") from error
+
+
+def validate_inputs(config: TrainerConfig) -> Corpus:
+    """Checks the corpus, weights in Hugging Face's format, and the dump folder."""
+    corpus = validate_corpus(config)
+    if config.checkpoint.initial_load_in_hf:
+        assert config.model_spec is not None
+        weights = Path(config.checkpoint.initial_load_path or "")
+        check_weights(config.model_spec.model, weights, corpus)
+    if config.wlb.validation.enabled:
+        try:
+            validated_documents(config.wlb)
+        except CorpusError as error:
+            raise UserError(f"wlb.validation.path: {error}") from error
+    check_place(Path(config.dump_folder))
+    return corpus
+
+
+def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
+    """`validate_inputs` and `validate_plan`: what a run would only find out itself."""
+    corpus = validate_inputs(config)
+    validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
+    beginning(config)
+
+
+def check_processes(processes: int, gpus: int) -> None:
+    if processes > gpus:
+        raise UserError(
+            f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
+            'lower the degrees, or set wlb.device = "cpu".'
+        )
+
+
+def validate_corpus(config: TrainerConfig) -> Corpus:
+    """Opens the corpus and checks that its tokens fit the model's vocabulary. A prepared corpus has no ids
+    beyond its tokenizer's; in others they are sampled."""
+    assert config.model_spec is not None
+    vocabulary = config.model_spec.model.vocab_size
+    settings = config.wlb.corpus
+    key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"
+    try:
+        corpus = open_corpus(settings)
+        mixture_sources(settings, corpus)
+        tokenizer = corpus.known_tokenizer
+        if tokenizer.vocab_size > vocabulary:
+            raise UserError(
+                f"{key}: the tokenizer of {corpus} has a vocabulary of {tokenizer.vocab_size} tokens, the "
+                f"model {config.model_spec.flavor} only {vocabulary}; prepare a corpus with `--vocab-size "
+                f"{vocabulary}` or fewer, or choose another base."
+            )
+        for part in corpus.parts or (corpus,):
+            if part.preparation is None:
+                part.check_sample(tokenizer.vocab_size)
+    except (CorpusError, PlanError) as error:
+        if error.setting:
+            raise
+        raise UserError(f"{key}: {error}") from error
+    return corpus
+
+
+def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
+    """Plans a step, unless the policy is slow, such as `fixed_solver`. Attention times are always looked up:
+    without context parallelism only predictions read them."""
+    try:
+        documents = training_documents(wlb, corpus)
+        if job.undecided:
+            job = choose(job, documents).job
+        planner = job.planner(documents)
+        _ = job.latency
+        if not job.packing.planning_seconds:
+            planner.next(sharded=[0])
+    except PlanError as error:
+        raise PlanError(str(error), setting=error.setting or "wlb") from error
