@@ -209,7 +209,7 @@ def short_trials(monkeypatch):
 @pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("file", CASES, indirect=True)
 def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
-    from wlb_titan.commands.lone_ranks import RankCommand
+    from wlb_titan.commands.lone_ranks import LoneRanks
     from wlb_titan.runtime.data.dataloader import PlannedDataLoader, SharedAnswer
     from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.simulator.choice import Scenario, choose
@@ -233,16 +233,16 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     dry = []
 
-    def run(self, ranks, folder, at_once):
+    def run(self, kind, ranks, at_once, step, device_bytes):
         config = configuration(self.file, self.words)
-        job = job_of(config, parallel_dims(config, self.options["world_size"]))
-        assert self.options["device_bytes"] == job.cluster.memory
+        job = job_of(config, parallel_dims(config, WORLD_SIZE))
+        assert device_bytes == job.cluster.memory
         assert not job.undecided
         planner = job.planner(documents(config))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))
         return []
 
-    monkeypatch.setattr(RankCommand, "run", run)
+    monkeypatch.setattr(LoneRanks, "run", run)
     command("dryrun", file, "--world-size", WORLD_SIZE)
     assert dry == planned[:STEPS]
 

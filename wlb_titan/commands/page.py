@@ -11,6 +11,7 @@ import html
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,11 +144,14 @@ def lines(title: str, curves: Curves) -> str:
     extent = np.where(high > low, high - low, 1)
     shapes = [_grid(share, low + share * extent) for share in (0, 0.25, 0.5, 0.75, 1)]
     for place, (name, own) in enumerate(points.items()):
-        path = " ".join(f"{x:.4f},{HEIGHT * (1 - y):.1f}" for x, y in (own - low) / extent)
+        ends = [(f"{100 * x:.2f}%", f"{HEIGHT * (1 - y):.1f}") for x, y in (own - low) / extent]
+        shapes.append(f'<g stroke="{_color(place)}">')
+        shapes += [
+            f'<line class="curve" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
+            for (x1, y1), (x2, y2) in pairwise(ends)
+        ]
         shapes.append(
-            f'<svg width="100%" height="{HEIGHT}" viewBox="0 0 1 {HEIGHT}" preserveAspectRatio="none">'
-            f'<polyline points="{path}" stroke="{_color(place)}"/></svg>'
-            f'<text class="last" x="100%" y="{14 + 16 * place}" style="fill: {_color(place)}">'
+            f'</g><text class="last" x="100%" y="{14 + 16 * place}" style="fill: {_color(place)}">'
             f"{html.escape(name)}</text>"
         )
     return _picture(title, HEIGHT + 18, shapes)
