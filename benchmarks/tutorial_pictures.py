@@ -28,9 +28,8 @@ def picture(page: str) -> str:
     """A page's pictures below each other, with their captions and the page's style."""
     (style,) = re.findall(r"<style>.*?</style>", page, re.DOTALL)
     top, shapes = 0, []
-    for caption, height, svg in re.findall(
-        r'<figcaption>(.*?)</figcaption><svg width="100%" height="(\d+)">(.*?)</svg></figure>', page, re.DOTALL
-    ):
+    figure = r'<figcaption>(.*?)</figcaption><svg width="100%" height="(\d+)">(.*?)</svg></figure>'
+    for caption, height, svg in re.findall(figure, page, re.DOTALL):
         shapes.append(f'<text y="{top + 14}">{caption}</text>')
         shapes.append(f'<svg y="{top + CAPTION}" width="100%" height="{height}">{svg}</svg>')
         top += CAPTION + int(height) + GAP
