@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from wlb_titan.commands.lone_ranks import (
     alike,
     calls_of_all,
     of_ranks,
-    place,
     print_rank,
     rank_numbers,
 )
@@ -103,13 +101,11 @@ def dryrun(
     if output is not None:
         write_json(output, results)
     for result in results:
-        if not same or "error" in result:
-            print_rank(result, job.degrees.ranks, _parameters)
+        print_rank(result, job.degrees.ranks, _parameters)
         if not same and "error" not in result:
             _print_memory_and_collectives(result)
     problem = None
     if same and len(calls) == len(results):
-        show_table(rank_rows(results, calls, same))
         all_calls = calls_of_all(calls, same, job.degrees)
         problem = unmet(all_calls, queue_per_edge=True)
         number = sum(len(one.calls) for one in all_calls.values())
@@ -158,13 +154,13 @@ def _parameters(result: dict[str, Any]) -> str:
     lengths = ", ".join(f"{length:,}" for length in result["lengths"])
     return (
         f": {result['parameters']:,} parameters in its stages, {result['local_parameters']:,} on its GPU. "
-        f"Micro-batches of {lengths} tokens."
+        f"Micro-batches of {lengths} tokens, {result['traced_gib']:.2f} GiB at the traced peak."
     )
 
 
 def _print_memory_and_collectives(result: dict[str, Any]) -> None:
     show_table(memory_rows(result))
-    say("At the traced peak:")
+    say("The largest tensors at the traced peak:")
     say(
         *(
             f"  {one['gib']:8.3f} GiB  {one['tensors']:4} x {one['what']}"
@@ -173,24 +169,6 @@ def _print_memory_and_collectives(result: dict[str, Any]) -> None:
     )
     if result["collectives"]:
         show_table(collective_rows(result["collectives"]))
-
-
-def rank_rows(
-    results: Sequence[dict[str, Any]], calls: Mapping[int, RankCalls], same: Mapping[int, int]
-) -> Rows:
-    """A row for each rank that was run; `same` maps each rank of the job to the one run for it."""
-    alike_ranks = list(same.values())
-    return [
-        {
-            "rank": str(result["rank"]),
-            "place": place(result),
-            "ranks that do the same": str(alike_ranks.count(result["rank"])),
-            "micro-batches": f"{len(result['lengths'])}, up to {max(result['lengths']):,} tokens",
-            "traced GiB": f"{result['traced_gib']:.2f}",
-            "calls": f"{len(calls[result['rank']].calls):,}",
-        }
-        for result in results
-    ]
 
 
 def memory_rows(result: dict[str, Any]) -> Rows:
