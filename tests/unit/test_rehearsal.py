@@ -133,7 +133,7 @@ def test_the_report_the_table_and_the_policies(written, job, tmp_path):
 
 
 def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
-    result = command("rehearse", job, "--rank", "first", "--training.seq_len", 1 << 30)
+    result = command("rehearse", job, "--rank", "first", "--base", "llama2_70b")
     assert result.exit_code == 1
     assert "cannot fit" in result.stdout and "tokens in flight" in result.stdout
 
