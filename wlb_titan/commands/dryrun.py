@@ -73,13 +73,16 @@ def dryrun(
 
     Takes some seconds to a minute a rank, and about 1 GiB of memory. Nothing is trained, loaded or saved.
     """
-    words, memory = _cluster_here(load(file, overrides, world_size).config.wlb)
-    if device_gib is not None:
-        memory = device_gib * GIB
-    with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as name:
-        words, parts = [*overrides, *words], policy_parts(policy) if policy else []
+    named, memory = _cluster_here(load(file, overrides, world_size).config.wlb)
+    with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
         lone = LoneRanks.of(
-            file, words, world_size, Path(name), steps=step or PLANNED, policy=parts, memory=memory
+            file,
+            [*overrides, *named],
+            world_size,
+            Path(folder),
+            steps=step or PLANNED,
+            policy=policy_parts(policy) if policy else [],
+            memory=memory if device_gib is None else device_gib * GIB,
         )
         job, chosen = lone.job, ""
         numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)
@@ -88,8 +91,8 @@ def dryrun(
             chosen = f" It has the longest micro-batch of the first steps, {longest.length:,} tokens."
             if ranks == DEFAULT_RANKS:
                 numbers = job.degrees.ends_of(longest.dp_rank)
-        bound = f", micro-batches of at most {job.longest_micro_batch:,} tokens"
-        bound = "" if job.packing.owner.slices else bound
+        slices = job.packing.owner.slices
+        bound = "" if slices else f", micro-batches of at most {job.longest_micro_batch:,} tokens"
         say(f"Step {step} of {file} under {job.policy}{bound}.{chosen}")
         same = {}
         if ranks == "all":
@@ -104,17 +107,23 @@ def dryrun(
         print_rank(result, job.degrees.ranks, _parameters)
         if not same and "error" not in result:
             _print_memory_and_collectives(result)
-    problem = None
-    if same and len(calls) == len(results):
-        all_calls = calls_of_all(calls, same, job.degrees)
-        problem = unmet(all_calls, queue_per_edge=True)
-        number = sum(len(one.calls) for one in all_calls.values())
-        meet = f"All {number:,} calls of {len(all_calls)} ranks meet, in the order that NCCL keeps."
-        say(f"\nThe job would hang or fail: {problem}" if problem else f"\n{meet}")
+    failed = any("error" in result for result in results)
+    if same and not failed:
+        failed = not _meet(calls_of_all(calls, same, job.degrees))
     if device_gib is not None:
-        _say_whether_it_fits(results, device_gib, usable_share(job.packing.owner.slices))
-    if problem or any("error" in result for result in results):
+        _say_whether_it_fits(results, device_gib, usable_share(slices))
+    if failed:
         sys.exit(1)
+
+
+def _meet(calls: Mapping[int, RankCalls]) -> bool:
+    """Whether the calls of all ranks meet; says so, or what does not."""
+    if problem := unmet(calls, queue_per_edge=True):
+        say(f"\nThe job would hang or fail: {problem}")
+        return False
+    number = sum(len(one.calls) for one in calls.values())
+    say(f"\nAll {number:,} calls of {len(calls)} ranks meet, in the order that NCCL keeps.")
+    return True
 
 
 def _cluster_here(wlb: Any) -> tuple[list[str], float | None]:

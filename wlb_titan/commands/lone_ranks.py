@@ -134,7 +134,6 @@ class LoneRanks:
 
     def _run(self, asked: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
         result = self.folder / f"rank{asked['rank']}.json"
-        result.unlink(missing_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-m", PROCESS, json.dumps({**asked, "result": str(result)})],
             env=environment,
@@ -145,12 +144,12 @@ class LoneRanks:
         with process:
             self.running.append(process)
             tail = process.communicate()[1].strip()[-2000:]
-        found: dict[str, Any] = {"rank": asked["rank"]}
-        if result.exists():
-            found = json.loads(result.read_text(encoding="utf-8"))
-        if process.returncode == 0 or "error" in found:
-            return found
-        return {**found, "error": f"the process ended with exit code {process.returncode}: {tail}"}
+        if not result.exists():
+            error = f"the process ended with exit code {process.returncode}: {tail}"
+            return {"rank": asked["rank"], "error": error}
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        result.unlink()  # another policy's has the same name
+        return found
 
 
 def policy_words(parts: Sequence[str]) -> list[str]:
