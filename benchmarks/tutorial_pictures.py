@@ -1,4 +1,4 @@
-"""The pictures of docs/tutorial.md, cut out of the pages that its commands draw.
+"""The pictures of docs/tutorial.md, cut out of the pages that its commands write.
 
     python benchmarks/tutorial_pictures.py
 
@@ -7,48 +7,34 @@ takes outputs/tutorial/{plan,simulated}/report.html and writes docs/tutorial/*.s
 
 from __future__ import annotations
 
-import html
-import json
 import re
 from pathlib import Path
 
-import vl_convert
-
 ROOT = Path(__file__).parents[1]
-PICTURES = {
-    "plan": ("plan", "Work of every micro-batch"),
-    "delay": ("plan", "Delay"),
-    "timeline": ("simulated", "A typical step"),
-}
-"""Picture: the page that it is in, and the title of its section."""
-LIGHT = {"var(--soft)": "#5b616b", "var(--ink)": "#20242b", "var(--line)": "#e1e4e9", "var(--box)": "#fff"}
+PICTURES = {"plan": "plan", "timeline": "simulated"}
+"""Picture: the page that it is in."""
+CAPTION, GAP, WIDTH = 32, 18, 760  # pixels
 
 
 def main() -> None:
-    folder = ROOT / "docs" / "tutorial"
-    for name, (report, title) in PICTURES.items():
+    for name, report in PICTURES.items():
         page = (ROOT / "outputs" / "tutorial" / report / "report.html").read_text()
-        section = re.search(rf"<h2>{title}</h2>.*?</section>", page, re.DOTALL)
-        if section is None:
-            raise SystemExit(f"The report {report} has no section {title!r}.")
-        charts = re.findall(r"<figcaption>(.*?)</figcaption>.*?json\">(.*?)</script>", section[0])
-        svg = vl_convert.vegalite_to_svg(_together(charts))
-        (folder / f"{name}.svg").write_text(svg + "\n")
-        print(f"docs/tutorial/{name}.svg")
+        path = ROOT / "docs" / "tutorial" / f"{name}.svg"
+        path.write_text(picture(page) + "\n")
+        print(path.relative_to(ROOT))
 
 
-def _together(charts: list[tuple[str, str]]) -> dict:
-    """One Vega-Lite specification of charts with their titles, below each other, in the light look."""
-    specs = []
-    for title, text in charts:
-        for variable, colour in LIGHT.items():
-            text = text.replace(variable, colour)
-        spec = json.loads(text)
-        config = spec.pop("config")
-        specs.append({**spec, "width": 760, "title": html.unescape(title)})
-    config |= {"background": "white", "aria": False}
-    config["title"] = {"anchor": "start", "fontSize": 13}
-    return {"vconcat": [{k: v for k, v in one.items() if k != "autosize"} for one in specs], "config": config}
+def picture(page: str) -> str:
+    """A page's pictures below each other, with their captions and the page's style."""
+    (style,) = re.findall(r"<style>.*?</style>", page, re.DOTALL)
+    top, shapes = 0, []
+    figure = r'<figcaption>(.*?)</figcaption><svg width="100%" height="(\d+)">(.*?)</svg></figure>'
+    for caption, height, svg in re.findall(figure, page, re.DOTALL):
+        shapes.append(f'<text y="{top + 14}">{caption}</text>')
+        shapes.append(f'<svg y="{top + CAPTION}" width="100%" height="{height}">{svg}</svg>')
+        top += CAPTION + int(height) + GAP
+    size = f'width="{WIDTH}" height="{top}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{"".join(shapes)}</svg>'
 
 
 if __name__ == "__main__":

@@ -1,4 +1,10 @@
-"""Every command of README and docs is run, page by page in a fresh folder, on data made small."""
+"""Every command of README and docs is run, page by page in a fresh folder, on data made small.
+
+A ```bash block is commands, a ```console block commands after `$ ` with what they print below. Every other
+block names its language too, and holds no command. A block that cannot be run has a comment in front of it:
+
+    <!-- not run: needs a Slurm cluster -->
+"""
 
 import json
 import os
@@ -8,14 +14,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import pytest
-from pages import PAGES, ROOT, Command, blocks, commands, toml_blocks
 from wlb_titan.launch import components
 
 from wlb_titan.commands.main import main
 
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(^<!-- not run: [^>]+? -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SMALL = "--training.steps 2 --training.seq_len 512"
 SMALLER = (
     # What is made smaller before a command is run: a pattern, and what takes its place.
@@ -35,6 +44,48 @@ SMALLER = (
 LANGUAGES = {"bash", "console", "toml", "python", "text"}
 COMMAND = re.compile(r"^\s*(\$ )?([A-Z_0-9]+=\S+ )*(wlb-titan|torchx|make|python|pip|hf)\s", re.MULTILINE)
 INLINE = re.compile(r"`((?:[A-Z_0-9]+=\S+ )*(?:wlb-titan|torchx|python) [^`]*)`")
+
+
+class Block(NamedTuple):
+    line: int  # where its text begins, from 1
+    language: str
+    text: str
+    runnable: bool
+
+
+class Command(NamedTuple):
+    line: int
+    text: str  # with its continuation lines, as a shell takes it
+    output: str = ""  # what the page says that it prints
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(
+            text[: match.start(3)].count("\n") + 1,
+            match[2],
+            match[3],
+            runnable=match[2] in ("bash", "console") and not match[1],
+        )
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def commands(block: Block) -> list[Command]:
+    """The commands of a `bash` or `console` block."""
+    found: list[Command] = []
+    lines = iter(enumerate(block.text.splitlines(), start=block.line))
+    for number, line in lines:
+        if block.language == "console" and not line.startswith("$ "):
+            found[-1] = found[-1]._replace(output=found[-1].output + line + "\n")
+            continue
+        command = line.removeprefix("$ ")
+        while command.endswith("\\"):
+            command += "\n" + next(lines)[1]
+        if command.strip():
+            found.append(Command(number, command))
+    return found
 
 
 def names(pages: list[Path]) -> list[str]:
@@ -68,7 +119,7 @@ def taken_for_granted(page: Path, folder: Path) -> None:
         tokens = 4000000 if page.name == "launch.md" else 300000  # which it prepares again
         made = shell(f"wlb-titan prepare outputs/corpus --max-tokens {tokens}", folder)
         assert made.returncode == 0, made.stdout
-    tomls = toml_blocks(page)
+    tomls = [block.text for block in blocks(page) if block.language == "toml"]
     for text in tomls:
         if name := re.match(r"# (\w+\.toml)\n", text):
             (folder / name[1]).write_text(text)

@@ -43,7 +43,7 @@ def forked_ranks(fork_server, tmp_path, monkeypatch):
             self._log = tmp_path / f"rank{json.loads(asked)['rank']}.log"
             self._job = fork_server.start([Rank([asked], self._log)], program)
 
-        def communicate(self, timeout):
+        def communicate(self):
             (self.returncode,) = self._job.wait(300)
             return "", self._log.read_text()
 

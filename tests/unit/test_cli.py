@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import click
 import pytest
@@ -22,6 +23,9 @@ def fail(what: str) -> None:
         raise UserError("The file is missing. Make one.")
     if what == "interrupt":
         raise KeyboardInterrupt
+    if what == "warning":
+        for text in ("twice", "once", "twice"):
+            warnings.warn(text, stacklevel=1)
     if what == "defect":
         raise ValueError("not meant for the user")
 
@@ -62,7 +66,7 @@ def test_a_file_that_is_not_there_is_told_without_torch(words):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "2 False\n"
-    assert "no file nowhere.toml" in result.stderr or "the file comes first" in result.stderr
+    assert f"{words[0]}: there is no such file. It comes first" in result.stderr
 
 
 def test_version():
@@ -89,6 +93,12 @@ def test_unknown_subcommand():
 def test_a_users_mistake_is_a_message_and_exit_code_2():
     result = CliRunner().invoke(main, ["fail", "user"])
     assert (result.exit_code, result.stderr) == (2, "Error: The file is missing. Make one.\n")
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_warning_is_a_line_that_comes_once():
+    result = CliRunner().invoke(main, ["fail", "warning"])
+    assert (result.exit_code, result.stderr) == (0, "Warning: twice\nWarning: once\n")
 
 
 @pytest.mark.usefixtures("failing")

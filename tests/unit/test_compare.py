@@ -1,4 +1,5 @@
-"""`wlb-titan compare`: what is read from dump folders, what is said of them, and what is wrong with them."""
+"""`wlb-titan compare`: what is read from dump folders, what is said of them, and what is wrong with them. The
+page is in test_pages.py."""
 
 import json
 import re
@@ -38,7 +39,7 @@ def folder(tmp_path):
 
 
 def make_run(records, settings=None):
-    return Run("run", None, settings or {}, records, [])
+    return Run("run", None, settings or {}, records)
 
 
 def output(*words):
@@ -91,15 +92,6 @@ def test_a_resumed_run_counts_its_starts_steps_once(folder):
     assert run.seconds.sum() == 3 * 50 + 69
     assert run.rate("tokens_per_second").value == 100, "of what was logged first nothing counts"
     assert run.tokens[-1] == 3 * 5000 + 20 * 69
-
-
-def test_a_broken_trace_is_left_out_with_a_warning(folder, tmp_path):
-    path = folder("a", [record(step, model_tflops=1.0) for step in (1, 2)])
-    (path / "traces").mkdir()
-    write_trace([Span("dp 0", "pp 0", "F0", 0, 1)], path / "traces" / "step-1.json")
-    (path / "traces" / "step-2.json").write_text('{"traceEvents": [')
-    text = output(path, "--report", tmp_path / "page")
-    assert "step-2.json: this is not a trace" in text and "It is left out." in text and "Report:" in text
 
 
 def test_another_mask_is_another_corpus(folder):
@@ -179,18 +171,22 @@ def test_a_line_that_is_being_written_is_left_out(folder):
     assert [r["step"] for r in open_run(path, "a").records] == [1, 2]
 
 
+def unlink(name):
+    return lambda run: (run / name).unlink()
+
+
+def write(name, text):
+    return lambda run: (run / name).write_text(text)
+
+
 WRONG = {
-    "no folder": (lambda a: a / "nowhere", "nowhere: there is no such folder"),
-    "no metrics": (lambda a: (a / "metrics.jsonl").unlink(), "metrics.jsonl, its metrics, is missing"),
-    "no configuration": (lambda a: (a / "config.toml").unlink(), "config.toml, the run's configuration, is"),
-    "folder of runs": (lambda a: a.parent, "These folders in it are runs: a."),
-    "nothing logged": (lambda a: (a / "metrics.jsonl").write_text(""), "no step has been logged yet"),
-    "not JSON": (lambda a: (a / "metrics.jsonl").write_text("step 1\n"), "metrics.jsonl:1: this is not JSON"),
-    "other JSON": (
-        lambda a: (a / "metrics.jsonl").write_text("[]\n"),
-        "metrics.jsonl:1: step, steps, loss, seconds",
-    ),
-    "not TOML": (lambda a: (a / "config.toml").write_text("x"), "config.toml:1: this is not valid TOML"),
+    "no metrics": (unlink("metrics.jsonl"), "there is no metrics.jsonl in it. Name the dump_folder of a run"),
+    "no configuration": (unlink("config.toml"), "there is no config.toml in it"),
+    "nothing logged": (write("metrics.jsonl", ""), "no step has been logged yet"),
+    "not JSON": (write("metrics.jsonl", "step 1\n"), "metrics.jsonl:1: this is no line of a run's metrics"),
+    "other JSON": (write("metrics.jsonl", "[]\n"), "metrics.jsonl:1: this is no line of a run's metrics"),
+    "no loss": (write("metrics.jsonl", '{"step": 1, "steps": 1}\n'), "metrics: KeyError('loss')"),
+    "not TOML": (write("config.toml", "x"), "config.toml:1: this is not valid TOML"),
 }
 
 
@@ -198,8 +194,17 @@ WRONG = {
 def test_what_is_wrong_with_a_folder_is_said_with_its_name(folder, case):
     path = folder("a", [record(1)])
     spoil, message = WRONG[case]
-    other = spoil(path)
-    path = other if hasattr(other, "is_dir") else path
+    spoil(path)
+    assert_refused(path, message)
+
+
+def test_a_folder_of_runs_names_them(folder, tmp_path):
+    folder("a", [record(1)])
+    assert_refused(tmp_path, "These folders in it are runs: a.")
+    assert_refused(tmp_path / "nowhere", "there is no config.toml in it")
+
+
+def assert_refused(path, message):
     result = CliRunner().invoke(main, ["compare", str(path)])
     assert result.exit_code == 2
     assert str(path) in result.output and message in result.output
@@ -218,21 +223,3 @@ def test_a_trace_reads_back(tmp_path):
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(UserError, match=re.escape(str(tmp_path / "t.json"))):
         read_trace(tmp_path / "t.json")
-
-
-def test_the_page(folder, tmp_path):
-    figures = {"imbalance": 1.2, "delay_mean": 0.1, "waiting_tokens": 5, "peak_memory_gib/pp0": 1.5}
-    records = [record(step, **figures) for step in (1, 2, 3)]
-    a, b = folder("a<b", records), folder("b", [*records, record(4, bubble=0.5)], policy="wlb")
-    for path, steps in ((a, (1, 2)), (b, (2, 3))):
-        (path / "traces").mkdir()
-        for step in steps:
-            spans = [Span("dp 0", "pp 0", "F0", 0, 1), Span("dp 0", "pp 1", "B0", 1, 1)]
-            write_trace(spans, path / "traces" / f"step-{step}.json")
-    assert "Report:" in output(a, b, "--report", tmp_path / "page")
-    page = (tmp_path / "page" / "report.html").read_text()
-    for title in ("What differs", "Figures", "A step", "Loss", "Step by step"):
-        assert f"<h2>{title}</h2>" in page
-    assert "a&lt;b" in page and "a<b" not in page
-    assert page.index("What differs") < page.index("Figures")
-    assert "b, step 2: 50.0% bubble" in page, "the last step that both traced"

@@ -301,9 +301,10 @@ def test_sigterm_ends_the_ranks(tmp_path):
     script = f"""
 from pathlib import Path
 from wlb_titan.commands import lone_ranks
+from wlb_titan.job import Job
 lone_ranks.PROCESS = 'sleeping'
-command = lone_ranks.RankCommand('dryrun', {{}}, Path('x'), [], {{'PYTHONPATH': {str(tmp_path)!r}}})
-command.run([0, 1, 2], Path({str(tmp_path)!r}), 2)
+job = Job(window=8, micro_batches=1)
+lone_ranks.LoneRanks(Path('x'), [], job, None, True, Path({str(tmp_path)!r})).run('dryrun', [0, 1, 2], 2)
 """
     sleeping = f"""
 import os, pathlib, time
@@ -311,7 +312,8 @@ pathlib.Path({str(tmp_path)!r}, str(os.getpid()) + '.pid').touch()
 time.sleep(600)
 """
     (tmp_path / "sleeping.py").write_text(sleeping)
-    process = subprocess.Popen([sys.executable, "-c", script])
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path})
     while len(pids := list(tmp_path.glob("*.pid"))) < 2:
         time.sleep(0.05)
     process.terminate()

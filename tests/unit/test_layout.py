@@ -28,7 +28,7 @@ MAY_USE = {
     "config": {"tomli"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
     "commands": {
-        *("torch", "triton", "numpy", "tomli", "click", "rich", "vl_convert", "tokenizers"),
+        *("torch", "triton", "numpy", "tomli", "click", "rich", "tokenizers"),
         *("wlb_titan.kernels", "wlb_titan.launch"),
     },
 }
@@ -41,7 +41,7 @@ name, it is loaded where it trains, and planning imports no torch."""
 THIRD_PARTY = {
     *("torch", "triton", "numpy", "scipy", "torchtitan", "torchx", "datasets", "tokenizers", "pyarrow"),
     *("filelock", "transformers"),
-    *("click", "rich", "tomli", "vl_convert", "highspy", "pandas", "wlb_titan"),
+    *("click", "rich", "tomli", "highspy", "pandas", "wlb_titan"),
 }
 
 

@@ -6,7 +6,6 @@ from dataclasses import MISSING, fields, is_dataclass
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
-from forking import Rank
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -203,7 +202,7 @@ def short_trials(monkeypatch):
 @pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("file", CASES, indirect=True)
 def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
-    from wlb_titan.commands.lone_ranks import RankCommand
+    from wlb_titan.commands.lone_ranks import LoneRanks
     from wlb_titan.runtime.data.dataloader import PlannedDataLoader, SharedAnswer
     from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.simulator.choice import Scenario, choose
@@ -227,16 +226,16 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     dry = []
 
-    def run(self, ranks, folder, at_once):
+    def run(self, kind, ranks, at_once, step, device_bytes):
         config = configuration(self.file, self.words)
-        job = job_of(config, parallel_dims(config, self.options["world_size"]))
-        assert self.options["device_bytes"] == job.cluster.memory
+        job = job_of(config, parallel_dims(config, WORLD_SIZE))
+        assert device_bytes == job.cluster.memory
         assert not job.undecided
         planner = job.planner(documents(config))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))
         return []
 
-    monkeypatch.setattr(RankCommand, "run", run)
+    monkeypatch.setattr(LoneRanks, "run", run)
     command("dryrun", file, "--world-size", WORLD_SIZE)
     assert dry == planned[:STEPS]
 
@@ -251,15 +250,3 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]
     loader.close()
     assert trained == [of_one_rank(plan, 1) for plan in planned[:STEPS]]
-
-
-@pytest.mark.parametrize("file", ["wlb_lazy"], indirect=True)
-def test_a_rank_s_trainer_plans_the_same(file, tmp_path, fork_server):
-    """The whole trainer of the last rank, in a process group that is not there."""
-    command("plan", file, "--steps", STEPS, "--output", tmp_path / "plans.jsonl")
-    planned = [comparable(json.loads(line)) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
-    words = [str(file), str(WORLD_SIZE), str(WORLD_SIZE - 1), str(STEPS), str(tmp_path / "trained.json")]
-    (code,) = fork_server.start([Rank(words, tmp_path / "log")], "dry_plans").wait(120)
-    assert code == 0, (tmp_path / "log").read_text()[-3000:]
-    trained = [comparable(plan) for plan in json.loads((tmp_path / "trained.json").read_text())]
-    assert trained == [of_one_rank(plan, 1) for plan in planned]

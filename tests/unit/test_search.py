@@ -34,14 +34,6 @@ def scenario():
     return Scenario(job, Documents(lengths=lengths, name="drawn", seed=None))
 
 
-def test_policies_are_parsed_and_written():
-    assert Policy.parse("wlb_lazy:hybrid:best") == Policy("wlb_lazy", "hybrid", "best")
-    assert str(Policy.parse("plain")) == "plain:per_sequence"
-    assert str(Policy.parse("wlb:adaptive:best")) == "wlb:adaptive:best"
-    with pytest.raises(PlanError, match="too many parts"):
-        Policy.parse("wlb:adaptive:best:more")
-
-
 def test_candidates_divide_gpus_heads_and_micro_batches(scenario):
     found = list(degrees_of(scenario.job, 16))
     assert all(degrees.ranks == 16 for degrees in found)

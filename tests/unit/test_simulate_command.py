@@ -1,4 +1,4 @@
-"""`wlb-titan simulate`: table, search, report, timeline and mistakes."""
+"""`wlb-titan simulate`: table, search, timeline and mistakes. Its page: test_pages.py."""
 
 import json
 import re
@@ -14,11 +14,11 @@ from click.testing import CliRunner
 
 from wlb_titan.commands.command_line import load_job
 from wlb_titan.commands.main import main
-from wlb_titan.commands.search import winner_words
+from wlb_titan.commands.simulate import winner_words
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
-from wlb_titan.job import policy_parts
+from wlb_titan.job import Policy
 from wlb_titan.pipeline.schedule import layers_of_stages
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
@@ -52,9 +52,9 @@ SMALL = [CONFIGS / "llama2_550m_64k.toml", "--training.seq_len", 16384, "--steps
 WIDE = CONFIGS / "llama2_7b_64k.toml"
 
 
-def test_table_report_and_timeline(lengths, tmp_path):
+def test_table_and_timeline(lengths, tmp_path):
     policies = ["plain", "fixed_greedy", "wlb:adaptive", "wlb_lazy:hybrid:best"]
-    drawn = ["--report", tmp_path / "out", "--trace", tmp_path / "t.json"]
+    drawn = ["--trace", tmp_path / "t.json"]
     result = run(*SMALL, "--lengths", lengths, "--policies", ",".join(policies), *drawn)
     assert result.exit_code == 0, result.output
     assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 ranks" in result.output
@@ -66,10 +66,6 @@ def test_table_report_and_timeline(lengths, tmp_path):
         "wlb_lazy:hybrid:best",
     ]
     assert rows[0][-2:] == ["1.000x", "1.000x"]
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count('<div class="chart">') == 2 * 4 and "<h2>Peak memory</h2>" in page
-    assert re.search(r'class="answer">\S+ does [\d.]+x ±[\d.]+ the FLOPs a second of plain:', page)
-    assert 'data-label="slow net"' in page
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"F0", "B0"}
 
@@ -89,13 +85,6 @@ def config(tmp_path_factory):
     return path
 
 
-def test_a_training_configuration(config):
-    result = run(config, "--steps", 2, "--policies", "plain,wlb_lazy:hybrid", "--gpus", 4)
-    assert result.exit_code == 0, result.output
-    assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 ranks, 1F1B, selective checkpointing" in result.output
-    assert "4 micro-batches a step, context window 8,192" in result.output
-
-
 def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(lengths):
     result = run(WIDE, "--lengths", lengths, "--cluster", "cpu", "--steps", 1)
     assert result.exit_code == 0, result.output
@@ -112,14 +101,17 @@ def test_search_ranks_what_fits(lengths):
     shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", result.output, re.M)]
     assert len(shares) > 3
     assert shares == sorted(shares, reverse=True)
-    assert "candidates were planned and fit" in result.output
     assert "degrees are of other GPUs" in result.output
 
 
 def test_search_says_what_the_best_gains():
-    result = run(*SMALL, "--lengths", "web", "--search", "--policies", "plain,wlb_lazy:adaptive")
+    """Over the degrees that are typed, too."""
+    words = ["--lengths", "web", "--search", "--policies", "plain,wlb_lazy:adaptive"]
+    result = run(*SMALL, *words, "--parallelism.tensor_parallel_degree", 4)
     assert result.exit_code == 0, result.output
-    rule = r"does \d\.\d\dx the FLOPs and \d\.\d\dx the tokens a second of the configured job at its best \(T"
+    rule = (
+        r"does \d\.\d\dx the FLOPs and \d\.\d\dx the tokens a second of the configured job at its best \(TP 4"
+    )
     assert re.search(rule, result.output)
 
 
@@ -162,21 +154,18 @@ def test_stages_are_written_as_they_are_searched(layers, stages):
     )
 
 
-def test_what_the_simulator_is_told_besides(tmp_path):
-    def step(*options):
-        result = run(*SMALL, "--lengths", "code", "--policies", "plain", *options)
-        assert result.exit_code == 0, result.output
-        return float(re.search(r"plain:per_sequence\s+(\S+)", result.output)[1])
-
-    nothing = ("--activation_checkpoint", "none")
-    assert step("--tensor-overlap", 1) < step()
-    assert step(*nothing, "--offload", 1) >= step(*nothing)
+def test_a_profile_is_what_attention_takes(tmp_path):
     kernel = planning.UNMERGED
+    seconds = []
     for name, factor in (("fast", 1), ("slow", 4)):
         costs = {"forward": kernel.forward.slower(factor), "backward": kernel.backward.slower(factor)}
         entries = [Entry(128, 1, "bfloat16", direction, cost, (), name) for direction, cost in costs.items()]
-        Profile("some GPU", kernel.units, "", tuple(entries)).save(tmp_path / f"{name}.json")
-    assert step("--attention", tmp_path / "fast.json") < step("--attention", tmp_path / "slow.json")
+        file = tmp_path / f"{name}.json"
+        Profile("some GPU", kernel.units, "", tuple(entries)).save(file)
+        result = run(*SMALL, "--lengths", "code", "--policies", "plain", "--wlb.sharding.profile", file)
+        assert result.exit_code == 0, result.output
+        seconds.append(float(re.search(r"plain:per_sequence\s+(\S+)", result.output)[1]))
+    assert seconds[0] < seconds[1]
 
 
 TABLE_1 = {
@@ -203,9 +192,11 @@ def test_the_shipped_files_are_the_rows_of_table_1(row):
 
 def test_the_files_own_policies_are_compared_with_plain(config):
     own = ("--wlb.packing.policy", "wlb_lazy", "--wlb.sharding.policy", "ulysses")
-    for result in (run(*SMALL, "--lengths", "web", *own), run(config, "--steps", 1, *own)):
-        rows = re.findall(r"^ +(\w+:\w+)", result.stdout, re.M)
-        assert rows == ["plain:per_sequence", "wlb_lazy:ulysses"], result.output
+    result = run(config, "--steps", 1, "--gpus", 4, *own)
+    rows = re.findall(r"^ +(\w+:\w+)", result.stdout, re.M)
+    assert rows == ["plain:per_sequence", "wlb_lazy:ulysses"], result.output
+    assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 ranks, 1F1B, selective checkpointing" in result.output
+    assert "4 micro-batches a step, context window 8,192" in result.output
 
 
 def test_a_policy_that_is_not_possible_is_a_row_with_a_note(config):
@@ -219,11 +210,17 @@ def test_a_policy_that_is_not_possible_is_a_row_with_a_note(config):
     assert own.exit_code == 2 and "No thresholds for 2 queues" in own.stderr
 
 
-def test_full_class_names_are_policies():
-    name = "toys:Reversed"
-    assert policy_parts(f"{name}:hybrid:best") == [name, "hybrid", "best"]
-    result = run(*SMALL, "--lengths", "web", "--policies", f"plain,{name}:hybrid")
-    assert result.exit_code == 0 and f"{name}:hybrid" in result.stdout, result.output
+@pytest.mark.parametrize(
+    ("text", "policy", "written"),
+    [
+        ("plain", Policy("plain"), "plain:per_sequence"),
+        ("wlb_lazy:hybrid:best", Policy("wlb_lazy", "hybrid", "best"), "wlb_lazy:hybrid:best"),
+        ("toys:Reversed:hybrid", Policy("toys:Reversed", "hybrid"), "toys:Reversed:hybrid"),
+    ],
+)
+def test_policies_are_written_as_they_are_typed(text, policy, written):
+    """Full class names, too."""
+    assert Policy.parse(text) == policy and str(policy) == written
 
 
 LLAMA3_8B = {
@@ -260,20 +257,14 @@ def test_predictions_beyond_the_measured_range_say_so(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "C"], "the file comes first, without an option's name: main simulate FILE"),
-        (["nowhere.toml"], "there is no file nowhere.toml"),
+        (["--config", "C"], "It comes first, without an option's name: main simulate FILE"),
+        (["nowhere.toml"], "nowhere.toml: there is no such file"),
         (["W", "--lengths", "L", "--policies", "plane"], "no packing policy is called 'plane'"),
-        (["W", "--lengths", "L", "--policies", "wlb:best"], "no sharding policy is called 'best'"),
         (["W", "--lengths", "L", "--cluster", "tpu"], "cluster file tpu cannot be read"),
         (["W", "--lengths", "L", "--gpus", "100"], "100 processes do not fit the degrees"),
-        (["W", "--lengths", "L", "--parallelism.tensor_parallel_degree", "5"], "(5) must divide n_heads"),
-        (["C", "--search-seconds", "5"], "--search-seconds is of a search; add --search"),
-        (["C", "--search", "--report", "r"], "--report draws policies; leave out --search"),
-        (["C", "--search", "--trace", "t.json"], "--trace draws policies; leave out --search"),
-        (["C", "--trace", "none/t.json"], "--trace: none/t.json cannot be written: there is no folder none"),
-        (["C", "--report", "L"], "cannot be written"),
-        (["C", "--search", "--parallelism.tensor_parallel_degree", "2"], "leave out parallelism.tensor_par"),
-        (["W", "--lengths", "nowhere.txt"], "neither a distribution of lengths called 'nowhere.txt'"),
+        (["C", "--search", "--trace", "t.json"], "--trace draw policies; leave out --search"),
+        (["C", "--trace", "none/t.json"], "--trace: none/t.json cannot be written: there is no folder"),
+        (["C", "--report", "L"], "is a file"),
         (["W", "--lengths", "L", "--search", "--gpus", "1"], "Nothing fits 1 GPUs"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ FILES = sorted(Path(__file__).parent.glob("test_*.py"))
 IMPORTS = re.compile(
     r"^(from|import) (torchtitan|wlb_titan\.runtime(?!\.cpu_device|\.attention\.kv_cache))", re.MULTILINE
 )
-STARTS = re.compile(r"\bsubprocess\.\w+\(|\bPopen\(|\bforked_ranks\b|\bfork_server\b|\bBrowser\(")
+STARTS = re.compile(r"\bsubprocess\.\w+\(|\bPopen\(|\bforked_ranks\b|\bfork_server\b")
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +48,11 @@ class TomlFile(click.Path):
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if str(value).startswith("--"):
-            raise ConfigError(
-                f"{value}: the file comes first, without an option's name: {ctx.command_path} FILE "
-                "[--SECTION.KEY VALUE]..."
-            )
         if not Path(value).exists():
-            raise ConfigError(f"{value}: there is no file {value}.")
+            raise ConfigError(
+                f"{value}: there is no such file. It comes first, without an option's name: "
+                f"{ctx.command_path} FILE [--SECTION.KEY VALUE]..."
+            )
         return super().convert(value, param, ctx)
 
 
@@ -64,31 +60,19 @@ class Output(click.Path):
     """A file or folder written at the end, refused at the start if it cannot be."""
 
     def __init__(self, *, folder: bool = False) -> None:
-        super().__init__(path_type=Path)
+        super().__init__(path_type=Path, dir_okay=folder, file_okay=not folder, writable=True)
         self._folder = folder
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
-        place = path.absolute()
-        with writing(f"{param.opts[0]}: {path}"):
-            while self._folder and not place.exists():
-                place = place.parent
-            if not place.parent.is_dir():
-                raise NotADirectoryError(0, f"there is no folder {path.parent}")
-            if place.exists() and place.is_dir() != self._folder:
-                raise FileExistsError(0, f"{place} is a {'folder' if place.is_dir() else 'file'}")
-            if not os.access(place if place.exists() else place.parent, os.W_OK):
-                raise PermissionError(0, "this user may not write there")
+        place = path.absolute().parent
+        while self._folder and not place.exists():
+            place = place.parent
+        if not os.access(place, os.W_OK):
+            raise UserError(
+                f"{param.opts[0]}: {path} cannot be written: there is no folder {place} to write to."
+            )
         return path
-
-
-class ReportFolder(Output):
-    """The folder of a page, which vl-convert draws."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if find_spec("vl_convert") is None:
-            raise UserError("A report needs vl-convert. Install it with: pip install 'wlb-titan[report]'")
-        return super().convert(value, param, ctx)
 
 
 @contextmanager
@@ -136,7 +120,7 @@ def of_job(command: Command) -> Command:
 
 
 report_option = click.option(
-    "--report", type=ReportFolder(folder=True), metavar="DIR", help="Draw DIR/report.html."
+    "--report", type=Output(folder=True), metavar="DIR", help="Write the page DIR/report.html."
 )
 json_option = click.option("--output", type=Output(), metavar="FILE.json", help="Write the results as JSON.")
 
@@ -151,11 +135,6 @@ class Asked:
     lengths: str | None
     typed: tuple[str, ...]
     """All of this as words of a command line, for other commands."""
-
-    @property
-    def overridden(self) -> list[str]:
-        """The dotted keys that the command line sets."""
-        return [key for key, source in self.resolved.provenance.items() if source == COMMAND_LINE]
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -226,31 +205,24 @@ def describe_job(job: Job, documents: Documents) -> str:
     return "\n".join([line, *sources])
 
 
-UNBOUNDED = 100_000  # characters
-TABLE_WIDTH = 128  # characters, where no terminal gives its width
+WIDE = 100_000  # characters, so that tables stay whole
 LEFT = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure", "")
 """Headings of words, aligned left; figures are aligned right."""
 
 
 def make_console() -> Console:
-    """A console as wide as its terminal, or else `TABLE_WIDTH` characters."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, TABLE_WIDTH)
-    return console
+    return Console(highlight=False)
 
 
 def say(*lines: str) -> None:
-    """Prints lines as they are, however long."""
-    console = make_console()
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        click.echo(line)
 
 
-def show_table(rows: Rows, console: Console | None = None) -> None:
-    """Prints a table: as plain lines where a terminal is too narrow, whole where it is piped."""
+def show_table(rows: Rows) -> None:
+    """Prints a table, whole also where a terminal has less room."""
     import rich.box
     from rich.table import Table
     from rich.text import Text
@@ -260,28 +232,12 @@ def show_table(rows: Rows, console: Console | None = None) -> None:
         table.add_column(Text(heading), justify="left" if heading in LEFT else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row.values()))  # as they are: brackets are no markup
-    console = console or make_console()
-    needed = console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum
-    if console.is_terminal and needed > console.width:
-        for row in rows:
-            cells = "  ".join(f"{heading} {cell}" for heading, cell in row.items() if cell)
-            console.print(cells, markup=False, highlight=False, soft_wrap=True)
-    else:
-        console.width = max(needed, console.width)
-        console.print(table)
+    console = make_console()
+    console.width = WIDE
+    console.print(table)
 
 
 def print_choice(choice: Choice) -> None:
     """Prints what `auto` stands for, and the predictions for all candidates."""
     show_table(choice.rows())
     say(*choice.remarks())
-
-
-@contextmanager
-def warnings_once() -> Iterator[None]:
-    """Collects the UserWarnings of a block and prints each once, to stderr, when it ends."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for message in dict.fromkeys(str(warning.message) for warning in caught):
-        click.echo(f"Warning: {message}", err=True)

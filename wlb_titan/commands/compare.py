@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ import click
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats
-from wlb_titan.commands.command_line import Rows, report_option, say, show_table, warnings_once
+from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import (
-    Curves,
     command,
     cost,
     gained,
     lines,
-    pipeline_charts,
+    pipelines,
     section,
     table,
     write_page,
@@ -36,7 +35,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.simulator.trace import Span, read_trace
 from wlb_titan.summary import Estimate
 
-CONFIG, METRICS, VALIDATION, TRACES = "config.toml", "metrics.jsonl", "validation.jsonl", "traces"
+CONFIG, METRICS, TRACES = "config.toml", "metrics.jsonl", "traces"
 """What wlb_titan.runtime writes into a dump folder."""
 
 NOT_KNOWN = "–"
@@ -60,11 +59,10 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     runs = open_runs(folders)
     if settings := setting_rows(runs):
         show_table(settings)
-    with warnings_once():
-        show_table(figure_rows(runs))
-        say(*remarks(runs))
-        if report is not None:
-            click.echo(f"Report: {write_report(report, runs)}")
+    show_table(figure_rows(runs))
+    say(*remarks(runs))
+    if report is not None:
+        click.echo(f"Report: {write_report(report, runs)}")
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,6 @@ class Run:
     """Its resolved configuration, by dotted key."""
     records: Sequence[Mapping[str, Any]]
     """Of metrics.jsonl, one for each logged step, in order."""
-    validations: Sequence[Mapping[str, Any]]
-    """Of validation.jsonl, if there is one."""
 
     def series(self, key: str) -> tuple[Floats, Floats]:
         """Steps and values, float64 (records,), of the records that have `key`."""
@@ -139,12 +135,7 @@ class Run:
         return sorted(map(int, filter(str.isdecimal, names)))
 
     def trace(self, step: int) -> list[Span]:
-        """Empty, with a warning, where it cannot be read."""
-        try:
-            return read_trace(self.folder / TRACES / f"step-{step}.json")
-        except UserError as error:
-            warnings.warn(f"{error} It is left out.", stacklevel=2)
-            return []
+        return read_trace(self.folder / TRACES / f"step-{step}.json")
 
 
 def open_runs(folders: Sequence[Path]) -> list[Run]:
@@ -156,21 +147,14 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def open_run(folder: Path, name: str) -> Run:
-    if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder. Name a run's dump_folder.")
-    for file, what in ((CONFIG, "the run's configuration"), (METRICS, "its metrics")):
+    for file in (CONFIG, METRICS):
         if not (folder / file).is_file():
             others = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))[:5]
-            hint = f" These folders in it are runs: {', '.join(others)}." if others else ""
-            if file == METRICS and not hint:
-                hint = " The run has not finished its first step, or did not get that far."
-            raise UserError(f"{folder}: {file}, {what}, is missing.{hint}")
-    records = _json_lines(folder / METRICS, ("step", "steps", "loss", "seconds", "tokens_per_second"))
-    if not records:
-        raise UserError(f"{folder / METRICS}: no step has been logged yet.")
-    validation = folder / VALIDATION
-    validations = _json_lines(validation, ("step", "loss")) if validation.is_file() else []
-    return Run(name, folder, _settings(folder / CONFIG), records, validations)
+            hint = "Name the dump_folder of a run that has finished its first step."
+            if others:
+                hint = f"These folders in it are runs: {', '.join(others)}."
+            raise UserError(f"{folder}: there is no {file} in it. {hint}")
+    return Run(name, folder, _settings(folder / CONFIG), _records(folder / METRICS))
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -179,24 +163,19 @@ def _settings(path: Path) -> dict[str, Any]:
     return base | sources.written()
 
 
-def _json_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Objects that have all of `keys`; a last line without its end is still being written."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: the file cannot be read: {error}.") from error
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Those of the logged steps; a last line without its end is still being written."""
     records = []
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             break
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: this is not JSON: {error}.") from error
-        missing = [key for key in keys if not isinstance(record, dict) or key not in record]
-        if missing:
-            raise UserError(f"{path}:{number}: {', '.join(missing)} is missing; is this a run's metrics?")
-        records.append(record)
+            records.append(json.loads(line))
+            itemgetter("step", "steps", "loss", "seconds", "tokens_per_second")(records[-1])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number}: this is no line of a run's metrics: {error!r}.") from error
+    if not records:
+        raise UserError(f"{path}: no step has been logged yet.")
     return records
 
 
@@ -227,10 +206,8 @@ def figure_rows(runs: Sequence[Run]) -> Rows:
         ("MFU", ".1%", lambda run: getattr(run.rate("mfu_documents"), "value", None)),
         ("imbalance, predicted", ".3f", lambda run: run.mean("imbalance")),
         ("imbalance, measured", ".3f", lambda run: run.mean("measured_imbalance")),
-        ("imbalance of context-parallel ranks", ".3f", lambda run: run.mean("imbalance_cp")),
         ("bubble, measured", ".1%", lambda run: run.mean("bubble")),
         ("tokens cut off from their document's start", ".1%", lambda run: run.mean("cut_share")),
-        ("keys that a token attends to", ",.0f", lambda run: run.mean("keys_per_token")),
         ("delay, iterations", ".2f", lambda run: run.mean("delay_mean")),
         ("peak memory, GiB", ".2f", lambda run: run.peak_gib),
     ]
@@ -267,24 +244,19 @@ def _gains(run: Run, first: Run) -> dict[str, Estimate]:
     return {what: mine.over(base) for what, (mine, base) in rates.items() if mine and base and base.value}
 
 
-LOSS = "By tokens is the fair one: steps of policies differ in their tokens. Dots are validation passes."
-STEPS = "Delay is what balance costs: documents that wait for a step that can bear them."
+LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
 PASSES = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 
 
 def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     first = runs[0]
-    losses = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
-    measured = {run.name: run.series("measured_imbalance") for run in runs}
-    validated = {
-        run.name: ([one["step"] for one in run.validations], [one["loss"] for one in run.validations])
-        for run in runs
-    }
-    timelines = traced_steps(runs)
     corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
     best = max(runs[1:] or runs, key=lambda run: next(iter(_gains(run, first).values()), Estimate(0.0)).value)
     gain = next(iter(_gains(best, first).items()), None)
     figures = figure_rows(runs)
+    search = command("simulate", [str(best.folder / CONFIG)], "--search")
+    by_step = {run.name: run.series("loss") for run in runs}
+    by_tokens = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
     return write_page(
         folder,
         title=f"{' and '.join(sorted(corpora))}: {len(runs)} runs side by side",
@@ -292,22 +264,12 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
         cards=[{"": run.name} | {row["figure"]: row[run.name] for row in figures} for run in runs],
         figure="model TFLOP/s" if "FLOPs" in _gains(first, first) else "tokens a second",
         facts=("tokens a second", "imbalance, measured", "imbalance, predicted", "bubble, measured"),
-        tries=_tries(best, gain),
+        tries=[("What other degrees and schedules are worth to it:", search)],
         sections=[
             section("What differs", "", table(setting_rows(runs)) or "No setting."),
             section("Figures", " ".join(remarks(runs)), table(figures)),
-            section("A step", PASSES, pipeline_charts(timelines)) if timelines else "",
-            section(
-                "Loss", LOSS, _lines("by step", runs, "loss", validated), lines("by tokens", "tokens", losses)
-            ),
-            section(
-                "Step by step",
-                STEPS,
-                _lines("imbalance; dots: measured", runs, "imbalance", measured),
-                _lines("tokens a second", runs, "tokens_per_second", zero=True),
-                _lines("steps that a step's tokens waited, mean", runs, "delay_mean", zero=True),
-                _lines("tokens that wait", runs, "waiting_tokens", zero=True),
-            ),
+            section("A step", PASSES, pipelines(traced_steps(runs))),
+            section("Loss", LOSS, lines("loss, by tokens", by_tokens), lines("loss, by step", by_step)),
         ],
     )
 
@@ -321,22 +283,6 @@ def _answer(run: Run, first: Run, gain: tuple[str, Estimate] | None) -> str:
     return f"{gained(run.name, ratio, first.name, what)}; {still}"
 
 
-def _tries(run: Run, gain: tuple[str, Estimate] | None) -> list[tuple[str, str]]:
-    file = [str(run.folder / CONFIG)]
-    tries = [("What other degrees and schedules are worth to it:", command("simulate", file, "--search"))]
-    if gain is not None and gain[1].scatter:
-        why = "Four times the steps, which halve the scatter; so for each run, which goes on where it ended:"
-        more = command("train", file, "--training.steps", str(4 * int(run.records[-1]["step"])))
-        tries.insert(0, (why, more))
-    return tries
-
-
-def _lines(
-    title: str, runs: Sequence[Run], key: str, dots: Curves | None = None, *, zero: bool = False
-) -> str:
-    return lines(title, "step", {run.name: run.series(key) for run in runs}, zero=zero, dots=dots)
-
-
 def traced_steps(runs: Sequence[Run]) -> dict[str, list[Span]]:
     """The last step that all runs traced, or each run's own last; the first data-parallel rank's passes."""
     traced = [run for run in runs if run.traced]
@@ -344,6 +290,6 @@ def traced_steps(runs: Sequence[Run]) -> dict[str, list[Span]]:
     timelines = {}
     for run in traced:
         step = max(common or run.traced)
-        if spans := run.trace(step):
-            timelines[f"{run.name}, step {step}"] = [s for s in spans if s.process == spans[0].process]
+        spans = run.trace(step)
+        timelines[f"{run.name}, step {step}"] = [s for s in spans if s.process == spans[0].process]
     return timelines

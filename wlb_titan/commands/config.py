@@ -14,7 +14,6 @@ from wlb_titan.commands.command_line import (
     load,
     of_file,
     resolved_job,
-    warnings_once,
 )
 from wlb_titan.cost.degrees import Degrees
 
@@ -48,14 +47,13 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     Prints one line with the essential numbers, or one paragraph that says what is wrong, with exit code 2.
     The corpus must be there; GPUs are not looked at.
     """
-    with warnings_once():
-        job, resolved = resolved_job(file, overrides, world_size)
-        from wlb_titan.runtime.checks import validate_files
-        from wlb_titan.runtime.memory import check_memory
+    job, resolved = resolved_job(file, overrides, world_size)
+    from wlb_titan.runtime.checks import validate_files
+    from wlb_titan.runtime.memory import check_memory
 
-        resolved.check(lambda config: validate_files(config, world_size))
-        if device_gib is not None:
-            resolved.check(lambda _: check_memory(job.trained, int(device_gib * 2**30)))
+    resolved.check(lambda config: validate_files(config, world_size))
+    if device_gib is not None:
+        resolved.check(lambda _: check_memory(job.trained, int(device_gib * 2**30)))
     click.echo(f"OK {file}: {summary(resolved.config, job.degrees, world_size)}")
 
 

@@ -50,7 +50,9 @@ def init(file: Path, corpus: str) -> None:
     """
     if file.exists():
         raise UserError(f"{file} is there already; name another file.")
-    text = experiment(str(file), corpus, gpus_here(), os.cpu_count() or 1)
+    import torch
+
+    text = experiment(str(file), corpus, torch.accelerator.device_count(), os.cpu_count() or 1)
     with writing(str(file)):
         file.write_text(text, encoding="utf-8")
     click.echo(f"{file} is written. Next:\n")
@@ -58,12 +60,6 @@ def init(file: Path, corpus: str) -> None:
         click.echo(f"  wlb-titan prepare {corpus} --max-tokens 4000000    # this machine's Python files")
     click.echo(f"  wlb-titan config check {file}")
     click.echo(f"  wlb-titan train {file}")
-
-
-def gpus_here() -> int:
-    import torch
-
-    return torch.accelerator.device_count()
 
 
 def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from wlb_titan.commands.command_line import POSITIVE, Command, json_option, load, of_file, print_choice
+from wlb_titan.commands.command_line import POSITIVE, Command, json_option, load, of_file, print_choice, say
 from wlb_titan.errors import UserError
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
 
@@ -43,7 +43,7 @@ SHARED = ("tp", "dp_replicate", "dp_shard")
 
 
 def of_ranks(command: Command) -> Command:
-    """The arguments `file` and `overrides`, and the options `ranks`, `world_size` and `output`."""
+    """The arguments `file` and `overrides`, and the options `ranks`, `world_size`, `step` and `output`."""
     rank = click.option(
         "--rank",
         "ranks",
@@ -58,31 +58,72 @@ def of_ranks(command: Command) -> Command:
         metavar="N",
         help="GPUs of the job; by default as many as the configured degrees need.",
     )
-    return of_file(rank(world_size(json_option(command))))
+    step = click.option("--step", type=POSITIVE, metavar="N", help="First step of the plan that is run.")
+    return of_file(rank(world_size(step(json_option(command)))))
 
 
 @dataclass(frozen=True)
-class RankCommand:
-    """How to run one rank in a process of its own."""
+class LoneRanks:
+    """Ranks of a job, each to be run in a process of its own; no process outlives `run`."""
 
-    trainer: str
-    """"dryrun" or "rehearse", as `wlb_titan.runtime.one_rank.process` knows them."""
-    options: Mapping[str, Any]
     file: Path
     words: list[str]
-    """Overrides of the configuration."""
-    environment: Mapping[str, str]
-    """Variables that replace or join this process's."""
-    limit: float | None = None
-    """Seconds before the process is stopped; None: never."""
-    running: list[subprocess.Popen[str]] = field(default_factory=list, init=False)
+    """Overrides of the configuration that give a process the `job`."""
+    job: Job
+    """With `auto` decided."""
+    documents: Documents
+    on_cpu: bool
+    """As the configuration says, though there may be a GPU."""
+    folder: Path
+    """For what the processes write."""
+    running: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def run(self, ranks: Sequence[int], folder: Path, at_once: int) -> list[dict[str, Any]]:
-        """Results by rank, with `error` where one failed. No process outlives this, even on SIGTERM."""
+    @classmethod
+    def of(
+        cls,
+        file: Path,
+        overrides: Sequence[str],
+        world_size: int | None,
+        folder: Path,
+        *,
+        steps: int,
+        policy: Sequence[str] = (),
+        memory: float | None = None,
+    ) -> LoneRanks:
+        """Those of the file's job. If its corpus is not here, one of synthetic lengths takes its place for
+        so many `steps`. `policy` has names that replace the file's, `memory` replaces the cluster's bytes."""
+        from wlb_titan.config.documents import training_documents
+        from wlb_titan.runtime.job import job_of, parallel_dims
+        from wlb_titan.simulator.choice import choose
+
+        words = [*overrides, *policy_words(policy), "--dump_folder", str(folder)]
+        resolved = load(file, words, world_size)
+        job = job_of(resolved.config, parallel_dims(resolved.config, world_size))
+        if memory is not None:
+            job = job.on(replace(job.cluster, memory=memory))
+        if synthetic := _synthetic_corpus(resolved, job.micro_batches, steps, folder):
+            words += synthetic
+            resolved = load(file, words, world_size)
+        documents = training_documents(resolved.config.wlb)
+        if job.undecided:
+            choice = choose(job, documents)
+            print_choice(choice)
+            job = choice.job
+            words += policy_words(job.policy)
+        return cls(file, words, job, documents, resolved.config.wlb.device == "cpu", folder)
+
+    def run(self, kind: str, ranks: Sequence[int], at_once: int, **options: Any) -> list[dict[str, Any]]:
+        """Results by rank, with `error` where one failed; kind and options are those of
+        `wlb_titan.runtime.one_rank.process`."""
+        asked = {"run": kind, "file": str(self.file), "overrides": self.words, **options}
+        asked["world_size"] = self.job.degrees.ranks
+        # Tensors of a dry run have no memory, and its trace is of the CPU.
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.on_cpu or kind == "dryrun" else {}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | hidden
         former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with ThreadPoolExecutor(at_once) as pool:
             try:
-                return list(pool.map(lambda rank: self._run(rank, folder), ranks))
+                return list(pool.map(lambda rank: self._run({**asked, "rank": rank}, environment), ranks))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in self.running:
@@ -91,62 +132,24 @@ class RankCommand:
             finally:
                 signal.signal(signal.SIGTERM, former)
 
-    def _run(self, rank: int, folder: Path) -> dict[str, Any]:
-        result = folder / f"rank{rank}.json"
-        result.unlink(missing_ok=True)
-        asked = {
-            "run": self.trainer,
-            "rank": rank,
-            "file": str(self.file),
-            "overrides": self.words,
-            "result": str(result),
-            **self.options,
-        }
+    def _run(self, asked: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+        result = self.folder / f"rank{asked['rank']}.json"
         process = subprocess.Popen(
-            [sys.executable, "-m", PROCESS, json.dumps(asked)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(self.environment),
+            [sys.executable, "-m", PROCESS, json.dumps({**asked, "result": str(result)})],
+            env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        error = ""
         with process:
             self.running.append(process)
-            try:
-                tail = process.communicate(timeout=self.limit)[1].strip()[-2000:]
-                if process.returncode != 0:
-                    error = f"the process ended with exit code {process.returncode}: {tail}"
-            except subprocess.TimeoutExpired:
-                process.kill()
-                error = f"the process was stopped after {self.limit:.0f} s"
-        found: dict[str, Any] = {"rank": rank}
-        if result.exists():
-            found = json.loads(result.read_text(encoding="utf-8"))
-        return found if "error" in found or not error else {**found, "error": error}
-
-
-def decided_job(
-    file: Path, words: Sequence[str], world_size: int | None, memory: float | None = None
-) -> tuple[Job, Documents]:
-    """The job, with `auto` decided, and its documents; `memory`, in bytes, replaces the cluster's."""
-    from wlb_titan.config.documents import training_documents
-    from wlb_titan.simulator.choice import choose
-
-    config = load(file, words, world_size).config
-    job, documents = trained_job(config, world_size, memory), training_documents(config.wlb)
-    if not job.undecided:
-        return job, documents
-    choice = choose(job, documents)
-    print_choice(choice)
-    return choice.job, documents
-
-
-def trained_job(config: Any, world_size: int | None, memory: float | None = None) -> Job:
-    """The job of a configuration, `auto` not yet decided; `memory` as for `decided_job`."""
-    from wlb_titan.runtime.job import job_of, parallel_dims
-
-    job = job_of(config, parallel_dims(config, world_size))
-    return job if memory is None else job.on(replace(job.cluster, memory=memory))
+            tail = process.communicate()[1].strip()[-2000:]
+        if not result.exists():
+            error = f"the process ended with exit code {process.returncode}: {tail}"
+            return {"rank": asked["rank"], "error": error}
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        result.unlink()  # another policy's has the same name
+        return found
 
 
 def policy_words(parts: Sequence[str]) -> list[str]:
@@ -159,6 +162,15 @@ def policy_words(parts: Sequence[str]) -> list[str]:
 def place(result: Mapping[str, Any]) -> str:
     """Where a rank that ran is on each axis."""
     return ", ".join(f"{axis} {number}" for axis, number in result["coordinates"].items()) or "alone"
+
+
+def print_rank(result: dict[str, Any], world_size: int, said: Callable[[dict[str, Any]], str]) -> None:
+    """Prints what is `said` of a rank that came through, or its error."""
+    name = f"\nRank {result['rank']} of {world_size}"
+    if "error" in result:
+        say(f"{name} fails:", f"{result.get('traceback', '')}{result['error']}")
+    else:
+        say(f"{name} ({place(result)}){said(result)}")
 
 
 def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
@@ -183,8 +195,8 @@ def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path) -> list[str]:
-    """Overrides that name a corpus of synthetic lengths, enough for `step` steps of the whole job's
+def _synthetic_corpus(resolved: Resolved, micro_batches: int, steps: int, folder: Path) -> list[str]:
+    """Overrides that name a corpus of synthetic lengths, enough for so many steps of the whole job's
     `micro_batches`; none if the configured corpus is on this machine."""
     from wlb_titan.corpus.writer import SHAPE, long_tailed_lengths, write_synthetic_corpus
     from wlb_titan.runtime.checks import validate_corpus
@@ -196,16 +208,18 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
     if not missing:
         resolved.check(validate_corpus)
         return []
-    click.echo(
-        f"There is no corpus at {', '.join(missing)}: planning on synthetic lengths instead, {SHAPE}. The "
-        "job's own plan needs its corpus here (`wlb-titan prepare`).",
-        err=True,
-    )
-    window = resolved.config.training.seq_len
-    tokens = min((step + 1) * micro_batches * window, SYNTHETIC_TOKENS)
-    write_synthetic_corpus(folder / "corpus", long_tailed_lengths(tokens, window))
+    path = folder / "corpus"
+    if not path.exists():  # of another policy
+        click.echo(
+            f"There is no corpus at {', '.join(missing)}: planning on synthetic lengths instead, {SHAPE}. "
+            "The job's own plan needs its corpus here (`wlb-titan prepare`).",
+            err=True,
+        )
+        window = resolved.config.training.seq_len
+        tokens = min((steps + 1) * micro_batches * window, SYNTHETIC_TOKENS)
+        write_synthetic_corpus(path, long_tailed_lengths(tokens, window))
     alone = ["--wlb.corpus.sources", "[]"] if corpus.sources else []
-    words = {"path": str(folder / "corpus"), "column": "input_ids", "tokenizer": "", "mask": "auto"}
+    words = {"path": str(path), "column": "input_ids", "tokenizer": "", "mask": "auto"}
     return [word for name, value in words.items() for word in (f"--wlb.corpus.{name}", value)] + alone
 
 

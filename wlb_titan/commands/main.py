@@ -1,10 +1,13 @@
 """The command `wlb-titan`. Subcommands are imported when they are called, so `--help` answers at once.
 
 This is the one place where an exception becomes what the user reads: a `UserError` becomes one paragraph on
-stderr and exit code 2, Ctrl-C one line and exit code 130. Anything else is a defect and keeps its traceback.
+stderr and exit code 2, a warning one line, Ctrl-C one line and exit code 130. Anything else is a defect and
+keeps its traceback.
 """
 
 import importlib
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -37,6 +40,18 @@ class Refused(click.ClickException):
     exit_code = EXIT_USER_ERROR
 
 
+def tell_once() -> Callable[..., None]:
+    """Tells each warning once, as a line without its place in the code."""
+    told: set[str] = set()
+
+    def tell(message: Warning | str, *_: Any) -> None:
+        if str(message) not in told:
+            told.add(str(message))
+            click.echo(f"Warning: {message}", err=True)
+
+    return tell
+
+
 class LazyGroup(click.Group):
     """A group that knows its subcommands by name and imports one only to run it."""
 
@@ -54,13 +69,16 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(SUBCOMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UserError as error:
-            raise Refused(str(error)) from error
-        except KeyboardInterrupt:
-            click.echo("\nInterrupted.", err=True)
-            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = tell_once()
+            try:
+                return super().invoke(ctx)
+            except UserError as error:
+                raise Refused(str(error)) from error
+            except KeyboardInterrupt:
+                click.echo("\nInterrupted.", err=True)
+                raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

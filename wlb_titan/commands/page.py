@@ -1,23 +1,23 @@
-"""The HTML pages: an answer, cards, what to try next, sections of tables and charts.
+"""The HTML pages: an answer, cards, what to try next, sections of tables and pictures.
 
-A page is one file that opens without a network. It contains Vega's JavaScript, from vl-convert, which draws
-each chart in the browser from its Vega-Lite specification (https://vega.github.io/vega-lite/docs/).
-Colours of text and lines are the page's own variables, so charts follow its light and dark look.
+A page is one file that opens without a network. Pictures are SVG, as wide as there is room; what stands under
+the pointer is a box's title. Their colours of text and lines are the page's own variables, so they follow its
+light and dark look.
 """
 
 from __future__ import annotations
 
 import html
-import json
-import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from wlb_titan.arrays import Floats
 from wlb_titan.commands.command_line import Rows, describe_job, writing
 from wlb_titan.simulator.trace import MEASURED, Span
 from wlb_titan.summary import Estimate
@@ -28,29 +28,8 @@ if TYPE_CHECKING:
     from wlb_titan.simulator.choice import Choice
 
 STYLE = Path(__file__).with_name("style.css")
-DRAW = """
-for (const one of document.querySelectorAll(".chart")) {
-  const spec = JSON.parse(one.querySelector("script").textContent);
-  vegaEmbed(one, spec, {renderer: "svg", actions: false, tooltip: {theme: "custom"}});
-}
-"""
 PALETTE = ("#8b929c", "#12967f", "#4486d1", "#cc932f", "#a06cc0", "#d95f56", "#6fa64a", "#c76f9f", "#4aa3b5")
 """For policies and runs, on white and on dark; the first is the baseline's."""
-
-AXIS = {"labelColor": "var(--soft)", "titleColor": "var(--soft)", "gridColor": "var(--line)"}
-LEGEND = {"labelColor": "var(--ink)", "titleColor": "var(--soft)", "orient": "top", "symbolType": "square"}
-LABEL = {"expr": "max(80, width / (width > 420 ? 3 : 2) - 25)"}
-CONFIG = {
-    "background": None,
-    "font": "system-ui, sans-serif",
-    "axis": {**AXIS, "labelPadding": 6, "domain": False, "ticks": False, "titleFontWeight": 400},
-    "axisQuantitative": {"tickCount": 6},
-    "axisBand": {"grid": False},
-    "legend": {**LEGEND, "title": None, "columns": {"expr": "width > 420 ? 3 : 2"}, "labelLimit": LABEL},
-    "view": {"stroke": None},
-}
-SHORT = {"labelExpr": "abs(datum.value) < 1000 ? datum.label : format(datum.value, '.3~s')"}
-"""The only way numbers are shortened: 1.5M, on axes. Tables and tooltips have every digit."""
 
 PASSES = {
     "F": ("forward", "#6aa5de"),
@@ -62,6 +41,10 @@ PASSES = {
     "L": ("loss", "#cc932f"),
 }
 """Names of passes, and their colours."""
+
+HEIGHT, LINE = 200, 24  # pixels: of a chart of lines, and of a rank in a pipeline
+NAMES = 8  # percent of a pipeline's width that the names of its ranks have
+DIGIT = 0.9  # percent of it that a digit takes
 
 Curves = Mapping[str, tuple[Iterable[float], Iterable[float]]]
 """By name, the places on the axis and the values."""
@@ -77,7 +60,7 @@ def write_page(
     figure: str,
     facts: Sequence[str],
     tries: Sequence[tuple[str, str]],
-    sections: Sequence[str],
+    sections: Iterable[str],
 ) -> Path:
     """Writes `folder`/report.html, and returns its path; the folder is made if need be.
 
@@ -87,19 +70,15 @@ def write_page(
         figure, facts: the heading of what matters most in a row, and those of what stands below it.
         tries: what to do next and why, and the command or the lines of TOML for it.
     """
-    import vl_convert
-
-    bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]
-    shown = (_card(row, figure, facts, PALETTE[place % len(PALETTE)]) for place, row in enumerate(cards))
+    shown = "".join(_card(row, figure, facts, _color(place)) for place, row in enumerate(cards))
     commands = "".join(f"<p>{_safe(why)}</p><pre>{_safe(what)}</pre>" for why, what in tries)
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_safe(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
         f'<h1>{_safe(title)}</h1><p class="answer">{_safe(answer)}</p><p class="about">{_safe(about)}</p>'
-        f'<div class="cards">{"".join(shown)}</div>'
-        f"<section><h2>Try next</h2>{commands}</section>{''.join(sections)}</main>"
-        f"<script>{bundle}</script><script>{DRAW}</script></body></html>\n"
+        f'<div class="cards">{shown}</div>'
+        f"<section><h2>Try next</h2>{commands}</section>{''.join(sections)}</main></body></html>\n"
     )
     path = folder / "report.html"
     with writing(f"--report: {path}"):
@@ -111,6 +90,10 @@ def write_page(
 def _safe(text: str) -> str:
     """As HTML; policies' names may be broken after a colon."""
     return html.escape(text).replace(":", ":<wbr>")
+
+
+def _color(place: int) -> str:
+    return PALETTE[place % len(PALETTE)]
 
 
 def _card(row: Mapping[str, str], figure: str, facts: Sequence[str], color: str) -> str:
@@ -126,10 +109,9 @@ def _card(row: Mapping[str, str], figure: str, facts: Sequence[str], color: str)
 
 
 def section(title: str, text: str, *bodies: str) -> str:
-    """A titled box: text, and HTML bodies side by side where there is room; nothing without bodies."""
-    shown = [body for body in bodies if body]
-    body = f'<div class="charts">{"".join(shown)}</div>' if len(shown) > 1 else "".join(shown)
-    return f"<section><h2>{html.escape(title)}</h2><p>{_safe(text)}</p>{body}</section>" if shown else ""
+    """A titled box with text and HTML bodies; nothing without bodies."""
+    shown = "".join(bodies)
+    return f"<section><h2>{html.escape(title)}</h2><p>{_safe(text)}</p>{shown}</section>" if shown else ""
 
 
 def choice_section(choice: Choice) -> str:
@@ -151,142 +133,95 @@ def _cell(heading: str, cell: str) -> str:
     return f'<td data-label="{html.escape(heading)}"{kind}>{_safe(cell)}</td>'
 
 
-def lines(
-    title: str,
-    x: str,
-    curves: Curves,
-    *,
-    dots: Curves | None = None,
-    zero: bool = False,
-    top: float | None = None,
-    **mark: Any,
-) -> str:
-    """A line for each name, and dots; nothing if all values are 0 or there are none.
-
-    `curves` and `dots` are by all names of a page, in its order. `zero` starts the axis of values at 0, and
-    `top` ends it.
-    """
-    dots = dots or {}
-    points, seen = _points(x, curves), _points(x, dots)
-    if not any(point["value"] for point in points):
+def lines(title: str, curves: Curves) -> str:
+    """A line for each name; values that are not finite are left out."""
+    points = {name: np.array([list(x), list(y)], dtype=float).T for name, (x, y) in curves.items()}
+    points = {name: own[np.isfinite(own).all(axis=1)] for name, own in points.items()}
+    everything = np.concatenate(list(points.values()))
+    if not len(everything):
         return ""
-    line = {"type": "line", "strokeWidth": 1.8, "point": {"opacity": 0, "size": 90}, **mark}
-    layers: list[dict[str, Any]] = [{"data": {"values": points}, "mark": line}]
-    if seen:
-        layers.append({"data": {"values": seen}, "mark": {"type": "circle", "size": 20, "opacity": 1}})
-    scale: dict[str, Any] = {"zero": zero} if top is None else {"zero": zero, "domainMax": top}
-    encoding = {
-        "x": _number(x, x, zero=False),
-        "y": _number("value", **scale),
-        "color": _colors("name", [*curves, *(name for name in dots if name not in curves)], PALETTE),
-        "tooltip": _hover("name", x, "value"),
-    }
-    return _chart(title, {"encoding": encoding, "layer": layers}, 200)
+    low, high = everything.min(axis=0), everything.max(axis=0)
+    extent = np.where(high > low, high - low, 1)
+    shapes = [_grid(share, low + share * extent) for share in (0, 0.25, 0.5, 0.75, 1)]
+    for place, (name, own) in enumerate(points.items()):
+        ends = [(f"{100 * x:.2f}%", f"{HEIGHT * (1 - y):.1f}") for x, y in (own - low) / extent]
+        shapes.append(f'<g stroke="{_color(place)}">')
+        shapes += [
+            f'<line class="curve" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
+            for (x1, y1), (x2, y2) in pairwise(ends)
+        ]
+        shapes.append(
+            f'</g><text class="last" x="100%" y="{14 + 16 * place}" style="fill: {_color(place)}">'
+            f"{html.escape(name)}</text>"
+        )
+    return _picture(title, HEIGHT + 18, shapes)
 
 
-def _points(x: str, curves: Curves) -> list[dict[str, Any]]:
-    return [
-        {"name": name, x: place, "value": value}
-        for name, (places, values) in curves.items()
-        for place, value in zip(places, values, strict=True)
-    ]
+def _grid(share: float, point: Floats) -> str:
+    """A line and its value on each axis, at this share of them."""
+    x, y = (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" for value in point)
+    height = HEIGHT * (1 - share)
+    place = "first" if share == 0 else "last" if share == 1 else "middle"
+    return (
+        f'<line x2="100%" y1="{height:g}" y2="{height:g}"/><text y="{height - 3:g}">{y}</text>'
+        f'<text class="{place}" x="{share:.0%}" y="{HEIGHT + 14}">{x}</text>'
+    )
 
 
-def pipeline_charts(timelines: Mapping[str, Sequence[Span]]) -> str:
-    """A step's passes to scale: a chart for each policy or run, a row for each rank, a box for each pass.
+def pipelines(timelines: Mapping[str, Sequence[Span]]) -> str:
+    """A step's passes to scale: a picture for each policy or run, a row for each rank, a box for each pass.
 
     Documents differ between policies, so times are relative to a rank's work. Passes that did not run
     themselves, where others did, are pale.
     """
-    drawn = {name: _boxes(spans) for name, spans in timelines.items()}
-    end = max(box["to"] for boxes in drawn.values() for box in boxes)
-    return "".join(_timeline(name, boxes, end) for name, boxes in drawn.items())
+    works = {
+        name: sum(s.duration for s in own) / len({s.track for s in own}) for name, own in timelines.items()
+    }
+    ends = {name: max(s.start + s.duration for s in own) / works[name] for name, own in timelines.items()}
+    return "".join(
+        _pipeline(f"{name}: {1 - 1 / ends[name]:.1%} bubble", own, works[name] * max(ends.values()))
+        for name, own in timelines.items()
+    )
 
 
-def _boxes(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    unit = sum(s.duration for s in spans) / len({s.track for s in spans})
-    return [
-        {
-            "rank": s.track,
-            "from": s.start / unit,
-            "to": (s.start + s.duration) / unit,
-            "pass": PASSES[s.name.rstrip("0123456789")][0],
-            "number": s.name.lstrip("FBIWRL"),
-            "ms": s.duration * 1e3,
-            "time": MEASURED,
-            **{key: value for key, value in s.args.items() if key != "pass"},
-        }
-        for s in sorted(spans, key=lambda s: (len(s.track), s.track))  # pp 2 before pp 10
+def _pipeline(title: str, spans: Sequence[Span], seconds: float) -> str:
+    """One picture, as wide as `seconds`."""
+    tracks = sorted({s.track for s in spans}, key=lambda track: (len(track), track))  # pp 2 before pp 10
+    kinds = dict.fromkeys(PASSES[_kind(span)] for span in spans)
+    shapes = [
+        f'<text x="{NAMES + 18 * place}%" y="14" style="fill: {color}">{name}</text>'
+        for place, (name, color) in enumerate(kinds)
     ]
+    shapes += [f'<text y="{LINE * row + 15}">{track}</text>' for row, track in enumerate(tracks, start=1)]
+    percent = (100 - NAMES) / seconds
+    for span in spans:
+        left, width = NAMES + percent * span.start, percent * span.duration
+        shapes.append(_box(span, left, width, LINE * (1 + tracks.index(span.track))))
+    return _picture(title, LINE * (1 + len(tracks)), shapes)
 
 
-def _timeline(name: str, boxes: Sequence[Mapping[str, Any]], end: float) -> str:
-    kinds = {kind: color for kind, color in PASSES.values() if any(box["pass"] == kind for box in boxes)}
-    time = _number("from", "time / work of a rank", domain=[0, end], nice=False)
-    measured = {"test": f"datum.time == '{MEASURED}'", "value": 1}
-    wide = {"test": f"(datum.to - datum.from) / {end} * width > 8 * length(datum.number)", "value": 1}
-    box = {
-        "mark": {"type": "bar", "height": {"band": 0.86}, "stroke": "var(--box)", "strokeWidth": 0.5},
-        "encoding": {
-            "x": time,
-            "x2": {"field": "to"},
-            "color": _colors("pass", list(kinds), list(kinds.values())),
-            "opacity": {"condition": measured, "value": 0.45},
-        },
-    }
-    label = {
-        "transform": [{"calculate": "(datum.from + datum.to) / 2", "as": "middle"}],
-        "mark": {"type": "text", "color": "white", "fontSize": 10},
-        "encoding": {
-            "x": time | {"field": "middle"},
-            "text": {"field": "number"},
-            "opacity": {"condition": wide, "value": 0},
-        },
-    }
-    ranks = {"field": "rank", "type": "nominal", "sort": None, "title": None}
-    shown = (key for key in boxes[0] if key not in ("from", "to"))
-    spec = {
-        "data": {"values": list(boxes)},
-        "encoding": {"y": ranks, "tooltip": _hover(*shown)},
-        "layer": [box, label],
-    }
-    title = f"{name}: {1 - 1 / max(box['to'] for box in boxes):.1%} bubble"
-    return _chart(title, spec, 24 * len({box["rank"] for box in boxes}))
+def _box(span: Span, left: float, width: float, top: float) -> str:
+    """A pass: its colour, its micro-batch where there is room, and all of it under the pointer."""
+    name, color = PASSES[_kind(span)]
+    number = span.name.removeprefix(_kind(span))
+    facts = {"ms": f"{span.duration * 1e3:.4g}", **span.args}
+    title = "\n".join([f"{name} {number}", *(f"{key}: {value}" for key, value in facts.items())])
+    pale = "" if facts.get("time", MEASURED) == MEASURED else ' opacity="0.45"'
+    shown = number if width > DIGIT * len(number) else ""
+    return (
+        f"<g{pale}><title>{html.escape(title)}</title>"
+        f'<rect x="{left:.3f}%" y="{top}" width="{width:.3f}%" height="{LINE - 3}" fill="{color}"/>'
+        f'<text class="number" x="{left + width / 2:.3f}%" y="{top + 15}">{shown}</text></g>'
+    )
 
 
-def _chart(title: str, spec: Mapping[str, Any], height: float) -> str:
-    """A chart as wide as there is room and `height` pixels high; `spec` has the data."""
-    size = {"width": "container", "height": height, "autosize": {"type": "fit-x", "contains": "padding"}}
-    text = json.dumps({**size, "config": CONFIG, **_rounded(spec)}, separators=(",", ":"))
-    safe = text.replace("<", r"\u003c")
-    drawn = f'<div class="chart"><script type="application/json">{safe}</script></div>'
-    return f"<figure><figcaption>{html.escape(title)}</figcaption>{drawn}</figure>"
+def _kind(span: Span) -> str:
+    return span.name.rstrip("0123456789")
 
 
-def _rounded(value: Any) -> Any:
-    """Floats to five digits, to keep pages small; None for those that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: _rounded(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
-    value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, float):  # JSON has neither NaN nor infinity
-        return float(f"{value:.5g}") if math.isfinite(value) else None
-    return value
-
-
-def _number(field: str, title: str | None = None, **scale: Any) -> dict[str, Any]:
-    return {"field": field, "type": "quantitative", "title": title, "axis": SHORT, "scale": scale}
-
-
-def _colors(field: str, names: Sequence[str], palette: Sequence[str]) -> dict[str, Any]:
-    """A name's colour is that of its place among all names of a chart."""
-    colors = [palette[place % len(palette)] for place in range(len(names))]
-    return {"field": field, "type": "nominal", "scale": {"domain": names, "range": colors}}
-
-
-def _hover(*fields: str) -> list[dict[str, str]]:
-    return [{"field": field} for field in fields]
+def _picture(title: str, height: int, shapes: Sequence[str]) -> str:
+    svg = f'<svg width="100%" height="{height}">{"".join(shapes)}</svg>'
+    return f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>"
 
 
 def described(job: Job, documents: Documents) -> tuple[str, str]:
@@ -300,18 +235,6 @@ def command(name: str, typed: Sequence[str], *more: str) -> str:
     file, with overrides and options that the command has too."""
     below = f"{Path.cwd()}/"
     return shlex.join(["wlb-titan", name, *(word.removeprefix(below) for word in typed), *more])
-
-
-def search_command(typed: Sequence[str], gpus: int) -> str:
-    """The search for other degrees, without those that were typed."""
-    kept, words = [], iter(typed)
-    for word in words:
-        key, equals, _ = word.partition("=")
-        if key.endswith("_parallel_degree"):
-            _ = equals or next(words)
-        else:
-            kept.append(word)
-    return command("simulate", kept, "--search", "--gpus", str(gpus))
 
 
 def gained(best: str, ratio: Estimate, base: str, what: str = "FLOPs") -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import numpy as np
@@ -24,25 +24,28 @@ from wlb_titan.commands.command_line import (
     report_option,
     say,
     show_table,
-    warnings_once,
     writing,
 )
-from wlb_titan.commands.page import choice_section, command, described, lines, section, table, write_page
-from wlb_titan.context import STRATEGIES
-from wlb_titan.cost.attention_latency import slowest
+from wlb_titan.commands.page import (
+    Curves,
+    choice_section,
+    command,
+    described,
+    lines,
+    section,
+    table,
+    write_page,
+)
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.packing.predicted import attention_seconds, travelling
-from wlb_titan.plan import LENGTH, MicroBatch, Plan, imbalance_degree
+from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
 from wlb_titan.simulator.choice import Choice, Scenario
 from wlb_titan.summary import Estimate, Summary
 
 FEW_STEPS = 100  # fewer carry their standard error in the table
-STEPS_SHOWN = 60  # of the workloads; more become a blur
 NEAR = 0.01  # imbalances this close count as the same
-SHARDED = 200  # micro-batches under which sharding policies are compared
 
 
 @click.command(context_settings=OVERRIDABLE)
@@ -72,10 +75,9 @@ def plan(
     The imbalance of a step is the largest over the mean work of its micro-batches; a delay is the number of
     iterations between a document's arrival and its training, averaged over tokens.
     """
-    with warnings_once():
-        asked = load_job(file, overrides, **options)
+    asked = load_job(file, overrides, **options)
     documents = asked.documents
-    with warnings_once(), asked.placed():
+    with asked.placed():
         scenario = Scenario(asked.job, documents)
         names = compare.split(",") if compare else [asked.job.packing.name]
         policies = dict.fromkeys(asked.job.policy._replace(packing=name.strip()) for name in names)
@@ -93,13 +95,8 @@ def plan(
     say(describe_job(job, documents))
     show_table(table_rows(summaries))
     say(*remarks(summaries))
-    sharded: Rows = []
-    if job.strategy is not None:
-        sharded = sharding_rows(sharded_micro_batches(job, documents, steps), job)
-        say(f"Context parallelism: attention of a layer by {job.latency.source}")
-        show_table(sharded)
     if report is not None:
-        click.echo(f"Report: {write_report(report, replace(asked, job=job), summaries, sharded, choices)}")
+        click.echo(f"Report: {write_report(report, replace(asked, job=job), summaries, choices)}")
 
 
 def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Summary:
@@ -107,9 +104,8 @@ def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Sum
     from rich.progress import track
 
     console = Console(stderr=True)
-    numbers: Any = range(steps)
-    if console.is_terminal:
-        numbers = track(numbers, description=f"{job.packing.name:12}", console=console, transient=True)
+    quiet = not console.is_terminal
+    numbers = track(range(steps), f"{job.packing.name:12}", console=console, transient=True, disable=quiet)
     planner = job.planner(documents)
     if output is None:
         return Summary.of((planner.next(sharded=()) for _ in numbers), job.window)
@@ -117,7 +113,7 @@ def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Sum
         return Summary.of(_written(planner, numbers, file), job.window)
 
 
-def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
+def _written(planner: Planner, numbers: Iterable[int], file: TextIO) -> Iterator[Plan]:
     for _ in numbers:
         plan = planner.next()
         file.write(json.dumps(plan.to_json()) + "\n")
@@ -135,14 +131,11 @@ def table_rows(summaries: Mapping[str, Summary]) -> Rows:
             {
                 "policy": name,
                 "imbalance": imbalance.text(".3f"),
-                "p95": f"{figures['imbalance_p95']:.3f}",
                 "max": f"{figures['imbalance_max']:.3f}",
                 "delay": f"{figures['delay_mean']:.2f}",
                 "max delay": f"{figures['delay_max']}",
-                "padding": f"{figures['padding']:.2%}",
                 "cut": f"{figures['cut_share']:.1%}",
                 "keys/token": f"{figures['keys_per_token']:,.0f}",
-                "plan ms": f"{figures['plan_ms']:.1f}",
                 "longest": f"{figures['longest']:,}",
             }
         )
@@ -159,63 +152,11 @@ def remarks(summaries: Mapping[str, Summary]) -> Iterator[str]:
             yield f"{name}: the solver's packings are {proven}."
 
 
-def sharded_micro_batches(job: Job, documents: Documents, steps: int) -> list[MicroBatch]:
-    """The first `SHARDED` micro-batches of these steps, without those that data-parallel ranks share."""
-    plans = job.plans(documents, min(steps, -(-SHARDED // job.micro_batches)))
-    return [m for plan in plans for m in plan.micro_batches if not m.merged][:SHARDED]
-
-
-def sharding_rows(micro_batches: Sequence[MicroBatch], job: Job) -> Rows:
-    """A row for each sharding policy that the job's heads and lengths allow: the slowest rank's attention, a
-    layer's collectives, none hidden, what a rank receives in a step, and how often a sharding was chosen."""
-    passes = max(job.layers) * job.chunks * job.replica_micro_batches  # of layers on a rank in a step
-    rows: Rows = []
-    first = 0.0
-    for policy in STRATEGIES.candidates:
-        try:
-            under = replace(job, sharding=job.sharding.named(policy))
-            packs = [_sharded(m, under) for m in micro_batches]
-        except PlanError:
-            continue
-        ranks = [attention_seconds(m, under) for m in packs]  # float64 (ranks, 2), forward and backward
-        exchange, received = np.mean(
-            [under.exchanging.in_all_passes(travelling(m, under)) for m in packs], axis=0
-        )
-        attention = float(np.mean([slowest(seconds) for seconds in ranks]))
-        first = first or attention + exchange
-        imbalances = np.array([imbalance_degree(seconds.sum(axis=1)) for seconds in ranks])
-        chosen = [str(m.sharding) for m in packs]
-        shares = {name: chosen.count(name) / len(chosen) for name in dict.fromkeys(chosen)}
-        rows.append(
-            {
-                "sharding": policy,
-                "slowest rank": f"{attention * 1e3:.3f} ms",
-                "exchange": f"{exchange * 1e3:.3f} ms",
-                "received": f"{received * passes / 1e9:.2f} GB",
-                "speedup": f"{first / (attention + exchange):.3f}x",
-                "imbalance": f"{imbalances.mean():.3f}",
-                "p95": f"{np.quantile(imbalances, 0.95):.3f}",
-                "max": f"{imbalances.max():.3f}",
-                "chosen": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
-            }
-        )
-    return rows
-
-
-def _sharded(micro_batch: MicroBatch, job: Job) -> MicroBatch:
-    assert job.strategy is not None
-    lengths = micro_batch.documents[:, LENGTH]
-    name, ranks = job.strategy.shard(lengths, micro_batch.length, slices=micro_batch.elsewhere)
-    return replace(micro_batch, sharding=name, ranks=tuple(ranks))
-
-
-WORK = "Dots: the work of a step's micro-batches. The gap between the mean and the largest is waiting."
-IMBALANCE = "Largest over mean work of a step's micro-batches, of all steps in rising order; 1 is perfect."
-DELAY = "What balance costs: documents that wait for a step that can bear them."
+WORK = "The gap between a line and 1 is work that others wait for, or that is missing; flat is balanced."
 
 
 def write_report(
-    folder: Path, asked: Asked, summaries: Mapping[str, Summary], sharded: Rows, choices: Sequence[Choice]
+    folder: Path, asked: Asked, summaries: Mapping[str, Summary], choices: Sequence[Choice]
 ) -> Path:
     """The first of the `summaries` is the baseline; `choices` is what `auto` stands for."""
     job, rows = asked.job, table_rows(summaries)
@@ -226,7 +167,6 @@ def write_report(
     answer = f"Under {best} GPUs wait {waits[best]} of the time for the largest micro-batch"
     if best != first:
         answer += f", under {first} {waits[first]}; for it a token waits {summaries[best].delay:.2f} steps"
-    rising = {n: (np.linspace(0, 100, len(s.imbalance)), np.sort(s.imbalance)) for n, s in summaries.items()}
     corpus, about = described(job, asked.documents)
     return write_page(
         folder,
@@ -242,40 +182,19 @@ def write_report(
         ],
         sections=[
             *map(choice_section, choices),
-            section("Work of every micro-batch", WORK, *_workloads(summaries)),
-            section("Imbalance", IMBALANCE, lines("", "% of steps", rising)),
-            section("Delay", DELAY, *_delay(summaries, job.micro_batches * job.window)),
+            section("Work of every micro-batch", WORK, lines(SHARES, _shares(summaries))),
             section("All figures", "", table(rows)),
-            section("Context parallelism", "Attention of a layer, predicted.", table(sharded)),
         ],
     )
 
 
-def _workloads(summaries: Mapping[str, Summary]) -> Iterator[str]:
-    """Every micro-batch's work, step by step: a chart for each policy, on one scale."""
-    mean = np.mean([summary.workloads.mean() for summary in summaries.values()])
-    works = {name: summary.workloads[:STEPS_SHOWN] / mean for name, summary in summaries.items()}
-    top = max(float(work.max()) for work in works.values())
-    for name, work in works.items():
-        steps = np.arange(len(work))
-        curves = {"mean": (steps, work.mean(axis=1)), "largest": (steps, work.max(axis=1))}
-        dots = {"micro-batches": (steps.repeat(work.shape[1]), work.ravel())}
-        yield lines(name, "step", curves, dots=dots, zero=True, top=top)
+SHARES = "work over the mean of its step, from the heaviest micro-batch to the lightest, %"
 
 
-def _delay(summaries: Mapping[str, Summary], batch_tokens: int) -> list[str]:
-    """What waits after each step, a moving average over many steps; and how long tokens waited."""
-    span = max(len(next(iter(summaries.values())).waiting) // 20, 1)
-    smooth = {
-        name: np.convolve(one.waiting / batch_tokens, np.full(span, 1 / span), "valid")
+def _shares(summaries: Mapping[str, Summary]) -> Curves:
+    """Every micro-batch's work over the mean of its step, by the share of all that have more."""
+    percent = np.linspace(0, 100, 101)
+    return {
+        name: (percent, np.percentile(one.workloads.T / one.workloads.mean(axis=1), 100 - percent))
         for name, one in summaries.items()
     }
-    waiting = {name: (np.arange(len(one)) + (span - 1) / 2, one) for name, one in smooth.items()}
-    later = {
-        n: (range(len(s.delays)), 100 * (1 - np.cumsum(s.delays) / s.tokens)) for n, s in summaries.items()
-    }
-    title = "tokens that wait, in steps' worth" + (f", mean of {span}" if span > 1 else "")
-    return [
-        lines(title, "step", waiting, zero=True),
-        lines("tokens that waited longer, %", "steps", later, zero=True, interpolate="step-after"),
-    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,6 @@ from wlb_titan.commands.command_line import (
     report_option,
     say,
     show_table,
-    warnings_once,
     writing,
 )
 from wlb_titan.commands.page import (
@@ -32,26 +33,28 @@ from wlb_titan.commands.page import (
     cost,
     described,
     gained,
-    lines,
-    pipeline_charts,
-    search_command,
+    pipelines,
     section,
     table,
     write_page,
 )
-from wlb_titan.commands.search import SEARCH_SECONDS, figures, print_search, what_to_know
-from wlb_titan.cost.profile import Profile
+from wlb_titan.config.build import dotted
+from wlb_titan.config.load import Resolved
+from wlb_titan.config.values import to_text
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
-from wlb_titan.memory.rank import GIB, TERMS
+from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.choice import Scenario, network_sensitivity
+from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
-from wlb_titan.simulator.timeline import Step, step_timeline
-from wlb_titan.simulator.trace import write_trace
+from wlb_titan.simulator.timeline import step_timeline
+from wlb_titan.simulator.trace import Span, write_trace
 from wlb_titan.summary import Estimate
 
 SLOWER = 2.0  # the network, in the sensitivity column
+SEARCH_SECONDS = 300.0
+SHOWN = 12  # candidates of a search
 
 Plans = dict[Policy, list[Plan]]
 Predictions = dict[Policy, Prediction]
@@ -66,33 +69,16 @@ Predictions = dict[Policy, Prediction]
 )
 @click.option("--steps", type=MANY, default=20, help="Steps to simulate.")
 @click.option(
-    "--offload", type=float, metavar="SHARE", help="Share of saved activations to offload to host memory."
-)
-@click.option(
-    "--tensor-overlap",
-    type=float,
-    metavar="SHARE",
-    help="Share of tensor parallelism's collectives that run behind matrix products.  [default: the TOML "
-    "file's, or 0]",
-)
-@click.option(
     "--routing-imbalance",
     type=float,
+    default=1.0,
     metavar="FACTOR",
-    help="Tokens of the busiest expert-parallel rank over the mean.  [default: 1]",
+    help="Tokens of the busiest expert-parallel rank over the mean.",
 )
 @click.option(
-    "--attention",
-    type=click.Path(path_type=Path),
-    metavar="FILE.json",
-    help="Times of attention from this profile.  [default: as configured]",
-)
-@click.option("--no-overlap", is_flag=True, help="Gradients are reduced after the last backward pass.")
-@click.option("--search", is_flag=True, help="Try the degrees and schedules of --gpus GPUs, and rank them.")
-@click.option(
-    "--search-seconds",
-    type=click.FloatRange(1, 86400),
-    help=f"With --search: rank what was found by then.  [default: {SEARCH_SECONDS:g}]",
+    "--search",
+    is_flag=True,
+    help=f"Try the degrees and schedules of --gpus GPUs, and rank what was tried in {SEARCH_SECONDS:g} s.",
 )
 @report_option
 @click.option("--trace", type=Output(), metavar="FILE", help="Timeline for ui.perfetto.dev.")
@@ -104,11 +90,10 @@ def simulate(
     lengths: str | None,
     cluster: str | None,
     gpus: int | None,
+    routing_imbalance: float,
     search: bool,
-    search_seconds: float | None,
     report: Path | None,
     trace: Path | None,
-    **options: Any,
 ) -> None:
     """Predict step time, tokens/s, MFU and memory of FILE's job on a cluster, for several policies.
 
@@ -125,17 +110,15 @@ def simulate(
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
-    _check_options(search, search_seconds=search_seconds, report=report, trace=trace)
-    with warnings_once():
-        asked = load_job(file, overrides, lengths=lengths, cluster=cluster, gpus=None if search else gpus)
+    if search and (report or trace):
+        raise PlanError("--report and --trace draw policies; leave out --search.")
+    asked = load_job(file, overrides, lengths=lengths, cluster=cluster, gpus=None if search else gpus)
     compared = [Policy.parse(one) for one in policies.split(",")] if policies else None
     compared = list(dict.fromkeys(compared or [Policy("plain"), asked.job.policy]))
-    if search and (fixed := [key for key in asked.overridden if key.endswith("_parallel_degree")]):
-        raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
-    with warnings_once(), asked.placed():
-        scenario = Scenario(_told(asked.job, options), asked.documents)
+    with asked.placed():
+        scenario = Scenario(replace(asked.job, routing_imbalance=routing_imbalance), asked.documents)
         if search:
-            print_search(scenario, asked.resolved, compared, steps, gpus, search_seconds or SEARCH_SECONDS)
+            print_search(scenario, asked.resolved, compared, steps, gpus)
             return
         plans, predictions, impossible = _predicted(scenario, compared, steps)
         possible = [policy for policy in compared if policy not in impossible]
@@ -153,36 +136,16 @@ def simulate(
     drawn = _typical_steps(plans, predictions)
     if trace is not None:
         with writing(f"--trace: {trace}"):
-            write_trace([span for spans, _ in drawn.values() for span in spans], trace)
+            write_trace([span for spans in drawn.values() for span in spans], trace)
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
     if report is not None:
-        sections = [*map(choice_section, choices), section("Policies", " ".join(notes), table(rows))]
-        sections += _pictures(predictions, drawn)
+        sections = [
+            *map(choice_section, choices),
+            section("Policies", " ".join(notes), table(rows)),
+            section("A typical step", STEP, pipelines(drawn)),
+        ]
         page = write_report(report, asked, plans, predictions, rows[: len(predictions)], sections)
         click.echo(f"Report: {page}")
-
-
-def _check_options(search: bool, **given: Any) -> None:
-    """Refuses options that would do nothing."""
-    for name, value in given.items():
-        of_search = name == "search_seconds"
-        if value is not None and of_search != search:
-            why = "is of a search; add --search" if of_search else "draws policies; leave out --search"
-            raise PlanError(f"--{name.replace('_', '-')} {why}.")
-
-
-def _told(job: Job, options: Mapping[str, Any]) -> Job:
-    """The job with what only predictions need and no key sets."""
-    changes = {
-        name: options[name] for name in ("tensor_overlap", "routing_imbalance") if options[name] is not None
-    }
-    if options["offload"] is not None:
-        changes["memory"] = replace(job.memory, offload=options["offload"])
-    if options["no_overlap"]:
-        changes["overlap"] = False
-    if options["attention"] is not None:
-        changes["attention"] = Profile.load(options["attention"]).latency(job.attention_shape)
-    return replace(job, **changes)
 
 
 def _predicted(
@@ -225,6 +188,32 @@ def table_rows(
     return rows + [dict.fromkeys(rows[0], "–") | {"policy": str(policy)} for policy in impossible]
 
 
+def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
+    """What a table does not say: what does not fit or is extrapolated."""
+    said = []
+    for policy, prediction in predictions.items():
+        if not prediction.fits:
+            room = prediction.job.fitting.room
+            said.append(f"{policy} does not fit {room}: {prediction.peak_memory.explain()}")
+    if all(prediction.job.degrees.ranks == 1 for prediction in predictions.values()):
+        said.append(
+            "One GPU waits for no other, so balance saves it no time: what a balanced policy gains is whole "
+            "documents, in which a token attends to more. Compare the speedup or MFU, not tokens/s."
+        )
+    return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
+
+
+def figures(one: Prediction) -> dict[str, str]:
+    """Headings and cells that every table of predictions has."""
+    return {
+        "step, s": f"{one.seconds.mean():.3f}",
+        "tokens/s": f"{one.tokens_per_second:,.0f}",
+        "MFU": f"{one.mfu:.1%}",
+        "bubble": f"{one.bubble:.1%}",
+        "peak GiB": f"{one.peak_memory.total / GIB:.1f}" + ("" if one.fits else " !"),
+    }
+
+
 def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
     """FLOPs a second over the baseline's, which cut documents do not flatter as tokens do."""
     mine, base = (Estimate.rate(one.flops, one.seconds) for one in (prediction, baseline))
@@ -232,38 +221,15 @@ def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
 
 
 STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
-HELD = "GiB on one GPU of each pipeline rank, at the end of each pass."
-PEAK = "GiB of the fullest GPU by what they are for."
 
 
-def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, Step]:
-    """For each policy, the step nearest to the mean."""
+def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, list[Span]]:
+    """For each policy, the passes of the step nearest to the mean."""
     steps = {}
     for policy, one in predictions.items():
         number = int(abs(one.seconds - one.seconds.mean()).argmin())
-        steps[str(policy)] = step_timeline(one.job, plans[policy][number], str(policy))
+        steps[str(policy)], _ = step_timeline(one.job, plans[policy][number], str(policy))
     return steps
-
-
-def _pictures(predictions: Predictions, steps: Mapping[str, Step]) -> list[str]:
-    held = {
-        name: {f"pp {one.rank}": (one.seconds, one.bytes_ / GIB) for one in curves}
-        for name, (_, curves) in steps.items()
-    }
-    curves = (lines(name, "seconds", own, zero=True, interpolate="step-after") for name, own in held.items())
-    peaks = {str(policy): one.peak_memory for policy, one in predictions.items()}
-    terms = [term for term in TERMS if any(getattr(peak, term) for peak in peaks.values())]
-    memory = [
-        {"policy": name}
-        | {term: f"{getattr(peak, term) / GIB:.1f}" for term in terms}
-        | {"all": f"{peak.total / GIB:.1f}"}
-        for name, peak in peaks.items()
-    ]
-    return [
-        section("A typical step", STEP, pipeline_charts({name: spans for name, (spans, _) in steps.items()})),
-        section("Activations over that step", HELD, *curves),
-        section("Peak memory", PEAK, table(memory)),
-    ]
 
 
 def write_report(
@@ -280,9 +246,7 @@ def write_report(
     waited = None  # by nobody on one replica
     if degrees.pipeline * degrees.data > 1:
         waited = float(np.mean([plan.imbalance for plan in plans[policy]]))
-    why = "Other degrees and schedules of as many GPUs"
-    why += f", as a GPU waits for {prediction.bubble:.0%} of the step:" if prediction.bubble >= 0.1 else ":"
-    tries = [(why, search_command(asked.typed, degrees.ranks))]
+    tries = [("Other degrees and schedules of as many GPUs:", command("simulate", asked.typed, "--search"))]
     if asked.lengths is None:
         dryrun = command("dryrun", asked.typed, "--policy", ":".join(policy))
         tries.append((f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
@@ -298,3 +262,76 @@ def write_report(
         tries=tries,
         sections=sections,
     )
+
+
+def print_search(
+    scenario: Scenario, resolved: Resolved, policies: list[Policy], steps: int, gpus: int | None
+) -> None:
+    """Searches degrees of `gpus` GPUs (None: as many as the job's own), and prints what came of it."""
+    end = time.monotonic() + SEARCH_SECONDS
+    gpus = gpus or scenario.job.degrees.ranks
+    result = search(scenario, gpus, policies, steps, lambda what: time.monotonic() < end)
+    show_table(search_rows(result)[:SHOWN])
+    say(gain(result))
+    if words := winner_words(result.found[0].job, resolved):
+        say(f"To run it: {shlex.join(words)}")
+
+
+def search_rows(result: Search) -> Rows:
+    """A row for each candidate, the fastest first."""
+    best = result.found[0].flops_per_second
+    return [
+        {
+            "degrees": str(found.job.degrees),
+            "schedule": pipeline_words(found.job),
+            "policy": str(found.job.policy),
+            "L_max": f"{found.job.longest_micro_batch:,}",
+            **figures(found),
+            "of best": f"{found.flops_per_second / best:.1%}",
+        }
+        for found in result.found
+    ]
+
+
+def gain(result: Search) -> str:
+    """A sentence on what the best gains over the configured job."""
+    best, own = result.found[0], result.configured
+    if own is None:
+        return "The configured degrees are of other GPUs or do not fit, so there is no gain to name."
+    words = [f"{one.job.degrees}, {pipeline_words(one.job)}, {one.job.policy}" for one in (best, own)]
+    return (
+        f"The best ({words[0]}) does {best.flops_per_second / own.flops_per_second:.2f}x the FLOPs and "
+        f"{best.tokens_per_second / own.tokens_per_second:.2f}x the tokens a second of the configured job at "
+        f"its best ({words[1]})."
+    )
+
+
+def winner_words(job: Job, resolved: Resolved) -> list[str]:
+    """Overrides that turn a configuration of the same model and window into this job."""
+    degrees, policy = job.degrees, job.policy
+    wanted: dict[str, Any] = {
+        "wlb.packing.policy": policy.packing,
+        "wlb.sharding.policy": policy.sharding,
+        "wlb.pipeline.order": policy.order,
+        "training.local_batch_size": job.replica_micro_batches,
+        "training.global_batch_size": job.micro_batches,
+        "parallelism.tensor_parallel_degree": degrees.tensor,
+        "parallelism.context_parallel_degree": degrees.context,
+        "parallelism.pipeline_parallel_degree": degrees.pipeline,
+        "parallelism.data_parallel_shard_degree": degrees.shard,
+        "parallelism.data_parallel_replicate_degree": degrees.replicate,
+        "parallelism.expert_parallel_degree": degrees.expert,
+    }
+    if degrees.pipeline > 1:
+        from wlb_titan.runtime.pipeline.schedules import keys_of_stages
+
+        wanted["parallelism.pipeline_parallel_schedule"] = job.schedule
+        stages = keys_of_stages(job.model.layers, job.shape.stages)
+        wanted |= {f"parallelism.{key}": value for key, value in stages.items()}
+    configured = {dotted(entry.path): entry.value for entry in resolved.entries}
+    words = []
+    for key, value in wanted.items():
+        if value != configured.get(key):
+            text = "none" if value is None else value if isinstance(value, str) else to_text(value)
+            words += [f"--{key}", text]
+    return words

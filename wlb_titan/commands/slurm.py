@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.command_line import NUMBER, OVERRIDABLE, POSITIVE, of_file, warnings_once
+from wlb_titan.commands.command_line import NUMBER, OVERRIDABLE, POSITIVE, of_file
 from wlb_titan.errors import EXIT_AGAIN
 
 SCRIPT = """\
@@ -91,15 +91,14 @@ def slurm(
     """
     from wlb_titan.launch.job import AGENT, PROGRAM, hosts_of, restart_words
 
-    with warnings_once():
-        nodes, processes, on_cpu = hosts_of(
-            str(file),
-            overrides,
-            nodes=nodes,
-            min_nodes=min_nodes,
-            processes=gpus if nodes else 0,
-            at_most=gpus,
-        )
+    nodes, processes, on_cpu = hosts_of(
+        str(file),
+        overrides,
+        nodes=nodes,
+        min_nodes=min_nodes,
+        processes=gpus if nodes else 0,
+        at_most=gpus,
+    )
     survives = min_nodes not in (0, nodes)
     options = {
         "job-name": file.stem,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.command_line import NUMBER, OVERRIDABLE, of_file, warnings_once
+from wlb_titan.commands.command_line import NUMBER, OVERRIDABLE, of_file
 
 
 @click.command(context_settings=OVERRIDABLE)
@@ -44,8 +44,7 @@ def train(file: Path, overrides: tuple[str, ...], nproc: int, restarts: int) -> 
     from wlb_titan.launch.elastic import run
     from wlb_titan.launch.job import PROGRAM, hosts_of, restart_words
 
-    with warnings_once():
-        hosts = hosts_of(str(file), overrides, processes=nproc, runs_here=True)
+    hosts = hosts_of(str(file), overrides, processes=nproc, runs_here=True)
     words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", str(uuid.uuid4())]
     words += ["--nproc_per_node", str(hosts.processes), *restart_words(1, 1, restarts)]
     sys.exit(run([*words, "-m", PROGRAM, "--config", str(file), *overrides]))

@@ -71,8 +71,8 @@ class DryTrainer(OneRankTrainer):
         if self._device_bytes is not None:
             self.job = self.job.on(replace(self.job.cluster, memory=self._device_bytes))
 
-    def run(self) -> Iterator[dict[str, Any]]:
-        """Runs the step; yields what `wlb-titan dryrun --output` writes about a rank (docs/dryrun.md)."""
+    def run(self) -> dict[str, Any]:
+        """What `wlb-titan dryrun --output` writes about a rank after its step (docs/dryrun.md)."""
         begin = time.perf_counter()
         planned, self.step = next(self._steps(self._number)), self._number
         mine = planned.plan.of_rank(self._replica)
@@ -98,7 +98,7 @@ class DryTrainer(OneRankTrainer):
         alive = trace.now().terms
         beside = {term: alive[term] for term in ("optimizer", "dimensions") if alive.get(term)}
         traced = self._passes.terms | beside
-        yield {
+        return {
             **self._facts(),
             "lengths": [m.length for m in mine],
             "travelling": [list(travelling(m, self.job.merged[m.sharers])) for m in mine],

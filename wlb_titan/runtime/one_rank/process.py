@@ -13,33 +13,33 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wlb_titan.errors import UserError
 
+if TYPE_CHECKING:
+    from wlb_titan.runtime.one_rank.trainer import OneRankTrainer
+
 
 def main() -> None:
-    """Writes results as they come; exits with 1 after an error, written beside what was found before it."""
+    """Exits with 1 after an error, which is written in place of a result."""
     asked = json.loads(sys.argv[1])
     path = Path(asked.pop("result"))
-    found: dict[str, Any] = {"rank": asked["rank"]}
     try:
-        for found in results(**asked):
-            _write(path, found)
+        found = result(**asked)
     except UserError as error:
-        _write(path, {**found, "error": str(error)})
-        sys.exit(1)
+        found = {"rank": asked["rank"], "error": str(error)}
     except Exception as error:
-        facts = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        _write(path, {**found, **facts})
-        sys.exit(1)
+        said = f"{type(error).__name__}: {error}"
+        found = {"rank": asked["rank"], "error": said, "traceback": traceback.format_exc()}
+    path.write_text(json.dumps(found), encoding="utf-8")
+    sys.exit("error" in found)
 
 
-def results(
+def result(
     run: str, *, file: str, overrides: list[str], rank: int, world_size: int, **keywords: Any
-) -> Iterator[dict[str, Any]]:
+) -> dict[str, Any]:
     become_rank(rank, world_size)
     import torch
 
@@ -52,9 +52,9 @@ def results(
     logging.getLogger().setLevel(logging.ERROR)
     config = load_config(file, overrides, world_size=world_size).config
     kind: Any = {"dryrun": DryTrainer, "rehearse": RehearsalTrainer}[run]
-    trainer = kind(config, rank=rank, world_size=world_size, **keywords)
+    trainer: OneRankTrainer = kind(config, rank=rank, world_size=world_size, **keywords)
     try:
-        yield from trainer.run()
+        return trainer.run()
     finally:
         trainer.close()
 
@@ -67,13 +67,6 @@ def become_rank(rank: int, world_size: int) -> None:
     allow_segments_to_grow()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     use_cpu_without_accelerator()
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    """Keeps the file whole: the process may be stopped at any moment."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(found), encoding="utf-8")
-    os.replace(new, path)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,15 @@ as this rank sends.
 from __future__ import annotations
 
 import bisect
-import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from wlb_titan.errors import UserError
 from wlb_titan.memory.rank import GIB
 from wlb_titan.runtime.compat import fake_group, ranks_of_group
 from wlb_titan.runtime.data.dataloader import Step
@@ -49,120 +47,64 @@ class RehearsalTrainer(OneRankTrainer):
     """One rank of a job, built as the job builds it, with weights made up.
 
     Args:
-        first: number of the first step that counts, from 1; those before the warm-up are planned but not run.
-        warm_up: steps that are run before it and do not count.
-        seconds: after which no further step begins.
-        memory_gib: what the rank may take; None for all that the device has.
+        first: number of the first step that counts, from 1. The one before it is run too, so that kernels are
+            compiled; those before that are only planned.
     """
 
-    def __init__(
-        self,
-        config: Trainer.Config,
-        *,
-        rank: int,
-        world_size: int,
-        first: int,
-        warm_up: int,
-        steps: int,
-        seconds: float,
-        memory_gib: float | None = None,
-    ) -> None:
-        self._first, self._warm_up, self._number = first, warm_up, steps
-        self._limit, self._memory_gib = seconds, memory_gib
+    def __init__(self, config: Trainer.Config, *, rank: int, world_size: int, first: int, steps: int) -> None:
+        self._first, self._number = first, steps
         self._traffic = Traffic()
-        self._values: list[torch.Tensor] = []
-        changed = replace(config, metrics=replace(config.metrics, log_freq=1))
-        super().__init__(changed, rank=rank, world_size=world_size)
+        super().__init__(config, rank=rank, world_size=world_size)
         # On the CPU all runs in this thread, whose own time excludes what others do there.
         self.timer.clock = time.thread_time
         self._traffic.timer, self._traffic.wait = self.timer, self._wait
 
     def start_group(self) -> None:
-        self._memory = self._allowed_memory()
-        check_memory(self.job, self._memory)
+        check_memory(self.job, device_bytes())
         dist.Backend.register_backend(BACKEND, self._traffic.make_group, devices=["cpu", "cuda"])
         dist.init_process_group(BACKEND, rank=self._rank, world_size=self._world_size, store=dist.HashStore())
 
-    def _allowed_memory(self) -> int:
-        """Limits this rank's memory; returns the bytes that it may take."""
-        whole = device_bytes()
-        if self._memory_gib is None:
-            return whole
-        memory = int(self._memory_gib * GIB)
-        if memory > whole:
-            raise UserError(
-                f"--memory-gib: the device has {whole / GIB:.2f} GiB, less than {self._memory_gib:g}."
-            )
-        if self.device.type == "cpu":
-            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
-        else:
-            torch.cuda.set_per_process_memory_fraction(memory / whole)
-        return memory
-
-    def run(self) -> Iterator[dict[str, Any]]:
-        """Yields what `wlb-titan rehearse --output` writes about a rank, after each step that counts."""
+    def run(self) -> dict[str, Any]:
+        """What `wlb-titan rehearse --output` writes about a rank (docs/rehearsal.md)."""
         begin = time.perf_counter()
-        planned = self._steps(self._first - self._warm_up)
-        for _ in range(self._warm_up):
-            self._step(next(planned))
+        warm_up = min(1, self._first - 1)
+        planned = self._steps(self._first - warm_up)
+        for step in islice(planned, warm_up):
+            self._step(step)
         self._traffic.asked.clear()
-        results: list[dict[str, Any]] = []
-        for _ in range(self._number):
-            if time.perf_counter() - begin > self._limit and results:
-                return
-            step = next(planned)
-            results.append(self._step(step))
-            if len(results) == 1:
-                collectives = self._collectives(self._traffic.asked)
-                predicted = self._predicted(step.plan)
-            yield {
-                **self._facts(),
-                "device": self._device_name(),
-                "first": self._first,
-                "steps": results,
-                **predicted,
-                "collectives": collectives,
-                "seconds": time.perf_counter() - begin,
-            }
+        first = next(planned)
+        results = [self._step(first)]
+        collectives = self._collectives(self._traffic.asked)
+        results += [self._step(step) for step in islice(planned, self._number - 1)]
+        return {
+            **self._facts(),
+            "device": self._device_name(),
+            "first": self._first,
+            "steps": results,
+            **self._predicted(first.plan),
+            "collectives": collectives,
+            "seconds": time.perf_counter() - begin,
+        }
 
     def _step(self, planned: Step) -> dict[str, Any]:
         self.step += 1
         self.gc_handler.run(self.step)
-        prediction = check_planned_memory(self.job, planned.plan, self._replica, self._stage, self._memory)
-        on_cpu = self.device.type == "cpu"
+        check_planned_memory(self.job, planned.plan, self._replica, self._stage, device_bytes())
+        on_cpu = self.device.type == "cpu"  # which does not say what tensors take
         if not on_cpu:
             torch.accelerator.reset_peak_memory_stats()
-        self._values = []
         self.timer.start()
-        try:
-            with self.timer.time(STEP, 0, 0):
-                self.train_step(iter([planned]))
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not _out_of_memory(error):
-                raise
-            raise UserError(
-                f"Step {planned.plan.iteration + 1} does not fit {self._memory / GIB:.2f} GiB: it ran out of "
-                f"memory, and the prediction is {prediction or 'not known'}."
-            ) from error
+        with self.timer.time(STEP, 0, 0):
+            self.train_step(iter([planned]))
         passes, seconds, optimizer = without_answers(self.timer.stop())
-        if not all(bool(value.isfinite().all()) for value in self._values):
-            raise UserError(
-                f"Step {planned.plan.iteration + 1} has values that are not finite, on weights and data that "
-                "are made up. Their times say nothing; is the model's initialisation sound?"
-            )
         return {
             "iteration": planned.plan.iteration,
             "lengths": [m.length for m in planned.plan.of_rank(self._replica)],
             "passes": passes,
             "optimizer": optimizer,
             "seconds": seconds,
-            "peak_gib": _peak(on_cpu) / GIB,
+            "peak_gib": None if on_cpu else torch.accelerator.max_memory_allocated() / GIB,
         }
-
-    def report(self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, *_: Any) -> None:
-        """Keeps what has to be finite, without waiting for it."""
-        self._values = [loss.detach(), grad_norm.detach()]
 
     def _wait(self, kind: str, group: str, bytes_: int) -> float:
         """Seconds that the job waits for a collective. A CPU does wait: its cores are slower after that."""
@@ -297,16 +239,3 @@ def without_answers(measured: Sequence[Pass]) -> tuple[list[Pass], float, float]
 
 def _waited(passes: Sequence[Pass]) -> float:
     return sum(one.waited or 0.0 for one in passes)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """Whether torch could not allocate; on the CPU its error has no class of its own."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def _peak(on_cpu: bool) -> int:
-    """Peak bytes: on an accelerator those allocated in the step, on a CPU those resident since the start."""
-    if on_cpu:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak: int = torch.accelerator.max_memory_allocated()
-    return peak

@@ -46,8 +46,8 @@ class OneRankTrainer(Trainer):
     def start_group(self) -> None:
         raise NotImplementedError
 
-    def run(self) -> Iterator[dict[str, Any]]:
-        """Runs planned steps and yields results, each of which includes the one before it."""
+    def run(self) -> dict[str, Any]:
+        """Runs planned steps, and returns what is to be known of them, for JSON."""
         raise NotImplementedError
 
     def init_distributed(self) -> ParallelDims:
