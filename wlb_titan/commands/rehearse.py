@@ -222,8 +222,8 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: Sequence[str
         answer = f"{gained(best.policy, gain, ran[0].policy)}; {cost(best.rehearsed.bubble, None)}"
     for one in ran:
         number = int(abs(one.rehearsed.seconds - one.rehearsed.seconds.mean()).argmin())
-        passes = one.measured and one.measured[number]
-        for kind, found in (("rehearsed", passes), ("predicted", None)):
+        assert one.measured is not None
+        for kind, found in (("rehearsed", one.measured[number]), ("predicted", None)):
             timelines[f"{one.policy}, {kind}"], _ = step_timeline(one.job, one.plans[number], measured=found)
     ranks = [
         {"rank": f"{rank['rank']}, {one.policy}", "what it ran": rank.get("error") or what_it_ran(rank)}
