@@ -21,7 +21,7 @@ from common import WINDOW
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, ExchangeCost, KeyShares
+from wlb_titan.context.strategy import (
+    ALL_KEYS,
+    STRATEGIES,
+    ContextStrategy,
+    Exchange,
+    ExchangeCost,
+    KeyShares,
+)
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees

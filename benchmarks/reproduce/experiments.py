@@ -10,7 +10,7 @@ import numpy as np
 from lengths import WINDOW, carried, documents, dropped, stated
 from paper import LLAMA_405B, PAPER_DEGREES, Setting, attention, configuration, forward_imbalance, scenario
 
-from wlb_titan.context import per_document, per_sequence
+from wlb_titan.context.layout import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.job import Policy

@@ -22,7 +22,7 @@ from probing import gathered  # noqa: E402
 from recording import RECORDER  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 
-from wlb_titan.context import STRATEGIES  # noqa: E402
+from wlb_titan.context.strategy import STRATEGIES  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402
 from wlb_titan.plan import ID, LENGTH, START  # noqa: E402
 from wlb_titan.runtime.models.load import load_config  # noqa: E402

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planning import LAYER, job, pairs
 from slicing import PACKINGS, planner, sliced, slim
 
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents

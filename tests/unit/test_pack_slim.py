@@ -21,7 +21,7 @@ from slicing import (
     tokens_once,
 )
 
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import Quadratic, cost_model, workload
 from wlb_titan.documents import Documents

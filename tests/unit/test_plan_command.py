@@ -14,7 +14,7 @@ from rich.console import Console
 from wlb_titan.commands.command_line import show_table
 from wlb_titan.commands.main import main
 from wlb_titan.commands.plan import sharding_rows
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch

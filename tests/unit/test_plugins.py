@@ -11,7 +11,7 @@ from wlb_titan import plugins
 from wlb_titan.config.build import Builder
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import read_sources
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents

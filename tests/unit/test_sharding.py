@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan import context
-from wlb_titan.context import STRATEGIES, MoveSeconds, per_document, sequence_positions
+from wlb_titan.context import layout
 from wlb_titan.context.hybrid import _shard, levels_of
-from wlb_titan.context.layout import spans, widest_first
+from wlb_titan.context.layout import per_document, sequence_positions, spans, widest_first
+from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.attention_latency import slowest
@@ -139,14 +139,14 @@ def test_ranks_tile_every_document_in_equal_shares_and_see_its_earlier_keys(poli
         held[document][offset : offset + count] += 1
     assert all((tokens == 1).all() for tokens in held)
 
-    positions = context.sequence_positions(result, lengths, total)
+    positions = layout.sequence_positions(result, lengths, total)
     assert positions.shape == (ranks, total // ranks)
     np.testing.assert_array_equal(np.sort(positions, axis=None), np.arange(total))
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     begins = np.cumsum(lengths) - lengths
     for rank, row in zip(result, positions, strict=True):
         end = 0
-        for q_start, q_len, kv_start, kv_len in context.segments(rank, lengths).tolist():
+        for q_start, q_len, kv_start, kv_len in layout.segments(rank, lengths).tolist():
             assert q_start == end
             end += q_len
             tokens = row[q_start:end]
@@ -176,7 +176,7 @@ def test_ranks_get_the_keys_that_their_queries_see(policy, lengths, ranks, extra
 @settings(max_examples=100)
 def test_per_sequence_is_the_pairs_of_chunks(lengths, ranks):
     lengths, total = padded(lengths, ranks)
-    positions = context.sequence_positions(context.per_sequence(lengths, total, ranks), lengths, total)
+    positions = layout.sequence_positions(layout.per_sequence(lengths, total, ranks), lengths, total)
     chunks = np.arange(total).reshape(2 * ranks, -1)
     tokens = lengths.sum()
     for rank, row in enumerate(positions):
@@ -188,7 +188,7 @@ def test_per_sequence_is_the_pairs_of_chunks(lengths, ranks):
 @settings(max_examples=100)
 def test_per_document_chunks_are_floor_or_ceil_and_tokens_differ_by_one(lengths, ranks, extra):
     lengths, total = padded(lengths, ranks, extra)
-    result = context.per_document(lengths, total, ranks)
+    result = layout.per_document(lengths, total, ranks)
     tokens = [int(rank[:, COUNT].sum()) for rank in result]
     assert max(tokens) - min(tokens) <= 1
     for document, length in enumerate(lengths.tolist()):
@@ -206,7 +206,7 @@ def test_per_document_balances_the_work_of_documents_of_64_tokens_a_rank(lengths
     """Workload (paper equation 2, a 7B layer: W_l is some 24 hidden sizes of pairs a token) within 1 %."""
     lengths, total = padded([length * ranks for length in lengths], ranks)
     lengths[0] += total - lengths.sum() if data.draw(st.booleans()) else 0
-    work = np.array([pairs(rank) for rank in context.per_document(lengths, total, ranks)], dtype=float)
+    work = np.array([pairs(rank) for rank in layout.per_document(lengths, total, ranks)], dtype=float)
     linear = 6 * 4096 * total / ranks
     assert (work + linear).max() <= 1.01 * (work + linear).min()
     # Attention alone: within one token in a chunk, for each document, and less in many.
@@ -219,7 +219,7 @@ def test_per_document_attention_is_within_one_percent_from_200_tokens_a_rank():
     for ranks in (1, 2, 3, 4, 8, 16):
         for rest in range(2 * ranks):
             lengths, total = padded([204 * ranks + rest], ranks)
-            work = [pairs(rank) for rank in context.per_document(lengths, total, ranks)]
+            work = [pairs(rank) for rank in layout.per_document(lengths, total, ranks)]
             assert max(work) <= 1.01 * min(work)
 
 
@@ -230,15 +230,15 @@ def test_round_robin_deals_single_tokens_and_spread_does_not():
         [[0, 0, 250], [0, 750, 251], [0, 1002, 1]],  # token 1000 touches the last chunk, token 1002 does not
         [[0, 250, 500], [0, 1001, 1]],
     ]
-    spread = context.per_document(lengths, total, 2)
+    spread = layout.per_document(lengths, total, 2)
     assert [rank.tolist() for rank in spread] == [[[0, 0, 251], [0, 752, 251]], [[0, 251, 501]]]
 
 
 def test_the_examples_of_the_docstrings():
     lengths = np.array([6, 2])
-    assert [r.tolist() for r in context.per_sequence(lengths, 8, 2)] == [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
+    assert [r.tolist() for r in layout.per_sequence(lengths, 8, 2)] == [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
     lengths = np.array([9, 7])
-    assert [r.tolist() for r in context.per_document(lengths, 16, 2)] == [
+    assert [r.tolist() for r in layout.per_document(lengths, 16, 2)] == [
         [[0, 0, 3], [0, 7, 2], [1, 0, 1], [1, 5, 2]],
         [[0, 3, 4], [1, 1, 4]],
     ]
@@ -265,7 +265,7 @@ def test_a_policy_that_chooses_is_never_predicted_slower_than_what_it_chooses_fr
     slices = None if prefix is None else Slices(before, before > 0)
     strategies = {policy: STRATEGIES.configure(policy).make(ranks, latency) for policy in SHARDINGS}
     shards = {
-        policy: context.with_prefix(strategy.shard(lengths, total, slices=slices)[1], before)
+        policy: layout.with_prefix(strategy.shard(lengths, total, slices=slices)[1], before)
         for policy, strategy in strategies.items()
     }
     for better, worse in (("adaptive", ("per_sequence", "per_document")), ("hybrid", ("adaptive",))):
@@ -379,7 +379,7 @@ def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
         mask = strategy.mask(shards, lengths, total, rank, slices)
         number, tokens = mask.keys.T
         before = np.where(number >= 0, prefix[number], 0)
-        seen.append(context.segments_after(mask.segments, tokens, before))
+        seen.append(layout.segments_after(mask.segments, tokens, before))
         assert set(np.flatnonzero(prefix)) <= set(number)  # others may have their later slices
         begins = np.full(len(lengths) + 1, -1)
         begins[number] = np.cumsum(before + tokens) - before - tokens
@@ -392,7 +392,7 @@ def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
         whole = [np.stack([np.arange(len(lengths)), prefix, lengths], axis=1)]
         heads = [share.queries.stop - share.queries.start for share in head_shares(32, 32, ranks)]
         expected = [replace(LATENCY, heads=n).seconds(whole)[0] for n in heads]
-        assert strategy.seconds(context.with_prefix(shards, prefix)) == pytest.approx(np.array(expected))
+        assert strategy.seconds(layout.with_prefix(shards, prefix)) == pytest.approx(np.array(expected))
         return
     queries = np.concatenate(seen)[:, [1, 3]].astype(np.int64).T
     expected = (lengths * prefix + lengths * (lengths + 1) // 2).sum()

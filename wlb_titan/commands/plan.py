@@ -28,7 +28,7 @@ from wlb_titan.commands.command_line import (
     writing,
 )
 from wlb_titan.commands.page import choice_section, command, described, lines, section, table, write_page
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError

@@ -39,7 +39,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from wlb_titan.context import ALL_KEYS, KeyShares
+from wlb_titan.context.strategy import ALL_KEYS, KeyShares
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.memory.layer import FsdpWhole, TokenBytes
 from wlb_titan.pipeline.schedule import rank_actions

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.context import ALL_KEYS, KeyShares, whole_sequence, with_prefix
+from wlb_titan.context.layout import whole_sequence, with_prefix
+from wlb_titan.context.strategy import ALL_KEYS, KeyShares
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.memory.rank import CachedSlice, Held, Passes, RankMemory
 from wlb_titan.packing.slim.slices import cache_rows

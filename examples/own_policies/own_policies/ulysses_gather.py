@@ -21,9 +21,9 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from wlb_titan.context import ContextStrategy, Exchange, Move, per_document
 from wlb_titan.context.all_gather import gathered_mask, key_shares
-from wlb_titan.context.layout import sent_tokens, spans, widest_first
+from wlb_titan.context.layout import per_document, sent_tokens, spans, widest_first
+from wlb_titan.context.strategy import ContextStrategy, Exchange, Move
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET

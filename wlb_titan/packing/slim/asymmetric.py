@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import sequence_positions
+from wlb_titan.context.layout import sequence_positions
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.workload import BYTES
 from wlb_titan.memory.layer import TokenBytes

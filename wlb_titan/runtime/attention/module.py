@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 
-from wlb_titan.context import ContextStrategy
+from wlb_titan.context.strategy import ContextStrategy
 from wlb_titan.job import Job
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.plugins import load
