@@ -27,9 +27,8 @@ from wlb_titan.packing.slim.dp_merge import (
     numbers_of_packs,
 )
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
-from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.pipeline.packflow import packflow
-from wlb_titan.plan import LENGTH, PREFIX, TOTAL
+from wlb_titan.plan import ID, LENGTH, PREFIX, TOTAL
 from wlb_titan.simulator.replicas import planned_times, rank_memory, replicas_of, transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
@@ -130,7 +129,7 @@ def test_what_is_counted_is_the_same_as_without():
     assert max(loads) < 0.7 * max(without_loads)
     record = json.loads(json.dumps(plan.to_json()))["micro_batches"]
     assert [one.get("merged") for one in record] == [list(m.merged) or None for m in plan.micro_batches]
-    assert {sliced_document(m) for m in merged} == {0}
+    assert {m.documents[0, ID] for m in merged} == {0}
     assert sum(m.documents[0, LENGTH] for m in plan.packs if m.merged) == 64 == merged[0].slices[0, TOTAL]
 
 
@@ -273,11 +272,11 @@ def test_auto_asks_for_the_times_of_few_packs(monkeypatch):
         for rank in range(made.degrees.data)
     ]
     packing = Packing(packs, assigned=assigned)
-    _, forward, backward = flows.timed(packing, PREDICTED_IN_STEP)
+    step = flows.timed(packing, PREDICTED_IN_STEP)
     assert len(packs) > PREDICTED_IN_STEP and max(asked) <= PREDICTED_IN_STEP
-    _, exact, _ = flows.timed(packing, len(packs))
-    assert forward.sum() == pytest.approx(exact.sum(), rel=0.25)
-    assert (backward > forward).all()
+    exact = flows.timed(packing, len(packs)).forward
+    assert step.forward.sum() == pytest.approx(exact.sum(), rel=0.25)
+    assert (step.backward > step.forward).all()
     np.testing.assert_array_equal(exact, pass_seconds(made, list(map(made.sharded, packs)))[0].sum(axis=0))
 
 

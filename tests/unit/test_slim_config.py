@@ -103,7 +103,7 @@ def test_a_document_that_fits_in_no_order_is_refused(load):
         ("max_length = 65536", "max_length"),
         (
             "asymmetric = true",
-            "wlb.packing.asymmetric = true: .* It is for jobs that need full checkpointing",
+            "wlb.packing.asymmetric = true: .* It is for jobs that need a pipeline",
         ),
         ('dp_merge = "no"', 'dp_merge = "no": expected true or false or one of "auto"'),
         (
