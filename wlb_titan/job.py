@@ -190,10 +190,7 @@ class Job:
         strategy = self.merged[sized.sharers].strategy if sized.merged else self.strategy
         if strategy is None:
             return sized
-        name = f"Micro-batch {sized.index} of data-parallel rank {sized.dp_rank}"
-        sharding, ranks = strategy.shard(
-            sized.lengths, sized.shared_length, slices=sized.elsewhere, micro_batch=name
-        )
+        sharding, ranks = strategy.shard(sized.lengths, sized.shared_length, sized.elsewhere)
         return replace(sized, sharding=sharding, ranks=ranks)
 
     @cached_property

@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning import make_planner
 
+from wlb_titan.bins import REMAINS, Bins
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
-from wlb_titan.packing.bins import REMAINS, Bins
 from wlb_titan.packing.fixed import Milp, solved
 from wlb_titan.packing.wlb import PATIENCE
 from wlb_titan.plan import DELAY, ID, LENGTH, START

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan.context import layout
-from wlb_titan.context.hybrid import _shard, levels_of
+from wlb_titan.context.hybrid import levels_of
 from wlb_titan.context.layout import per_document, sequence_positions, spans, widest_first
 from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.context.ulysses import head_shares
@@ -298,19 +298,20 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
 def test_hybrid_fills_every_rank_whichever_documents_are_cut(lengths, ranks, extra, data):
     """Whatever is tried: the search's own choice would rarely reach the corners."""
     lengths, total = padded(lengths, ranks, extra)
-    sizes = levels_of(ranks)
+    hybrid = STRATEGIES.configure("hybrid").make(ranks, LATENCY)
+    sizes = hybrid.levels
     assert all(large % small == 0 for small, large in pairwise(sizes)) and sizes[-1] == ranks
     width = st.sampled_from([1, *sizes])
     widths = np.array(data.draw(st.lists(width, min_size=len(lengths), max_size=len(lengths))))
-    result = _shard(lengths, widths, LATENCY.work(lengths, lengths).sum(axis=0), total, ranks, sizes)
+    result = hybrid._spread(lengths, widths, LATENCY.work(lengths, lengths).sum(axis=0), total)
     assert sum(int(rank[:, COUNT].sum()) for rank in result) == lengths.sum()
     assert max(int(rank[:, COUNT].sum()) for rank in result) <= total // ranks
 
 
-def test_a_micro_batch_with_fewer_tokens_than_ranks_is_named():
+def test_a_micro_batch_with_fewer_tokens_than_ranks_is_refused():
     strategy = STRATEGIES.configure("hybrid").make(4, LATENCY)
-    with pytest.raises(PlanError, match=r"Micro-batch 3 of rank 1 has 3 tokens, fewer than the 4 "):
-        strategy.shard(np.array([1, 2]), 8, micro_batch="Micro-batch 3 of rank 1")
+    with pytest.raises(PlanError, match=r"A micro-batch has 3 tokens, fewer than the 4 "):
+        strategy.shard(np.array([1, 2]), 8)
 
 
 def sharding_planner(policy):

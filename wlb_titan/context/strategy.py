@@ -37,7 +37,7 @@ STRATEGIES = Family(
         "per_sequence": "wlb_titan.context.all_gather:PerSequence",
         "per_document": "wlb_titan.context.all_gather:PerDocument",
         "adaptive": "wlb_titan.context.all_gather:Adaptive",
-        "hybrid": "wlb_titan.context.all_gather:Hybrid",
+        "hybrid": "wlb_titan.context.hybrid:Hybrid",
         "ulysses": "wlb_titan.context.ulysses:Ulysses",
         "auto": "wlb_titan.context.all_gather:Auto",
     },
@@ -240,14 +240,7 @@ class ContextStrategy(Plugin, ABC):
     def check(self, model: ModelShape, tensor: int) -> None:
         """Raises PlanError, with the setting to blame, for a model whose heads it cannot share."""
 
-    def shard(
-        self,
-        lengths: Ints,
-        total: int,
-        *,
-        slices: Slices | None = None,
-        micro_batch: str = "The micro-batch",
-    ) -> tuple[str, Sharding]:
+    def shard(self, lengths: Ints, total: int, slices: Slices | None = None) -> tuple[str, Sharding]:
         """Who holds which tokens.
 
         Args:
@@ -262,20 +255,16 @@ class ContextStrategy(Plugin, ABC):
         tokens = int(lengths.sum())
         if tokens < self.ranks:
             raise PlanError(
-                f"{micro_batch} has {tokens} tokens, fewer than the {self.ranks} context-parallel ranks that "
+                f"A micro-batch has {tokens} tokens, fewer than the {self.ranks} context-parallel ranks that "
                 "share it. Use a smaller context-parallel degree, a longer context window or longer "
                 "documents."
             )
         assert tokens <= total and total % self.divisor == 0, f"{total} tokens are not padded"
-        return self.divide(lengths, total) if slices is None else self.divide_slices(lengths, total, slices)
+        return self.divide(lengths, total, slices)
 
     @abstractmethod
-    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
+    def divide(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
         """`shard`, after its checks."""
-
-    def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
-        """`divide` where documents continue elsewhere, for strategies that compare times."""
-        return self.divide(lengths, total)
 
     @abstractmethod
     def seconds(self, sharding: Sharding) -> Floats:

@@ -65,13 +65,7 @@ class UlyssesGather(ContextStrategy):
             )
         head_shares(model.heads // tensor, model.kv_heads // tensor, self._within)
 
-    def divide(self, lengths, total):
-        return self._divided(lengths, total, None)
-
-    def divide_slices(self, lengths, total, slices):
-        return self._divided(lengths, total, slices)
-
-    def _divided(self, lengths, total, slices):
+    def divide(self, lengths, total, slices):
         groups = per_document(lengths, total, self._groups)
         groups = widest_first(groups, spans(groups, (self._groups,), slices))
         share = total // self.ranks
