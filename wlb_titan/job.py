@@ -272,8 +272,9 @@ class Job:
         return self._exchange_cost(self.strategy)
 
     def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
+        moves = () if strategy is None else strategy.exchange(self.model, self.degrees.tensor).moves
         repeats = self.memory.checkpointing != "none"
-        return ExchangeCost.of(strategy, self.model, self.cluster, self.degrees, repeats=repeats)
+        return ExchangeCost(moves, self.cluster, self.degrees.strides["cp"], repeats)
 
     @cached_property
     def token(self) -> TokenSeconds:

@@ -17,7 +17,7 @@ from wlb_titan.cost.workload import cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
-from wlb_titan.packing.slim.asymmetric import asymmetric, cut_line, regrouped_times
+from wlb_titan.packing.slim.asymmetric import cut_line, regrouped_times
 from wlb_titan.packing.slim.slices import PrefixWork, last_needed
 from wlb_titan.simulator.replicas import check_slices
 from wlb_titan.simulator.step import simulate
@@ -67,9 +67,8 @@ def test_a_line_is_cut_where_the_shares_are_as_near_as_the_grain_allows(lengths,
 
 def test_the_docstrings_example():
     line = PrefixWork(lambda lengths: np.asarray(lengths, dtype=float) ** 2, 6, 1)
-    forward, backward = asymmetric(np.array([4, 6]), np.array([16.0, 36.0]), (line, line), 2)
-    assert [[tuple(s) for s in pack] for pack in forward] == [[(1, 0, 5)], [(1, 5, 6), (0, 0, 4)]]
-    assert [[tuple(s) for s in pack] for pack in backward] == [[(1, 3, 6)], [(1, 0, 3), (0, 0, 4)]]
+    assert cut_line(line, np.array([6, 4]), 2) == [[(0, 0, 5)], [(0, 5, 6), (1, 0, 4)]]
+    assert cut_line(line, np.array([4, 6]), 2) == [[(0, 0, 4), (1, 0, 3)], [(1, 3, 6)]]  # run from its end
 
 
 def test_both_passes_are_balanced_where_one_packing_balances_neither():

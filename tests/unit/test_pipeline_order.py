@@ -104,8 +104,6 @@ def test_refusals():
         ordered("fastest", work, work)
     with pytest.raises(PlanError, match="DualPipeV"):
         ordered("best", work, work, PipelineShape("DualPipeV", 2, 2))
-    with pytest.raises(PlanError, match=r"8 micro-batches .* runs of 3"):
-        in_runs(3, "as_packed")
 
 
 def planned(tmp_path, *options):

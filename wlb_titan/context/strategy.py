@@ -21,7 +21,6 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.layout import Sharding, segments, whole_sequence
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
@@ -141,19 +140,6 @@ class ExchangeCost:
     cluster: Cluster
     stride: int  # distance of context-parallel neighbours, in ranks
     repeats: bool  # whether activation checkpointing repeats the moves whose results it does not keep
-
-    @classmethod
-    def of(
-        cls,
-        strategy: ContextStrategy | None,
-        model: ModelShape,
-        cluster: Cluster,
-        degrees: Degrees,
-        *,
-        repeats: bool,
-    ) -> ExchangeCost:
-        moves = () if strategy is None else strategy.exchange(model, degrees.tensor).moves
-        return cls(moves, cluster, degrees.strides["cp"], repeats)
 
     def price(self, move: Move, passes: int) -> MoveSeconds:
         link = self.cluster.link(move.ranks, self.stride * move.stride)
