@@ -171,7 +171,7 @@ class Job:
 
     def padded(self, tokens: int, sharers: int = 1) -> int:
         """Tokens, with padding, of a micro-batch that this many data-parallel ranks share."""
-        divisor = self.divisor if sharers == 1 else self.merged[sharers].divisor
+        divisor = self.divisor if sharers == 1 else self.by_sharers[sharers].divisor
         return -(-tokens // divisor) * divisor
 
     def sized(self, draft: MicroBatch, dp_rank: int | None = None, **fields: Any) -> MicroBatch:
@@ -187,7 +187,7 @@ class Job:
 
     def sharded(self, sized: MicroBatch) -> MicroBatch:
         """The micro-batch divided over the context-parallel ranks of all its sharers."""
-        strategy = self.merged[sized.sharers].strategy if sized.merged else self.strategy
+        strategy = self.by_sharers[sized.sharers].strategy if sized.merged else self.strategy
         if strategy is None:
             return sized
         sharding, ranks = strategy.shard(sized.lengths, sized.shared_length, sized.elsewhere)
@@ -217,7 +217,7 @@ class Job:
         return strategy
 
     @cached_property
-    def merged(self) -> dict[int, Job]:
+    def by_sharers(self) -> dict[int, Job]:
         """For 1, 2, 4, ... ranks the job that describes micro-batches which they share (DP-Merge).
 
         It has as many times the context-parallel ranks; without context parallelism documents are divided
@@ -258,7 +258,7 @@ class Job:
         holds for each token."""
 
         def token_bytes(sharers: int, keys: KeyShares) -> TokenBytes:
-            job = self if sharers == 1 else self.merged[sharers]
+            job = self if sharers == 1 else self.by_sharers[sharers]
             return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys)
 
         return cache(token_bytes)

@@ -176,7 +176,7 @@ def test_a_shared_document_by_hand():
 def test_each_rank_of_a_group_has_its_own_share_of_the_attention():
     made, (plan,) = predicted(ALWAYS, degrees=Degrees(shard=4, context=2), lengths=[61] + [8] * 24)
     shared = next(m for m in plan.micro_batches if m.merged and m.padding)
-    group = made.merged[shared.sharers]
+    group = made.by_sharers[shared.sharers]
     everyone = attention_seconds(shared, group)
     assert len(everyone) == 2 * shared.sharers and len(set(everyone[:, 0].tolist())) > 1
     for dp_rank in shared.merged:

@@ -98,7 +98,7 @@ class CachedSlice(NamedTuple):
     total: int  # of the whole document
 
 
-class Held(NamedTuple):
+class PackSize(NamedTuple):
     """The properties of a micro-batch that memory depends on."""
 
     length: int  # tokens of one data-parallel rank, padding included
@@ -110,12 +110,12 @@ class Held(NamedTuple):
 class Passes(NamedTuple):
     """A replica's run through the pipeline."""
 
-    packs: Sequence[Held]  # by the `place` of its actions
+    packs: Sequence[PackSize]  # by the `place` of its actions
     flow: Flow | None = None  # None is the schedule's order
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Passes:
-        return cls([Held(length) for length in lengths])
+        return cls([PackSize(length) for length in lengths])
 
 
 def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[float]) -> list[Any]:

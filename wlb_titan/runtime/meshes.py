@@ -137,7 +137,7 @@ def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
     found: ContextMeshes = {}
     layout = rank_layout(dims)
     others, stages, data, context, tensor = layout.shape
-    for sharers, merged in job.merged.items():
+    for sharers, merged in job.by_sharers.items():
         if merged.strategy is None:
             continue
         shared = layout[:, :, : data // sharers * sharers]

@@ -18,7 +18,7 @@ from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.rank import Held, RankMemory, SliceCache
+from wlb_titan.memory.rank import PackSize, RankMemory, SliceCache
 from wlb_titan.packing.predicted import pass_seconds, replica_memory
 from wlb_titan.packing.slim.slices import last_needed, piece_numbers
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
@@ -156,7 +156,7 @@ def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
 
 
-def cache_bytes(job: Job, actions: Sequence[Action], packs: Sequence[Held]) -> list[float]:
+def cache_bytes(job: Job, actions: Sequence[Action], packs: Sequence[PackSize]) -> list[float]:
     """`SliceCache.bytes_` on a rank after each of its actions."""
     cache = SliceCache(job.token_bytes, job.layers)
     result = []

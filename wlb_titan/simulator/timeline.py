@@ -10,7 +10,7 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.job import Job
 from wlb_titan.memory.rank import weighted_tokens
-from wlb_titan.packing.predicted import held
+from wlb_titan.packing.predicted import pack_sizes
 from wlb_titan.packing.slim.slices import kind
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Action, MicroBatch, Plan
@@ -86,7 +86,7 @@ class _Picture:
 
     def add(self, replica: Replica, ends: Floats, known: Bools | None) -> None:
         job, memory, here = self._job, self._job.packing.rank_memory, replica.micro_batches
-        packs = held(job, here)
+        packs = pack_sizes(job, here)
         kept = [
             memory.layer_bytes(job.token_bytes_of(m.sharers, m.keys)) * m.length * m.sharers for m in packs
         ]

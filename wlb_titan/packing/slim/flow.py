@@ -55,7 +55,7 @@ class Flows:
         # Bytes of a shared pack's token on each rank, relative to a token of a rank's own pack: a share of
         # the activations, and all of the document's keys and values.
         kept = job.token_bytes.kept_in_slices
-        self._held = {n: shared.token_bytes.kept_in_slices / kept for n, shared in job.merged.items()}
+        self._held = {n: shared.token_bytes.kept_in_slices / kept for n, shared in job.by_sharers.items()}
         self.limit: float | None = job.most_in_flight  # tokens in flight, on the mean data-parallel rank
 
     def of(self, step: Step, slack: int) -> PackOrder:

@@ -195,7 +195,7 @@ class PlannedDataLoader(BaseDataLoader):
             with_weights(labels, weights) if self._by_document else labels,
             positions,
             lengths,
-            self._job.merged[micro_batch.sharers].strategy,
+            self._job.by_sharers[micro_batch.sharers].strategy,
             micro_batch.ranks,
             self._rank_within(micro_batch),
             cached,
