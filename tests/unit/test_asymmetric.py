@@ -16,7 +16,7 @@ from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.workload import cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import MemorySettings, TokenBytes
+from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.packing.slim.asymmetric import cut_line, regrouped_times
 from wlb_titan.packing.slim.slices import PrefixWork, last_needed
 from wlb_titan.simulator.replicas import check_slices
@@ -146,7 +146,6 @@ def test_as_much_is_in_flight_as_with_full_checkpointing():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"memory": MemorySettings()}, "2 pipeline ranks and selective checkpointing"),
         ({"degrees": Degrees()}, "1 pipeline ranks and full"),
         ({"packing": replace(APART, solver="milp")}, "nothing to solve"),
         ({"packing": replace(APART, dp_merge=True)}, "no place for packs that ranks share"),

@@ -27,7 +27,6 @@ from wlb_titan.packing.slim.dp_merge import (
     numbers_of_packs,
 )
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
-from wlb_titan.pipeline.packflow import packflow
 from wlb_titan.plan import ID, LENGTH, PREFIX, TOTAL
 from wlb_titan.simulator.replicas import planned_times, rank_memory, replicas_of, transfer_seconds
 from wlb_titan.simulator.step import simulate
@@ -71,6 +70,7 @@ def test_every_document_is_of_one_rank_or_of_one_group(works, ranks, merged):
         fits = works[merge.document] / size <= works.sum() / ranks * (1 + 1e-12)
         assert fits or size == group_sizes(ranks)[-1]
     assert loads == pytest.approx(found.loads)
+    assert merged or loads.max() - loads.min() <= works.max()
     sizes = [len(merge.ranks) for merge in found.merges]
     assert sizes == sorted(sizes, reverse=True)  # so that packs of larger groups come first
 
@@ -136,9 +136,8 @@ def test_what_is_counted_is_the_same_as_without():
 @pytest.mark.parametrize("policy", ["ulysses", "own_policies.ulysses_gather:UlyssesGather"])
 def test_strategies_that_divide_heads_are_refused_by_name(policy):
     made = {"degrees": Degrees(shard=2, context=2), "sharding": STRATEGIES.configure(policy)}
-    with pytest.raises(PlanError, match=f"cannot share a document under .* {policy}, which") as error:
+    with pytest.raises(PlanError, match=f"cannot share a document under .* {policy}, which"):
         planner(one_long(), ALWAYS, **made)
-    assert error.value.setting == "packing.dp_merge"
     plan = planner(one_long(), slim(), **made).next()
     assert not any(m.merged for m in plan.micro_batches)
 
@@ -189,39 +188,27 @@ def test_each_rank_of_a_group_has_its_own_share_of_the_attention():
 
 
 def joint_ends(made, plan):
-    """Every pass of the job run when it can: of shared ones none before all sharers can."""
+    """Every pass of the job moved later until nothing moves, shared ones together."""
     times, tokens = planned_times(made, plan.micro_batches, len(plan.of_rank(0)))
-    delays = transfer_seconds(made, tokens)
-    replicas = replicas_of(made, plan, times, delays)
-    ends = {}
-    left = [list(range(len(replica.graph.actions))) for replica in replicas]
+    replicas = replicas_of(made, plan, times, transfer_seconds(made, tokens))
+    numbers = [{action: i for i, action in enumerate(replica.graph.actions)} for replica in replicas]
+    ends = [np.zeros(1 + len(own)) for own in numbers]
 
-    def ready(rank, number):
-        replica = replicas[rank]
-        before, needed, crosses = replica.graph._waits[number]
-        delay = replica.delays[replica.graph.actions[number].place, 0] if crosses else 0.0
-        return max(
-            ends[rank, before - 1] if before else 0.0, (ends[rank, needed - 1] if needed else 0.0) + delay
-        )
+    def ready(rank, action):
+        before, needed, crosses = replicas[rank].graph._waits[numbers[rank][action]]
+        delay = crosses * replicas[rank].delays[action.place, 0]
+        return max(ends[rank][before], ends[rank][needed] + delay)
 
-    while any(left):
-        for rank, numbers in enumerate(left):
-            for number in list(numbers):
-                before, needed, _ = replicas[rank].graph._waits[number]
-                if any(n and (rank, n - 1) not in ends for n in (before, needed)):
-                    break
-                action = replicas[rank].graph.actions[number]
-                sharers = replicas[rank].micro_batches[action.place].merged or [rank]
-                at = [(one, replicas[one].graph.actions.index(action)) for one in sharers]
-                if any(
-                    n and (one, n - 1) not in ends for one, i in at for n in replicas[one].graph._waits[i][:2]
-                ):
-                    break
-                begin = max(ready(one, i) for one, i in at)
-                for one, i in at:
-                    ends[one, i] = begin + float(replicas[one].times.of(action)[0])
-                    left[one].remove(i)
-    return max(ends.values())
+    moved = True
+    while moved:
+        moved = False
+        for rank, replica in enumerate(replicas):
+            for action, number in numbers[rank].items():
+                sharers = replica.micro_batches[action.place].merged or [rank]
+                end = max(ready(one, action) for one in sharers) + float(replica.times.of(action)[0])
+                moved |= end != ends[rank][number + 1]
+                ends[rank][number + 1] = end
+    return max(own.max() for own in ends)
 
 
 @pytest.mark.parametrize("replicas, pipeline, seed", [(2, 2, 1), (4, 2, 5), (2, 4, 1)])
@@ -290,26 +277,3 @@ def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations()
     token = made.token_bytes
     assert shared.cache == 4 * (64 * token.cached + prefix * token.cached_gradients)
     assert shared.activations < 0.75 * whole.activations
-
-
-def test_a_step_is_ordered_by_its_slowest_rank_and_by_what_ranks_hold_on_average(monkeypatch):
-    asked = []
-    order = "wlb_titan.packing.slim.flow.packflow"
-    monkeypatch.setattr(
-        order, lambda packs, *rest, **more: asked.append(packs) or packflow(packs, *rest, **more)
-    )
-    made, (plan,) = predicted(ALWAYS)
-    held = Flows(made)._held
-    assert 1 == held[1] > held[2] > held[4] > 0.25
-    ranks = [plan.of_rank(rank) for rank in range(4)]
-    backs = [[a.place for a in flow[-1] if a.kind == "B"] for flow in plan.flows]
-    work = np.array([[m.workload for m in packs] for packs in ranks])
-    tokens = np.array([[held[m.sharers] * m.lengths.sum() for m in packs] for packs in ranks])
-    found = asked[-1]
-    assert found.tokens == pytest.approx(tokens.mean(axis=0))
-    assert found.freed == pytest.approx(np.take_along_axis(tokens, np.array(backs), axis=1).mean(axis=0))
-    for passes, own in (
-        (found.forward, work),
-        (found.backward, np.take_along_axis(work, np.array(backs), axis=1)),
-    ):
-        assert passes / passes.sum() == pytest.approx(own.max(axis=0) / own.max(axis=0).sum())

@@ -19,8 +19,7 @@ from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.packing import POLICIES
-from wlb_titan.plan import COUNT, DOCUMENT, LENGTH, OFFSET, Slices
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 SHARDINGS = {
     "per_sequence": {"per_sequence"},
@@ -215,25 +214,6 @@ def test_per_document_balances_the_work_of_documents_of_64_tokens_a_rank(lengths
     assert work.max() / work.min() - 1 <= (share / chunk).sum()
 
 
-def test_per_document_attention_is_within_one_percent_from_200_tokens_a_rank():
-    for ranks in (1, 2, 3, 4, 8, 16):
-        for rest in range(2 * ranks):
-            lengths, total = padded([204 * ranks + rest], ranks)
-            work = [pairs(rank) for rank in layout.per_document(lengths, total, ranks)]
-            assert max(work) <= 1.01 * min(work)
-
-
-def test_round_robin_deals_single_tokens_and_spread_does_not():
-    lengths, total = padded([1003], 2)
-    dealt = shard(ROUND_ROBIN, lengths, total, 2)
-    assert [rank.tolist() for rank in dealt] == [
-        [[0, 0, 250], [0, 750, 251], [0, 1002, 1]],  # token 1000 touches the last chunk, token 1002 does not
-        [[0, 250, 500], [0, 1001, 1]],
-    ]
-    spread = layout.per_document(lengths, total, 2)
-    assert [rank.tolist() for rank in spread] == [[[0, 0, 251], [0, 752, 251]], [[0, 251, 501]]]
-
-
 def test_the_examples_of_the_docstrings():
     lengths = np.array([6, 2])
     assert [r.tolist() for r in layout.per_sequence(lengths, 8, 2)] == [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
@@ -349,19 +329,6 @@ def test_the_planner_shards_by_the_settings(policy):
         _, expected = strategy.shard(micro_batch.documents[:, 2], micro_batch.length)
         assert all((a == b).all() for a, b in zip(micro_batch.ranks, expected, strict=True))
     assert {micro_batch.sharding for micro_batch in plan.micro_batches} <= SHARDINGS[policy]
-
-
-def test_no_micro_batch_is_planned_with_fewer_tokens_than_ranks():
-    planner = planning.make_planner(
-        np.full(400, 2),
-        window=8,
-        micro_batches=4,
-        data_parallel=2,
-        context_parallel=16,
-        packing=POLICIES.configure("wlb", thresholds=[8], max_length=32),
-        cost="quadratic:1,0",
-    )
-    assert min(m.documents[:, LENGTH].sum() for m in planner.next().micro_batches) >= 16
 
 
 @pytest.mark.parametrize("policy", [*SHARDINGS, "ulysses"])

@@ -103,7 +103,7 @@ def test_a_document_that_fits_in_no_order_is_refused(load):
         ("max_length = 65536", "max_length"),
         (
             "asymmetric = true",
-            "wlb.packing.asymmetric = true: .* It is for jobs that need a pipeline",
+            "wlb.packing.asymmetric = true: .* 4 pipeline ranks and selective checkpointing",
         ),
         ('dp_merge = "no"', 'dp_merge = "no": expected true or false or one of "auto"'),
         (
