@@ -16,7 +16,7 @@ from wlb_titan.kernels.segments import Shape
 
 from wlb_titan import context
 from wlb_titan.commands.profile import CPU_GRID, GPU_GRID, GridCase
-from wlb_titan.context import Sharding
+from wlb_titan.context.layout import Sharding
 
 WINDOW = 65536
 SEEDS = 5  # and 20 packs

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from common import show
 
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job

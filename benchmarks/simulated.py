@@ -22,7 +22,7 @@ from common import save, saved, show
 from reproduce.paper import PAPER_DEGREES, Setting, attention, configuration
 
 from wlb_titan.arrays import Ints
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape

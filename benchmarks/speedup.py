@@ -48,7 +48,6 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
         "wlb_lazy, best": (POLICY, "wlb_lazy", ORDER, "best"),
         "slim, M = 8": (*SLICES, "8"),
         "slim, M = 16": (*SLICES, "16"),
-        "slim, M = 16, least in flight": (*SLICES, "16", "--wlb.packing.tokens_in_flight", "least"),
         "plain, interleaved": INTERLEAVED,
         "slim, M = 8, interleaved": (*SLICES, "8", *INTERLEAVED),
     },

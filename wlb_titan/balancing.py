@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.bins import REMAINS, Bins, balanced, split
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.bins import REMAINS, Bins, balanced
 
 Cost = Callable[[Ints], Floats]
 """Work of sequences by their tokens, float64 (n,), in any unit; it grows with the tokens."""
@@ -208,10 +208,7 @@ def _dealt(units: _Units, count: int, limit: int) -> list[list[int]] | None:
         order = np.argsort(-falling, kind="stable")
         placed = Bins(count, limit).place(units.tokens[order], units.work[order])
         if (placed != REMAINS).all() and len(np.unique(placed)) == count:
-            dealt: list[list[int]] = [[] for _ in range(count)]
-            for unit, number in zip(order.tolist(), placed.tolist(), strict=True):
-                dealt[number].append(unit)
-            return dealt
+            return [bin_.tolist() for bin_ in split(order, placed, count)]
     return None
 
 

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, ExchangeCost, KeyShares
+from wlb_titan.context.strategy import (
+    ALL_KEYS,
+    STRATEGIES,
+    ContextStrategy,
+    Exchange,
+    ExchangeCost,
+    KeyShares,
+)
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
@@ -164,7 +171,7 @@ class Job:
 
     def padded(self, tokens: int, sharers: int = 1) -> int:
         """Tokens, with padding, of a micro-batch that this many data-parallel ranks share."""
-        divisor = self.divisor if sharers == 1 else self.merged[sharers].divisor
+        divisor = self.divisor if sharers == 1 else self.by_sharers[sharers].divisor
         return -(-tokens // divisor) * divisor
 
     def sized(self, draft: MicroBatch, dp_rank: int | None = None, **fields: Any) -> MicroBatch:
@@ -180,13 +187,10 @@ class Job:
 
     def sharded(self, sized: MicroBatch) -> MicroBatch:
         """The micro-batch divided over the context-parallel ranks of all its sharers."""
-        strategy = self.merged[sized.sharers].strategy if sized.merged else self.strategy
+        strategy = self.by_sharers[sized.sharers].strategy if sized.merged else self.strategy
         if strategy is None:
             return sized
-        name = f"Micro-batch {sized.index} of data-parallel rank {sized.dp_rank}"
-        sharding, ranks = strategy.shard(
-            sized.lengths, sized.shared_length, slices=sized.elsewhere, micro_batch=name
-        )
+        sharding, ranks = strategy.shard(sized.lengths, sized.shared_length, sized.elsewhere)
         return replace(sized, sharding=sharding, ranks=ranks)
 
     @cached_property
@@ -213,7 +217,7 @@ class Job:
         return strategy
 
     @cached_property
-    def merged(self) -> dict[int, Job]:
+    def by_sharers(self) -> dict[int, Job]:
         """For 1, 2, 4, ... ranks the job that describes micro-batches which they share (DP-Merge).
 
         It has as many times the context-parallel ranks; without context parallelism documents are divided
@@ -254,7 +258,7 @@ class Job:
         holds for each token."""
 
         def token_bytes(sharers: int, keys: KeyShares) -> TokenBytes:
-            job = self if sharers == 1 else self.merged[sharers]
+            job = self if sharers == 1 else self.by_sharers[sharers]
             return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys)
 
         return cache(token_bytes)
@@ -268,8 +272,9 @@ class Job:
         return self._exchange_cost(self.strategy)
 
     def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
+        moves = () if strategy is None else strategy.exchange(self.model, self.degrees.tensor).moves
         repeats = self.memory.checkpointing != "none"
-        return ExchangeCost.of(strategy, self.model, self.cluster, self.degrees, repeats=repeats)
+        return ExchangeCost(moves, self.cluster, self.degrees.strides["cp"], repeats)
 
     @cached_property
     def token(self) -> TokenSeconds:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wlb_titan.arrays import Ints
+from wlb_titan.bins import balanced, in_order
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingPolicy
-from wlb_titan.packing.bins import balanced, in_order
 from wlb_titan.pipeline.order import arranged
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
 

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import ContextStrategy, with_prefix
+from wlb_titan.context.layout import with_prefix
+from wlb_titan.context.strategy import ContextStrategy
 from wlb_titan.job import Job
 from wlb_titan.plan import DELAY, LENGTH, Plan, imbalance_by_pass, imbalance_degree
 

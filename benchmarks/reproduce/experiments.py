@@ -17,7 +17,7 @@ from reproduce.paper import (
     scenario,
 )
 
-from wlb_titan.context import per_document, per_sequence
+from wlb_titan.context.layout import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.job import Policy

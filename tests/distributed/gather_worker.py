@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 from wlb_titan.kernels import varlen_attention
 
-from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole_sequence
 from wlb_titan.context.hybrid import levels_of
+from wlb_titan.context.layout import segments, sequence_positions, whole_sequence
+from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.all_gather import AllGatherAttention

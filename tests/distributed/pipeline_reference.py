@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
-from wlb_titan import context
+from wlb_titan.context import layout
 from wlb_titan.runtime.attention.module import DocumentMask
 
 VOCABULARY = 256
@@ -67,7 +67,7 @@ class Reference:
         total, count = 0.0, valid_tokens(data)
         for s in (sequence for rank in data for sequence in rank):
             mask = DocumentMask(
-                torch.from_numpy(context.segments(context.whole_sequence(s.lengths), s.lengths))
+                torch.from_numpy(layout.segments(layout.whole_sequence(s.lengths), s.lengths))
             )
             tokens, labels, positions = (torch.from_numpy(x) for x in (s.tokens, s.labels, s.positions))
             with torch.set_grad_enabled(backward):

@@ -15,7 +15,7 @@ from drill_ground import make_corpus
 from wlb_titan.config.build import dotted
 from wlb_titan.config.load import resolve
 from wlb_titan.config.values import to_text
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.errors import ConfigError
 from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.order import ORDERS

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.cost.degrees import Degrees

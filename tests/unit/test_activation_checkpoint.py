@@ -27,7 +27,7 @@ def run(checkpointing):
     """Outputs of matrix products that are kept by their width, products of the backward pass, gradients."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from wlb_titan import context
+    from wlb_titan.context import layout
     from wlb_titan.runtime.attention.module import DocumentMask
     from wlb_titan.runtime.models.bases import llama_spec
     from wlb_titan.runtime.one_rank.dry_trace import Trace
@@ -38,7 +38,7 @@ def run(checkpointing):
     if checkpointing is not None:
         checkpointing.build().apply(model)
     lengths = torch.tensor([32, 16]).numpy()
-    mask = DocumentMask(torch.from_numpy(context.segments(context.whole_sequence(lengths), lengths)))
+    mask = DocumentMask(torch.from_numpy(layout.segments(layout.whole_sequence(lengths), lengths)))
     positions = torch.cat([torch.arange(32), torch.arange(16)]).unsqueeze(0)
     trace, products = Trace(FakeTensorMode()), Products()
     with trace:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wlb_titan
-from wlb_titan import balancing
 from wlb_titan.cost.workload import Quadratic
 from wlb_titan.errors import PlanError
 
@@ -116,23 +115,3 @@ def test_examples_of_the_page_run_and_import_neither_torch_nor_datasets():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
     assert not {"torch", "torchtitan", "datasets", "pyarrow"} & set(loaded.split())
-
-
-def test_few_counts_are_tried_and_few_pairs_looked_at(monkeypatch):
-    """Of sequences beyond half of the limit each needs a micro-batch, and no swap looks at thousands."""
-    tries, dealt, sizes, spread = [], balancing._dealt, [], balancing._spread
-    monkeypatch.setattr(balancing, "_dealt", lambda units, *a: tries.append(1) or dealt(units, *a))
-    monkeypatch.setattr(balancing, "_spread", lambda units: sizes.append(len(spread(units))) or spread(units))
-    lengths = np.random.default_rng(0).integers(501, 600, 400)
-    plan = wlb_titan.balance(lengths, ranks=2, tokens_per_rank=1000)
-    assert plan.work.shape == (2, 200) and len(tries) == 1
-    tries.clear()
-    plan = wlb_titan.balance(lengths // 3 * 2, ranks=2, tokens_per_rank=1000)
-    assert plan.work.shape == (2, 100) and len(tries) <= 10
-    units = balancing._units(np.arange(1, 3001), wlb_titan.causal(), None, None)
-    bins = [list(range(1000)), list(range(1000, 3000))]
-    balancing._even_out(units, bins, int(units.tokens.sum()))
-    assert sorted(itertools.chain(*bins)) == list(range(3000))
-    assert 100 < max(sizes) <= balancing.LOOKED_AT
-    work = [units.work[members].sum() for members in bins]
-    assert max(work) < 1.01 * min(work)

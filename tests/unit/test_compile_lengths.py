@@ -13,7 +13,7 @@ use_cpu_without_accelerator()
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 from torchtitan.models.common import ScaledBiasRowwiseLinear  # noqa: E402
 
-from wlb_titan import context  # noqa: E402
+from wlb_titan.context import layout  # noqa: E402
 from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask  # noqa: E402
 from wlb_titan.runtime.models.blocks import documents_vary, keep_inputs  # noqa: E402
 
@@ -34,7 +34,7 @@ def test_few_graphs_serve_every_length_and_number_of_documents():
     for _ in range(30):
         length = int(random.integers(16, 200))
         documents = random_documents(random, length)
-        segments = torch.from_numpy(context.segments(context.whole_sequence(documents), documents))
+        segments = torch.from_numpy(layout.segments(layout.whole_sequence(documents), documents))
         q, k, v = torch.randn(3, 1, length, 2, 8).requires_grad_().unbind()
         out = compiled(q, k, v, attention_masks=DocumentMask(documents_vary(segments)))
         expected = module(q, k, v, attention_masks=DocumentMask(segments))

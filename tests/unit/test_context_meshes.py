@@ -9,7 +9,7 @@ use_cpu_without_accelerator()
 import torch.distributed as dist  # noqa: E402
 from torchtitan.distributed.utils import init_fake_mode  # noqa: E402
 
-from wlb_titan.context import STRATEGIES  # noqa: E402
+from wlb_titan.context.strategy import STRATEGIES  # noqa: E402
 from wlb_titan.cost.degrees import Degrees  # noqa: E402
 from wlb_titan.job import Job  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402

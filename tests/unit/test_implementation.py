@@ -13,7 +13,7 @@ from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import KernelError
 
 from wlb_titan.config.settings import AttentionSettings
-from wlb_titan.context import segments, segments_after, whole_sequence
+from wlb_titan.context.layout import segments, segments_after, whole_sequence
 from wlb_titan.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -143,7 +143,7 @@ def test_it_reaches_every_call(on_hopper, sliced, compiled):
     ],
 )
 def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, expected):
-    from wlb_titan.context import STRATEGIES
+    from wlb_titan.context.strategy import STRATEGIES
     from wlb_titan.cost.degrees import Degrees
     from wlb_titan.cost.models import ModelShape
     from wlb_titan.job import Job

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from wlb_titan.kernels import varlen_attention
 
-from wlb_titan.context import segments, segments_after, whole_sequence
+from wlb_titan.context.layout import segments, segments_after, whole_sequence
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache, sliced_attention
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wlb_titan.kernels.tiles import NO_WINDOW, key_tiles, query_tiles, steps
 
-from wlb_titan import context
+from wlb_titan.context import layout
 from wlb_titan.cost.attention_kernels import COEFFICIENTS, Point, fit, hopper, predict
 from wlb_titan.cost.attention_latency import KernelCost, KeyTiling, Tiling, slowest
 
@@ -76,7 +76,7 @@ def test_long_segments_are_tiled_as_the_kernels_do(policy):
     total = -(-lengths.sum() // 8) * 8
     for shard in planning.shard(policy, lengths, total, 4, hopper(128, 1))[1]:
         shard = shard[shard[:, 1] + shard[:, 2] > 1024]
-        segments = context.segments(shard, lengths)
+        segments = layout.segments(shard, lengths)
         tokens = int(shard[:, 2].sum())
         listed = tile_list(segments, tokens)
         counts = Tiling(128, 128, merge_keys=1024).count(segments[:, 1], segments[:, 3]).sum(axis=1)
@@ -90,7 +90,7 @@ def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, w
     blocks."""
     rng = np.random.default_rng(longest)
     lengths = rng.integers(1, longest, 60000 // longest)
-    segments = context.segments(context.whole_sequence(lengths), lengths)
+    segments = layout.segments(layout.whole_sequence(lengths), lengths)
     listed = tile_list(segments, int(lengths.sum()), window)
     counted = Tiling(128, 128, merge_keys=1024).count(lengths, lengths, window).sum(axis=1)
     assert counted[0] == pytest.approx(len(listed), rel=0.03)
@@ -118,7 +118,7 @@ def test_tiles_of_keys_are_walked_as_the_kernels_do(policy, window, queries):
     total = -(-lengths.sum() // 8) * 8
     counted, listed = np.zeros(2), np.zeros(2)
     for shard in planning.shard(policy, lengths, total, 4, hopper(128, 1))[1]:
-        segments = context.segments(shard, lengths)
+        segments = layout.segments(shard, lengths)
         counted += KeyTiling(queries, 128, 1024).count(segments[:, 1], segments[:, 3], window)[:2].sum(axis=1)
         listed += steps_of(segments, int(lengths.sum()), window, queries)
     assert counted == pytest.approx(listed, rel=0.02)

@@ -12,7 +12,7 @@ import tomli
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    *("errors", "arrays", "plugins", "plan"),
+    *("errors", "arrays", "plugins", "plan", "bins"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
     *("balancing", "planner", "job", "validation", "summary"),

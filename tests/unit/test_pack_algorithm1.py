@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from wlb_titan import bins
 from wlb_titan.cost.workload import Quadratic, workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
-from wlb_titan.packing import bins
 from wlb_titan.packing.wlb import Wlb
 from wlb_titan.plan import ID, LENGTH, START
 

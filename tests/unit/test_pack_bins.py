@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.packing.bins import REMAINS, Bins, balanced, in_order, level
+from wlb_titan.bins import REMAINS, Bins, balanced, in_order, level
 
 loads_and_rooms = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=8)
 

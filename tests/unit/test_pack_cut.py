@@ -18,7 +18,7 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
 from wlb_titan.packing.plain import Plain, for_trial, imbalance_of_plain
 from wlb_titan.packing.wlb import Wlb
-from wlb_titan.packing.wlb_lazy import _transfers, level_by_cutting
+from wlb_titan.packing.wlb_lazy import level_by_cutting
 from wlb_titan.plan import LENGTH, START
 
 EQUAL = Quadratic(0.0, 1.0)
@@ -82,18 +82,6 @@ def test_where_work_is_tokens_all_are_made_equal(packs):
     givers = sum(sum(pack) > whole for pack in packs)
     # Each giver keeps two tokens of a document, and cuts are between tokens.
     assert loads(*after, EQUAL, len(packs)).max() <= whole + 1 + 2 * givers + max(len(pack) for pack in packs)
-
-
-@given(st.lists(st.floats(0.1, 9), min_size=1, max_size=6), st.lists(st.floats(0, 9), min_size=1, max_size=6))
-def test_transfers_give_all_that_is_wanted(given_, wanted):
-    giver, taker, until = _transfers(np.array(given_), np.array(wanted))
-    first = np.diff(giver, prepend=-1) > 0
-    amounts = np.where(first, until, until - np.roll(until, 1))
-    assert (amounts > -1e-9).all()
-    total = min(sum(given_), sum(wanted))
-    assert amounts.sum() == pytest.approx(total)
-    assert (np.bincount(giver, amounts, len(given_)) <= np.array(given_) + 1e-9).all()
-    assert (np.bincount(taker, amounts, len(wanted)) <= np.array(wanted) + 1e-9).all()
 
 
 def lengths_of(kind):

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning import make_planner
+from slicing import PACKINGS as SLICED
 
+from wlb_titan.bins import REMAINS, Bins
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
-from wlb_titan.packing.bins import REMAINS, Bins
 from wlb_titan.packing.fixed import Milp, solved
 from wlb_titan.packing.wlb import PATIENCE
 from wlb_titan.plan import DELAY, ID, LENGTH, START
@@ -34,11 +35,6 @@ PACKINGS = {
     "wlb-tight": POLICIES.configure("wlb", thresholds=[60], max_length=WINDOW),
     "wlb_lazy": POLICIES.configure("wlb_lazy", max_delay=5),
     "wlb_lazy-tight": POLICIES.configure("wlb_lazy", max_length=WINDOW + 16),
-}
-SLICED = {
-    "slim": POLICIES.configure("slim", micropacks=6, slack=0),
-    "slim-merged": POLICIES.configure("slim", micropacks=6, slack=0, dp_merge=True),
-    "slim-asymmetric": POLICIES.configure("slim", micropacks=6, slack=0, asymmetric=True),
 }
 REPEATABLE = {name: one for name, one in (PACKINGS | SLICED).items() if name != "fixed_solver"}
 every_policy = pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
@@ -100,6 +96,7 @@ def test_tokens_are_conserved_and_micro_batches_are_sound(packing, lengths, micr
     job = planner(packing, lengths, micro_batches, context_parallel=2)
     plans = [job.next() for _ in range(9)]
     assert_conserved(job, plans)
+    assert packing.name == "plain" or not any(plan.lost_tokens for plan in plans)
     limit = getattr(packing, "max_length", None) or 2 * WINDOW
     for iteration, plan in enumerate(plans):
         assert plan.iteration == iteration
@@ -116,23 +113,6 @@ def test_tokens_are_conserved_and_micro_batches_are_sound(packing, lengths, micr
             assert job._stream.has_label(m.documents).any()
             assert m.workload == pytest.approx(float((tokens * tokens + 40 * tokens).sum()))
             assert ((m.documents[:, DELAY] >= 0) & (m.documents[:, DELAY] <= iteration)).all()
-
-
-@every_policy
-def test_carrying_policies_train_every_token_of_an_epoch_exactly_once(packing):
-    lengths = np.random.default_rng(0).integers(1, 90, 200)
-    job = planner(packing, lengths)
-    plans = [job.next() for _ in range(90)]
-    documents = np.concatenate([m.documents for plan in plans for m in plan.micro_batches])
-    epoch = documents[documents[:, ID] < 200]
-    trained = np.bincount(job.read(epoch[:, ID])[0], epoch[:, LENGTH], 200)
-    lost = sum(plan.lost_tokens for plan in plans)
-    if getattr(packing, "tail", "carry") == "carry":
-        assert lost == 0
-        assert (trained == lengths).all()
-    else:
-        assert lost > 0
-        assert (trained <= lengths).all() and trained.sum() < lengths.sum()
 
 
 @repeatable

@@ -21,7 +21,7 @@ from slicing import (
     tokens_once,
 )
 
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import Quadratic, cost_model, workload
 from wlb_titan.documents import Documents
@@ -29,13 +29,9 @@ from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import USABLE_IN_SLICES
-from wlb_titan.packing.slim.dp_merge import dealt
 from wlb_titan.packing.slim.micropacks import Slots, SolvedPlacing, micropacks, place_greedily
 from wlb_titan.packing.slim.slices import PrefixWork
 from wlb_titan.packing.slim.slim import Slim
-from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import LENGTH, PREFIX, TOTAL
 from wlb_titan.simulator.replicas import rank_memory
 
 COST = cost_model("quadratic:1,40", None)
@@ -44,10 +40,6 @@ documents = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 64)), min_size
 
 def work(length):
     return workload(COST, np.array([length]))[0] if length else 0.0
-
-
-def levels(packs):
-    return [sum(work(s.stop) - work(s.start) for s in pack) for pack in packs]
 
 
 @given(length=st.integers(1, 300), grain=st.integers(1, 20), data=st.data())
@@ -147,29 +139,11 @@ def test_the_docstrings_example():
     ]
 
 
-def test_a_solved_packing_of_real_lengths_is_never_worse_than_the_greedy_one():
-    random = np.random.default_rng(3)
-    for _ in range(5):
-        lengths = np.minimum(np.exp(random.normal(2.0, 1.2, size=12)).astype(int) + 1, WINDOW)
-        works, table = workload(COST, lengths), PrefixWork(partial(workload, COST), WINDOW, 1)
-        greedy = micropacks(lengths, works, table, 6)
-        solved = micropacks(lengths, works, table, 6, SolvedPlacing(1.0, 1e-3))
-        assert max(levels(solved)) <= max(levels(greedy)) * 1.05  # cuts are rounded to tokens
-
-
 def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
     alone = {"micro_batches": 2, "degrees": Degrees()}
     plan = planner([64, 64, 5, 5], slim(micropacks=4, slack=0), seed=None, **alone).next()
     (actions,) = plan.flows[0]
     assert [f"{a.kind}{a.place}" for a in actions] == ["F0", "F1", "B1", "B0", "F2", "F3", "B3", "B2"]
-
-
-@given(works=st.lists(st.integers(1, 50), min_size=4, max_size=30), ranks=st.integers(1, 4))
-def test_ranks_get_nearly_the_same_work(works, ranks):
-    found = dealt(np.array(works, dtype=float), ranks).own
-    assert sorted(np.concatenate(found).tolist()) == list(range(len(works)))
-    loads = [sum(works[i] for i in share) for share in found]
-    assert max(loads) - min(loads) <= max(works)
 
 
 PIPELINES = st.sampled_from([(1, 1), (2, 1), (2, 2)])
@@ -213,6 +187,9 @@ def test_every_token_is_trained_once_and_no_pass_waits_for_ever(
         assert not trained.keys() & pieces.keys()
         trained |= pieces
         assert_shares_cover(plan, context)
+        if name != "asymmetric":  # which computes the forward pass again
+            work = sum(m.workload for m in plan.micro_batches)
+            assert work == pytest.approx(workload(COST, plan.document_lengths).sum())
         assert all(m.length % (4 if context == 2 else 1) == 0 for m in plan.packs)
         assert plan.delay == 0
         kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
@@ -239,17 +216,6 @@ def test_every_rank_plans_the_same_and_divides_and_orders_its_own(name):
         assert [m.to_json() for m in plan.of_rank(rank)] == [m.to_json() for m in whole.of_rank(rank)]
 
 
-def test_work_of_slices_adds_up_to_that_of_documents():
-    job = planner([64, 50, 40, 30, 8, 8, 8, 64, 64])
-    plan = job.next()
-    rows = np.concatenate([m.documents for m in plan.micro_batches])
-    slices = np.concatenate([m.slices for m in plan.micro_batches])
-    whole = slices[slices[:, PREFIX] == 0][:, TOTAL]
-    assert sum(m.workload for m in plan.micro_batches) == pytest.approx(workload(COST, whole).sum())
-    assert rows[:, LENGTH].sum() == whole.sum() == plan.tokens
-    assert plan.imbalance < 1.2
-
-
 def test_a_plan_of_slices_as_json():
     plan = planner([64, 10, 10, 10], seed=None, micro_batches=2).next()
     plan = plan.to_json()
@@ -268,46 +234,6 @@ def test_auto_takes_more_packs_where_they_shrink_the_bubble():
     grouped = replace(auto, asymmetric=True)
     plan = planner(lengths, grouped, degrees=Degrees(pipeline=4)).next()
     assert len(plan.micro_batches) == 2 * len(plan.forward) > 16
-
-
-def in_flight(plan):
-    """Tokens that the first pipeline rank has in flight at most."""
-    lengths = np.array([m.length for m in plan.of_rank(0)])
-    passes = [lengths[place] if kind == "F" else -lengths[place] for kind, _, place in plan.flows[0][0]]
-    return np.cumsum(passes).max()
-
-
-def seconds(plan):
-    work = np.array([[m.workload] for m in plan.of_rank(0)])
-    shape = PipelineShape("1F1B", 2)
-    times = PassTimes.equal_stages(work / 3, work * 2 / 3, shape)
-    return PipelineGraph(shape, len(work), plan.flows[0]).ends(times).max()
-
-
-def test_least_has_fewer_tokens_in_flight_for_hardly_more_time():
-    lengths = ([64] + [4] * 48) * 6
-    most, least = (
-        planner(lengths, slim(micropacks=32, slack=0, tokens_in_flight=bound), seed=None)
-        for bound in (None, "least")
-    )
-    for _ in range(3):
-        plan, lean = most.next(), least.next()
-        assert lean.to_json()["micro_batches"] == plan.to_json()["micro_batches"]
-        assert in_flight(lean) <= 0.75 * in_flight(plan)
-        assert seconds(lean) <= 1.02 * seconds(plan)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"packing": slim(micropacks=1)}, "fewer than the 2 pipeline stages"),
-        ({"schedule": "ZBVZeroBubble", "chunks": 2}, "ZBVZeroBubble, in whose order"),
-        ({"schedule": "GPipe"}, "GPipe, in whose order"),
-    ],
-)
-def test_what_cannot_be_is_named(changes, message):
-    with pytest.raises(PlanError, match=message):
-        planner([64, 10, 10, 10], **changes)
 
 
 def test_fewer_packs_where_there_are_too_few_tokens():

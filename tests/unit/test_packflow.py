@@ -9,22 +9,24 @@ from hypothesis import strategies as st
 
 from wlb_titan.packing.slim.flow import in_own_order
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.pipeline.packflow import Packs, backward_order, forward_needed, packflow
+from wlb_titan.pipeline.packflow import Packs, packflow
 from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
 
 
-def of(sliced, times=None, tokens=None):
-    n = len(sliced)
-    times = np.ones(n) if times is None else np.array(times, dtype=float)
-    tokens = np.ones(n) if tokens is None else np.array(tokens, dtype=float)
-    order, needed = backward_order(sliced), forward_needed(sliced)
-    return Packs(times, tokens, 2 * times[order], tokens[order], [needed[pack] for pack in order])
+def waits(chains):
+    """The order of backward passes of chains of so many packs each, and the last pack of each one's chain."""
+    ends = np.cumsum(chains)
+    order = [np.arange(end - packs, end)[::-1] for end, packs in zip(ends, chains, strict=True)]
+    return np.concatenate(order), np.repeat(ends - 1, chains)
 
 
-def run(sliced, shape, times=None, **settings):
+def run(chains, shape, times=None, **settings):
     """The order of passes, whose backward passes are numbered by their packs."""
-    found = packflow(of(sliced, times), shape, **settings)
-    return replace(found, flow=in_own_order(found.flow, backward_order(sliced)))
+    order, needed = waits(chains)
+    ones = np.ones(len(order))
+    times = ones if times is None else np.array(times, dtype=float)
+    found = packflow(Packs(times, ones, 2 * times[order], ones, needed.tolist()), shape, **settings)
+    return replace(found, flow=in_own_order(found.flow, order))
 
 
 def most_in_flight(schedule):
@@ -34,19 +36,8 @@ def most_in_flight(schedule):
     )
 
 
-def sliced_packs(chains):
-    """Chains of so many packs each; one of 1 has no slice."""
-    return [number if packs > 1 else -1 for number, packs in enumerate(chains) for _ in range(packs)]
-
-
-def test_orders_of_backward_passes():
-    assert backward_order([7, 7, 7, -1, 9, 9]) == [2, 1, 0, 3, 5, 4]
-    assert backward_order([-1, -1]) == [0, 1]
-    assert forward_needed([7, 7, 7, -1]) == [2, 2, 2, 3]
-
-
 def test_the_docstrings_example():
-    schedule = run([7, 7, 7, -1, -1], PipelineShape("1F1B", 2))
+    schedule = run([3, 1, 1], PipelineShape("1F1B", 2))
     assert [" ".join(f"{a.kind}{a.place}" for a in rank) for rank in schedule.flow] == [
         "F0 F1 F2 F3 B2 F4 B1 B0 B3 B4",
         "F0 F1 F2 B2 F3 B1 F4 B0 B3 B4",
@@ -63,12 +54,11 @@ def test_the_docstrings_example():
 )
 @settings(max_examples=200)
 def test_no_order_waits_for_itself(chains, ranks, chunks, slack, limit, data):
-    sliced = sliced_packs(chains)
-    n = len(sliced)
+    n = sum(chains)
     times = data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
-    needed = forward_needed(sliced)
+    _, needed = waits(chains)
     shape = PipelineShape("1F1B" if chunks == 1 else "Interleaved1F1B", ranks, chunks)
-    schedule = run(sliced, shape, times, slack=slack, limit=limit)
+    schedule = run(chains, shape, times, slack=slack, limit=limit)
     for rank, actions in enumerate(schedule.flow):
         assert len(actions) == len(set(actions)) == 2 * n * chunks
         for stage in shape.stages_of(rank):
@@ -78,7 +68,7 @@ def test_no_order_waits_for_itself(chains, ranks, chunks, slack, limit, data):
             for pack in range(n):
                 assert at["B", pack] > at["F", needed[pack]]  # all slices of its document are through
                 later = pack + 1
-                if later < n and sliced[pack] >= 0 and sliced[pack] == sliced[later]:
+                if later < n and needed[pack] == needed[later]:
                     assert at["B", pack] > at["B", later]
     # The same step by the dependency graph, which raises where actions wait in a circle.
     graph = PipelineGraph(shape, n, schedule.flow)
@@ -90,7 +80,7 @@ def test_no_order_waits_for_itself(chains, ranks, chunks, slack, limit, data):
 @pytest.mark.parametrize("ranks, chunks, n", [(2, 1, 5), (4, 1, 8), (4, 2, 8), (4, 4, 16), (2, 3, 6)])
 def test_whole_documents_of_equal_work_are_1f1b(ranks, chunks, n):
     shape = PipelineShape("1F1B" if chunks == 1 else "Interleaved1F1B", ranks, chunks)
-    schedule = run([-1] * n, shape)
+    schedule = run([1] * n, shape)
     own = PipelineGraph(shape, n).ends(PassTimes.equal_stages(np.ones((n, 1)), 2 * np.ones((n, 1)), shape))
     assert schedule.seconds == pytest.approx(own.max())
     if chunks == 1:
@@ -102,14 +92,12 @@ def test_whole_documents_of_equal_work_are_1f1b(ranks, chunks, n):
 def test_equal_slices_have_the_bubble_of_1f1b():
     chains = [12, 6, 3] + [1] * 11
     for chunks, bubble in ((1, 9 / 105), (2, 4.5 / 100.5), (4, 2.25 / 98.25)):
-        schedule = run(sliced_packs(chains), PipelineShape("Interleaved1F1B", 4, chunks))
+        schedule = run(chains, PipelineShape("Interleaved1F1B", 4, chunks))
         assert 1 - 3 * sum(chains) / schedule.seconds == pytest.approx(bubble)
 
 
 def test_a_limit_holds_but_for_what_a_document_needs():
-    sliced = sliced_packs([6, 1, 1, 1, 1, 1, 1])
-    free = run(sliced, PipelineShape("1F1B", 4))
-    tight = run(sliced, PipelineShape("1F1B", 4), limit=1)
+    free, tight = (run([6, 1, 1, 1, 1, 1, 1], PipelineShape("1F1B", 4), limit=limit) for limit in (None, 1))
     assert most_in_flight(free) == 9
     assert most_in_flight(tight) == 6  # the document's own six packs
     assert tight.seconds > free.seconds

@@ -14,13 +14,6 @@ from wlb_titan.pipeline.schedule import Action, PipelineShape, check_micro_batch
 UNEQUAL = np.array([1.0, 1.0, 4.0])
 
 
-def times(forward, inputs, weights, stages):
-    """The same on every stage, for one step."""
-    return PassTimes(
-        *(np.tile(np.asarray(t, float)[None, :, None], (stages, 1, 1)) for t in (forward, inputs, weights))
-    )
-
-
 class RecordingStage:
     """A stage that notes the passes it is asked for and communicates with nobody."""
 
@@ -113,71 +106,6 @@ def test_ends_by_repeated_relaxation(shape):
     assert found == pytest.approx(ends)
 
 
-def test_1f1b_by_hand():
-    """Two ranks, forward 1 1 4, backward twice that.
-
-    rank 0: F0 0-1, F1 1-2, B0 4-6, F2 6-10, B1 10-12, B2 22-30
-    rank 1:         F0 1-2, B0 2-4, F1 4-5, B1 5-7, F2 10-14, B2 14-22
-    """
-    graph = PipelineGraph(PipelineShape("1F1B", 2), 3)
-    ends = graph.ends(times(UNEQUAL, UNEQUAL, UNEQUAL, 2))[:, 0]
-    by_rank = {rank: [] for rank in (0, 1)}
-    for action, end in zip(graph.actions, ends, strict=True):
-        by_rank[action.stage].append((str(action)[:2], end))
-    assert by_rank[0] == [("F0", 1), ("F1", 2), ("B0", 6), ("F2", 10), ("B1", 12), ("B2", 30)]
-    assert by_rank[1] == [("F0", 2), ("B0", 4), ("F1", 5), ("B1", 7), ("F2", 14), ("B2", 22)]
-
-
-SLOW_LAST = times(np.ones(5), np.ones(5), np.zeros(5), 3)
-SLOW_LAST.forward[2] = 3.0
-
-
-@pytest.mark.parametrize(
-    ("shape", "durations", "delay", "seconds"),
-    [
-        # One micro-batch on three ranks: forward 1, backward 2, and 4 hops of half a unit.
-        (PipelineShape("GPipe", 3), times([1.0], [1.0], [1.0], 3), 0.5, 3 * 3 + 4 * 0.5),
-        # All forwards in a row, the longest through all ranks, and back the same way.
-        (PipelineShape("GPipe", 4), times(UNEQUAL, UNEQUAL, UNEQUAL, 4), 0.0, (6 + 3 * 4) * 3),
-        # The slow last stage (head and loss) sets the pace: 2 units to reach it, its work, 2 back.
-        (
-            PipelineShape("1F1B", 3),
-            SLOW_LAST,
-            0.0,
-            2 + 5 * (3 + 1) + 2,
-        ),
-    ],
-    ids=["hops", "longest", "slow last stage"],
-)
-def test_steps_by_hand(shape, durations, delay, seconds):
-    graph = PipelineGraph(shape, durations.forward.shape[1])
-    assert graph.ends(durations, delay).max() == seconds
-
-
-def test_weights_gradients_fill_the_gaps():
-    """Zero bubble: with equal F, I and W, two ranks and four micro-batches wait for one unit, 1F1B for three.
-
-    1F1B takes (4 + 1) (1 + 2) = 15. Rank 0 here: F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3 with one gap, before I0.
-    """
-    ones = np.ones(4)
-    split = PipelineGraph(PipelineShape("InterleavedZeroBubble", 2, 1), 4)
-    whole = PipelineGraph(PipelineShape("1F1B", 2), 4)
-    durations = times(ones, ones, ones, 2)
-    assert whole.ends(durations).max() == 15
-    assert split.ends(durations).max() == 13
-    assert split.busy(durations)[:, 0].tolist() == [12, 12]
-
-
-def test_v_shape_has_no_bubble_when_passes_are_equal():
-    """ZBV's promise (Qi et al., section 6): two ranks compute all the time but for the first forward pass."""
-    shape = PipelineShape("ZBVZeroBubble", 2, 2)
-    ones = np.ones(6)
-    graph = PipelineGraph(shape, 6)
-    durations = times(ones, ones, ones, 4)
-    assert graph.busy(durations)[:, 0].tolist() == [36, 36]
-    assert graph.ends(durations).max() == 37
-
-
 def test_many_steps_at_once():
     shape, random = PipelineShape("1F1B", 4), np.random.default_rng(1)
     both = PassTimes(*random.random((3, 4, 6, 2)))
@@ -187,14 +115,24 @@ def test_many_steps_at_once():
         assert graph.ends(both)[:, k] == pytest.approx(graph.ends(one)[:, 0])
 
 
-def test_equal_micro_batches_take_what_the_textbook_says():
-    forward, backward = np.full(8, 1.0), np.full(8, 2.0)
-    identity = np.arange(8)[None]
-    for schedule in ("GPipe", "1F1B"):
-        (time,) = PipelineGraph(PipelineShape(schedule, 4), 8).step_times(forward, backward, identity)
-        assert time == (8 + 3) * 3.0
-    (time,) = PipelineGraph(PipelineShape("Interleaved1F1B", 4, 2), 8).step_times(forward, backward, identity)
-    assert time == 8 * 3.0 + 3 * 3.0 / 2
+@pytest.mark.parametrize(
+    ("shape", "n", "seconds"),
+    [
+        (PipelineShape("GPipe", 4), 8, (8 + 3) * 3),
+        (PipelineShape("1F1B", 4), 8, (8 + 3) * 3),
+        (PipelineShape("1F1B", 2), 4, (4 + 1) * 3),
+        (PipelineShape("Interleaved1F1B", 4, 2), 8, 8 * 6 + 3 * 3),
+        # F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3 on rank 0, with one gap, before I0.
+        (PipelineShape("InterleavedZeroBubble", 2, 1), 4, 13),
+        # ZBV's promise (Qi et al., section 6): all compute all the time but for the first forward pass.
+        (PipelineShape("ZBVZeroBubble", 2, 2), 6, 37),
+    ],
+    ids=lambda value: pipeline_name(value) if isinstance(value, PipelineShape) else "",
+)
+def test_equal_passes_take_what_the_textbook_says(shape, n, seconds):
+    graph, times = PipelineGraph(shape, n), PassTimes(*np.ones((3, shape.stages, n, 1)))
+    assert graph.ends(times).max() == seconds
+    assert (graph.busy(times) == 3 * n * shape.chunks).all()
 
 
 def test_the_example_of_the_module():

@@ -1,14 +1,11 @@
 """The order of micro-batches: `best` is the best, and the same on every rank; runs keep their packs."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from planning import PIPELINES, pipeline_name
+from planning import PIPELINES, make_planner, pipeline_name
 
-from wlb_titan.commands.main import main
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.pipeline.order import ORDERS, arranged, hill
@@ -104,42 +101,19 @@ def test_refusals():
         ordered("fastest", work, work)
     with pytest.raises(PlanError, match="DualPipeV"):
         ordered("best", work, work, PipelineShape("DualPipeV", 2, 2))
-    with pytest.raises(PlanError, match=r"8 micro-batches .* runs of 3"):
-        in_runs(3, "as_packed")
-
-
-def planned(tmp_path, *options):
-    """The micro-batches of 5 steps by (iteration, rank): (first document, work) of each, in order."""
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("\n".join(map(str, np.random.default_rng(1).integers(5, 256, 4000))) + "\n")
-    file, output = tmp_path / "job.toml", tmp_path / "plan.jsonl"
-    file.write_text('base = "llama3_debug"\n')
-    words = ["--training.seq_len", "256", "--training.local_batch_size", "8", "--steps", "5"]
-    words += ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.pipeline_parallel_degree", "2"]
-    words += ["--parallelism.context_parallel_degree", "1", "--wlb.packing.cost_model", "quadratic:1,10"]
-    words += ["--output", str(output)]
-    result = CliRunner().invoke(main, ["plan", str(file), "--lengths", str(lengths), *words, *options])
-    assert result.exit_code == 0, result.output
-    plans = [json.loads(line) for line in output.read_text().splitlines()]
-    return {
-        (plan["iteration"], rank): [
-            (m["documents"][0]["id"], m["workload"]) for m in plan["micro_batches"] if m["dp_rank"] == rank
-        ]
-        for plan in plans
-        for rank in range(2)
-    }
 
 
 @pytest.mark.parametrize("policy", ["plain", "wlb_lazy"])
-def test_the_order_of_a_plan(tmp_path, policy):
-    as_packed = planned(tmp_path, "--wlb.packing.policy", policy)
-    for order in ORDERS.names[1:]:
-        ordered = planned(tmp_path, "--wlb.packing.policy", policy, "--wlb.pipeline.order", order)
-        assert {key: sorted(run) for key, run in ordered.items()} == {
-            key: sorted(run) for key, run in as_packed.items()
-        }
-        works = [[work for _, work in run] for run in ordered.values()]
-        if order == "longest_first":
-            assert all(work == sorted(work, reverse=True) for work in works)
-        if order == "shortest_first":
-            assert all(work == sorted(work) for work in works)
+def test_the_order_of_a_plan(policy):
+    def works(order):
+        lengths = np.random.default_rng(1).integers(5, 256, 4000)
+        degrees = {"data_parallel": 2, "pipeline_parallel": 2, "order": ORDERS.configure(order)}
+        planner = make_planner(lengths, window=256, micro_batches=16, packing=policy, **degrees)
+        plans = [planner.next() for _ in range(5)]
+        return [[m.workload for m in plan.of_rank(rank)] for plan in plans for rank in range(2)]
+
+    packed = works("as_packed")
+    longest, shortest, best = map(works, ("longest_first", "shortest_first", "best"))
+    assert longest == [sorted(run, reverse=True) for run in packed]
+    assert shortest == [sorted(run) for run in packed]
+    assert list(map(sorted, best)) == shortest != best

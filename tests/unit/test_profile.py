@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from wlb_titan.commands import profile as command
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.attention_kernels import Point, hopper
 from wlb_titan.cost.attention_latency import KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import load_cluster

@@ -9,7 +9,8 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 use_cpu_without_accelerator()
 
 
-from wlb_titan.context import STRATEGIES, sequence_positions  # noqa: E402
+from wlb_titan.context.layout import sequence_positions  # noqa: E402
+from wlb_titan.context.strategy import STRATEGIES  # noqa: E402
 from wlb_titan.cost.degrees import Degrees  # noqa: E402
 from wlb_titan.packing.slim.asymmetric import token_moves  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402

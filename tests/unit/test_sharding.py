@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan import context
-from wlb_titan.context import STRATEGIES, MoveSeconds, per_document, sequence_positions
-from wlb_titan.context.hybrid import _shard, levels_of
-from wlb_titan.context.layout import spans, widest_first
+from wlb_titan.context import layout
+from wlb_titan.context.hybrid import levels_of
+from wlb_titan.context.layout import per_document, sequence_positions, spans, widest_first
+from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.packing import POLICIES
-from wlb_titan.plan import COUNT, DOCUMENT, LENGTH, OFFSET, Slices
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 SHARDINGS = {
     "per_sequence": {"per_sequence"},
@@ -139,14 +138,14 @@ def test_ranks_tile_every_document_in_equal_shares_and_see_its_earlier_keys(poli
         held[document][offset : offset + count] += 1
     assert all((tokens == 1).all() for tokens in held)
 
-    positions = context.sequence_positions(result, lengths, total)
+    positions = layout.sequence_positions(result, lengths, total)
     assert positions.shape == (ranks, total // ranks)
     np.testing.assert_array_equal(np.sort(positions, axis=None), np.arange(total))
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     begins = np.cumsum(lengths) - lengths
     for rank, row in zip(result, positions, strict=True):
         end = 0
-        for q_start, q_len, kv_start, kv_len in context.segments(rank, lengths).tolist():
+        for q_start, q_len, kv_start, kv_len in layout.segments(rank, lengths).tolist():
             assert q_start == end
             end += q_len
             tokens = row[q_start:end]
@@ -176,7 +175,7 @@ def test_ranks_get_the_keys_that_their_queries_see(policy, lengths, ranks, extra
 @settings(max_examples=100)
 def test_per_sequence_is_the_pairs_of_chunks(lengths, ranks):
     lengths, total = padded(lengths, ranks)
-    positions = context.sequence_positions(context.per_sequence(lengths, total, ranks), lengths, total)
+    positions = layout.sequence_positions(layout.per_sequence(lengths, total, ranks), lengths, total)
     chunks = np.arange(total).reshape(2 * ranks, -1)
     tokens = lengths.sum()
     for rank, row in enumerate(positions):
@@ -188,7 +187,7 @@ def test_per_sequence_is_the_pairs_of_chunks(lengths, ranks):
 @settings(max_examples=100)
 def test_per_document_chunks_are_floor_or_ceil_and_tokens_differ_by_one(lengths, ranks, extra):
     lengths, total = padded(lengths, ranks, extra)
-    result = context.per_document(lengths, total, ranks)
+    result = layout.per_document(lengths, total, ranks)
     tokens = [int(rank[:, COUNT].sum()) for rank in result]
     assert max(tokens) - min(tokens) <= 1
     for document, length in enumerate(lengths.tolist()):
@@ -206,7 +205,7 @@ def test_per_document_balances_the_work_of_documents_of_64_tokens_a_rank(lengths
     """Workload (paper equation 2, a 7B layer: W_l is some 24 hidden sizes of pairs a token) within 1 %."""
     lengths, total = padded([length * ranks for length in lengths], ranks)
     lengths[0] += total - lengths.sum() if data.draw(st.booleans()) else 0
-    work = np.array([pairs(rank) for rank in context.per_document(lengths, total, ranks)], dtype=float)
+    work = np.array([pairs(rank) for rank in layout.per_document(lengths, total, ranks)], dtype=float)
     linear = 6 * 4096 * total / ranks
     assert (work + linear).max() <= 1.01 * (work + linear).min()
     # Attention alone: within one token in a chunk, for each document, and less in many.
@@ -215,30 +214,11 @@ def test_per_document_balances_the_work_of_documents_of_64_tokens_a_rank(lengths
     assert work.max() / work.min() - 1 <= (share / chunk).sum()
 
 
-def test_per_document_attention_is_within_one_percent_from_200_tokens_a_rank():
-    for ranks in (1, 2, 3, 4, 8, 16):
-        for rest in range(2 * ranks):
-            lengths, total = padded([204 * ranks + rest], ranks)
-            work = [pairs(rank) for rank in context.per_document(lengths, total, ranks)]
-            assert max(work) <= 1.01 * min(work)
-
-
-def test_round_robin_deals_single_tokens_and_spread_does_not():
-    lengths, total = padded([1003], 2)
-    dealt = shard(ROUND_ROBIN, lengths, total, 2)
-    assert [rank.tolist() for rank in dealt] == [
-        [[0, 0, 250], [0, 750, 251], [0, 1002, 1]],  # token 1000 touches the last chunk, token 1002 does not
-        [[0, 250, 500], [0, 1001, 1]],
-    ]
-    spread = context.per_document(lengths, total, 2)
-    assert [rank.tolist() for rank in spread] == [[[0, 0, 251], [0, 752, 251]], [[0, 251, 501]]]
-
-
 def test_the_examples_of_the_docstrings():
     lengths = np.array([6, 2])
-    assert [r.tolist() for r in context.per_sequence(lengths, 8, 2)] == [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
+    assert [r.tolist() for r in layout.per_sequence(lengths, 8, 2)] == [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
     lengths = np.array([9, 7])
-    assert [r.tolist() for r in context.per_document(lengths, 16, 2)] == [
+    assert [r.tolist() for r in layout.per_document(lengths, 16, 2)] == [
         [[0, 0, 3], [0, 7, 2], [1, 0, 1], [1, 5, 2]],
         [[0, 3, 4], [1, 1, 4]],
     ]
@@ -265,7 +245,7 @@ def test_a_policy_that_chooses_is_never_predicted_slower_than_what_it_chooses_fr
     slices = None if prefix is None else Slices(before, before > 0)
     strategies = {policy: STRATEGIES.configure(policy).make(ranks, latency) for policy in SHARDINGS}
     shards = {
-        policy: context.with_prefix(strategy.shard(lengths, total, slices=slices)[1], before)
+        policy: layout.with_prefix(strategy.shard(lengths, total, slices=slices)[1], before)
         for policy, strategy in strategies.items()
     }
     for better, worse in (("adaptive", ("per_sequence", "per_document")), ("hybrid", ("adaptive",))):
@@ -298,19 +278,20 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
 def test_hybrid_fills_every_rank_whichever_documents_are_cut(lengths, ranks, extra, data):
     """Whatever is tried: the search's own choice would rarely reach the corners."""
     lengths, total = padded(lengths, ranks, extra)
-    sizes = levels_of(ranks)
+    hybrid = STRATEGIES.configure("hybrid").make(ranks, LATENCY)
+    sizes = hybrid.levels
     assert all(large % small == 0 for small, large in pairwise(sizes)) and sizes[-1] == ranks
     width = st.sampled_from([1, *sizes])
     widths = np.array(data.draw(st.lists(width, min_size=len(lengths), max_size=len(lengths))))
-    result = _shard(lengths, widths, LATENCY.work(lengths, lengths).sum(axis=0), total, ranks, sizes)
+    result = hybrid._spread(lengths, widths, LATENCY.work(lengths, lengths).sum(axis=0), total)
     assert sum(int(rank[:, COUNT].sum()) for rank in result) == lengths.sum()
     assert max(int(rank[:, COUNT].sum()) for rank in result) <= total // ranks
 
 
-def test_a_micro_batch_with_fewer_tokens_than_ranks_is_named():
+def test_a_micro_batch_with_fewer_tokens_than_ranks_is_refused():
     strategy = STRATEGIES.configure("hybrid").make(4, LATENCY)
-    with pytest.raises(PlanError, match=r"Micro-batch 3 of rank 1 has 3 tokens, fewer than the 4 "):
-        strategy.shard(np.array([1, 2]), 8, micro_batch="Micro-batch 3 of rank 1")
+    with pytest.raises(PlanError, match=r"A micro-batch has 3 tokens, fewer than the 4 "):
+        strategy.shard(np.array([1, 2]), 8)
 
 
 def sharding_planner(policy):
@@ -350,19 +331,6 @@ def test_the_planner_shards_by_the_settings(policy):
     assert {micro_batch.sharding for micro_batch in plan.micro_batches} <= SHARDINGS[policy]
 
 
-def test_no_micro_batch_is_planned_with_fewer_tokens_than_ranks():
-    planner = planning.make_planner(
-        np.full(400, 2),
-        window=8,
-        micro_batches=4,
-        data_parallel=2,
-        context_parallel=16,
-        packing=POLICIES.configure("wlb", thresholds=[8], max_length=32),
-        cost="quadratic:1,0",
-    )
-    assert min(m.documents[:, LENGTH].sum() for m in planner.next().micro_batches) >= 16
-
-
 @pytest.mark.parametrize("policy", [*SHARDINGS, "ulysses"])
 @given(lengths=ragged, ranks=st.integers(2, 8), data=st.data())
 @settings(max_examples=20)
@@ -379,7 +347,7 @@ def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
         mask = strategy.mask(shards, lengths, total, rank, slices)
         number, tokens = mask.keys.T
         before = np.where(number >= 0, prefix[number], 0)
-        seen.append(context.segments_after(mask.segments, tokens, before))
+        seen.append(layout.segments_after(mask.segments, tokens, before))
         assert set(np.flatnonzero(prefix)) <= set(number)  # others may have their later slices
         begins = np.full(len(lengths) + 1, -1)
         begins[number] = np.cumsum(before + tokens) - before - tokens
@@ -392,7 +360,7 @@ def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
         whole = [np.stack([np.arange(len(lengths)), prefix, lengths], axis=1)]
         heads = [share.queries.stop - share.queries.start for share in head_shares(32, 32, ranks)]
         expected = [replace(LATENCY, heads=n).seconds(whole)[0] for n in heads]
-        assert strategy.seconds(context.with_prefix(shards, prefix)) == pytest.approx(np.array(expected))
+        assert strategy.seconds(layout.with_prefix(shards, prefix)) == pytest.approx(np.array(expected))
         return
     queries = np.concatenate(seen)[:, [1, 3]].astype(np.int64).T
     expected = (lengths * prefix + lengths * (lengths + 1) // 2).sum()

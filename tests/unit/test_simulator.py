@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from planning import CLUSTER, LAYER, MODEL, NONE, PAIRS, job, pairs
 
-from wlb_titan.context import per_sequence
+from wlb_titan.context.layout import per_sequence
 from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import JobCost, MicroBatches, pass_times

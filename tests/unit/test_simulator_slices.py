@@ -13,7 +13,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import SliceCache
-from wlb_titan.packing.predicted import held
+from wlb_titan.packing.predicted import pack_sizes
 from wlb_titan.packing.slim.slices import piece_numbers
 from wlb_titan.plan import TOTAL, Action, MicroBatch, Plan
 from wlb_titan.simulator.replicas import check_slices, rank_memory
@@ -118,7 +118,7 @@ def test_the_cache_over_time_is_that_of_an_oracle(context, schedule, chunks, nam
     )
     for plan in plans(simulated):
         for dp_rank, flow in enumerate(plan.flows):
-            packs = held(simulated, plan.of_rank(dp_rank))
+            packs = pack_sizes(simulated, plan.of_rank(dp_rank))
             _, curves = step_timeline(simulated, plan, dp_rank=dp_rank)
             peaks = rank_memory(simulated, plan, dp_rank)
             walks = walked(simulated, plan, dp_rank)

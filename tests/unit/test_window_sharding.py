@@ -6,7 +6,7 @@ import pytest
 import torch
 from wlb_titan.kernels import varlen_attention
 
-from wlb_titan import context
+from wlb_titan.context import layout
 from wlb_titan.cost.attention_kernels import hopper
 
 LENGTHS = np.array([90, 7, 1, 40, 22])
@@ -19,12 +19,12 @@ RANKS = 4
 def test_every_rank_has_its_rows(policy, window):
     rng = torch.Generator().manual_seed(window)
     q, k, v = torch.randn(3, TOTAL, 2, 8, generator=rng, dtype=torch.float64)
-    sequence = torch.from_numpy(context.segments(context.whole_sequence(LENGTHS), LENGTHS))
+    sequence = torch.from_numpy(layout.segments(layout.whole_sequence(LENGTHS), LENGTHS))
     whole, whole_lse = varlen_attention(q, k, v, sequence, window=window, return_lse=True)
     _, shards = planning.shard(policy, LENGTHS, TOTAL, RANKS, hopper(64, 2))
-    held = context.sequence_positions(shards, LENGTHS, TOTAL)
+    held = layout.sequence_positions(shards, LENGTHS, TOTAL)
     for shard, rows in zip(shards, torch.from_numpy(held), strict=True):
-        segments = torch.from_numpy(context.segments(shard, LENGTHS))
+        segments = torch.from_numpy(layout.segments(shard, LENGTHS))
         out, lse = varlen_attention(q[rows], k, v, segments, window=window, return_lse=True)
         torch.testing.assert_close(out, whole[rows])
         torch.testing.assert_close(lse, whole_lse[:, rows])

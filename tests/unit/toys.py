@@ -56,7 +56,7 @@ class ByRank(Plain):
 class Contiguous(AllGather):
     """A stretch of the sequence for each rank: simple, and the last rank does most of the work."""
 
-    def divide(self, lengths, total):
+    def divide(self, lengths, total, slices):
         begin = np.arange(self.ranks) * (total // self.ranks)
         end = begin + total // self.ranks
         return "contiguous", from_runs(np.arange(self.ranks), begin, end, lengths, self.ranks)

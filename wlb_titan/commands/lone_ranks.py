@@ -250,7 +250,7 @@ def alike(job: Job, plan: Plan) -> dict[int, int]:
 
 def _shapes(job: Job, pack: MicroBatch, replica: int, context_rank: int) -> tuple[object, ...]:
     """All that decides the sizes of a rank's calls for a micro-batch."""
-    strategy = job.merged[pack.sharers].strategy
+    strategy = job.by_sharers[pack.sharers].strategy
     if strategy is None or pack.ranks is None:
         return (pack.length,)
     before = replica - pack.merged.start if pack.merged else 0

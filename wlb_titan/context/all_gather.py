@@ -19,8 +19,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from wlb_titan.arrays import Bools, Floats, Ints
-from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.layout import (
     Sharding,
     per_document,
@@ -61,15 +60,8 @@ class AllGather(ContextStrategy):
     def _sent(self, sharding: Sharding, slices: Slices | None = None) -> Ints:
         return sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
 
-    def shard(
-        self,
-        lengths: Ints,
-        total: int,
-        *,
-        slices: Slices | None = None,
-        micro_batch: str = "The micro-batch",
-    ) -> tuple[str, Sharding]:
-        name, sharding = super().shard(lengths, total, slices=slices, micro_batch=micro_batch)
+    def shard(self, lengths: Ints, total: int, slices: Slices | None = None) -> tuple[str, Sharding]:
+        name, sharding = super().shard(lengths, total, slices)
         return name, widest_first(sharding, spans(sharding, self.levels, slices))
 
     @property
@@ -101,7 +93,7 @@ class AllGather(ContextStrategy):
 class PerSequence(AllGather):
     """The packed sequence is cut into 2 x CP chunks; rank i takes chunks i and 2 CP - 1 - i."""
 
-    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
+    def divide(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
         return "per_sequence", per_sequence(lengths, total, self.ranks)
 
 
@@ -114,53 +106,36 @@ class Auto(PerSequence):
 class PerDocument(AllGather):
     """Two chunks of every document for each rank, so that all ranks do the same work."""
 
-    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
+    def divide(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
         return "per_document", per_document(lengths, total, self.ranks)
 
 
 class Adaptive(AllGather):
     """For each micro-batch the one of these two whose slowest rank is predicted faster (section 5.3)."""
 
-    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return min(self.candidates(lengths, total), key=lambda named: self._predicted(named[1]))
-
-    def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
-        tried = self.candidates(lengths, total, slices.cached)
+    def divide(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
+        tried = self.candidates(lengths, total, slices)
         return min(tried, key=lambda named: self._predicted(named[1], slices))
 
-    def candidates(
-        self, lengths: Ints, total: int, cached: Bools | None = None
-    ) -> list[tuple[str, Sharding]]:
+    def candidates(self, lengths: Ints, total: int, slices: Slices | None) -> list[tuple[str, Sharding]]:
         """Shardings to choose from, with their names; the first of equally fast ones is taken."""
         return [
             ("per_sequence", per_sequence(lengths, total, self.ranks)),
             ("per_document", per_document(lengths, total, self.ranks)),
         ]
 
-    def _predicted(self, sharding: Sharding, slices: Slices | None = None) -> float:
+    def _predicted(self, sharding: Sharding, slices: Slices | None) -> float:
         """Seconds of a layer's attention on the slowest rank, and of gathering its keys."""
         sent, seen = self._sent(sharding), sharding
         held = held_keys(sent, self.levels)
         if slices is not None:
             sent, seen = self._sent(sharding, slices), with_prefix(sharding, slices.prefix)
-        attention = slowest(self.latency.seconds(seen, held))
-        return attention + exchange_seconds(sent, self.levels, self.moves)
-
-
-class Hybrid(Adaptive):
-    """Long documents over some ranks or all, short ones whole on one, where that is predicted fastest."""
-
-    keeps_short = True
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return levels_of(self.ranks)
-
-    def candidates(
-        self, lengths: Ints, total: int, cached: Bools | None = None
-    ) -> list[tuple[str, Sharding]]:
-        tried = tries(lengths, total, self.ranks, self.latency, self.levels, self.moves, cached)
-        return [*super().candidates(lengths, total), *(("hybrid", sharding) for sharding in tried)]
+        moved = sum(
+            move.token * size * int(tokens.max()) + move.each
+            for tokens, size, move in zip(sent, self.levels, self.moves, strict=False)
+            if tokens.any()
+        )
+        return slowest(self.latency.seconds(seen, held)) + moved
 
 
 class Level(NamedTuple):

@@ -21,16 +21,15 @@ chunks, and each rank keeps one short one whole.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
 from operator import itemgetter
 
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats, Ints
+from wlb_titan.bins import REMAINS, Bins
+from wlb_titan.context.all_gather import Adaptive
 from wlb_titan.context.layout import Sharding, document_chunks, from_runs
-from wlb_titan.context.strategy import MoveSeconds
-from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.plan import Slices
 
 BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
 """Most work of a document on a rank, over the mean rank's. With 0 all long documents go over all ranks."""
@@ -53,147 +52,125 @@ def levels_of(ranks: int) -> tuple[int, ...]:
     return (*sizes, ranks)
 
 
-def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeconds]) -> float:
-    """Seconds of a layer's collectives in the groups that send most, by the result of `sent_tokens`."""
-    return sum(
-        move.token * size * int(tokens.max()) + move.each
-        for tokens, size, move in zip(sent, levels, moves, strict=False)
-        if tokens.any()
-    )
+class Hybrid(Adaptive):
+    """Long documents over some ranks or all, short ones whole on one, where that is predicted fastest."""
 
+    keeps_short = True
 
-def tries(
-    lengths: Ints,
-    total: int,
-    ranks: int,
-    latency: AttentionLatency,
-    levels: Sequence[int],
-    moves: Sequence[MoveSeconds] = (),
-    cached: Bools | None = None,
-) -> list[Sharding]:
-    """At most `TRIES` shardings of long documents over groups of ranks and short ones whole, the most
-    promising first.
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return levels_of(self.ranks)
 
-    Args:
-        lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
-        total: tokens of the sequence with its padding; a multiple of 2 x ranks.
-        levels: over how many ranks a document may go besides one.
-        moves: seconds of collectives on each of the levels; empty if they do not count.
-        cached: bool (n,), documents that have to go over all ranks; None for none.
-    """
-    assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
-    work = latency.work(lengths, lengths).sum(axis=0)
-    widths = _widths(lengths, work, total // ranks, levels, latency, moves, cached)
-    return [_shard(lengths, one, work, total, ranks, levels) for one in widths]
+    def candidates(self, lengths: Ints, total: int, slices: Slices | None) -> list[tuple[str, Sharding]]:
+        work = self.latency.work(lengths, lengths).sum(axis=0)
+        tried = self._widths(lengths, work, total // self.ranks, None if slices is None else slices.cached)
+        hybrid = [("hybrid", self._spread(lengths, widths, work, total)) for widths in tried]
+        return [*super().candidates(lengths, total, slices), *hybrid]
 
+    def _widths(self, lengths: Ints, work: Floats, share: int, cached: Bools | None) -> list[Ints]:
+        """int64 (n,), over how many ranks each document goes, for each of the most promising bounds.
 
-def _widths(
-    lengths: Ints,
-    work: Floats,
-    share: int,
-    levels: Sequence[int],
-    latency: AttentionLatency,
-    moves: Sequence[MoveSeconds],
-    cached: Bools | None,
-) -> list[Ints]:
-    """int64 (n,), over how many ranks each document goes, for each of the most promising bounds."""
-    ranks, mean = levels[-1], work.sum() / levels[-1]
-    long = (work > NEGLIGIBLE * mean) | (lengths > share // ITEMS_PER_RANK)
-    if cached is not None:
-        long |= cached
-    (rows,) = np.nonzero(long)
-    sizes = np.array([1, *levels])
-    shares, tokens = work[rows] / sizes[:, None], lengths[rows] / sizes[:, None]  # on a rank, by size
-    rest = work.sum() - work[rows].sum()
-    _, begin, end = document_chunks(np.zeros(len(rows), dtype=np.int64), lengths[rows], ranks)
-    pieces = latency.work(np.maximum(end - begin, 1), np.maximum(end, 1)).sum(axis=0)
-    cut_work = pieces.reshape(ranks, len(rows), 2).sum(axis=(0, 2))  # over all ranks; over fewer, as if whole
-    token_seconds, each = np.zeros((2, len(sizes)))
-    for place, move in enumerate(moves, start=1):
-        token_seconds[place], each[place] = move
-
-    tried: dict[bytes, tuple[float, Ints]] = {}
-    for bound in BOUNDS:
-        room = ROOM * min(max(bound, 0.3), 1.0) * share
-        narrow = (shares <= bound * mean) & (tokens <= room)
-        choice = np.where(narrow.any(axis=0), narrow.argmax(axis=0), len(levels))  # places in `sizes`
+        Args:
+            cached: bool (n,), documents that have to go over all ranks; None for none.
+        """
+        ranks, mean, everywhere = self.ranks, work.sum() / self.ranks, len(self.levels)
+        long = (work > NEGLIGIBLE * mean) | (lengths > share // ITEMS_PER_RANK)
         if cached is not None:
-            choice[cached[rows]] = len(levels)
-        if choice.tobytes() in tried:
-            continue
-        largest = shares[choice, np.arange(len(rows))].max(initial=0.0)
-        computed = (rest + np.where(choice == len(levels), cut_work, work[rows]).sum()) / ranks
-        travelling = np.bincount(choice, lengths[rows], len(sizes)) * sizes / ranks
-        moved = (travelling * token_seconds + (travelling > 0) * each).sum()
-        widths = np.ones(len(lengths), dtype=np.int64)
-        widths[rows] = sizes[choice]
-        tried[choice.tobytes()] = max(computed, largest) + GAP * largest + moved, widths
-    return [widths for _, widths in sorted(tried.values(), key=itemgetter(0))[:TRIES]]
+            long |= cached
+        (rows,) = np.nonzero(long)
+        sizes = np.array([1, *self.levels])
+        shares, tokens = work[rows] / sizes[:, None], lengths[rows] / sizes[:, None]  # on a rank, by size
+        rest = work.sum() - work[rows].sum()
+        _, begin, end = document_chunks(np.zeros(len(rows), dtype=np.int64), lengths[rows], ranks)
+        pieces = self.latency.work(np.maximum(end - begin, 1), np.maximum(end, 1)).sum(axis=0)
+        # Of documents over all ranks; over fewer, as if whole.
+        cut_work = pieces.reshape(ranks, len(rows), 2).sum(axis=(0, 2))
+        token_seconds, each = np.zeros((2, len(sizes)))
+        for place, move in enumerate(self.moves, start=1):
+            token_seconds[place], each[place] = move
 
+        tried: dict[bytes, tuple[float, Ints]] = {}
+        for bound in BOUNDS:
+            room = ROOM * min(max(bound, 0.3), 1.0) * share
+            narrow = (shares <= bound * mean) & (tokens <= room)
+            choice = np.where(narrow.any(axis=0), narrow.argmax(axis=0), everywhere)  # places in `sizes`
+            if cached is not None:
+                choice[cached[rows]] = everywhere
+            if choice.tobytes() in tried:
+                continue
+            largest = shares[choice, np.arange(len(rows))].max(initial=0.0)
+            computed = (rest + np.where(choice == everywhere, cut_work, work[rows]).sum()) / ranks
+            travelling = np.bincount(choice, lengths[rows], len(sizes)) * sizes / ranks
+            moved = (travelling * token_seconds + (travelling > 0) * each).sum()
+            widths = np.ones(len(lengths), dtype=np.int64)
+            widths[rows] = sizes[choice]
+            tried[choice.tobytes()] = max(computed, largest) + GAP * largest + moved, widths
+        return [widths for _, widths in sorted(tried.values(), key=itemgetter(0))[:TRIES]]
 
-def _shard(
-    lengths: Ints, widths: Ints, work: Floats, total: int, ranks: int, sizes: Sequence[int]
-) -> Sharding:
-    """The sharding with each document over `widths` ranks, or more where there is no room."""
-    begins = np.cumsum(lengths) - lengths
-    share = total // ranks
-    groups, loads, left = _place(lengths, widths, work, share, sizes)
-    runs = [
-        (owner + place * size, begin, end)
-        for (size, place), members in groups.items()
-        for owner, begin, end in [document_chunks(begins[members], lengths[members], size)]
-    ]
-    empty = np.zeros(0, dtype=np.int64)
-    owner, begin, end = map(np.concatenate, zip((empty, empty, empty), *runs, strict=True))
-    room = share - np.bincount(owner, end - begin, ranks).astype(np.int64)
-    item_begin, item_end, item_work = _items(lengths, begins, widths > 1, work, share // ITEMS_PER_RANK)
-    item_owner, room, unfit = _deal(item_end - item_begin, item_work, room, loads)
-    dealt = item_owner >= 0
-    cut_begin = np.concatenate([begins[left], item_begin[unfit]])
-    cut_end = np.concatenate([begins[left] + lengths[left], item_end[unfit]])
-    cut = _fill(cut_begin, cut_end, room, total - int(lengths.sum()))
-    return from_runs(
-        np.concatenate([owner, item_owner[dealt], cut[0]]),
-        np.concatenate([begin, item_begin[dealt], cut[1]]),
-        np.concatenate([end, item_end[dealt], cut[2]]),
-        lengths,
-        ranks,
-    )
+    def _spread(self, lengths: Ints, widths: Ints, work: Floats, total: int) -> Sharding:
+        """The sharding with each document over `widths` ranks, or more where there is no room."""
+        begins, share = np.cumsum(lengths) - lengths, total // self.ranks
+        groups, loads, left = self._place(lengths, widths, work, share)
+        runs = [
+            (owner + place * size, begin, end)
+            for (size, place), members in groups.items()
+            for owner, begin, end in [document_chunks(begins[members], lengths[members], size)]
+        ]
+        empty = np.zeros(0, dtype=np.int64)
+        owner, begin, end = map(np.concatenate, zip((empty, empty, empty), *runs, strict=True))
+        item_begin, item_end, item_work = _items(lengths, begins, widths > 1, work, share // ITEMS_PER_RANK)
+        bins = Bins(self.ranks, share, loads)
+        bins.lengths = np.bincount(owner, end - begin, self.ranks).astype(np.int64).tolist()
+        dealt = bins.place(item_end - item_begin, item_work)
+        fits = dealt != REMAINS
+        cut = _fill(
+            np.concatenate([begins[left], item_begin[~fits]]),
+            np.concatenate([begins[left] + lengths[left], item_end[~fits]]),
+            share - np.array(bins.lengths),
+            total - int(lengths.sum()),
+        )
+        return from_runs(
+            np.concatenate([owner, dealt[fits], cut[0]]),
+            np.concatenate([begin, item_begin[fits], cut[1]]),
+            np.concatenate([end, item_end[fits], cut[2]]),
+            lengths,
+            self.ranks,
+        )
 
+    def _place(
+        self, lengths: Ints, widths: Ints, work: Floats, share: int
+    ) -> tuple[dict[tuple[int, int], Ints], list[float], list[int]]:
+        """Gives the documents that go over several ranks to groups.
 
-def _place(
-    lengths: Ints, widths: Ints, work: Floats, share: int, sizes: Sequence[int]
-) -> tuple[dict[tuple[int, int], Ints], list[float], list[int]]:
-    """Gives the documents that go over several ranks to groups.
-
-    Returns:
-        Rows of the documents of each group, by its size and its place among groups of that size; work of each
-        rank; and documents without room.
-    """
-    ranks = sizes[-1]
-    loads = [0.0] * ranks
-    rooms = [float(share - len(sizes))] * ranks  # on each level a rank may have one token more
-    groups: dict[tuple[int, int], list[int]] = {}
-    left = []
-    (rows,) = np.nonzero(widths > 1)
-    for row in rows[np.lexsort((-work[rows], -widths[rows]))].tolist():
-        for size in sizes[sizes.index(int(widths[row])) :]:
-            need, added = lengths[row] / size, float(work[row]) / size
-            firsts = [at for at in range(0, ranks, size) if min(rooms[at : at + size]) >= need]
-            if firsts:
-                first = min(firsts, key=lambda at: max(loads[at : at + size]))
-                for rank in range(first, first + size):
-                    loads[rank] += added
-                    rooms[rank] -= need
-                groups.setdefault((size, first // size), []).append(row)
-                break
-        else:
-            left.append(row)
-    return {key: np.sort(np.array(members)) for key, members in groups.items()}, loads, left
+        Returns:
+            Rows of the documents of each group, by its size and its place among groups of that size; work of
+            each rank; and documents without room.
+        """
+        ranks, sizes = self.ranks, self.levels
+        loads = [0.0] * ranks
+        rooms = [float(share - len(sizes))] * ranks  # on each level a rank may have one token more
+        groups: dict[tuple[int, int], list[int]] = {}
+        left = []
+        (rows,) = np.nonzero(widths > 1)
+        for row in rows[np.lexsort((-work[rows], -widths[rows]))].tolist():
+            for size in sizes[sizes.index(int(widths[row])) :]:
+                need, added = lengths[row] / size, float(work[row]) / size
+                firsts = [at for at in range(0, ranks, size) if min(rooms[at : at + size]) >= need]
+                if firsts:
+                    first = min(firsts, key=lambda at: max(loads[at : at + size]))
+                    for rank in range(first, first + size):
+                        loads[rank] += added
+                        rooms[rank] -= need
+                    groups.setdefault((size, first // size), []).append(row)
+                    break
+            else:
+                left.append(row)
+        return {key: np.sort(np.array(members)) for key, members in groups.items()}, loads, left
 
 
 def _items(lengths: Ints, begins: Ints, is_long: Bools, work: Floats, most: int) -> tuple[Ints, Ints, Floats]:
-    """First token, end and work of the items: neighbouring short documents of about `most` tokens."""
+    """First token, end and work of the items, neighbouring short documents of about `most` tokens; most work
+    first."""
     short = np.flatnonzero(~is_long)
     if not short.size:
         return short, short, np.zeros(0)
@@ -201,36 +178,9 @@ def _items(lengths: Ints, begins: Ints, is_long: Bools, work: Floats, most: int)
     span = (ends - 1) // max(most, 1)
     opens = np.append(True, (np.diff(span) > 0) | (np.diff(short) > 1))
     head, tail = short[opens], short[np.append(opens[1:], True)]
-    return begins[head], begins[tail] + lengths[tail], np.add.reduceat(work[short], np.flatnonzero(opens))
-
-
-def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tuple[Ints, Ints, list[int]]:
-    """Gives items, most work first, to the least loaded rank with room for them.
-
-    Returns:
-        The rank of each item, or -1; the room left on each rank; and the items that fit nowhere.
-    """
-    owner = np.full(len(tokens), -1, dtype=np.int64)
-    rooms, sizes, works = room.tolist(), tokens.tolist(), work.tolist()
-    queue = sorted((load, rank) for rank, load in enumerate(loads))
-    left = []
-    order = np.argsort(-work, kind="stable")
-    smallest = np.minimum.accumulate(tokens[order][::-1])[::-1].tolist()  # of each item and those after it
-    for place, item in enumerate(order.tolist()):
-        size, at = sizes[item], 0
-        while at < len(queue) and (room_left := rooms[queue[at][1]]) < size:
-            if room_left < smallest[place]:
-                del queue[at]
-            else:
-                at += 1
-        if at == len(queue):
-            left.append(item)
-            continue
-        load, rank = queue.pop(at)
-        bisect.insort(queue, (load + works[item], rank))
-        rooms[rank] -= size
-        owner[item] = rank
-    return owner, np.array(rooms, dtype=np.int64), left
+    works = np.add.reduceat(work[short], np.flatnonzero(opens))
+    order = np.argsort(-works, kind="stable")
+    return begins[head][order], (begins[tail] + lengths[tail])[order], works[order]
 
 
 def _fill(begins: Ints, ends: Ints, room: Ints, padding: int) -> tuple[Ints, Ints, Ints]:

@@ -37,7 +37,6 @@ def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:
         lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
         total: tokens of the sequence with its padding; a multiple of 2 x ranks.
     """
-    _check(total, ranks)
     return from_runs(*document_chunks(np.array([0]), np.array([total]), ranks), lengths, ranks)
 
 
@@ -47,12 +46,7 @@ def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
     Example: documents of 9 and 7 tokens on 2 ranks have chunks of 3, 2, 2, 2 and 1, 2, 2, 2 tokens: rank 0
     holds [(0, 0, 3), (0, 7, 2), (1, 0, 1), (1, 5, 2)] and rank 1 [(0, 3, 4), (1, 1, 4)], 8 tokens each.
     """
-    _check(total, ranks)
     return from_runs(*document_chunks(np.cumsum(lengths) - lengths, lengths, ranks), lengths, ranks)
-
-
-def _check(total: int, ranks: int) -> None:
-    assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
 
 
 def document_chunks(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:

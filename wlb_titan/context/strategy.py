@@ -21,7 +21,6 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.layout import Sharding, segments, whole_sequence
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
@@ -37,7 +36,7 @@ STRATEGIES = Family(
         "per_sequence": "wlb_titan.context.all_gather:PerSequence",
         "per_document": "wlb_titan.context.all_gather:PerDocument",
         "adaptive": "wlb_titan.context.all_gather:Adaptive",
-        "hybrid": "wlb_titan.context.all_gather:Hybrid",
+        "hybrid": "wlb_titan.context.hybrid:Hybrid",
         "ulysses": "wlb_titan.context.ulysses:Ulysses",
         "auto": "wlb_titan.context.all_gather:Auto",
     },
@@ -142,19 +141,6 @@ class ExchangeCost:
     stride: int  # distance of context-parallel neighbours, in ranks
     repeats: bool  # whether activation checkpointing repeats the moves whose results it does not keep
 
-    @classmethod
-    def of(
-        cls,
-        strategy: ContextStrategy | None,
-        model: ModelShape,
-        cluster: Cluster,
-        degrees: Degrees,
-        *,
-        repeats: bool,
-    ) -> ExchangeCost:
-        moves = () if strategy is None else strategy.exchange(model, degrees.tensor).moves
-        return cls(moves, cluster, degrees.strides["cp"], repeats)
-
     def price(self, move: Move, passes: int) -> MoveSeconds:
         link = self.cluster.link(move.ranks, self.stride * move.stride)
         token = BYTES * move.received / link.bandwidth
@@ -240,14 +226,7 @@ class ContextStrategy(Plugin, ABC):
     def check(self, model: ModelShape, tensor: int) -> None:
         """Raises PlanError, with the setting to blame, for a model whose heads it cannot share."""
 
-    def shard(
-        self,
-        lengths: Ints,
-        total: int,
-        *,
-        slices: Slices | None = None,
-        micro_batch: str = "The micro-batch",
-    ) -> tuple[str, Sharding]:
+    def shard(self, lengths: Ints, total: int, slices: Slices | None = None) -> tuple[str, Sharding]:
         """Who holds which tokens.
 
         Args:
@@ -262,20 +241,16 @@ class ContextStrategy(Plugin, ABC):
         tokens = int(lengths.sum())
         if tokens < self.ranks:
             raise PlanError(
-                f"{micro_batch} has {tokens} tokens, fewer than the {self.ranks} context-parallel ranks that "
+                f"A micro-batch has {tokens} tokens, fewer than the {self.ranks} context-parallel ranks that "
                 "share it. Use a smaller context-parallel degree, a longer context window or longer "
                 "documents."
             )
         assert tokens <= total and total % self.divisor == 0, f"{total} tokens are not padded"
-        return self.divide(lengths, total) if slices is None else self.divide_slices(lengths, total, slices)
+        return self.divide(lengths, total, slices)
 
     @abstractmethod
-    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
+    def divide(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
         """`shard`, after its checks."""
-
-    def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
-        """`divide` where documents continue elsewhere, for strategies that compare times."""
-        return self.divide(lengths, total)
 
     @abstractmethod
     def seconds(self, sharding: Sharding) -> Floats:

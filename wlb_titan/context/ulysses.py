@@ -29,7 +29,7 @@ from wlb_titan.context.layout import Sharding, from_runs
 from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Move
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
+from wlb_titan.plan import COUNT, DOCUMENT, Slices
 
 
 class Share(NamedTuple):
@@ -79,13 +79,16 @@ class Ulysses(ContextStrategy):
     def check(self, model: ModelShape, tensor: int) -> None:
         head_shares(model.heads // tensor, model.kv_heads // tensor, self.ranks)
 
-    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
+    def divide(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
         begin = np.arange(self.ranks) * (total // self.ranks)
         runs = from_runs(np.arange(self.ranks), begin, begin + total // self.ranks, lengths, self.ranks)
         return "ulysses", runs
 
     def seconds(self, sharding: Sharding) -> Floats:
-        documents = _documents(np.concatenate(sharding))
+        runs = np.concatenate(sharding)
+        _, first = np.unique(runs[:, DOCUMENT], return_index=True)
+        documents = runs[first]  # each as one run
+        documents[:, COUNT] = np.bincount(runs[:, DOCUMENT], runs[:, COUNT])
         shares = head_shares(self.latency.heads, self.latency.heads // self.latency.group, self.ranks)
         heads = [share.query_heads for share in shares]
         seconds = {n: replace(self.latency, heads=n).seconds((documents,))[0] for n in set(heads)}
@@ -115,12 +118,3 @@ class Ulysses(ContextStrategy):
             keys=keys,
             outputs=queries * model.head_dim,
         )
-
-
-def _documents(runs: Ints) -> Ints:
-    """int64 (n, 3), the runs of each document as one."""
-    runs = runs[np.lexsort((runs[:, OFFSET], runs[:, DOCUMENT]))]
-    first = np.flatnonzero(np.diff(runs[:, DOCUMENT], prepend=-1))
-    documents = runs[first]
-    documents[:, COUNT] = np.add.reduceat(runs[:, COUNT], first)
-    return documents

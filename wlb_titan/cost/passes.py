@@ -35,8 +35,8 @@ EXPERT_COLLECTIVES = 2
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """What the passes of one job's micro-batches follow from (merged ones: of `Job.merged`); float64 arrays
-    of one shape."""
+    """What the passes of one job's micro-batches follow from (shared ones: of `Job.by_sharers`); float64
+    arrays of one shape."""
 
     tokens: Floats  # with padding
     forward: Floats  # seconds of one layer's attention on the slowest context-parallel rank

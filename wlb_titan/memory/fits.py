@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.rank import GIB, CachedSlice, Held, Passes, RankMemory
+from wlb_titan.memory.rank import GIB, CachedSlice, PackSize, Passes, RankMemory
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action
 
@@ -115,7 +115,7 @@ def one_document(tokens: int, shape: PipelineShape, regroups: bool) -> Passes:
     parts = min(SLICES, tokens)
     cuts = [tokens * part // parts for part in range(parts + 1)]
     slices = [CachedSlice(start, stop - start, tokens) for start, stop in itertools.pairwise(cuts)]
-    packs, behind = [Held(slice_.length, slices=(slice_,)) for slice_ in slices], 0
+    packs, behind = [PackSize(slice_.length, slices=(slice_,)) for slice_ in slices], 0
     if regroups:
         packs, behind = packs * 2, parts
     flow = []

@@ -39,7 +39,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from wlb_titan.context import ALL_KEYS, KeyShares
+from wlb_titan.context.strategy import ALL_KEYS, KeyShares
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.memory.layer import FsdpWhole, TokenBytes
 from wlb_titan.pipeline.schedule import rank_actions
@@ -98,7 +98,7 @@ class CachedSlice(NamedTuple):
     total: int  # of the whole document
 
 
-class Held(NamedTuple):
+class PackSize(NamedTuple):
     """The properties of a micro-batch that memory depends on."""
 
     length: int  # tokens of one data-parallel rank, padding included
@@ -110,12 +110,12 @@ class Held(NamedTuple):
 class Passes(NamedTuple):
     """A replica's run through the pipeline."""
 
-    packs: Sequence[Held]  # by the `place` of its actions
+    packs: Sequence[PackSize]  # by the `place` of its actions
     flow: Flow | None = None  # None is the schedule's order
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Passes:
-        return cls([Held(length) for length in lengths])
+        return cls([PackSize(length) for length in lengths])
 
 
 class SliceCache:
@@ -172,6 +172,18 @@ class Moment(NamedTuple):
     cache: float = 0.0
 
 
+class Pass(NamedTuple):
+    """What a pass does to memory."""
+
+    token: TokenBytes
+    stage: int
+    length: int  # tokens of all data-parallel ranks that share it
+    went_back: set[int]  # stages that have gradients
+    beside: float  # as of `SliceCache.begin`
+    made: float
+    whole: Callable[..., float]  # `FsdpWhole.in_backward`, for a backward pass
+
+
 class RankPeak:
     """Follows the memory of one pipeline rank from pass to pass."""
 
@@ -218,15 +230,16 @@ class RankPeak:
             token, length = tokens(sharers, keys), own * sharers
             kept = self._kept(token, stage)
             beside, made = slice_cache.begin(action, cached, length)
+            whole = partial(self._whole.in_backward, first=not reduced, last=number == len(actions))
+            pass_ = Pass(token, stage, length, went_back, beside, made, whole)
             if kind == "F":
                 live += length * kept
                 in_flight += own
-                moments = self._forward(token, stage, length, went_back)
+                moments = self._forward(pass_)
             elif kind == "W":
                 moments = iter([Moment(gathered=self._whole.in_pipeline(went_back))])
             else:
-                whole = partial(self._whole.in_backward, first=not reduced, last=number == len(actions))
-                moments = self._backward(token, stage, length, beside, made, went_back, whole)
+                moments = self._backward(pass_)
             if kind == "I":
                 live += length * token.waiting * layers[stage]
             for moment in moments:
@@ -262,31 +275,19 @@ class RankPeak:
             tokens(sharers, keys).inputs * sharers * length for length, sharers, keys, _ in passes.packs
         )
 
-    def _forward(self, token: TokenBytes, stage: int, length: int, went_back: set[int]) -> Iterator[Moment]:
+    def _forward(self, pass_: Pass) -> Iterator[Moment]:
         """The fullest moments of a forward pass: in its last layer, and in the loss."""
+        token, stage, length, went_back, *_ = pass_
         gathered = self._whole.weights(1) if self._alone else self._whole.in_pipeline(went_back)
         yield Moment(backward=length * token.forward, gathered=gathered)
         if stage == self._last:
             for bytes_, gathered in self._whole.in_loss(token, went_back):
                 yield Moment(loss=length * bytes_, gathered=gathered)
 
-    def _backward(
-        self,
-        token: TokenBytes,
-        stage: int,
-        length: int,
-        beside: float,
-        made: float,
-        went_back: set[int],
-        whole: Callable[..., float],
-    ) -> Iterator[Moment]:
+    def _backward(self, pass_: Pass) -> Iterator[Moment]:
         """The fullest moments of a backward pass, in its first two layers and in its last. Layer by layer it
-        frees activations, makes gradients of prefixes and, without a pipeline, FSDP gathers and reduces.
-
-        Args:
-            beside, made: as of `SliceCache.begin`.
-            whole: `FsdpWhole.in_backward` of this pass.
-        """
+        frees activations, makes gradients of prefixes and, without a pipeline, FSDP gathers and reduces."""
+        token, stage, length, went_back, beside, made, whole = pass_
         layers = max(self._layers[stage], 1)
         ends = length * self._output(token, stage) if self._alone else 0.0  # free before the first layer
         gathered = 0.0 if self._alone else self._whole.in_pipeline(went_back)

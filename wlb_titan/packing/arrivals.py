@@ -143,10 +143,3 @@ def delayed(packed: Waiting, iteration: int) -> Pack:
     documents = packed.copy()
     documents[:, DELAY] = iteration - packed[:, ARRIVAL]
     return documents
-
-
-def split(documents: Pack, assigned: Ints, packs: int) -> list[Pack]:
-    """The documents of each pack, in their order; `assigned` has the pack of each document."""
-    order = np.argsort(assigned, kind="stable")
-    ends = np.cumsum(np.bincount(assigned, minlength=packs))
-    return np.split(documents[order], ends[:-1])

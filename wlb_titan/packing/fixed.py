@@ -22,10 +22,10 @@ import numpy as np
 from annotated_types import Interval
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.bins import REMAINS, Bins, split
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Least, Waiting, arrived, delayed, split
-from wlb_titan.packing.bins import REMAINS, Bins
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Least, Waiting, arrived, delayed
 from wlb_titan.packing.policy import Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.context import ALL_KEYS, KeyShares, whole_sequence, with_prefix
+from wlb_titan.context.layout import whole_sequence, with_prefix
+from wlb_titan.context.strategy import ALL_KEYS, KeyShares
 from wlb_titan.cost.passes import MicroBatches
-from wlb_titan.memory.rank import CachedSlice, Held, Passes, RankMemory
+from wlb_titan.memory.rank import CachedSlice, PackSize, Passes, RankMemory
 from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import Flow, MicroBatch
 
@@ -31,7 +32,7 @@ def pass_seconds(job: Job, micro_batches: Sequence[MicroBatch], context_rank: in
     found = np.empty((3, len(job.layers), len(sharers)))
     for ranks in np.unique(sharers).tolist():
         (own,) = np.nonzero(sharers == ranks)
-        shared = job.merged[ranks]
+        shared = job.by_sharers[ranks]
         some = passing([micro_batches[number] for number in own.tolist()], shared, context_rank)
         found[:, :, own] = [times[:, 0] for times in shared.packing.pass_times(shared, some.in_runs(1))]
     return found
@@ -67,13 +68,13 @@ def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
 
 def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
     """Shares of a micro-batch's keys; all of them for a draft."""
-    strategy = job.merged[micro_batch.sharers].strategy
+    strategy = job.by_sharers[micro_batch.sharers].strategy
     if strategy is None or micro_batch.ranks is None:
         return ALL_KEYS
     return strategy.keys(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
 
 
-def held(job: Job, micro_batches: Sequence[MicroBatch]) -> list[Held]:
+def pack_sizes(job: Job, micro_batches: Sequence[MicroBatch]) -> list[PackSize]:
     cached: list[tuple[CachedSlice, ...]] = [()] * len(micro_batches)
     if micro_batches[0].slices is not None:
         cached = [
@@ -81,7 +82,7 @@ def held(job: Job, micro_batches: Sequence[MicroBatch]) -> list[Held]:
             for rows in cache_rows(micro_batches)
         ]
     return [
-        Held(m.length, m.sharers, keys_of(m, job), slices)
+        PackSize(m.length, m.sharers, keys_of(m, job), slices)
         for m, slices in zip(micro_batches, cached, strict=True)
     ]
 
@@ -90,4 +91,4 @@ def replica_memory(
     job: Job, micro_batches: Sequence[MicroBatch], flow: Flow | None
 ) -> tuple[RankMemory, ...]:
     """The peak of each pipeline rank of one data-parallel rank; no `flow` is the schedule's order."""
-    return job.fitting.peak(Passes(held(job, micro_batches), flow))
+    return job.fitting.peak(Passes(pack_sizes(job, micro_batches), flow))

@@ -33,11 +33,11 @@ import numpy as np
 from annotated_types import Ge, Interval, MinLen
 
 from wlb_titan.arrays import Ints
+from wlb_titan.bins import REMAINS, Bins, pack_by_work, split
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed, split
-from wlb_titan.packing.bins import REMAINS, Bins, pack_by_work
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed
 from wlb_titan.packing.plain import for_trial, imbalance_of_plain, mean_imbalance
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import ID, LENGTH, START

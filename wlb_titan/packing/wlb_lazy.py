@@ -52,10 +52,10 @@ from annotated_types import Ge, Interval
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Bools, Floats, Ints
+from wlb_titan.bins import REMAINS, Bins, split
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed, split
-from wlb_titan.packing.bins import REMAINS, Bins
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed
 from wlb_titan.packing.plain import imbalance_of_plain
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import LENGTH, START

@@ -136,11 +136,7 @@ def arranged(
         forward, backward: float64 (packs,), predicted times of their passes, in one unit.
     """
     count = len(assigned[0])
-    if count % run:
-        raise PlanError(
-            f"The {count} micro-batches of a data-parallel rank cannot be divided into pipeline runs of "
-            f"{run}."
-        )
+    assert count % run == 0, f"{count} micro-batches make no whole runs of {run}"
     packs = np.array(assigned)
     for first in range(0, count, run):
         rows = packs[:, first : first + run]

@@ -71,31 +71,6 @@ def packflow(packs: Packs, shape: PipelineShape, *, slack: int = 0, limit: float
     return _Run(packs, shape, slack, limit).schedule()
 
 
-def backward_order(sliced: Sequence[int]) -> list[int]:
-    """The order of backward passes: first in first out between documents, last in first out within one.
-
-    Example: packs 0, 1 and 2 with slices of document 7, pack 3 with none, 4 and 5 with slices of document 9
-    run backward as 2 1 0 3 5 4.
-
-    Args:
-        sliced: for each pack the document that it has a slice of, or -1. Packs of a document are consecutive.
-    """
-    order: list[int] = []
-    for document, group in itertools.groupby(range(len(sliced)), sliced.__getitem__):
-        packs = list(group)
-        order.extend(packs if document < 0 else reversed(packs))
-    return order
-
-
-def forward_needed(sliced: Sequence[int]) -> list[int]:
-    """The forward pass that each pack's backward pass waits for: the last one of its document's slices.
-
-    Example: packs with slices of the documents 7, 7, 7, none wait for 2, 2, 2 and 3.
-    """
-    last = {document: pack for pack, document in enumerate(sliced)}
-    return [pack if document < 0 else last[document] for pack, document in enumerate(sliced)]
-
-
 class _Run:
     """The simulation of a step."""
 

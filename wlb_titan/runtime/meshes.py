@@ -130,7 +130,7 @@ def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
     ranks = dims._global_meshes["dataloading"].mesh.numpy()
     layout = ranks.reshape(-1, *ranks.shape[-4:])
     others, stages, data, context, tensor = layout.shape  # `others` is 1 without dimensions of one's own
-    for sharers, merged in job.merged.items():
+    for sharers, merged in job.by_sharers.items():
         if merged.strategy is None:
             continue
         shared = layout[:, :, : data // sharers * sharers]

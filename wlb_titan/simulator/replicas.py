@@ -172,7 +172,8 @@ def peak_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
 def check_slices(flow: Flow, packs: Sequence[MicroBatch]) -> dict[int, int]:
     """Checks the edges between slices; returns the place of the last forward pass that each backward pass, by
     its place, waits for."""
-    needed = dict(zip((i for i, m in enumerate(packs) if m.passes != "F"), last_needed(packs), strict=True))
+    behind = [place for place, pack in enumerate(packs) if pack.passes != "F"]
+    needed = dict(zip(behind, last_needed(packs).tolist(), strict=True))
     chains: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for place, (pack, own) in enumerate(zip(packs, piece_numbers(packs), strict=True)):
         assert pack.slices is not None

@@ -11,7 +11,7 @@ import numpy as np
 from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
 from wlb_titan.memory.rank import SliceCache
-from wlb_titan.packing.predicted import held
+from wlb_titan.packing.predicted import pack_sizes
 from wlb_titan.packing.slim.slices import kind
 from wlb_titan.plan import Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import MeasuredPasses
@@ -73,7 +73,7 @@ def step_timeline(
 
 def _activations(job: Job, actions: Sequence[Action], micro_batches: Sequence[MicroBatch]) -> list[float]:
     """Bytes that a pipeline rank keeps after each of its actions in one run."""
-    memory, packs = job.packing.rank_memory, held(job, micro_batches)
+    memory, packs = job.packing.rank_memory, pack_sizes(job, micro_batches)
     layers, cache = memory.kept_layers(job.layers), SliceCache(job.token_bytes, job.layers)
     live, result = 0.0, []
     for action in actions:

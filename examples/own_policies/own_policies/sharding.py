@@ -9,7 +9,7 @@ from wlb_titan.context.layout import document_chunks, from_runs
 class Contiguous(AllGather):
     """A stretch of the sequence for each rank: simple, and the last rank does most of the work."""
 
-    def divide(self, lengths, total):
+    def divide(self, lengths, total, slices):
         begin = np.arange(self.ranks) * (total // self.ranks)
         end = begin + total // self.ranks
         return "contiguous", from_runs(np.arange(self.ranks), begin, end, lengths, self.ranks)
@@ -22,7 +22,7 @@ class RoundRobin(AllGather):
     tile of its own; `per_document` makes some chunks one token longer instead.
     """
 
-    def divide(self, lengths, total):
+    def divide(self, lengths, total, slices):
         begins = np.cumsum(lengths) - lengths
         rest = lengths % (2 * self.ranks)
         owner, begin, end = document_chunks(begins, lengths - rest, self.ranks)

@@ -21,9 +21,9 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from wlb_titan.context import ContextStrategy, Exchange, Move, per_document
 from wlb_titan.context.all_gather import gathered_mask, key_shares
-from wlb_titan.context.layout import sent_tokens, spans, widest_first
+from wlb_titan.context.layout import per_document, sent_tokens, spans, widest_first
+from wlb_titan.context.strategy import ContextStrategy, Exchange, Move
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
@@ -65,13 +65,7 @@ class UlyssesGather(ContextStrategy):
             )
         head_shares(model.heads // tensor, model.kv_heads // tensor, self._within)
 
-    def divide(self, lengths, total):
-        return self._divided(lengths, total, None)
-
-    def divide_slices(self, lengths, total, slices):
-        return self._divided(lengths, total, slices)
-
-    def _divided(self, lengths, total, slices):
+    def divide(self, lengths, total, slices):
         groups = per_document(lengths, total, self._groups)
         groups = widest_first(groups, spans(groups, (self._groups,), slices))
         share = total // self.ranks

@@ -21,17 +21,17 @@ Example: documents of 6 and 4 tokens, their work is the square, M = 2. The work 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import sequence_positions
+from wlb_titan.arrays import Ints
+from wlb_titan.context.layout import sequence_positions
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.workload import BYTES
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.rank import Moment, RankPeak
+from wlb_titan.memory.rank import Moment, Pass, RankPeak
 from wlb_titan.packing.policy import Pack, Packing
 from wlb_titan.packing.slim.flow import Flows
 from wlb_titan.packing.slim.packer import Packer, draft
@@ -68,29 +68,6 @@ def cut_line(table: PrefixWork, lengths: Ints, count: int) -> list[MicroPack]:
     return pieces
 
 
-def asymmetric(
-    lengths: Ints, works: Floats, tables: tuple[PrefixWork, PrefixWork], count: int
-) -> tuple[list[MicroPack], list[MicroPack]]:
-    """The `count` forward and `count` backward MicroPacks of one rank, in the order of running.
-
-    Args:
-        works: float64 (n,), by which the documents are sorted, heaviest first.
-        tables: work of forward and of backward passes.
-    """
-    order = np.argsort(-works, kind="stable")
-    forward, backward = tables
-    ahead = cut_line(forward, lengths[order], count)
-    back = cut_line(backward, lengths[order[::-1]], count)
-    return (
-        [_renumbered(piece, order) for piece in ahead],
-        [_renumbered(piece[::-1], order[::-1]) for piece in reversed(back)],
-    )
-
-
-def _renumbered(piece: MicroPack, order: Ints) -> MicroPack:
-    return [Slice(int(order[document]), start, stop) for document, start, stop in piece]
-
-
 class AsymmetricPacker(Packer):
     """Packs forward and backward passes separately; never merges."""
 
@@ -101,12 +78,15 @@ class AsymmetricPacker(Packer):
 
     def packed(self, batch: Pack, count: int) -> Packing:
         job, packs = self._job, []
+        forward, backward = self._passes
         works, found = self._phase_1(batch)
         for own in found.own:
-            documents = batch[own]
-            forward, backward = asymmetric(documents[:, LENGTH], works[own], self._passes, count)
-            packs += [draft(documents, pack, passes="F") for pack in forward]
-            packs += [draft(documents, pack, passes="B") for pack in backward]
+            line = batch[own[np.argsort(-works[own], kind="stable")]]
+            back = line[::-1]
+            pieces = cut_line(forward, line[:, LENGTH], count)
+            packs += [draft(line, piece, passes="F") for piece in pieces]
+            pieces = cut_line(backward, back[:, LENGTH], count)
+            packs += [draft(back, piece[::-1], passes="B") for piece in reversed(pieces)]
         return Packing(packs, assigned=np.arange(len(packs)).reshape(job.replicas, -1).tolist())
 
 
@@ -224,29 +204,20 @@ class RegroupedRank(RankPeak):
     def _kept(self, token: TokenBytes, stage: int) -> float:
         return self.layer_bytes(token) * self.kept_layers(self._job.layers)[stage]
 
-    def _forward(self, token: TokenBytes, stage: int, length: int, went_back: set[int]) -> Iterator[Moment]:
-        handed_on = self._output(token, stage)
-        yield Moment(
-            backward=length * (token.forward + handed_on), gathered=self._whole.in_pipeline(went_back)
-        )
+    def _forward(self, pass_: Pass) -> Iterator[Moment]:
+        token, stage = pass_.token, pass_.stage
+        made = pass_.length * (token.forward + self._output(token, stage))
+        yield Moment(backward=made, gathered=self._whole.in_pipeline(pass_.went_back))
 
-    def _backward(
-        self,
-        token: TokenBytes,
-        stage: int,
-        length: int,
-        beside: float,
-        made: float,
-        went_back: set[int],
-        whole: Callable[..., float],
-    ) -> Iterator[Moment]:
+    def _backward(self, pass_: Pass) -> Iterator[Moment]:
         """A backward pass with tokens of several forward passes, and with the loss."""
+        token, stage, length, made = pass_.token, pass_.stage, pass_.length, pass_.made
         layers = max(self._job.layers[stage], 1)
         ends = token.hidden + self._output(token, stage)  # input and output of the stage
         at_hand, loss = length * (ends + token.backward), 0.0
         if stage == self._last and token.loss > token.backward:
             at_hand, loss = length * ends, length * token.loss
-        gathered = self._whole.in_pipeline(went_back, in_loss=loss > 0)
+        gathered = self._whole.in_pipeline(pass_.went_back, in_loss=loss > 0)
         yield Moment(0, at_hand, loss, gathered, made / layers)
         if made:
             freed = length * self._kept(token, stage) * (layers - 1) / layers

@@ -20,7 +20,6 @@ merge fewer documents, and also those of more than C / 2.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.bins import Bins, split
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Least
 
@@ -58,26 +58,20 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
 
 def dealt(works: Floats, ranks: int, merged: int = 0, capacity: float | None = None) -> Phase1:
     """Phase 1 with the `merged` heaviest documents merged; `capacity` is C if these are not all documents."""
-    order = np.argsort(-works, kind="stable").tolist()
+    order = np.argsort(-works, kind="stable")
     capacity = works.sum() / ranks if capacity is None else capacity
     loads = np.zeros(ranks)
     merges = []
     sizes = group_sizes(ranks)
-    for document in order[:merged]:
+    for document in order[:merged].tolist():
         size = next((size for size in sizes if works[document] <= size * capacity), sizes[-1])
         first = min(range(0, ranks - size + 1, size), key=lambda rank: loads[rank : rank + size].max())
         loads[first : first + size] += works[document] / size
         merges.append(Merge(document, range(first, first + size)))
-    own: list[list[int]] = [[] for _ in range(ranks)]
-    least = [(load, rank) for rank, load in enumerate(loads.tolist())]
-    heapq.heapify(least)
-    for document in order[merged:]:
-        load, rank = least[0]
-        own[rank].append(document)
-        heapq.heapreplace(least, (load + float(works[document]), rank))
-    for load, rank in least:
-        loads[rank] = load
-    return Phase1([np.array(rows, dtype=np.int64) for rows in own], tuple(merges), loads)
+    rest = order[merged:]
+    bins = Bins(ranks, len(rest), loads.tolist())
+    placed = bins.place(np.ones_like(rest), works[rest])
+    return Phase1(split(rest, placed, ranks), tuple(merges), np.array(bins.loads))
 
 
 def without_merging(works: Floats, lengths: Ints, ranks: int, least: int) -> Phase1:
@@ -88,7 +82,7 @@ def without_merging(works: Floats, lengths: Ints, ranks: int, least: int) -> Pha
     better = Least(ranks, least).topped_up(rank_of, lengths[rows])
     if better is rank_of:
         return found
-    return replace(found, own=[rows[better == rank] for rank in range(ranks)])
+    return replace(found, own=split(rows, better, ranks))
 
 
 def best_merging(works: Floats, ranks: int) -> Phase1 | None:

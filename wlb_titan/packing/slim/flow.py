@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,16 +12,30 @@ from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.predicted import pass_seconds, replica_memory
-from wlb_titan.packing.slim.slices import last_needed, sliced_document
-from wlb_titan.pipeline.packflow import PackOrder, Packs, backward_order, forward_needed, packflow
+from wlb_titan.packing.slim.slices import last_needed
+from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
 from wlb_titan.plan import Action, Flow, MicroBatch
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
 
-Timed = tuple[Packing, Floats, Floats]
-"""A step's packs, and for each, float64 (packs,), the times of its forward and of its backward pass."""
+class Step(NamedTuple):
+    """A step's packs, what their passes wait for, and how long these take."""
+
+    packing: Packing
+    orders: Ints  # int64 (replicas, n), the packs of each data-parallel rank's backward passes, in order
+    needed: Ints  # int64 (replicas, n), the forward passes that these wait for
+    forward: Floats  # float64 (packs,), times in any unit
+    backward: Floats
+
+    @classmethod
+    def of(cls, packing: Packing, forward: Floats, backward: Floats) -> Step:
+        assert packing.assigned is not None
+        found = [_dependencies(packing.of_rank(rank)) for rank in range(len(packing.assigned))]
+        orders, needed = map(np.array, zip(*found, strict=True))
+        return cls(packing, orders, needed, forward, backward)
+
 
 PREDICTED = 64  # packs, shared by equally many ranks, whose times are predicted to choose settings
 PREDICTED_IN_STEP = 4  # the same, for a choice in every step
@@ -41,13 +55,12 @@ class Flows:
         # Bytes of a shared pack's token on each rank, relative to a token of a rank's own pack: a share of
         # the activations, and all of the document's keys and values.
         kept = job.token_bytes.kept_in_slices
-        self._held = {n: shared.token_bytes.kept_in_slices / kept for n, shared in job.merged.items()}
+        self._held = {n: shared.token_bytes.kept_in_slices / kept for n, shared in job.by_sharers.items()}
         self.limit: float | None = job.most_in_flight  # tokens in flight, on the mean data-parallel rank
 
-    def of(self, step: Timed, slack: int) -> PackOrder:
-        packing, forward, backward = step
+    def of(self, step: Step, slack: int) -> PackOrder:
+        packing, orders, needed, forward, backward = step
         ranks = np.array(packing.assigned)
-        orders, needed = map(np.array, dependencies(packing))
         ahead = ranks[:, : orders.shape[1]]
         back = np.take_along_axis(ranks, orders, axis=1)
         weights = np.array([self._held[sharers] for sharers in packing.sharers.tolist()])
@@ -61,7 +74,7 @@ class Flows:
         )
         return packflow(packs, self._job.shape, slack=slack, limit=self.limit)
 
-    def timed(self, packing: Packing, predicted: int = PREDICTED) -> Timed:
+    def timed(self, packing: Packing, predicted: int = PREDICTED) -> Step:
         """A step with predicted times.
 
         Dividing a pack over its ranks takes milliseconds, and a large job has thousands. So of the packs that
@@ -79,7 +92,7 @@ class Flows:
             found = self._seconds(packing, some)
             for kind in passes:
                 _interpolated(times[kind], found[kind], own, some)
-        return packing, times["F"], times["B"]
+        return Step.of(packing, times["F"], times["B"])
 
     def _seconds(self, packing: Packing, packs: Ints) -> dict[str, Floats]:
         """For each kind of pass float64 (n,), seconds of these packs through all stages."""
@@ -87,19 +100,18 @@ class Flows:
         forward, inputs, weights = pass_seconds(self._job, list(map(self._job.sharded, sized)))
         return {"F": forward.sum(axis=0), "B": (inputs + weights).sum(axis=0)}
 
-    def seconds(self, steps: Sequence[Timed], slack: int) -> float:
+    def seconds(self, steps: Sequence[Step], slack: int) -> float:
         """How long steps take together."""
         return sum(self.of(step, slack).seconds for step in steps)
 
-    def peak(self, packing: Packing, flow: Flow) -> RankMemory | None:
+    def peak(self, step: Step, flow: Flow) -> RankMemory | None:
         """The predicted peak of a step's fullest GPU; None where memory is not predicted."""
         if self._job.memory_unknown:
             return None
-        orders, _ = dependencies(packing)
         peaks = []
-        for rank in _candidates(packing, flow, orders):
-            packs = [self._job.sized(pack) for pack in packing.of_rank(rank)]
-            peaks.append(fullest(replica_memory(self._job, packs, in_own_order(flow, orders[rank]))))
+        for rank in _candidates(step, flow):
+            packs = [self._job.sized(pack) for pack in step.packing.of_rank(rank)]
+            peaks.append(fullest(replica_memory(self._job, packs, in_own_order(flow, step.orders[rank]))))
         return fullest(peaks)
 
 
@@ -116,39 +128,37 @@ def pack_tokens(packing: Packing) -> Ints:
     return np.array([pack.lengths.sum() for pack in packing.packs])
 
 
-def _candidates(packing: Packing, flow: Flow, orders: Sequence[Sequence[int]]) -> list[int]:
+def _candidates(step: Step, flow: Flow) -> list[int]:
     """Data-parallel ranks one of which should be the fullest: those with the most tokens in flight on the
     first pipeline rank, and the one with the longest pack."""
-    assert packing.assigned is not None
-    if len(packing.assigned) <= LOOKED_AT:
-        return list(range(len(packing.assigned)))
-    tokens = pack_tokens(packing)[np.array(packing.assigned)]
-    freed = np.take_along_axis(tokens, np.array(orders), axis=1)
+    if len(step.orders) <= LOOKED_AT:
+        return list(range(len(step.orders)))
+    tokens = pack_tokens(step.packing)[np.array(step.packing.assigned)]
+    freed = np.take_along_axis(tokens, step.orders, axis=1)
     changes = [tokens[:, a.place] if a.kind == "F" else -freed[:, a.place] for a in flow[0]]
     most = np.cumsum(changes, axis=0).max(axis=0)
     return list({*most.argsort()[-LOOKED_AT:].tolist(), int(freed.max(axis=1).argmax())})
 
 
-def dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
-    """For each data-parallel rank the packs of backward passes, in order, and the forward passes they
-    need."""
-    assert packing.assigned is not None
-    found = [_dependencies(packing.of_rank(rank)) for rank in range(len(packing.assigned))]
-    return [order for order, _ in found], [needed for _, needed in found]
+def _dependencies(packs: Sequence[MicroBatch]) -> tuple[Ints, Ints]:
+    """The packs of a data-parallel rank's backward passes, in order, and the forward passes they need.
+
+    Packs of their own run as they come. Others run first in first out between documents, last in first out
+    within one: packs 0, 1 and 2 with slices of a document, 3 without any, 4 and 5 with slices of another run
+    backward as 2 1 0 3 5 4.
+    """
+    needed = last_needed(packs)
+    behind = np.array([place for place, pack in enumerate(packs) if pack.passes == "B"], dtype=np.int64)
+    if len(behind):
+        return behind, needed
+    order = np.lexsort((-np.arange(len(packs)), needed))
+    return order, needed[order]
 
 
-def _dependencies(packs: Sequence[MicroBatch]) -> tuple[list[int], list[int]]:
-    order = [place for place, pack in enumerate(packs) if pack.passes == "B"]
-    if order:
-        return order, last_needed(packs)
-    sliced = [sliced_document(pack) for pack in packs]
-    order, needed = backward_order(sliced), forward_needed(sliced)
-    return order, [needed[place] for place in order]
-
-
-def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
+def in_own_order(flow: Flow, order: Ints) -> Flow:
     """A flow of `Flows` for one rank: the k-th backward pass is the one of the pack `order[k]`."""
+    packs = order.tolist()
     return tuple(
-        tuple(a if a.kind == "F" else Action("B", a.stage, order[a.place]) for a in actions)
+        tuple(a if a.kind == "F" else Action("B", a.stage, packs[a.place]) for a in actions)
         for actions in flow
     )

@@ -206,23 +206,22 @@ class SolvedPlacing:
         if not len(works):
             return greedy, 0.0
         unit = (slots.work.sum() + works.sum()) / slots.size.sum()
-        count, share, own = len(slots.size), works / unit, slots.work / unit
+        share, own = works / unit, slots.work / unit
 
-        def level(placed: Ints) -> float:
-            levels = (slots.work + np.bincount(placed, works, count)) / slots.size
+        def level(placed: Ints | None) -> float:
+            if placed is None or not _fits(slots, works, placed):
+                return np.inf
+            levels = (slots.work + np.bincount(placed, works, len(slots.size))) / slots.size
             return float(levels.max() / unit)
 
         beside = np.where(slots.size > 1, own / np.maximum(slots.size - 1, 1) - SLIVER, np.inf)
         solved, bound = None, 0.0
         if time.perf_counter() < self._end:
             solved, bound = self._milp(share, share, (own, slots.size, beside), start=greedy)
-        if solved is None or not _fits(slots, works, solved):
-            solved = greedy
-        if solved is None:
+        best = min(greedy, solved, key=level)
+        if (reached := level(best)) == np.inf:
             return None, 0.0
-        if greedy is not None and level(greedy) <= level(solved):
-            solved = greedy
-        return solved, max(1 - max(bound, 1.0) / level(solved), 0.0)  # the mean level is a bound too
+        return best, max(1 - max(bound, 1.0) / reached, 0.0)  # the mean level is a bound too
 
 
 def _fits(slots: Slots, works: Floats, placed: Ints) -> bool:

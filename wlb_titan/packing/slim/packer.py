@@ -37,7 +37,7 @@ class Packer:
         # Lengths are rounded to a multiple that depends on how many data-parallel ranks share a pack.
         self._tables = {
             ranks: self._table(self._workload, shared.divisor, shared.degrees.context)
-            for ranks, shared in job.merged.items()
+            for ranks, shared in job.by_sharers.items()
         }
 
     def at_most(self, batch: Pack, count: int) -> Packing:
@@ -53,7 +53,7 @@ class Packer:
     def packed(self, batch: Pack, count: int) -> Packing:
         """`count` packs for each data-parallel rank."""
         works, whole = self._phase_1(batch)
-        merged = best_merging(works, self._job.replicas) if len(self._job.merged) > 1 else None
+        merged = best_merging(works, self._job.replicas) if len(self._job.by_sharers) > 1 else None
         if merged is None:
             return self._phase_2(batch, works, whole, count, self.place)
         chosen, packing = self._better(batch, works, merged, whole, count)

@@ -82,36 +82,24 @@ def cache_rows(packs: Sequence[MicroBatch]) -> list[Ints]:
     ]
 
 
-def sliced_document(pack: MicroBatch) -> int:
-    """A number for the document of which a pack has a slice, the same in all of its packs; -1 for none."""
-    assert pack.slices is not None
-    (rows,) = np.nonzero(pack.slices[:, TOTAL] > pack.lengths)
-    if not len(rows):
-        return -1
-    assert len(rows) == 1, "a MicroPack has slices of one document at most"
-    row = rows[0]
-    # Document and first token identify a piece; both are below 2 ** 40.
-    return int(pack.documents[row, ID]) * 2**40 + int(pack.documents[row, START] - pack.slices[row, PREFIX])
-
-
-def last_needed(packs: Sequence[MicroBatch]) -> list[int]:
-    """The last forward pass that each backward pass waits for: that of its documents' last tokens.
+def last_needed(packs: Sequence[MicroBatch]) -> Ints:
+    """int64 (n,), the last forward pass that each backward pass waits for: that of its documents' last
+    tokens.
 
     Args:
         packs: those of one data-parallel rank; backward ones come after the forward ones.
     """
-    numbers = piece_numbers(packs)
-    ends: dict[int, int] = {}
-    for place, (pack, own) in enumerate(zip(packs, numbers, strict=True)):
-        assert pack.slices is not None
-        if pack.passes != "B":
-            last = pack.slices[:, PREFIX] + pack.lengths == pack.slices[:, TOTAL]
-            ends |= dict.fromkeys(own[last].tolist(), place)
-    return [
-        max(ends[piece] for piece in own.tolist())
-        for pack, own in zip(packs, numbers, strict=True)
-        if pack.passes != "F"
-    ]
+    pieces = np.concatenate(piece_numbers(packs))
+    places = np.repeat(np.arange(len(packs)), [len(pack.documents) for pack in packs])
+    forward, backward = (np.array([kind in pack.passes for pack in packs]) for kind in "FB")
+    ends = [s[:, PREFIX] + pack.lengths == s[:, TOTAL] for pack in packs if (s := pack.slices) is not None]
+    last = np.concatenate(ends) & forward[places]
+    place_of = np.empty(int(pieces.max()) + 1, dtype=np.int64)
+    place_of[pieces[last]] = places[last]
+    needed = np.zeros(len(packs), dtype=np.int64)
+    np.maximum.at(needed, places, place_of[pieces])
+    result: Ints = needed[backward]
+    return result
 
 
 class PrefixWork:

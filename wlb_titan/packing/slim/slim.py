@@ -14,8 +14,9 @@ least: a prediction ends no run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
@@ -27,10 +28,9 @@ from wlb_titan.memory.rank import RankMemory, RankPeak
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy
 from wlb_titan.packing.slim.asymmetric import AsymmetricPacker, RegroupedRank, regrouped_times
-from wlb_titan.packing.slim.flow import Flows, dependencies, in_own_order
+from wlb_titan.packing.slim.flow import Flows, Step, in_own_order
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, SolvedPlacing
 from wlb_titan.packing.slim.packer import Packer
-from wlb_titan.packing.slim.trials import SLACKS, STEPS, Trials, numbers_tried
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.packflow import FLOW_SCHEDULES
 from wlb_titan.plan import Flow
@@ -42,6 +42,13 @@ MORE = (1, 1.5, 2, 3, 4, 6, 8)
 """How many times M MicroPacks a step may have if it does not fit with fewer."""
 
 MOST_MICROPACKS = 1 << 16
+
+NUMBERS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
+"""MicroPacks to try, relative to the context windows of a data-parallel rank in a step."""
+
+SLACKS = (0, 2, 4)
+STEPS = 4  # simulated for each choice
+WORSE = 1.01  # how much longer than the shortest a step may take
 
 
 class Slim(PackingPolicy):
@@ -58,10 +65,10 @@ class Slim(PackingPolicy):
         """MicroPacks that a pipeline rank may have in flight beyond what 1F1B needs: uneven stages then wait
         less for each other. `auto` tries some with each number of MicroPacks."""
 
-        tokens_in_flight: Annotated[int, Ge(1)] | Literal["least"] | None = None
+        tokens_in_flight: Annotated[int, Ge(1)] | None = None
         """Most tokens that a pipeline rank may have in flight, that of the mean data-parallel rank, whatever
         `slack` says; but always as many as one document has. "none" is what is predicted to fit the device's
-        memory, "least" the fewest with which steps are predicted to take at most 1 % longer."""
+        memory."""
 
         dp_merge: bool | Literal["auto"] = "auto"
         """Whether several data-parallel ranks share a document of more work than one of them should have in
@@ -105,7 +112,7 @@ class Slim(PackingPolicy):
 
         @property
         def most_in_flight(self) -> int | None:
-            return self.tokens_in_flight if isinstance(self.tokens_in_flight, int) else None
+            return self.tokens_in_flight
 
         def check(self, job: Job) -> None:
             pipeline = job.shape
@@ -123,31 +130,20 @@ class Slim(PackingPolicy):
                     '"auto".',
                     setting="packing.micropacks",
                 )
-            if self.asymmetric and pipeline.ranks == 1:
+            if self.asymmetric and (pipeline.ranks == 1 or job.memory.checkpointing != "full"):
                 raise PlanError(
-                    "MicroPacks of their own for backward passes shrink a pipeline's bubble, and there is no "
-                    "pipeline. Leave it out, or raise parallelism.pipeline_parallel_degree.",
+                    "Backward passes with MicroPacks of their own shrink a pipeline's bubble and compute the "
+                    f"forward pass again. There are {pipeline.ranks} pipeline ranks and "
+                    f"{job.memory.checkpointing} checkpointing. It is for jobs that need a pipeline and full "
+                    "checkpointing anyway, whose place it takes: set parallelism.pipeline_parallel_degree to "
+                    'at least 2 and activation_checkpoint.class to "FullAC", or leave it out.',
                     setting="packing.asymmetric",
                 )
-            if self.asymmetric and self.solver != "greedy":
+            if self.asymmetric and (self.solver != "greedy" or self.dp_merge is True):
                 raise PlanError(
-                    "The asymmetric partition cuts one line of documents, and has nothing to solve. Leave "
-                    "the solver out.",
-                    setting="packing.solver",
-                )
-            if self.asymmetric and self.dp_merge is True:
-                raise PlanError(
-                    "Documents that data-parallel ranks share have packs of their own, and under the "
-                    'asymmetric partition all documents lie in one line. Set dp_merge to "auto" or false, or '
-                    "leave asymmetric out.",
-                    setting="packing.dp_merge",
-                )
-            if self.asymmetric and job.memory.checkpointing != "full":
-                raise PlanError(
-                    "Where backward passes have MicroPacks of their own they compute the forward pass again, "
-                    f"which beside {job.memory.checkpointing} checkpointing costs more than it gains. "
-                    "It is for jobs that need full checkpointing anyway, whose place it takes: set "
-                    'activation_checkpoint.class to "FullAC", or leave it out.',
+                    "Under the asymmetric partition the documents of a rank lie in one line, where there is "
+                    "nothing to solve and no place for packs that ranks share. Leave solver and dp_merge "
+                    "out, or asymmetric.",
                     setting="packing.asymmetric",
                 )
             if self.merges is True and job.strategy is not None and not job.strategy.merges:
@@ -170,9 +166,8 @@ class Slim(PackingPolicy):
         self._flows = Flows(job)
         packer = AsymmetricPacker if config.asymmetric else Packer
         self._packer = packer(job, stream.window, self._flows)
-        self._flow: Flow = ()  # of the step that `next` gave last
         self._warned = False
-        self._settle(stream)
+        self.micropacks, self.slack = self._settle(stream)
         self._solver: SolvedPlacing | None = None
         if config.solver == "milp":
             placings = job.replicas * MOST_TRIED
@@ -180,33 +175,31 @@ class Slim(PackingPolicy):
             self._packer.place = self._solver
 
     def next(self) -> Packing:
-        batch = _batch(self._arrivals)
-        if self._solver is None:
-            return self._fitting(batch)
-        self._solver.start_step()
-        packing = self._fitting(batch)
-        return replace(packing, gap=self._solver.gap)
+        if self._solver is not None:
+            self._solver.start_step()
+        step, flow = self._fitting(_batch(self._arrivals))
+        self._latest = step.orders, flow
+        return step.packing if self._solver is None else replace(step.packing, gap=self._solver.gap)
 
-    def _fitting(self, batch: Pack) -> Packing:
+    def _fitting(self, batch: Pack) -> tuple[Step, Flow]:
         """The packs of a step: M on each rank; more, the fewest that fit memory or those that need least, if
-        M do not fit; fewer if the documents have too few tokens. Sets the order of their passes."""
-        least: tuple[RankMemory, Packing, Flow] | None = None
+        M do not fit; fewer if the documents have too few tokens. And the order of their passes."""
+        least: tuple[RankMemory, Step, Flow] | None = None
         for count in dict.fromkeys(round(self.micropacks * times) for times in MORE):
             try:
                 packing = (self._packer.packed if least else self._packer.at_most)(batch, count)
             except PlanError:
                 break  # the documents have too few tokens
-            works = packing.pass_work(self._job.cost_model)
-            self._flow = self._flows.of((packing, *works), self.slack).flow
-            peak = self._flows.peak(packing, self._flow)
+            step = Step.of(packing, *packing.pass_work(self._job.cost_model))
+            flow = self._flows.of(step, self.slack).flow
+            peak = self._flows.peak(step, flow)
             if peak is None or peak.total <= self._job.fitting.usable:
-                return packing
+                return step, flow
             if least is None or peak.total < least[0].total:
-                least = peak, packing, self._flow
+                least = peak, step, flow
         assert least is not None
-        peak, packing, self._flow = least
-        self._warn(peak)
-        return packing
+        self._warn(least[0])
+        return least[1:]
 
     def _warn(self, peak: RankMemory) -> None:
         if not self._warned:
@@ -221,7 +214,7 @@ class Slim(PackingPolicy):
         self._warned = True
 
     def flows(self, packing: Packing, ranks: Collection[int]) -> tuple[Flow, ...]:
-        flow, (orders, _) = self._flow, dependencies(packing)
+        orders, flow = self._latest
         return tuple(in_own_order(flow, order) if rank in ranks else () for rank, order in enumerate(orders))
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,24 +223,52 @@ class Slim(PackingPolicy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._arrivals.load_state_dict(state)
 
-    def _settle(self, stream: DocumentStream) -> None:
-        """Chooses the settings that are `auto`, on the first steps."""
+    def _settle(self, stream: DocumentStream) -> tuple[int, int]:
+        """MicroPacks and slack; where they are `auto`, as they suit the first steps."""
         number, slack = self._config.micropacks, self._config.slack
-        slacks = SLACKS if slack == "auto" else (slack,)
         windows = -(-self._job.micro_batches // self._job.replicas)
         numbers = numbers_tried(windows, self._job.shape.stages) if number == "auto" else [number]
-        least = self._config.tokens_in_flight == "least"
-        if len(numbers) == len(slacks) == 1 and not least:
-            self.micropacks, self.slack = numbers[0], slacks[0]
-            return
+        slacks = SLACKS if slack == "auto" else (slack,)
+        if len(numbers) == len(slacks) == 1:
+            return numbers[0], slacks[0]
         arrivals = Arrivals(stream.from_start(), self._job)
-        batches = [_batch(arrivals) for _ in range(STEPS)]
-        trials = Trials(batches, self._packer, self._flows, self._job, numbers, slacks)
-        self.micropacks, self.slack = trials.micropacks, trials.slack
-        if least:
-            self._flows.limit = trials.least_in_flight(stream.window)
+        return self._best([_batch(arrivals) for _ in range(STEPS)], numbers, slacks)
+
+    def _best(
+        self, batches: Sequence[Pack], numbers: Sequence[int], slacks: Sequence[int]
+    ) -> tuple[int, int]:
+        """The least MicroPacks, and then slack, with which steps fit and take at most `WORSE` times as long
+        as with the best that fit. If steps fit with none, most packs and least slack."""
+        flows = self._flows
+        tried: dict[int, list[Step]] = {}
+        for count in numbers:
+            pack = self._packer.packed if tried else self._packer.at_most
+            try:
+                tried[count] = [flows.timed(pack(batch, count)) for batch in batches]
+            except PlanError:  # the documents have too few tokens
+                break
+        seconds = {
+            (count, slack): flows.seconds(steps, slack) for count, steps in tried.items() for slack in slacks
+        }
+
+        @cache
+        def fits(choice: tuple[int, int]) -> bool:
+            count, slack = choice
+            peaks = (flows.peak(step, flows.of(step, slack).flow) for step in tried[count])
+            return all(peak is None or peak.total <= self._job.fitting.usable for peak in peaks)
+
+        best = next((choice for choice in sorted(seconds, key=seconds.__getitem__) if fits(choice)), None)
+        if best is None:
+            return max(seconds, key=lambda choice: (choice[0], -choice[1]))
+        return next(choice for choice in seconds if seconds[choice] <= WORSE * seconds[best] and fits(choice))
 
 
 def _batch(arrivals: Arrivals) -> Pack:
     iteration = arrivals.iteration
     return delayed(arrivals.next(), iteration)
+
+
+def numbers_tried(windows: int, stages: int) -> list[int]:
+    """MicroPacks that `auto` tries; `windows` are the context windows of a rank in a step."""
+    fewest = max(windows, stages)
+    return sorted({max(fewest, round(windows * factor)) for factor in NUMBERS})

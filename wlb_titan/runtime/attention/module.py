@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 
-from wlb_titan.context import ContextStrategy
+from wlb_titan.context.strategy import ContextStrategy
 from wlb_titan.job import Job
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.plugins import load
@@ -157,4 +157,4 @@ def prepare_attention(parts: Sequence[nn.Module], job: Job, meshes: ContextMeshe
     attentions = [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]
     for sharers, own in meshes.items():
         for attention in attentions:
-            attention.share(sharers, job.merged[sharers].sharding, own)
+            attention.share(sharers, job.by_sharers[sharers].sharding, own)

@@ -196,7 +196,7 @@ class PlannedDataLoader(BaseDataLoader):
             with_weights(labels, weights) if self._by_document else labels,
             positions,
             lengths,
-            self._job.merged[micro_batch.sharers].strategy,
+            self._job.by_sharers[micro_batch.sharers].strategy,
             micro_batch.ranks,
             ahead * self._job.degrees.context + self._context_rank,  # among those of all sharers
             cached,

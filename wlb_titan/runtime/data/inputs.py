@@ -14,7 +14,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from wlb_titan.arrays import Ints
-from wlb_titan.context import ContextMask, ContextStrategy, Sharding, segments_after, sequence_positions
+from wlb_titan.context.layout import Sharding, segments_after, sequence_positions
+from wlb_titan.context.strategy import ContextMask, ContextStrategy
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.kv_cache import BEFORE, HERE, NUMBER
 from wlb_titan.runtime.attention.module import DocumentMask

@@ -57,7 +57,7 @@ class SelectiveDocumentAC(titan.SelectiveAC):
 def prepare_compiling(job: Job) -> None:
     """Raises torch's limit of graphs to one for each set of collectives: a micro-batch uses only those that
     gather keys for its documents."""
-    graphs = sum(2 ** (1 + len(shared.exchanging.moves)) for shared in job.merged.values())
+    graphs = sum(2 ** (1 + len(shared.exchanging.moves)) for shared in job.by_sharers.values())
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
     keep_inputs()
 

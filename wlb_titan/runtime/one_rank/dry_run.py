@@ -101,7 +101,7 @@ class DryTrainer(OneRankTrainer):
         return {
             **self._facts(),
             "lengths": [m.length for m in mine],
-            "travelling": [list(travelling(m, self.job.merged[m.sharers])) for m in mine],
+            "travelling": [list(travelling(m, self.job.by_sharers[m.sharers])) for m in mine],
             "traced_gib": max(self._passes_peak + sum(beside.values()), trace.highest) / GIB,
             "traced": {term: size / GIB for term, size in traced.items()},
             "largest": [

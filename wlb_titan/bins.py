@@ -1,7 +1,8 @@
 """Filling micro-batches by least work, and dealing packs to data-parallel ranks.
 
-`pack_by_work` is lines 18 to 35 of the paper's Algorithm 1; other policies use `Bins.place`. Both give a
-document to the micro-batch of least work, and differ in where it goes if there is no room for it.
+`pack_by_work` is lines 18 to 35 of the paper's Algorithm 1; all else uses `Bins.place`, also for documents of
+ranks. Both give a document to the micro-batch of least work, and differ in where it goes if there is no room
+for it.
 
 Heaps keep the micro-batches sorted by work and by length. Both only grow, so outdated entries are corrected
 when they reach the top. Ties go to the lower index. n documents and N micro-batches take O(n log N).
@@ -67,8 +68,8 @@ def _least(heap: list[tuple[float, int]], values: Sequence[float]) -> int:
 class Bins:
     """N micro-batches of at most `max_length` tokens."""
 
-    def __init__(self, count: int, max_length: int) -> None:
-        self.loads = [0.0] * count
+    def __init__(self, count: int, max_length: int, loads: Sequence[float] = ()) -> None:
+        self.loads = list(loads) or [0.0] * count
         self.lengths = [0] * count
         self._max_length = max_length
 
@@ -192,6 +193,13 @@ def level(loads: Floats, capacities: Floats, work: float) -> float:
     return float(corners[segment] + (work - below[segment]) / filling[segment])
 
 
+def split(rows: Ints, assigned: Ints, bins: int) -> list[Ints]:
+    """The rows of each bin, in their order; `assigned` has the bin of each row."""
+    order = np.argsort(assigned, kind="stable")
+    ends = np.cumsum(np.bincount(assigned, minlength=bins))
+    return np.split(rows[order], ends[:-1])
+
+
 def in_order(packs: int, ranks: int) -> list[list[int]]:
     """Consecutive packs go to one rank, as in a plain data loader."""
     count = packs // ranks
@@ -207,12 +215,6 @@ def balanced(workloads: Floats, ranks: int) -> list[list[int]]:
 
     Example: workloads 5, 1, 4, 2 on 2 ranks give [[0, 1], [2, 3]], sums 6 and 6.
     """
-    count = len(workloads) // ranks
-    assigned: list[list[int]] = [[] for _ in range(ranks)]
-    least = [(0.0, rank) for rank in range(ranks)]
-    for pack in np.argsort(-workloads, kind="stable").tolist():
-        load, rank = heapq.heappop(least)
-        assigned[rank].append(pack)
-        if len(assigned[rank]) < count:
-            heapq.heappush(least, (load + float(workloads[pack]), rank))
-    return assigned
+    order = np.argsort(-workloads, kind="stable")
+    placed = Bins(ranks, len(workloads) // ranks).place(np.ones_like(order), workloads[order])
+    return [packs.tolist() for packs in split(order, placed, ranks)]
