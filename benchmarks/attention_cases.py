@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from wlb_titan.kernels.segments import Shape
 
-from wlb_titan import context
 from wlb_titan.commands.profile import CPU_GRID, GPU_GRID, GridCase
+from wlb_titan.context import layout
 from wlb_titan.context.layout import Sharding
 
 WINDOW = 65536
 SEEDS = 5  # and 20 packs
 KINDS = {  # context-parallel ranks, which of them, and how the pack is divided
     "whole": (1, 0, None),
-    "per sequence, rank 0 of 8": (8, 0, context.per_sequence),
-    "per sequence, rank 3 of 4": (4, 3, context.per_sequence),
-    "per document, rank 1 of 8": (8, 1, context.per_document),
+    "per sequence, rank 0 of 8": (8, 0, layout.per_sequence),
+    "per sequence, rank 3 of 4": (4, 3, layout.per_sequence),
+    "per document, rank 1 of 8": (8, 1, layout.per_document),
 }
 
 
@@ -149,8 +149,8 @@ def packs(scale: int = 1) -> Iterator[Pack]:
     for seed in range(SEEDS if scale == 1 else 1):
         lengths = np.array(lognormal(total, 2048 // scale + 1, 10 + seed, total // 2))
         for kind, (ranks, rank, divide) in KINDS.items():
-            shards = divide(lengths, total, ranks) if divide else (context.whole_sequence(lengths),)
-            segments = torch.from_numpy(context.segments(shards[rank], lengths))
+            shards = divide(lengths, total, ranks) if divide else (layout.whole_sequence(lengths),)
+            segments = torch.from_numpy(layout.segments(shards[rank], lengths))
             yield Pack(f"pack {seed}, {kind}", shards, rank, segments)
 
 
