@@ -25,6 +25,7 @@ REWRITING = (  # as Qwen3's, which has no thoughts in any turn but the last
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% if loop.last %}<think></think>{% endif %}"
     "{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
+LAST = "{{ messages[-1]['role'] }}: {{ messages[-1]['content'] }}\n"
 DROPPING = "{% for m in messages[-2:] %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
@@ -201,6 +202,11 @@ BAD = {
     "special token": ([said("user", "<|end|>"), said("assistant", "a")], PLAIN, r"special token '<\|end\|>'"),
     "surrogate": ([said("user", "\ud800"), said("assistant", "a")], PLAIN, "surrogates not allowed"),
     "rewriting": (CHATS[0], REWRITING, r"writes message 2 \(assistant\) otherwise once more turns follow"),
+    "dropping one of two alike": (
+        [said("user", "Same"), said("assistant", "Same")],
+        LAST,
+        r"drops message 2",
+    ),
     "dropping": (CHATS[0], DROPPING, r"drops message 1 \(user\)"),
     "refusing": (CHATS[0], "{{ raise_exception('only one turn') }}", "refuses it: only one turn"),
     "no syntax": (CHATS[0], "{% for m in messages %}", "the chat template refuses it: "),

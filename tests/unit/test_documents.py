@@ -1,6 +1,7 @@
 """The documents of a job: a mixture's order, the stream, what is held out, lengths without a corpus."""
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -17,7 +18,7 @@ from wlb_titan.documents.permutation import permuted
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import POLICIES
-from wlb_titan.plan import ID, LENGTH, START
+from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
 from wlb_titan.validation import Once
 
 
@@ -485,3 +486,27 @@ def test_a_name_that_is_neither_is_refused():
         PlanError, match=r"called 'wbe', .* one of web, code, chat, paper, wlbllm, prolong, nor a file"
     ):
         named_or_read("wbe")
+
+
+def test_slices_that_see_what_precedes_them_are_not_cut():
+    """Tokens 10 to 19 of a document: behind ten of them as a prefix, and without them."""
+    rows = np.array([[0, 10, 10, 0]])
+    whole = MicroBatch(documents=rows, length=10, slices=np.array([[10, 20]]))
+    for micro_batch, share in ((whole, 0.0), (replace(whole, slices=None), 1.0)):
+        plan = Plan(iteration=0, micro_batches=(micro_batch,), plan_ms=0.0)
+        assert plan.cut_share(8) == share
+
+
+def test_pieces_given_back_come_next_in_the_order_of_the_stream():
+    stream = DocumentStream(Mixture(np.array([8, 8, 8, 8]), seed=None), 8)
+    stream.fill(4)  # the first piece begins later in its document than the others
+    read = stream.fill(20)
+    stream.give_back(read[::-1])
+    assert stream.fill(20).tolist() == read.tolist()
+
+
+def test_empty_documents_take_nothing_from_their_source_s_share():
+    lengths = np.array([10] * 50 + [10, 0, 0, 0, 0] * 50)
+    sources = [Source(name="full", documents=50), Source(name="sparse", documents=250)]
+    rows, tokens = Mixture(lengths, sources, seed=0).read(np.arange(6000))
+    assert tokens[rows < 50].sum() / tokens.sum() == pytest.approx(0.5, abs=0.01)

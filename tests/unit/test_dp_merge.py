@@ -274,3 +274,8 @@ def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations()
     token = made.token_bytes
     assert shared.cache == 4 * (64 * token.cached + prefix * token.cached_gradients)
     assert shared.activations < 0.75 * whole.activations
+
+
+def test_a_document_beyond_every_group_s_share_goes_to_all_ranks():
+    (merge,) = dealt(np.array([100.0, 1.0, 1.0, 1.0]), 4, merged=1, capacity=20.0).merges
+    assert list(merge.ranks) == [0, 1, 2, 3]

@@ -378,3 +378,29 @@ def test_ulysses_is_predicted_with_the_heads_that_a_rank_runs(heads, group, rank
     whole = (np.array([[0, 0, 4096], [1, 0, 512]]),)
     expected = [replace(latency, heads=n).seconds(whole)[0] for n in runs]
     np.testing.assert_allclose(strategy.seconds(sharding), expected)
+
+
+@given(owners=st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4), min_size=1, max_size=5))
+def test_keys_travel_in_the_smallest_group_that_has_all_of_a_document(owners):
+    shards = [
+        np.array([[document, 0, 1] for document, own in enumerate(owners) if rank in own], dtype=int).reshape(
+            -1, 3
+        )
+        for rank in range(8)
+    ]
+    for document, place in enumerate(spans(shards, (2, 4, 8)).tolist()):
+        groups = [len({rank // size for rank in owners[document]}) for size in (1, 2, 4, 8)]
+        assert place == groups.index(1) - 1
+
+
+def test_hybrid_gives_a_long_document_to_the_group_with_the_least_work():
+    """Two documents for two ranks each of four, with room for both in the first group."""
+    _, shards = planning.shard("hybrid", np.array([4096, 4096] + [64] * 512), 40960, 4, hopper(32, 128))
+    having = [{rank for rank in range(4) if document in shards[rank][:, DOCUMENT]} for document in (0, 1)]
+    assert len(having[0]) > 1 and not having[0] & having[1]
+
+
+def test_ulysses_receives_all_tokens_for_a_rank_s_heads_but_its_own():
+    """Queries, keys, values and outputs of one head, 4 elements each, of the other half of the tokens."""
+    exchange = STRATEGIES.configure("ulysses").make(2, hopper(32, 128)).exchange(planning.MODEL, 1)
+    assert [move.received for move in exchange.moves] == [4 * 4 / 2]

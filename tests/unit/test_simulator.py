@@ -10,7 +10,7 @@ from wlb_titan.context.layout import per_sequence
 from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import JobCost, MicroBatches, pass_times
-from wlb_titan.cost.workload import workload
+from wlb_titan.cost.workload import Analytic, workload
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.memory.rank import Passes
@@ -283,3 +283,25 @@ def test_refusals(changes, message):
     kinds = {"degrees": Degrees, "memory": MemorySettings}
     with pytest.raises(PlanError, match=message):
         job(**{key: kinds[key](**value) if key in kinds else value for key, value in changes.items()})
+
+
+def test_what_travels_and_the_head_count_in_both_passes():
+    """Two stages of two layers: the last has the head, and each layer moves keys and their gradients."""
+    batch = MicroBatches(*(np.full((1, 1), value) for value in (4.0, 1.0, 2.0, 0.0, 0.0, 0.0)))
+    of = job(degrees=Degrees(pipeline=2))
+    times, moved = pass_times(of, batch), pass_times(of, replace(batch, moving=np.full((1, 1), 8.0)))
+    for found, more in zip(times[:2], moved[:2], strict=True):
+        assert (more - found).ravel() == pytest.approx([2 * 8.0] * 2)
+    for found in times:
+        assert (found[1] - found[0]).ravel() == pytest.approx([4 * of.token.head])
+        assert of.token.head > 0
+
+
+def test_backward_computes_twice_as_much_and_sends_as_much():
+    network = replace(CLUSTER, node=Link(1e6, 0.0), network=Link(1e6, 0.0))
+    alone, parallel = (
+        Analytic(job(cluster=network, degrees=Degrees(tensor=tensor)), network) for tensor in (1, 2)
+    )
+    assert alone.linear_backward == pytest.approx(2 * alone.linear_forward)
+    computed = parallel.linear_backward - parallel.linear_forward
+    assert 0 < computed < parallel.linear_forward
