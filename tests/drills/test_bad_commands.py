@@ -107,7 +107,7 @@ WORDS = {
     "--wlb.packing.max_length 100": "100 tokens, below the context window of 256",
     "data_parallel_shard_degree 3 --training.global_batch_size 4": "4 micro-batches cannot be shared equally",
     "quadratic:1,2,3": "is malformed",
-    "cost_model nope.json": "nope.json cannot be read",
+    "cost_model nope.json": "no cost model is called 'nope.json'",
     "--training.seqlen 5": "Did you mean training.seq_len",
     "--lengths nowhere.txt " + ROOMY: "neither a distribution of lengths called 'nowhere.txt'",
     "--compare plain,nope": "no packing policy is called 'nope'",
