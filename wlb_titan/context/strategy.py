@@ -169,14 +169,6 @@ class ExchangeCost:
         """For each token of a micro-batch, by the moves that are `always` made."""
         return self.seconds([float(move.always) for move in self.moves])
 
-    def in_all_passes(self, travelling: Sequence[float]) -> tuple[float, float]:
-        """Seconds of all moves for a micro-batch, repeated ones too, and bytes that a rank receives."""
-        seconds = received = 0.0
-        for tokens, move, price in zip(travelling, self.moves, self.of_moves(), strict=True):
-            seconds += tokens * price.token + price.each if tokens else 0.0
-            received += self.passes(move) * tokens * BYTES * move.received
-        return seconds, received
-
 
 class ContextStrategy(Plugin, ABC):
     """Divides micro-batches over context-parallel ranks.
