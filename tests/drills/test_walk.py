@@ -60,7 +60,7 @@ def test_the_walk(tmp_path, monkeypatch):
     traced = says("dryrun", "job.toml", *SMALL, "--device-gib", 80)
     assert re.search(r"Step \d+ of job.toml under wlb_lazy:per_sequence, .* longest micro-batch", traced)
     assert "it fits" in traced
-    measured = says("rehearse", "job.toml", *SMALL, "--rank", "first", "--steps", 1, "--warm-up", 0)
+    measured = says("rehearse", "job.toml", *SMALL, "--rank", "first", "--steps", 1)
     assert "all 4 passes" in measured if processes == 2 else "passes" in measured
     assert "wlb_lazy:per_sequence" in measured and "Peak" not in measured, "the process' own on a CPU"
 

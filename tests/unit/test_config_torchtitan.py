@@ -75,7 +75,7 @@ override.imports = ["nowhere.at_all"]
 wlb.packing.policy = "slim"; wlb.packing.micropacks = 1; parallelism.pipeline_parallel_degree = 2
     t.toml:3: wlb.packing.micropacks = 1: 1 MicroPacks are fewer than the 2 pipeline stages
 wlb.packing.policy = "slim"; wlb.packing.asymmetric = true; parallelism.pipeline_parallel_degree = 2
-    t.toml:3: wlb.packing.asymmetric = true: ... It is for jobs that need full checkpointing
+    t.toml:3: wlb.packing.asymmetric = true: ... It is for jobs that need a pipeline and full checkpointing
 wlb.packing.policy = "slim"; wlb.packing.dp_merge = true; wlb.sharding.policy = "ulysses"; \
 parallelism.pipeline_parallel_degree = 2; parallelism.context_parallel_degree = 2
     t.toml:3: wlb.packing.dp_merge = true: Data-parallel ranks cannot share ... ulysses, which
