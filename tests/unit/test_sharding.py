@@ -404,3 +404,11 @@ def test_ulysses_receives_all_tokens_for_a_rank_s_heads_but_its_own():
     """Queries, keys, values and outputs of one head, 4 elements each, of the other half of the tokens."""
     exchange = STRATEGIES.configure("ulysses").make(2, hopper(32, 128)).exchange(planning.MODEL, 1)
     assert [move.received for move in exchange.moves] == [4 * 4 / 2]
+
+
+def test_per_document_attention_is_within_one_percent_from_200_tokens_a_rank():
+    for ranks in (1, 2, 3, 4, 8, 16):
+        for rest in range(2 * ranks):
+            lengths, total = padded([204 * ranks + rest], ranks)
+            work = [pairs(rank) for rank in per_document(lengths, total, ranks)]
+            assert max(work) <= 1.01 * min(work)
