@@ -27,6 +27,7 @@ from wlb_titan.packing.slim.dp_merge import (
     numbers_of_packs,
 )
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
+from wlb_titan.pipeline.packflow import packflow
 from wlb_titan.plan import ID, LENGTH, PREFIX, TOTAL
 from wlb_titan.simulator.replicas import rank_memory, replicas_of, step_passes
 from wlb_titan.simulator.step import simulate
@@ -279,3 +280,26 @@ def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations()
 def test_a_document_beyond_every_group_s_share_goes_to_all_ranks():
     (merge,) = dealt(np.array([100.0, 1.0, 1.0, 1.0]), 4, merged=1, capacity=20.0).merges
     assert list(merge.ranks) == [0, 1, 2, 3]
+
+
+def test_a_step_is_ordered_by_its_slowest_rank_and_by_what_ranks_hold_on_average(monkeypatch):
+    asked = []
+    order = "wlb_titan.packing.slim.flow.packflow"
+    monkeypatch.setattr(
+        order, lambda packs, *rest, **more: asked.append(packs) or packflow(packs, *rest, **more)
+    )
+    made, (plan,) = predicted(ALWAYS)
+    held = Flows(made)._held
+    assert 1 == held[1] > held[2] > held[4] > 0.25
+    ranks = [plan.of_rank(rank) for rank in range(4)]
+    backs = [[a.place for a in flow[-1] if a.kind == "B"] for flow in plan.flows]
+    work = np.array([[m.workload for m in packs] for packs in ranks])
+    tokens = np.array([[held[m.sharers] * m.lengths.sum() for m in packs] for packs in ranks])
+    found = asked[-1]
+    assert found.tokens == pytest.approx(tokens.mean(axis=0))
+    assert found.freed == pytest.approx(np.take_along_axis(tokens, np.array(backs), axis=1).mean(axis=0))
+    for passes, own in (
+        (found.forward, work),
+        (found.backward, np.take_along_axis(work, np.array(backs), axis=1)),
+    ):
+        assert passes / passes.sum() == pytest.approx(own.max(axis=0) / own.max(axis=0).sum())
