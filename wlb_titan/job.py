@@ -120,11 +120,6 @@ class Job:
             raise PlanError(
                 f"The overlap of tensor parallelism is {self.tensor_overlap}; it is between 0 and 1."
             )
-        if self.memory.offload and self.cluster.host_bandwidth is None:
-            raise PlanError(
-                f"Activations cannot be offloaded on {self.cluster.name}: its file has no [node] "
-                "host_bandwidth. Add it in bytes/s a GPU, or keep them on the GPU."
-            )
         self.packing.check(self)
 
     @property

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning import CLUSTER, LAYER, MODEL, NONE, PAIRS, job, pairs
+from planning import CLUSTER, LAYER, MODEL, PAIRS, job, pairs
 
 from wlb_titan.context.layout import per_sequence
 from wlb_titan.cost.cluster import Link
@@ -13,7 +13,6 @@ from wlb_titan.cost.passes import JobCost, MicroBatches, pass_times
 from wlb_titan.cost.workload import Analytic, workload
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
-from wlb_titan.memory.rank import Passes
 from wlb_titan.packing.predicted import passing
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.replicas import transfer_seconds
@@ -174,27 +173,6 @@ def test_experts_are_gathered_only_by_the_ranks_that_hold_them():
     assert half - dense == pytest.approx(experts / 2 / 2)
 
 
-def test_offloaded_activations_travel_while_layers_compute():
-    batch = passing(plan([[[4]]]).micro_batches, job()).in_runs(1)
-    half = MemorySettings(checkpointing="none", offload=0.5)
-    kept = TokenBytes.of(MODEL, Degrees(), NONE).kept
-
-    def forward(bandwidth):
-        one = job(memory=half, cluster=replace(CLUSTER, host_bandwidth=bandwidth))
-        return pass_times(one, batch).forward[0, 0, 0]
-
-    head = 4 * 2 * 8 * 32 / 1e9
-    assert forward(1e3) == pytest.approx(4 * 4 * kept / 2 / 1e3 + head)
-    assert forward(1e12) == pass_times(job(), batch).forward[0, 0, 0]
-    cluster = replace(CLUSTER, host_bandwidth=1e3)
-    stays, gone = (
-        job(memory=memory, cluster=cluster).fitting.peak(Passes.of([4000]))[0] for memory in (NONE, half)
-    )
-    # Of four layers half of what they keep has gone; of the one at hand and the next it is there too.
-    assert stays.activations - gone.activations == pytest.approx(4 * 4000 * kept / 2)
-    assert gone.backward - stays.backward == pytest.approx(2 * 4000 * kept / 2)
-
-
 def test_transfer_between_pipeline_ranks():
     cluster = replace(CLUSTER, gpus_per_node=2, network=Link(1e6, 0.5))
     staged = job(degrees=Degrees(pipeline=2, context=2), cluster=cluster)
@@ -273,16 +251,13 @@ def test_a_prediction_beyond_the_measured_range_says_so():
         ({"tensor_overlap": 1.5}, "overlap of tensor parallelism is 1.5"),
         ({"routing_imbalance": 2.0}, "routing imbalance is 2.0.* degree of 1"),
         ({"degrees": {"shard": 2, "expert": 2}}, "expert parallel degree is 2, and a layer has 0 experts"),
-        ({"memory": {"offload": 0.5}}, r"offloaded on test: its file has no \[node\] host_bandw"),
-        ({"memory": {"offload": 2}}, "offload is 2; it is between 0 and 1"),
         ({"degrees": {"tensor": 2, "shard": 2, "expert": 3}}, "3 does not divide TP 2 x CP 1 x 2 sharding"),
         ({"degrees": {"tensor": 4}}, "2 heads cannot be divided by the tensor parallel degree 4"),
     ],
 )
 def test_refusals(changes, message):
-    kinds = {"degrees": Degrees, "memory": MemorySettings}
     with pytest.raises(PlanError, match=message):
-        job(**{key: kinds[key](**value) if key in kinds else value for key, value in changes.items()})
+        job(**{key: Degrees(**value) if key == "degrees" else value for key, value in changes.items()})
 
 
 def test_what_travels_and_the_head_count_in_both_passes():

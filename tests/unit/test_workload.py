@@ -72,7 +72,7 @@ def test_shipped_clusters_are_found_by_their_gpus_name_and_have_no_more_memory_t
 
 def test_what_may_be_left_out_has_a_default_and_a_profile_lies_beside_its_cluster(write, tmp_path):
     cluster = load_cluster(write(GOOD))
-    assert (cluster.units, cluster.host_bandwidth, cluster.attention_profile) == (132, None, "")
+    assert (cluster.units, cluster.attention_profile) == (132, "")
     more = '[gpu]\nunits = 66\nattention_profile = "attention.json"'
     cluster = load_cluster(write(GOOD.replace("[gpu]", more)))
     assert (cluster.units, cluster.attention_profile) == (66, str(tmp_path / "attention.json"))

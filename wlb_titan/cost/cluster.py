@@ -55,7 +55,6 @@ class Cluster:
     attention_profile: str = ""  # path of a profile of the GPU; empty for the attention of H100 and H200
     device: str = ""  # part of the name of its GPUs
     units: int = _figure("[gpu] units", 1, 100000, "multiprocessors", default=132)
-    host_bandwidth: float | None = _figure("[node] host_bandwidth", 1e6, 1e15, "bytes/s", default=None)
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The link of ranks that are `stride` GPUs apart. Across nodes each GPU's network card carries a

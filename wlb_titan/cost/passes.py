@@ -11,7 +11,7 @@ Activation checkpointing repeats part of the forward pass: `selective` every sec
 element-wise operators and the gathers they need; `full` all of it.
 The strategy says how much of context parallelism's communication is waited for, and the job
 (`tensor_overlap`) how much of tensor parallelism's. Experts are as slow as their busiest rank, and exchange
-tokens twice in a pass (dispatch and combine). A layer waits for offloading that outlasts its computation.
+tokens twice in a pass (dispatch and combine).
 """
 
 from __future__ import annotations
@@ -66,9 +66,6 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     forward = every + (micro_batches.forward + micro_batches.moving)
     backward = micro_batches.backward + micro_batches.moving
     inputs = every + tokens * token.elements + backward + _repeated(job, micro_batches, forward)
-    if job.memory.offload:
-        moved = _offloaded(job, tokens)
-        forward, inputs = np.maximum(forward, moved), np.maximum(inputs, moved)
     layers = np.array(job.layers, dtype=np.float64)[:, None, None]
     head = np.zeros_like(layers)
     head[-1] = token.head
@@ -89,12 +86,6 @@ def _experts(job: Job) -> float:
     model, degrees = job.model, job.degrees
     bytes_ = model.visits * model.hidden * BYTES / (degrees.context * degrees.tensor)
     return EXPERT_COLLECTIVES * job.cluster.all_to_all(bytes_, degrees.expert) * job.routing_imbalance
-
-
-def _offloaded(job: Job, tokens: Floats) -> Floats:
-    assert job.cluster.host_bandwidth is not None
-    seconds: Floats = tokens * (job.token_bytes.offloaded / job.cluster.host_bandwidth)
-    return seconds
 
 
 def _latencies(job: Job) -> float:

@@ -49,7 +49,6 @@ from typing import Literal
 from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather_exchange
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
-from wlb_titan.errors import PlanError
 
 FLOAT32 = 4
 
@@ -66,14 +65,9 @@ class MemorySettings:
     window: int = 0  # tokens, for which every layer has a table of rotary factors
     rotary_bytes: int = 4  # of that table for each position and element of the head dim
     sequence_parallel: bool = True  # whether tensor parallelism divides the tokens of hidden states
-    offload: float = 0.0  # share of what layers keep that lies in the host's memory meanwhile
     reshard: bool | None = None
     """Whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default: not under
     pipeline parallelism, where micro-batches add up gradients before they are reduced."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.offload <= 1:
-            raise PlanError(f"The share of activations to offload is {self.offload}; it is between 0 and 1.")
 
     def reshards(self, degrees: Degrees) -> bool:
         return degrees.pipeline == 1 if self.reshard is None else self.reshard
@@ -86,7 +80,6 @@ class TokenBytes:
     hidden: float  # s above
     hidden_gathered: float  # g
     kept: float  # from the forward to the backward pass
-    offloaded: float  # in the host's memory meanwhile, and not in `kept`
     forward: float  # while the forward pass runs, besides what is kept
     backward: float  # while the backward pass runs, besides what was kept, at its fullest moment
     attention: float  # the same at attention's gradients, which go into the cache of slices
@@ -118,9 +111,6 @@ class TokenBytes:
         layer = _Layer(model, degrees, settings, exchange, keys)
         cached = exchange.keys * settings.compute_bytes
         forward, backward, attention = layer.passes(settings.checkpointing)
-        kept = layer.kept(settings.checkpointing)
-        offloaded = kept * settings.offload
-        moving = 2 * offloaded  # the layer at hand, and the one that travels meanwhile
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
         logits = model.vocabulary / (cp * tp * settings.loss_chunks)
@@ -131,11 +121,10 @@ class TokenBytes:
         return cls(
             hidden=layer.s,
             hidden_gathered=layer.g,
-            kept=kept - offloaded,
-            offloaded=offloaded,
-            forward=forward + moving,
-            backward=backward + moving,
-            attention=attention + moving,
+            kept=layer.kept(settings.checkpointing),
+            forward=forward,
+            backward=backward,
+            attention=attention,
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f,
             loss=loss,
             head=head,
