@@ -124,7 +124,7 @@ def test_a_step_is_simulated_as_long_as_its_longest_path():
     whole = sliced(APART)
     lengths = np.random.default_rng(0).integers(4, 65, size=100)
     (plan,) = whole.plans(Documents(lengths=lengths), 1)
-    spans, _ = step_timeline(whole, plan)
+    spans = step_timeline(whole, plan)
     assert max(s.start + s.duration for s in spans) == pytest.approx(simulate(whole, [plan]).pipeline[0])
     shown = {s.name: s.args["tokens"] for s in spans}
     assert shown == {f"{m.passes}{m.index}": m.length for m in plan.micro_batches}

@@ -221,11 +221,10 @@ def test_ranks_that_share_wait_for_each_other(replicas, pipeline, seed):
     replicas = replicas_of(made, plans[0], step_passes(made, plans[0]))
     alone = [one.ends(np.zeros(len(one.graph.actions))).max() for one in replicas]
     assert found.pipeline[0] > 1.001 * max(alone)  # had none waited for another
-    spans, curves = step_timeline(made, plans[0])
+    spans = step_timeline(made, plans[0])
     assert max(s.start + s.duration for s in spans) == pytest.approx(found.pipeline[0])
-    assert all(curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6) for curve in curves)
     groups = {(m.merged[0], m.merged[-1]) for m in plans[0].of_rank(0) if m.merged}
-    spans, _ = step_timeline(made, plans[0], dp_rank=0)
+    spans = step_timeline(made, plans[0], dp_rank=0)
     assert {span.args.get("merged") for span in spans} == {f"dp {a}-{b}" for a, b in groups} | {None}
 
 

@@ -224,7 +224,7 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: Sequence[str
         number = int(abs(one.rehearsed.seconds - one.rehearsed.seconds.mean()).argmin())
         assert one.measured is not None
         for kind, found in (("rehearsed", one.measured[number]), ("predicted", None)):
-            timelines[f"{one.policy}, {kind}"], _ = step_timeline(one.job, one.plans[number], measured=found)
+            timelines[f"{one.policy}, {kind}"] = step_timeline(one.job, one.plans[number], measured=found)
     ranks = [
         {"rank": f"{rank['rank']}, {one.policy}", "what it ran": rank.get("error") or what_it_ran(rank)}
         for one in results

@@ -228,7 +228,7 @@ def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, list[Spa
     steps = {}
     for policy, one in predictions.items():
         number = int(abs(one.seconds - one.seconds.mean()).argmin())
-        steps[str(policy)], _ = step_timeline(one.job, plans[policy][number], str(policy))
+        steps[str(policy)] = step_timeline(one.job, plans[policy][number], str(policy))
     return steps
 
 
