@@ -23,7 +23,6 @@ from wlb_titan.runtime.checks import validate_files
 from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.models.load import load_config
 
-AREA = "configuration mistakes"
 BASE = 'base = "llama3_debug"\ntraining.seq_len = 128\n'
 
 
@@ -109,7 +108,7 @@ def check(folder, corpus, written: str) -> None:
     load_config(file).check(validate_files)
 
 
-def test_every_key_in_every_wrong_way(schema, corpus, tmp_path, record_property):
+def test_every_key_in_every_wrong_way(schema, corpus, tmp_path):
     """Hundreds of bad inputs; all that are not refused as they should be are named."""
     wrong, count = [], 0
     for kind, key, name, text in cases(schema):
@@ -124,8 +123,6 @@ def test_every_key_in_every_wrong_way(schema, corpus, tmp_path, record_property)
             wrong.append(f"{kind}: {name} = {text}: {type(error).__name__}: {error}")
         else:
             wrong.append(f"{kind}: {name} = {text}: accepted")
-    record_property("tried", count)
-    record_property("poorly", len(wrong))
     assert count > 300
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
 

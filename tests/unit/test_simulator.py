@@ -229,7 +229,7 @@ def test_an_earlier_rank_holds_more_micro_batches():
     kept = TokenBytes.of(staged.model, staged.degrees, staged.memory, staged.exchange).kept
     for stage, rank in enumerate(rank_memory(staged, plan([[[8000], [4000]]]), 0)):
         assert rank.tokens == (12000, 8000)[stage]
-        assert rank.activations == pytest.approx(kept * staged.layers[stage] * rank.tokens, rel=0.1)
+        assert 1 <= rank.activations / (kept * staged.layers[stage] * rank.tokens) < 1.15  # inputs and ends
 
 
 @pytest.mark.parametrize("degrees", [Degrees(pipeline=2, replicate=2), Degrees(shard=2)], ids=str)

@@ -54,15 +54,13 @@ def check_memory(job: Job, device_bytes: int) -> None:
         )
 
 
-def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_bytes: int) -> str | None:
-    """Refuses a step that is predicted not to fit; returns the prediction in words, None if unknown."""
-    ranks = planned_memory(job, plan, replica)
-    if ranks is None:
-        return None
-    arithmetic, (usable, room) = _one_line(ranks[rank]), _room(job, device_bytes)
-    if ranks[rank].total > usable:
-        raise UserError(f"Step {plan.iteration + 1} cannot fit {room}; the prediction is {arithmetic}.")
-    return arithmetic
+def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_bytes: int) -> None:
+    """Refuses a step that is predicted not to fit."""
+    ranks, (usable, room) = planned_memory(job, plan, replica), _room(job, device_bytes)
+    if ranks is not None and ranks[rank].total > usable:
+        raise UserError(
+            f"Step {plan.iteration + 1} cannot fit {room}; the prediction is {_one_line(ranks[rank])}."
+        )
 
 
 def _room(job: Job, device_bytes: int) -> tuple[float, str]:

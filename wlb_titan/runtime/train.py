@@ -67,6 +67,11 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         if gpus == 1 and shown and "," not in shown:
             processes = 1  # the launcher shows each process its own GPU
         resolved.check(lambda _: check_processes(processes, gpus))
+        if config.wlb.device == "cpu":
+            raise UserError(
+                "wlb.device: the base asks for the CPU when this process has found a GPU; ask for it in the "
+                "TOML file, which is read before."
+            )
     resolved.check(validate_inputs)
     dims = parallel_dims(config, world_size)
     device = device_of(torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator()))
