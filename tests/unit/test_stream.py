@@ -1,0 +1,156 @@
+"""The stream of documents, against a list of all its tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb_titan.documents.mixture import Mixture
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.errors import PlanError
+from wlb_titan.plan import ID, LENGTH, START
+
+# The stream, against a list of all its tokens.
+
+corpora = st.lists(st.integers(1, 40), min_size=1, max_size=12).filter(lambda lengths: max(lengths) > 1)
+
+
+def tokens_of(pieces):
+    """(id, place in the document) of every token of the pieces."""
+    return [(id_, start + i) for id_, start, length in pieces.tolist() for i in range(length)]
+
+
+def all_tokens(stream, count):
+    """The first `count` tokens of the stream, document by document."""
+    tokens, id_ = [], 0
+    while len(tokens) < count:
+        tokens += [(id_, i) for i in range(int(stream.lengths_of(np.array([id_]))[0]))]
+        id_ += 1
+    return tokens[:count]
+
+
+@given(corpora, st.lists(st.integers(0, 70), min_size=1, max_size=8), st.integers(0, 5))
+def test_fill_gives_the_tokens_in_order_whatever_the_portions(lengths, portions, seed):
+    stream = DocumentStream(Mixture(np.array(lengths), seed=seed), 8)
+    parts = [stream.fill(portion) for portion in portions]
+    assert [int(part[:, LENGTH].sum()) for part in parts] == portions
+    got = [token for part in parts for token in tokens_of(part)]
+    assert got == all_tokens(stream, sum(portions))
+
+
+@given(corpora, st.lists(st.integers(1, 70), min_size=1, max_size=8), st.integers(2, 50))
+def test_arrive_gives_what_begins_within_the_budget(lengths, budgets, window):
+    stream = DocumentStream(Mixture(np.array(lengths), seed=3), window)
+    got = []
+    for budget in budgets:
+        pieces = stream.arrive(budget)
+        assert pieces[:, LENGTH].max() <= window
+        assert (pieces[:, START] % window == 0).all()
+        ends = np.cumsum(pieces[:, LENGTH])
+        assert ends[-1] >= budget > (ends[-2] if len(ends) > 1 else 0)
+        got += tokens_of(pieces)
+    assert got == all_tokens(stream, len(got))
+    last = pieces[-1]  # a piece is shorter than the window only where its document ends
+    assert last[LENGTH] == window or last[START] + last[LENGTH] == stream.lengths_of(pieces[-1:, ID])[0]
+
+
+def test_arrive_reads_on_until_enough_pieces_have_a_label():
+    stream = DocumentStream(Mixture(np.array([1, 1, 1, 5, 1, 4]), seed=None), 4)
+    pieces = stream.arrive(2, lambda pieces: stream.has_label(pieces).sum() >= 2)
+    assert pieces[:, ID].tolist() == [0, 1, 2, 3, 3, 4, 5]
+
+
+def rows(stream, start, stop):
+    return stream.mixture.read(np.arange(start, stop))[0].tolist()
+
+
+def test_epochs_are_shuffled_differently_and_seeds_matter():
+    def order(seed, epoch):
+        stream = DocumentStream(Mixture(np.arange(1, 101), seed=seed), 8)
+        return rows(stream, 100 * epoch, 100 * (epoch + 1))
+
+    orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1), order(2**33, 0)]
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+    assert order(None, 0) == order(None, 1) == list(range(100))
+
+
+@given(corpora)
+def test_only_a_documents_last_token_has_no_label(lengths):
+    stream = DocumentStream(Mixture(np.array(lengths), seed=0), 4)
+    pieces = stream.fill(60)
+    whole = stream.lengths_of(pieces[:, ID])
+    expected = [
+        any(start + i + 1 < total for i in range(length))
+        for (_, start, length), total in zip(pieces.tolist(), whole.tolist(), strict=True)
+    ]
+    assert stream.has_label(pieces).tolist() == expected
+
+
+def test_skip_rest_goes_to_the_next_multiple_of_the_window():
+    stream = DocumentStream(Mixture(np.array([10, 3]), seed=None), 4)
+    assert stream.fill(2).tolist() == [[0, 0, 2]]
+    assert stream.skip_rest() == 2
+    assert stream.fill(4).tolist() == [[0, 4, 4]]
+    assert stream.skip_rest() == 0
+    assert stream.fill(1).tolist() == [[0, 8, 1]]
+    assert stream.skip_rest() == 1  # the document ends before the next multiple
+    assert stream.fill(1).tolist() == [[1, 0, 1]]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=600).filter(lambda lengths: max(lengths) > 1))
+def test_documents_without_tokens_are_passed_over(lengths):
+    stream = DocumentStream(Mixture(np.array(lengths), seed=1), 2)
+    total = sum(lengths)
+    pieces = np.concatenate([stream.arrive(total), stream.fill(2 * total)])
+    assert (pieces[:, LENGTH] > 0).all()
+    assert tokens_of(pieces)[: 3 * total] == all_tokens(stream, 3 * total)
+
+
+class OnDemand:
+    """Lengths that only answer questions, and remember the largest."""
+
+    def __init__(self, lengths):
+        self.lengths, self.most = lengths, 0
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, rows):
+        found = self.lengths[rows]
+        self.most = max(self.most, len(found))
+        return found
+
+
+def test_lengths_are_looked_up_a_block_at_a_time():
+    """Whatever the size of the corpus, so that planning takes the same memory for 10^9 documents."""
+    lengths = OnDemand(np.full(5_000_000, 2, dtype=np.int32))
+    stream = DocumentStream(Mixture(lengths, seed=0), 4)
+    assert lengths.most <= 1 << 20
+    lengths.most = 0
+    for _ in range(5):
+        stream.fill(600_000)
+    assert lengths.most <= 1 << 16 and stream._block.cache_info().currsize <= 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "message"),
+    [
+        ([], 8, "no documents"),
+        ([0, 0], 8, "no tokens"),
+        ([3, -4], 8, "length -4"),
+        ([1, 1], 8, "no next token"),
+        ([3], 0, "window is 0"),
+        ([3], 1, "at least 2"),
+    ],
+)
+def test_bad_corpora_are_named(lengths, window, message):
+    with pytest.raises(PlanError, match=message):
+        DocumentStream(Mixture(np.array(lengths, dtype=np.int64), seed=0), window)
+
+
+def test_pieces_given_back_come_next_in_the_order_of_the_stream():
+    stream = DocumentStream(Mixture(np.array([8, 8, 8, 8]), seed=None), 8)
+    stream.fill(4)  # the first piece begins later in its document than the others
+    read = stream.fill(20)
+    stream.give_back(read[::-1])
+    assert stream.fill(20).tolist() == read.tolist()
