@@ -8,7 +8,6 @@ names the cluster or they see the same GPUs.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -42,31 +41,29 @@ from wlb_titan.planner import Planner
 
 
 class Policy(NamedTuple):
-    """The names of a job's policies."""
+    """The names of a job's policies: what fills micro-batches, how context-parallel ranks share one, and in
+    which order a pipeline runs them."""
 
-    packing: str
-    sharding: str = "per_sequence"
+    packing: str = "plain"
+    context: str = "per_sequence"
     order: str = "as_packed"
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """`packing[:sharding[:order]]`, such as `wlb:adaptive` or `wlb_lazy:hybrid:best`."""
-        return cls(*policy_parts(text))
+        """`PACKING/CONTEXT/ORDER` as in [wlb] policy, such as `wlb_lazy/hybrid/best`, `slim` or `wlb//best`:
+        short names, or classes in full as `own.packing:Reversed`. What is left out is the default."""
+        parts = [part.strip() for part in text.split("/")]
+        families = (POLICIES, STRATEGIES, ORDERS)
+        if len(parts) > len(families):
+            raise PlanError(f"{text!r} has too many parts; a policy is PACKING/CONTEXT/ORDER.")
+        for part, family in zip(parts, families, strict=False):
+            if part:
+                family.find(part)
+        named = zip(cls._fields, parts, strict=False)
+        return cls(**{key: part for key, part in named if part})
 
     def __str__(self) -> str:
-        return ":".join(self if self.order != "as_packed" else self[:2])
-
-
-def policy_parts(text: str) -> list[str]:
-    """One to three names: `wlb:adaptive`, or classes in full, `own.packing:Reversed:own.sharding:Two`."""
-    # A class begins with a capital letter, and so the colon before it separates no parts.
-    parts = [part.strip() for part in re.split(r":(?!\s*[A-Z])", text)]
-    families = (POLICIES, STRATEGIES, ORDERS)
-    if len(parts) > len(families):
-        raise PlanError(f"{text!r} has too many parts; a policy is packing[:sharding[:order]].")
-    for part, family in zip(parts, families, strict=False):
-        family.find(part)
-    return parts
+        return "/".join(self if self.order != Policy().order else self[:2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,7 @@ class Job:
     degrees: Degrees = field(default_factory=Degrees)
     cluster: Cluster = field(default_factory=lambda: load_cluster("h100_roce"))
     packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
-    sharding: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
+    context: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
     order: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))
     dtype: str = "bfloat16"  # of activations, as torch names it
     multiple: int = 1
@@ -104,7 +101,7 @@ class Job:
     them, 1 hides what lasts no longer than these products."""
 
     routing_imbalance: float = 1.0  # tokens of the busiest rank's experts over those of the mean rank
-    attention: AttentionLatency | None = None  # None: from [wlb.sharding] profile, or the cluster
+    attention: AttentionLatency | None = None  # None: from [wlb.context] profile, or the cluster
     sm_margin: int = 0  # multiprocessors that attention leaves to other kernels
     planned: int | None = None
     """Data-parallel ranks that are planned where some stand for all, and to which `micro_batches` then
@@ -142,12 +139,12 @@ class Job:
 
     @property
     def policy(self) -> Policy:
-        return Policy(self.packing.name, self.sharding.name, self.order.name)
+        return Policy(self.packing.name, self.context.name, self.order.name)
 
     @property
     def undecided(self) -> bool:
         """Whether a policy is `auto`; `Scenario.choice` decides on one."""
-        return any(config.owner.automatic for config in (self.packing, self.sharding))
+        return any(config.owner.automatic for config in (self.packing, self.context))
 
     @cached_property
     def shape(self) -> PipelineShape:
@@ -193,7 +190,7 @@ class Job:
         """Predicts the attention of one layer on one tensor-parallel rank."""
         if self.attention is not None:
             return self.attention
-        found = configured_latency(self.cluster, self.attention_shape, self.sharding.profile)
+        found = configured_latency(self.cluster, self.attention_shape, self.context.profile)
         return replace(found, units=max(found.units - self.sm_margin, 1))
 
     @property
@@ -205,10 +202,10 @@ class Job:
         """The context-parallel strategy; None at a degree of 1."""
         if self.degrees.context == 1:
             return None
-        alone: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
+        alone: ContextStrategy = self.context.make(self.degrees.context, self.latency)
         alone.check(self.model, self.degrees.tensor)
         seconds = self._exchange_cost(alone).of_moves()
-        strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency, seconds)
+        strategy: ContextStrategy = self.context.make(self.degrees.context, self.latency, seconds)
         return strategy
 
     @cached_property
@@ -229,13 +226,13 @@ class Job:
                     setting="wlb.packing",
                 )
             return jobs
-        sharding = self.sharding
+        context = self.context
         if self.strategy is None:
-            sharding = STRATEGIES.configure("per_document", profile=self.sharding.profile)
+            context = STRATEGIES.configure("per_document", profile=self.context.profile)
         for ranks in group_sizes(self.replicas):
             degrees = replace(self.degrees, context=ranks * self.degrees.context)
             try:
-                jobs[ranks] = replace(self, degrees=degrees, sharding=sharding)
+                jobs[ranks] = replace(self, degrees=degrees, context=context)
             except PlanError:  # the strategy cannot have that many ranks
                 if self.packing.merges is True:
                     raise
@@ -273,7 +270,7 @@ class Job:
 
     @cached_property
     def token(self) -> TokenSeconds:
-        return TokenSeconds.of(self, measured_cluster(self.cluster, self.sharding.profile))
+        return TokenSeconds.of(self, measured_cluster(self.cluster, self.context.profile))
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -315,7 +312,7 @@ class Job:
         return replace(
             self,
             packing=self.packing.named(policy.packing),
-            sharding=self.sharding.named(policy.sharding),
+            context=self.context.named(policy.context),
             order=self.order.named(policy.order),
         )
 

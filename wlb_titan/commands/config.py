@@ -72,10 +72,10 @@ def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
 def summary(config: Any, degrees: Degrees, world_size: int | None) -> str:
     """The essential numbers of a configuration in one line."""
     open_degree = world_size is None and config.parallelism.data_parallel_shard_degree == -1
-    epochs = config.wlb.epochs
+    wlb, epochs = config.wlb, config.wlb.epochs
     length = f"{epochs} epoch{'s' * (epochs > 1)}" if epochs else f"{config.training.steps} steps"
     return (
         f"model {config.model_spec.name} {config.model_spec.flavor}, {degrees} = {degrees.ranks} processes"
         f"{' or a multiple' if open_degree else ''}, seq_len {config.training.seq_len}, {length}, "
-        f"packing {config.wlb.packing.name}, sharding {config.wlb.sharding.name}"
+        f"policy {'/'.join((wlb.packing.name, wlb.context.name, wlb.pipeline.name))}"
     )

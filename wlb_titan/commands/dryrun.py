@@ -23,7 +23,7 @@ from wlb_titan.commands.lone_ranks import (
     rank_numbers,
 )
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device, cluster_of_gpu
-from wlb_titan.job import Job, policy_parts
+from wlb_titan.job import Job
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
 from wlb_titan.simulator.calls import RankCalls, unmet
@@ -40,12 +40,6 @@ LARGEST = 8  # groups of tensors that are named
 @click.command(context_settings=OVERRIDABLE)
 @of_ranks
 @click.option(
-    "--policy",
-    default="",
-    metavar="PACKING[:SHARDING[:ORDER]]",
-    help="Policies instead of the file's, such as wlb_lazy:hybrid:best.",
-)
-@click.option(
     "--device-gib",
     type=SIZE,
     metavar="GIB",
@@ -55,7 +49,6 @@ def dryrun(
     file: Path,
     overrides: tuple[str, ...],
     ranks: str,
-    policy: str,
     world_size: int | None,
     step: int | None,
     device_gib: float | None,
@@ -82,7 +75,6 @@ def dryrun(
             world_size,
             Path(folder),
             steps=step or PLANNED,
-            policy=policy_parts(policy) if policy else [],
             memory=memory if device_gib is None else device_gib * GIB,
         )
         job, chosen = lone.job, ""

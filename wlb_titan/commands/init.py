@@ -16,11 +16,11 @@ EXPERIMENT = """\
 base = "{base}" # {base_note}
 dump_folder = "outputs/first" # metrics, checkpoints, traces
 
+[wlb]
+policy = "wlb_lazy" # micro-batches of equal work; "plain": of equal token counts
+
 [wlb.corpus]
 path = {corpus} # made by `wlb-titan prepare`; formats of others are read as they are
-
-[wlb.packing]
-policy = "wlb_lazy" # micro-batches of equal work; "plain": of equal token counts
 
 [training]
 seq_len = {window} # the longest document that the model sees; longer ones are cut

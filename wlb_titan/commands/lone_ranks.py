@@ -87,16 +87,16 @@ class LoneRanks:
         folder: Path,
         *,
         steps: int,
-        policy: Sequence[str] = (),
+        policy: str | None = None,
         memory: float | None = None,
     ) -> LoneRanks:
         """Those of the file's job. If its corpus is not here, one of synthetic lengths takes its place for
-        so many `steps`. `policy` has names that replace the file's, `memory` replaces the cluster's bytes."""
+        so many `steps`. `policy` and `memory` replace the file's and the cluster's bytes."""
         from wlb_titan.config.documents import training_documents
         from wlb_titan.runtime.job import job_of, parallel_dims
         from wlb_titan.simulator.choice import choose
 
-        words = [*overrides, *policy_words(policy), "--dump_folder", str(folder)]
+        words = [*overrides, *_under(policy), "--dump_folder", str(folder)]
         resolved = load(file, words, world_size)
         job = job_of(resolved.config, parallel_dims(resolved.config, world_size))
         if memory is not None:
@@ -109,7 +109,7 @@ class LoneRanks:
             choice = choose(job, documents)
             print_choice(choice)
             job = choice.job
-            words += policy_words(job.policy)
+            words += _under(str(job.policy))
         return cls(file, words, job, documents, resolved.config.wlb.device == "cpu", folder)
 
     def run(self, kind: str, ranks: Sequence[int], at_once: int, **options: Any) -> list[dict[str, Any]]:
@@ -152,11 +152,9 @@ class LoneRanks:
         return found
 
 
-def policy_words(parts: Sequence[str]) -> list[str]:
-    """Overrides that set those of packing, sharding and order that are given, and train on this packing."""
-    keys = ("--wlb.packing.policy", "--wlb.sharding.policy", "--wlb.pipeline.order")
-    words = [word for key, part in zip(keys, parts, strict=False) for word in (key, part)]
-    return [*words, "--wlb.packing.shadow", "false"] if parts else []
+def _under(policy: str | None) -> list[str]:
+    """Overrides that train under this policy, if there is one."""
+    return ["--wlb.policy", policy, "--wlb.packing.shadow", "false"] if policy else []
 
 
 def place(result: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ from wlb_titan.commands.page import (
 )
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
 from wlb_titan.simulator.choice import Choice, Scenario
@@ -50,14 +50,18 @@ NEAR = 0.01  # imbalances this close count as the same
 
 @click.command(context_settings=OVERRIDABLE)
 @of_job
-@click.option("--compare", metavar="POLICY,...", help="Packing policies on the same stream, side by side.")
+@click.option(
+    "--policies",
+    metavar="POLICY,...",
+    help="Side by side on the same documents, as in wlb.policy.  [default: the file's]",
+)
 @click.option("--steps", type=MANY, default=100, help="Steps to plan.")
 @click.option("--output", type=Output(), help="Write the plans, one JSON object a line.")
 @report_option
 def plan(
     file: Path,
     overrides: tuple[str, ...],
-    compare: str | None,
+    policies: str | None,
     steps: int,
     output: Path | None,
     report: Path | None,
@@ -68,9 +72,9 @@ def plan(
     The documents are those of the file's corpus, or of --lengths, which needs none:
 
     \b
-    wlb-titan plan train.toml --compare plain,wlb,wlb_lazy --report outputs/plan
+    wlb-titan plan train.toml --policies plain,wlb,wlb_lazy --report outputs/plan
     wlb-titan plan train_configs/llama2_7b_128k.toml --lengths FILE --output plan.jsonl \\
-        --wlb.packing.policy wlb --wlb.packing.cost_model quadratic:0.9e6,4e10
+        --wlb.policy wlb --wlb.packing.cost_model quadratic:0.9e6,4e10
 
     The imbalance of a step is the largest over the mean work of its micro-batches; a delay is the number of
     iterations between a document's arrival and its training, averaged over tokens.
@@ -79,18 +83,19 @@ def plan(
     documents = asked.documents
     with asked.placed():
         scenario = Scenario(asked.job, documents)
-        names = compare.split(",") if compare else [asked.job.packing.name]
-        policies = dict.fromkeys(asked.job.policy._replace(packing=name.strip()) for name in names)
-        choices = [choice for policy in policies if (choice := scenario.choice(policy))]
+        compared = [Policy.parse(one) for one in policies.split(",")] if policies else [asked.job.policy]
+        compared = list(dict.fromkeys(compared))
+        choices = [choice for policy in compared if (choice := scenario.choice(policy))]
         for choice in choices:
             print_choice(choice)
-        jobs = [scenario.under(policy) for policy in policies]
+        jobs = [scenario.under(policy) for policy in compared]
         if output is not None and len(jobs) > 1:
-            raise PlanError("--output writes the plans of one policy; leave out --compare, or --output.")
-        summaries = {one.packing.name: _run(one, documents, steps, output) for one in jobs}
-        if report is not None and "plain" not in summaries:  # what the balance would be without
-            plain = replace(jobs[0], packing=jobs[0].packing.named("plain"))
-            summaries = {"plain": _run(plain, documents, steps, None), **summaries}
+            raise PlanError("--output writes the plans of one policy; leave out --policies, or --output.")
+        if report is not None and all(one.packing.name != "plain" for one in jobs):
+            jobs.insert(0, jobs[0].under(Policy()))  # what the balance would be without
+        summaries = {
+            str(one.policy): _run(one, documents, steps, output if one is jobs[-1] else None) for one in jobs
+        }
     job = jobs[-1]
     say(describe_job(job, documents))
     show_table(table_rows(summaries))
@@ -178,7 +183,7 @@ def write_report(
         facts=("cut", "delay", "keys/token"),
         tries=[
             ("What that is worth in time and memory:", command("simulate", asked.typed)),
-            ("To train so, in the TOML file:", f'[wlb.packing]\npolicy = "{best}"'),
+            ("To train so, in the TOML file:", f'[wlb]\npolicy = "{best}"'),
         ],
         sections=[
             *map(choice_section, choices),

@@ -104,7 +104,7 @@ LINEAR_SIZES = {
     type=Output(),
     required=True,
     metavar="FILE",
-    help="Where the profile goes: JSON, for [wlb.sharding] profile.",
+    help="Where the profile goes: JSON, for [wlb.context] profile.",
 )
 def profile(files: tuple[Path, ...], output: Path) -> None:
     """Measure the attention of FILEs' models on this device and all else that a layer does, for planning.

@@ -37,7 +37,7 @@ from wlb_titan.commands.page import (
 )
 from wlb_titan.commands.simulate import speedup
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, policy_parts
+from wlb_titan.job import Job
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.measured import MeasuredPasses, MeasuredStep, Pass, measured
 from wlb_titan.simulator.step import Prediction, simulate
@@ -78,8 +78,8 @@ class Rehearsal:
 @click.option(
     "--policies",
     default="",
-    metavar="PACKING[:SHARDING[:ORDER]],...",
-    help="Side by side; the first is the baseline.  [default: the file's]",
+    metavar="POLICY,...",
+    help="Side by side, as in wlb.policy; the first is the baseline.  [default: the file's]",
 )
 @click.option("--steps", type=POSITIVE, default=3, help="Measured steps.")
 @click.option("--at-once", type=POSITIVE, default=1, help="Ranks to run at the same time on the device.")
@@ -110,8 +110,10 @@ def rehearse(
     first = step or DEFAULT_STEP
     results: list[Rehearsal] = []
     with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name:
-        for parts in [policy_parts(one) for one in policies.split(",")] if policies else [[]]:
-            lone = LoneRanks.of(file, overrides, world_size, Path(name), steps=first + steps, policy=parts)
+        for policy in policies.split(",") if policies else [None]:
+            lone = LoneRanks.of(
+                file, overrides, world_size, Path(name), steps=first + steps, policy=policy
+            )
             job = lone.job
             plans = job.plans(lone.documents, steps, after=first - 1)
             numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)

@@ -64,8 +64,8 @@ Predictions = dict[Policy, Prediction]
 @of_job
 @click.option(
     "--policies",
-    metavar="PACKING[:SHARDING[:ORDER]],...",
-    help="Side by side; the first is the baseline.  [default: plain and the file's own]",
+    metavar="POLICY,...",
+    help="Side by side, as in wlb.policy; the first is the baseline.  [default: plain and the file's own]",
 )
 @click.option("--steps", type=MANY, default=20, help="Steps to simulate.")
 @click.option(
@@ -102,7 +102,7 @@ def simulate(
     \b
     wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/simulated
     wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web --training.seq_len 65536
-    wlb-titan simulate train_configs/llama2_70b_128k.toml --lengths paper --policies plain,wlb:adaptive
+    wlb-titan simulate train_configs/llama2_70b_128k.toml --lengths paper --policies plain,wlb/adaptive
     wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths FILE --search --gpus 64
 
     The speedup of a policy is in FLOPs a second: tokens of documents that are cut are cheaper.
@@ -114,7 +114,7 @@ def simulate(
         raise PlanError("--report and --trace draw policies; leave out --search.")
     asked = load_job(file, overrides, lengths=lengths, cluster=cluster, gpus=None if search else gpus)
     compared = [Policy.parse(one) for one in policies.split(",")] if policies else None
-    compared = list(dict.fromkeys(compared or [Policy("plain"), asked.job.policy]))
+    compared = list(dict.fromkeys(compared or [Policy(), asked.job.policy]))
     with asked.placed():
         scenario = Scenario(replace(asked.job, routing_imbalance=routing_imbalance), asked.documents)
         if search:
@@ -248,7 +248,7 @@ def write_report(
         waited = float(np.mean([plan.imbalance for plan in plans[policy]]))
     tries = [("Other degrees and schedules of as many GPUs:", command("simulate", asked.typed, "--search"))]
     if asked.lengths is None:
-        dryrun = command("dryrun", asked.typed, "--policy", ":".join(policy))
+        dryrun = command("dryrun", asked.typed, "--wlb.policy", str(policy))
         tries.append((f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
     corpus, about = described(asked.job, asked.documents)
     return write_page(
@@ -310,9 +310,7 @@ def winner_words(job: Job, resolved: Resolved) -> list[str]:
     """Overrides that turn a configuration of the same model and window into this job."""
     degrees, policy = job.degrees, job.policy
     wanted: dict[str, Any] = {
-        "wlb.packing.policy": policy.packing,
-        "wlb.sharding.policy": policy.sharding,
-        "wlb.pipeline.order": policy.order,
+        "wlb.policy": "/".join(policy),
         "training.local_batch_size": job.replica_micro_batches,
         "training.global_batch_size": job.micro_batches,
         "parallelism.tensor_parallel_degree": degrees.tensor,

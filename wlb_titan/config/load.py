@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
 from wlb_titan.config.build import Builder, Entry, dotted
-from wlb_titan.config.sources import read_sources
+from wlb_titan.config.sources import Table, read_sources, string
 from wlb_titan.config.values import in_words, key_text, shown, to_text
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.job import Policy
+from wlb_titan.packing import POLICIES
 from wlb_titan.packing.policy import MOST_TOKENS
+from wlb_titan.pipeline.order import ORDERS
 
 T = TypeVar("T")
+
+CHOSEN = {"packing": POLICIES, "context": STRATEGIES, "pipeline": ORDERS}
+"""Sections of [wlb] whose classes `wlb.policy` names, in the order of its parts."""
 
 LOCKED = {
     "model_spec": "the model cannot be set from TOML, it comes with the base; choose another `base` instead.",
     "hf_assets_path": "this has no effect, the tokenizer is that of the corpus; set wlb.corpus.path instead.",
     "dataloader": "this has no effect, documents come from the corpus; set wlb.corpus.path instead.",
     "parallelism.context_parallel_load_balancer": "this has no effect, how tokens are spread over "
-    "context-parallel ranks is wlb.sharding.policy.",
+    "context-parallel ranks is the second part of wlb.policy.",
     "parallelism.context_parallel_ptrr_mask_key": "this has no effect, how tokens are spread over "
-    "context-parallel ranks is wlb.sharding.policy.",
+    "context-parallel ranks is the second part of wlb.policy.",
 }
 """What the user cannot set, with the reason."""
 
@@ -145,9 +152,52 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
     except UserError as error:
         raise ConfigError(f"{sources.base.source}: base = {shown(name)}: {error}") from error
     builder = Builder(base, name, LOCKED, LIMITS)
-    config = builder.build(sources.root)
+    config = builder.build(_with_classes(sources.root))
     named = Entry(("base",), name, sources.base.source, to_text(name))
-    return Resolved(config, named, tuple(builder.entries))
+    return Resolved(config, named, _with_policy(builder.entries))
+
+
+def _with_classes(root: Table) -> Table:
+    """`wlb.policy` as the keys by which the builder chooses the classes of the sections."""
+    wlb = root.children.get("wlb")
+    if not isinstance(wlb, Table):
+        return root
+    sections = dict(wlb.children)
+    if (old := sections.get("sharding")) is not None:
+        raise ConfigError(f"{old.source}: wlb.sharding: this section is called wlb.context.")
+    for name, family in CHOSEN.items():
+        section = sections.get(name)
+        if isinstance(section, Table) and (old := section.children.get(family.key)) is not None:
+            raise ConfigError(
+                f"{old.source}: wlb.{name}.{family.key}: one key chooses all policies; write wlb.policy = "
+                '"PACKING/CONTEXT/ORDER", such as "wlb_lazy/hybrid/best".'
+            )
+    if "policy" not in sections:
+        return root
+    written = string(sections.pop("policy"), "wlb.policy", "PACKING/CONTEXT/ORDER")
+    try:
+        policy = Policy.parse(str(written.value))
+    except UserError as error:
+        raise ConfigError(f"{written.source}: wlb.policy = {shown(written.value)}: {error}.") from error
+    for (name, family), choice in zip(CHOSEN.items(), policy, strict=True):
+        section = sections.get(name, Table({}, written.source, written.layer))
+        if isinstance(section, Table):
+            chosen = {family.key: replace(written, value=choice), **section.children}
+            sections[name] = replace(section, children=chosen)
+    return replace(root, children={**root.children, "wlb": replace(wlb, children=sections)})
+
+
+def _with_policy(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The entries with `wlb.policy`, first in its section, for the three classes that it names."""
+    keys = [("wlb", name, family.key) for name, family in CHOSEN.items()]
+    chosen = [entry for entry in entries if entry.path in keys]
+    if not chosen:  # a base without our section
+        return tuple(entries)
+    name = "/".join(str(entry.value) for entry in chosen)
+    policy = Entry(("wlb", "policy"), name, chosen[0].source, to_text(name))
+    others = [entry for entry in entries if entry not in chosen]
+    first = next(number for number, entry in enumerate(others) if entry.path[0] == "wlb")
+    return (*others[:first], policy, *others[first:])
 
 
 def _document(entries: Iterable[Entry]) -> str:

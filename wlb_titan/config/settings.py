@@ -1,5 +1,5 @@
 """Our own part of the configuration: the TOML sections [wlb], [wlb.corpus], [wlb.attention], [wlb.packing],
-[wlb.sharding], [wlb.pipeline]."""
+[wlb.context], [wlb.pipeline]."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class WlbSettings:
     validation: ValidationSettings = field(default_factory=ValidationSettings)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
-    sharding: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
+    context: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
     pipeline: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))
 
     def __post_init__(self) -> None:

@@ -1,15 +1,15 @@
 """The user's text, before any type is known: TOML files and command-line overrides as one tree of nodes.
 
-A Leaf is a value of the TOML, a Table a table. Each knows where it was written and in which layer: files of
-the `extends` chain from the last one on, then the command line. A stronger layer's value replaces a weaker
-one's, tables are merged key by key.
+A Leaf is a value of the TOML, a Table a table. Each knows where it was written and in which layer: the files
+that others extend, then those, then the command line. A stronger layer's value replaces a weaker one's, tables
+are merged key by key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from wlb_titan.errors import ConfigError
 Keys = tuple[str, ...]
 COMMAND_LINE = "command line"
 STRONGEST = 1
-"""The command line's layer; the file that the user named is 0, the one that it extends -1, and so on."""
+"""The command line's layer; the file that the user named is 0, the last one that it extends -1, and so on."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Sources:
 
 def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Sources:
     """Read a TOML file, all that it extends, and command-line overrides."""
-    layers = [*_command_line(overrides), *_file_chain(Path(path))]
+    layers = [*_command_line(overrides), *_file_layers(Path(path))]
     root = reduce(_merged, reversed(layers))
     children = dict(root.children)
     children.pop("extends", None)
     base = children.pop("base", None)
     if base is not None:
-        base = _string(base, "base", "the name of a base configuration")
+        base = string(base, "base", "the name of a base configuration")
     return Sources(replace(root, children=children), base)
 
 
@@ -94,32 +94,38 @@ def _merged(weaker: Any, stronger: Any) -> Any:
     return replace(stronger, children=children, array=weaker.array)
 
 
-def _file_chain(path: Path) -> Iterator[Table]:
-    """The file, the file it extends, and so on."""
-    seen: list[Path] = []
-    written: Leaf | None = None  # the `extends` that led here
-    while True:
-        place = f'{written.source}: extends = "{written.value}"' if written else str(path)
-        if path.resolve() in [earlier.resolve() for earlier in seen]:
-            circle = " -> ".join(str(link) for link in [*seen, path])
+def _file_layers(path: Path) -> list[Table]:
+    """The file and all that it extends, the strongest first. Of several, the later ones are stronger; a file
+    that is reached on two ways has its weaker place."""
+    files: dict[Path, tuple[dict[str, Any], Callable[[Keys], str]]] = {}
+
+    def visit(path: Path, place: str, above: list[Path]) -> None:
+        if path.resolve() in [one.resolve() for one in above]:
+            circle = " -> ".join(str(link) for link in [*above, path])
             raise ConfigError(f"{place}: the files extend each other in a circle: {circle}.")
-        layer = _read_file(path, place, -len(seen))
-        seen.append(path)
-        yield layer
-        if "extends" not in layer.children:
-            return
-        written = _string(layer.children["extends"], "extends", "the path of one TOML file")
-        path = path.parent / str(written.value)
+        files.pop(path.resolve(), None)
+        document, source = files[path.resolve()] = _read_file(path, place)
+        extended = document.get("extends", [])
+        for one in reversed(extended if isinstance(extended, list) else [extended]):
+            written = f"{source(('extends',))}: extends = {shown(one)}"
+            if not isinstance(one, str):
+                raise ConfigError(f"{written}: expected a string, the path of a TOML file, or a list of some.")
+            visit(path.parent / one, written, [*above, path])
+
+    visit(path, str(path), [])
+    return [_to_node(document, source, -n) for n, (document, source) in enumerate(files.values())]
 
 
-def _string(node: Node, key: str, meaning: str) -> Leaf:
+def string(node: Node, key: str, meaning: str) -> Leaf:
+    """The node, if it is a string; otherwise a ConfigError says what the key means."""
     if isinstance(node, Leaf) and isinstance(node.value, str):
         return node
     written = f"{key} = {shown(node.value)}" if isinstance(node, Leaf) else f"[{key}]"
     raise ConfigError(f"{node.source}: {written}: expected a string, {meaning}.")
 
 
-def _read_file(path: Path, place: str, layer: int) -> Table:
+def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[Keys], str]]:
+    """The document, and where each of its keys stands."""
     try:
         text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte-order mark
     except FileNotFoundError:
@@ -133,9 +139,11 @@ def _read_file(path: Path, place: str, layer: int) -> Table:
         raise ConfigError(f"{path}:{error.lineno}: this is not valid TOML: {error}.") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, arrays nested as deeply
         raise ConfigError(f"{path}: this TOML cannot be read: {error}.") from error
-    lines = _line_numbers(text)
-    root: Table = _to_node(document, lambda keys: f"{path}:{lines[keys]}", layer)
-    return root
+    return document, partial(_place, path, _line_numbers(text))
+
+
+def _place(path: Path, lines: dict[Keys, int], keys: Keys) -> str:
+    return f"{path}:{lines[keys]}"
 
 
 def _line_numbers(text: str) -> dict[Keys, int]:

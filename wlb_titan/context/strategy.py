@@ -181,7 +181,7 @@ class ContextStrategy(Plugin, ABC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PluginConfig):
-        """[wlb.sharding]: how context parallelism divides a micro-batch over its ranks."""
+        """[wlb.context]: how context parallelism divides a micro-batch over its ranks."""
 
         family = STRATEGIES
 

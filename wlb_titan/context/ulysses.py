@@ -51,7 +51,7 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
         raise PlanError(
             f"With ulysses {ranks} context-parallel ranks cannot share {heads} query heads; lower the degree "
             "of context or of tensor parallelism, or take another policy.",
-            setting="sharding.policy",
+            setting="wlb.policy",
         )
     group = heads // kv_heads
     if ranks <= kv_heads:

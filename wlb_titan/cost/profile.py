@@ -233,17 +233,17 @@ def fitted(
 
 
 def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) -> AttentionLatency:
-    """One layer's attention by [wlb.sharding] profile or, where it is empty, by the cluster."""
+    """One layer's attention by [wlb.context] profile or, where it is empty, by the cluster."""
     if not profile:
         return cluster_latency(cluster, shape)
     try:
         return Profile.load(Path(profile)).latency(shape)
     except PlanError as error:
-        raise PlanError(str(error), setting="sharding.profile") from error
+        raise PlanError(str(error), setting="context.profile") from error
 
 
 def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
-    """The cluster at the rates of the profile that [wlb.sharding] or the cluster names, if any."""
+    """The cluster at the rates of the profile that [wlb.context] or the cluster names, if any."""
     name = profile or cluster.attention_profile
     return Profile.load(Path(name)).on(cluster) if name else cluster
 

@@ -13,7 +13,7 @@ same documents in both.
 
 Left out are gradient reduction and FSDP's gathers, which are the same for every micro-batch, and the
 pipeline's point-to-point traffic, which overlaps with computation. `simulated` (`cost/passes.py`) takes all
-of it from the simulator's passes: from measured times, where [wlb.sharding] or the cluster names a profile.
+of it from the simulator's passes: from measured times, where [wlb.context] or the cluster names a profile.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class FixedSolver(FixedGreedy):
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         super().__init__(config, stream, job)
         user = "The policy fixed_solver"
-        self._milp = Milp(config.time_limit, config.gap, user=user, setting="packing.policy")
+        self._milp = Milp(config.time_limit, config.gap, user=user, setting="wlb.policy")
         self._on_one_rank = job.on_one_rank
 
     def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:

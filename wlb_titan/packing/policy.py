@@ -109,7 +109,7 @@ class PackingPolicy(Plugin, ABC):
 
         cost_model: Annotated[str, MinLen(1)] = "analytic"
         """What a document's work is predicted from: `analytic` (the model's shape, the parallel degrees and
-        the cluster), `simulated` (the simulator's times, by the profile of [wlb.sharding] if there is one),
+        the cluster), `simulated` (the simulator's times, by the profile of [wlb.context] if there is one),
         `quadratic:A,B` (A d^2 + B d for a document of d tokens), or a class of your own as
         "package.module:Class"."""
 

@@ -117,7 +117,7 @@ def _facts(job: Job, documents: Documents) -> dict[str, str]:
     facts = {field.name: repr(getattr(job, field.name)) for field in fields(job) if field.repr}
     facts["cluster"] = repr(replace(job.cluster, attention_profile=""))  # which lies where packages do
     facts["attention"] = repr(job.strategy and job.latency)
-    auto = (one for one in (job.packing, job.sharding) if one.owner.automatic)
+    auto = (one for one in (job.packing, job.context) if one.owner.automatic)
     facts["auto"] = repr([one.family.candidates for one in auto])
     facts["corpus"] = f"{documents.fingerprint} of {len(documents.lengths):,} documents"
     facts["order of documents"] = repr((documents.seed, documents.sources))

@@ -228,7 +228,7 @@ def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:
     except PlanError as error:
         if error.setting:
             raise
-        raise UserError(f"wlb.sharding: {error}") from error
+        raise UserError(f"wlb.policy: {error}") from error
     if job.window % job.divisor:
         raise UserError(
             f"training.seq_len: {job.window} tokens do not divide by {job.divisor}, which the "
@@ -238,7 +238,7 @@ def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:
     try:
         config.wlb.pipeline.make(job.shape)
     except PlanError as error:
-        raise UserError(f"wlb.pipeline.order: {error}") from error
+        raise UserError(f"wlb.policy: {error}") from error
 
 
 def validate_inputs(config: TrainerConfig) -> Corpus:

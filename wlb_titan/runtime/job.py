@@ -57,7 +57,7 @@ def configured_job(config: TrainerConfig, dims: ParallelDims) -> Job:
         micro_batches=total or training.local_batch_size * job_degrees.data,
         multiple=math.lcm(dims.tp if memory.sequence_parallel else 1, memory.loss_chunks),
         packing=wlb.packing,
-        sharding=wlb.sharding,
+        context=wlb.context,
         order=wlb.pipeline,
         schedule=schedule,
         chunks=chunks,

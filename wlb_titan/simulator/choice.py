@@ -1,7 +1,7 @@
 """The choice of `policy = "auto"`: the policy that is predicted fastest among those that fit memory.
 
 Every candidate plans the job's first documents; its steps are simulated, after some in which queues fill.
-`[wlb.packing]` and `[wlb.sharding]` are chosen together where both are `auto`, as packing to equal work
+Packing and context parallelism are chosen together where both are `auto`, as packing to equal work
 changes what context-parallel ranks have to balance. With `plain` as a candidate nothing slower is chosen.
 Policies that plan by a clock (`fixed_solver`) are not tried: a trial would take as long as many steps.
 
@@ -129,18 +129,18 @@ class Choice:
 
 def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) -> Choice:
     """Predicts the policies that a job may have instead of `auto`, on one rank for all."""
-    # Without context parallelism all shardings are alike.
-    shardings = _names(job.sharding)[: None if job.degrees.context > 1 else 1]
+    # Without context parallelism all strategies are alike.
+    strategies = _names(job.context)[: None if job.degrees.context > 1 else 1]
     policies = [
-        Policy(packing, sharding, job.order.name)
+        Policy(packing, context, job.order.name)
         for packing in _names(job.packing)
         if not job.packing.named(packing).planning_seconds
-        for sharding in shardings
+        for context in strategies
     ]
     if not policies:
         raise PlanError(
-            f"[wlb.sharding] policy: auto plans many steps to compare them, and {job.packing.name} takes up "
-            f"to {job.packing.planning_seconds:g} s for each. Name a sharding policy, or another of packing."
+            f"wlb.policy: auto plans many steps to compare strategies, and {job.packing.name} takes up to "
+            f"{job.packing.planning_seconds:g} s for each. Name a strategy, or another policy of packing."
         )
     problems: dict[Policy, str] = {}
 

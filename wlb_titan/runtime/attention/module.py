@@ -157,4 +157,4 @@ def prepare_attention(parts: Sequence[nn.Module], job: Job, meshes: ContextMeshe
     attentions = [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]
     for sharers, own in meshes.items():
         for attention in attentions:
-            attention.share(sharers, job.by_sharers[sharers].sharding, own)
+            attention.share(sharers, job.by_sharers[sharers].context, own)
