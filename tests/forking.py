@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,14 @@ def environment() -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
     }
+
+
+def await_(happened: Callable[[], object], log: Callable[[], str], patience: float = 120) -> None:
+    """Waits until something has happened; fails with a log if it does not within so many seconds."""
+    deadline = time.monotonic() + patience
+    while not happened():
+        assert time.monotonic() < deadline, log()
+        time.sleep(0.02)
 
 
 def free_port() -> int:

@@ -3,14 +3,14 @@ reference that does the same in one process, replica by replica."""
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from bases import llama, trained_by
 from own_policies.local_sgd import LocalSgd
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
-from trainers import WEIGHTS, clean, whole
+from trainers import WEIGHTS, clean, gathered
 
 from wlb_titan.config.documents import training_documents
 from wlb_titan.cost.degrees import Degrees
@@ -23,19 +23,9 @@ class WritingTrainer(Trainer):
     def train_step(self, data_iterator):
         super().train_step(data_iterator)
         if self.step == self.config.training.steps:
-            mine = {
-                clean(name): whole(weight)
-                for part in self.model_parts
-                for name, weight in part.named_parameters()
-            }
-            everything = [None] * dist.get_world_size()
-            dist.all_gather_object(everything, mine)
-            merged = {}
-            for part in everything:
-                for name, weight in part.items():  # all ranks are the same in the end
-                    assert torch.equal(merged.setdefault(name, weight), weight), name
-            if dist.get_rank() == 0:
-                torch.save(merged, Path(self.config.dump_folder) / WEIGHTS)
+            weights = gathered(self, lambda p: p, alike=True)  # all ranks are the same in the end
+            if weights is not None:
+                torch.save(weights, Path(self.config.dump_folder) / WEIGHTS)
 
 
 class ReferenceTrainer(WritingTrainer):
@@ -121,17 +111,8 @@ def _base(trainer, optimizer):
     return trained_by(trainer, base)
 
 
-def sgd():
-    return _base(WritingTrainer, "SGD")
-
-
-def adamw():
-    return _base(WritingTrainer, "AdamW")
-
-
-def reference_sgd():
-    return _base(ReferenceTrainer, "SGD")
-
-
-def reference_adamw():
-    return _base(ReferenceTrainer, "AdamW")
+sgd, adamw = partial(_base, WritingTrainer, "SGD"), partial(_base, WritingTrainer, "AdamW")
+reference_sgd, reference_adamw = (
+    partial(_base, ReferenceTrainer, "SGD"),
+    partial(_base, ReferenceTrainer, "AdamW"),
+)

@@ -32,9 +32,14 @@ def llama(layers=2):
     config = base_config("llama3_debug")
     model = config.model_spec.model
     model.layers = [copy.deepcopy(model.layers[i % 4]) for i in range(layers)]
+    config.activation_checkpoint = None
+    return small_vocabulary(config)
+
+
+def small_vocabulary(config):
+    model = config.model_spec.model
     model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
     config.loss.loss_fn.global_vocab_size = VOCABULARY
-    config.activation_checkpoint = None
     return config
 
 
@@ -98,14 +103,12 @@ def few_experts(config):
     for layer in config.model_spec.model.layers:
         if layer.moe is None:
             continue
-        moe = layer.moe
-        moe.num_experts = moe.router.num_experts = 4
-        moe.router.gate.out_features = 4
-        moe.router.top_k = 2
-        experts = moe.routed_experts.inner_experts
-        experts.num_experts, experts.hidden_dim = 4, 64
+        moe, experts = layer.moe, layer.moe.routed_experts.inner_experts
         dispatcher = moe.routed_experts.token_dispatcher
-        dispatcher.num_experts, dispatcher.top_k = 4, 2
+        experts.hidden_dim = 64
+        moe.num_experts = moe.router.num_experts = moe.router.gate.out_features = 4
+        experts.num_experts = dispatcher.num_experts = 4
+        moe.router.top_k = dispatcher.top_k = 2
     return config
 
 

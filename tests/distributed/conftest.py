@@ -1,11 +1,7 @@
 import datasets
 import numpy as np
 import pytest
-from lab import Lab
-
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()  # before a test module imports torchtitan
+from lab import Lab  # first: a test module may import torchtitan
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections import UserDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from forking import ForkServer, Job, Rank
+from forking import ForkServer, Job, Rank, await_
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -27,10 +27,37 @@ AT_ONCE = 3  # experiments: a rank often waits for others, and rank 0 for two se
 
 
 @dataclass
-class Experiment:
-    """One training run of `experiment.toml` with overrides."""
+class Run:
+    """What a training run leaves in its dump folder."""
 
     folder: Path
+
+    def metrics(self) -> list[dict]:
+        return lines_of(self.folder / "metrics.jsonl")
+
+    def validation(self) -> list[dict]:
+        return lines_of(self.folder / "validation.jsonl")
+
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.metrics()]
+
+
+def lines_of(file: Path) -> list:
+    """The records of a file of JSON lines, which may not be there yet."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def going_on(run: Run, step: int) -> list[str]:
+    """Overrides of a run that goes on from the checkpoint of another one's step."""
+    path = run.folder / "checkpoint" / f"step-{step}"
+    words = ["--checkpoint.initial_load_path", str(path)]
+    return [*words, "--checkpoint.initial_load_model_only", "false"]
+
+
+@dataclass
+class Experiment(Run):
+    """A training run of `experiment.toml` with overrides."""
+
     overrides: Sequence[str]
 
     @property
@@ -39,15 +66,6 @@ class Experiment:
 
     def words(self) -> list[str]:
         return ["--dump_folder", str(self.folder), *self.overrides]
-
-    def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
-    def validation(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "validation.jsonl").read_text().splitlines()]
-
-    def losses(self) -> list[float]:
-        return [record["loss"] for record in self.metrics()]
 
 
 class Lab:
@@ -75,6 +93,11 @@ class Lab:
         self.run(1, [seed])
         self.seed_checkpoint = seed.folder / "checkpoint" / "step-0"
 
+    def reading(self, corpus: Path | None) -> list[str]:
+        """Overrides of an experiment on another corpus with this one's tokenizer."""
+        words = ["--wlb.corpus.tokenizer", str(self.corpus / "tokenizer")]
+        return words if corpus is None else [*words, "--wlb.corpus.path", str(corpus)]
+
     def experiment(self, name: str, *overrides: str) -> Experiment:
         words = ["--wlb.corpus.path", str(self.corpus), *self.common]
         if "--base" not in overrides:
@@ -100,13 +123,10 @@ class Lab:
 
     def start_and_kill(self, processes: int, experiment: Experiment, step: int) -> int:
         """Starts an experiment, kills all ranks as soon as a step is reported; says how many steps were."""
-        metrics = experiment.folder / "metrics.jsonl"
         job = self.start(processes, experiment)
-        deadline = time.monotonic() + 180
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
-            assert not job.codes, f"the job ended before it could be killed: {first_failure(experiment.log)}"
-            assert time.monotonic() < deadline, "the job did not get so far"
-            time.sleep(0.02)
+        log = partial(first_failure, experiment.log)
+        await_(lambda: job.codes or len(experiment.metrics()) >= step, log, 180)
+        assert not job.codes, log()
         job.kill()
         assert any(job.wait(60)), "the job ended before it could be killed"
         return len(experiment.metrics())
@@ -195,15 +215,20 @@ DEGREES = {
     "dp": "data_parallel_shard_degree",
     "replicas": "data_parallel_replicate_degree",
 }
+MODELS = ("qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3")
 SHORT = {
     "ep": "--parallelism.expert_parallel_degree {}",
     "layers": "--base bases:layers{}",
-    "qwen3": "--base bases:qwen3",
+    **{model: f"--base bases:{model}" for model in MODELS},
     "slim": "--wlb.packing.policy slim --wlb.packing.micropacks {}",
     "wlb": "--wlb.packing.policy wlb --wlb.packing.thresholds [300,450]",
     "fixed_greedy": "--wlb.packing.policy fixed_greedy --wlb.packing.global_batches 2",
     # A gap that it reaches at once: it would find something else whenever the clock stopped it.
     "fixed_solver": "--wlb.packing.policy fixed_solver --wlb.packing.gap 0.2",
+    "reversed": "--wlb.packing.policy toys:Reversed --wlb.packing.every 2",
+    "contiguous": "--wlb.sharding.policy toys:Contiguous",
+    "gather": "--wlb.sharding.policy own_policies.ulysses_gather:UlyssesGather",
+    "auto": "--wlb.packing.policy auto --wlb.sharding.policy auto",
     "merged": "--wlb.packing.dp_merge true",
     "asymmetric": "--wlb.packing.asymmetric true",
     "milp": "--wlb.packing.solver milp --wlb.packing.time_limit 0.5",

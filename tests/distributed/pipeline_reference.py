@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
 from wlb_titan.context import layout
 from wlb_titan.runtime.attention.module import DocumentMask
@@ -51,12 +53,24 @@ def valid_tokens(data):
     return torch.tensor(sum(int((s.labels != IGNORE_INDEX).sum()) for rank in data for s in rank))
 
 
+@contextmanager
+def without_meshes():
+    """Models run in this process as torchtitan's own tests run them."""
+    before = get_spmd_backend()
+    set_spmd_backend("default")
+    yield
+    set_spmd_backend(before)
+
+
 class Reference:
     """The same model in one process: plain tensors, one micro-batch after the other."""
 
     def __init__(self, config, weights):
         self.model = config.model_spec.model.build()
         self.model.init_weights(buffer_device=torch.device("cpu"))
+        if config.model_spec.name == "gpt_oss":  # whose experts compute in bfloat16 and hand it on
+            for parameter in self.model.parameters():
+                parameter.data = parameter.bfloat16()
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
         assert not unexpected, unexpected
         assert not set(missing) & {name for name, _ in self.model.named_parameters()}, missing
@@ -66,11 +80,10 @@ class Reference:
         self.model.zero_grad()
         total, count = 0.0, valid_tokens(data)
         for s in (sequence for rank in data for sequence in rank):
-            mask = DocumentMask(
-                torch.from_numpy(layout.segments(layout.whole_sequence(s.lengths), s.lengths))
-            )
+            segments = layout.segments(layout.whole_sequence(s.lengths), s.lengths)
+            mask = DocumentMask(torch.from_numpy(segments))
             tokens, labels, positions = (torch.from_numpy(x) for x in (s.tokens, s.labels, s.positions))
-            with torch.set_grad_enabled(backward):
+            with torch.set_grad_enabled(backward), without_meshes():
                 logits = self.model(
                     tokens.unsqueeze(0), positions=positions.unsqueeze(0), attention_masks=mask
                 )

@@ -1,28 +1,20 @@
 """Whether all that ranks of a test's job ask of their process groups meets, by NCCL's rules and not gloo's.
 
 Hooks of the process groups see every call of the main thread, on any backend: those of the threads that plan
-ahead or save checkpoints have groups of their own. `recording:NAME` is the base `bases:NAME` whose trainer
-writes what `met` returns into its dump folder.
+ahead or save checkpoints have groups of their own.
 """
 
-import json
 import threading
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from bases import trained_by
 from torch.distributed.distributed_c10d import _world
 
-from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.one_rank.dry_trace import CallLog, kind_of
-from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.calls import RankCalls, unmet
 
 HOOK = 4711  # any number that torch's own hooks do not have
-FILE = "calls.json"
 
 
 class Recorder:
@@ -79,20 +71,3 @@ class Recorder:
 
 
 RECORDER = Recorder()
-
-
-class RecordingTrainer(Trainer):
-    def train_step(self, data_iterator):
-        RECORDER.latest = lambda: self.timer.latest
-        with RECORDER:
-            super().train_step(data_iterator)
-
-    def close(self):
-        met = RECORDER.met() if torch.distributed.is_initialized() else None
-        if met is not None:
-            (Path(self.config.dump_folder) / FILE).write_text(json.dumps(met))
-        super().close()
-
-
-def __getattr__(name):
-    return lambda: trained_by(RecordingTrainer, base_config(f"bases:{name}"))

@@ -1,12 +1,11 @@
 """Training on corpora as other tools write them, and on mixtures of them."""
 
-from __future__ import annotations
-
 import warnings
 
 import datasets
 import pytest
 import torch
+from lab import going_on, layout
 
 from wlb_titan.corpus import Corpus
 
@@ -37,11 +36,9 @@ def corpora(lab, tmp_path_factory):
 
 
 def test_losses_are_those_of_the_prepared_corpus(lab, corpora):
-    tokenizer = ("--wlb.corpus.tokenizer", str(lab.corpus / "tokenizer"))
-    experiments = [lab.experiment("prepared", *STEPS)] + [
-        lab.experiment(name, *STEPS, *tokenizer, "--wlb.corpus.path", str(corpora / name))
-        for name in ("megatron", "datatrove", "hugging_face")
-    ]
+    others = [corpora / name for name in ("megatron", "datatrove", "hugging_face")]
+    experiments = [lab.experiment("prepared", *STEPS)]
+    experiments += [lab.experiment(other.name, *STEPS, *lab.reading(other)) for other in others]
     lab.run(1, experiments)
     losses = [experiment.losses() for experiment in experiments]
     assert len(losses[0]) == 6
@@ -50,11 +47,7 @@ def test_losses_are_those_of_the_prepared_corpus(lab, corpora):
 
 def test_ids_beyond_the_vocabulary_end_before_training(lab, tmp_path):
     datasets.Dataset.from_dict({"input_ids": [[5, 6], [7, 500, 7]]}).save_to_disk(tmp_path / "d")
-    experiment = lab.experiment(
-        "beyond",
-        *("--wlb.corpus.path", str(tmp_path / "d")),
-        *("--wlb.corpus.tokenizer", str(lab.corpus / "tokenizer")),
-    )
+    experiment = lab.experiment("beyond", *lab.reading(tmp_path / "d"))
     with pytest.raises(AssertionError, match=r"Document 1 .* has the token id 500"):
         lab.run(1, [experiment])
     assert not (experiment.folder / "metrics.jsonl").exists()
@@ -64,22 +57,13 @@ def test_a_mixture_goes_on_from_a_checkpoint_on_two_processes(lab, corpora):
     trove, megatron = corpora / "datatrove", corpora / "megatron"
     long = "long_length = 100, long_share = 0.7"
     sources = f'[{{path = "{trove}", name = "trove", weight = 3.0, {long}}}, {{path = "{megatron}"}}]'
-    overrides = (*STEPS, "--wlb.corpus.sources", sources)
-    overrides += ("--wlb.corpus.tokenizer", str(lab.corpus / "tokenizer"), "--checkpoint.interval", "4")
-    whole = lab.experiment("mixture", *overrides)
-    rest = lab.experiment(
-        "mixture_rest",
-        *overrides,
-        *("--checkpoint.initial_load_path", str(whole.folder / "checkpoint" / "step-4")),
-        *("--checkpoint.initial_load_model_only", "false"),
-        *("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "2"),
-    )
+    words = (*STEPS, "--wlb.corpus.sources", sources, *lab.reading(None), "--checkpoint.interval", "4")
+    whole = lab.experiment("mixture", *words)
+    rest = lab.experiment("mixture_rest", *words, *going_on(whole, 4), *layout("dp2"))
     lab.run(1, [whole])
     lab.run(2, [rest])
     assert rest.losses() == pytest.approx(whole.losses()[4:], rel=1e-4)
-    keys = ["tokens/trove", "tokens/megatron", "epoch/trove", "epoch/megatron"]
-    metrics = whole.metrics()
-    assert [[m[key] for key in keys] for m in rest.metrics()] == [
-        [m[key] for key in keys] for m in metrics[4:]
-    ]
-    assert all(m["tokens/trove"] + m["tokens/megatron"] == m["tokens"] for m in metrics)
+    before, after = whole.metrics(), rest.metrics()
+    for key in ("tokens/trove", "tokens/megatron", "epoch/trove", "epoch/megatron"):
+        assert [m[key] for m in after] == [m[key] for m in before[4:]], key
+    assert all(m["tokens/trove"] + m["tokens/megatron"] == m["tokens"] for m in before)

@@ -8,19 +8,16 @@ import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import CONFIG, layout
+from lab import CONFIG, layout, ranks
 from pipeline_reference import differences
 from safetensors.torch import save_file
 from trainers import GRADIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-from wlb_titan.runtime.data.dataloader import PlannedDataLoader  # noqa: E402
-from wlb_titan.runtime.job import job_of, parallel_dims  # noqa: E402
-from wlb_titan.runtime.models.load import load_config  # noqa: E402
+from wlb_titan.corpus import Corpus
+from wlb_titan.runtime.data.dataloader import PlannedDataLoader
+from wlb_titan.runtime.job import job_of, parallel_dims
+from wlb_titan.runtime.models.load import load_config
 
 DESCRIPTION = json.loads(
     """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 128,
@@ -40,27 +37,6 @@ def random_weights():
         noise = torch.randn(weight.shape, generator=random)
         weights[name] = 1 + 0.1 * noise if noise.ndim == 1 else noise * 2 * noise.shape[1] ** -0.5
     return weights
-
-
-def first_loss(folder, words, **description):
-    """The mean over the labels of the first step's documents, each for itself, of a model that is described
-    otherwise in some points."""
-    config = load_config(CONFIG, words).config
-    loading = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job_of(config, parallel_dims(config, 1)))
-    loader = loading.build(dp_world_size=1, dp_rank=0)
-    plan, corpus = next(iter(loader)).plan, loader.corpus
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, **description)
-    losses = []
-    for micro_batch in plan.micro_batches:
-        rows = loader._planner.read(micro_batch.documents[:, 0])[0].tolist()
-        for row, (_, start, length, *_) in zip(rows, micro_batch.documents.tolist(), strict=True):
-            tokens = corpus.tokens(row, start, min(length + 1, int(corpus.lengths[row]) - start))
-            tokens = torch.from_numpy(tokens.astype("int64"))
-            with torch.no_grad():
-                scores = model(tokens[None, :length]).logits[0, : len(tokens) - 1]
-            losses.append(F.cross_entropy(scores, tokens[1:], reduction="none"))
-    loader.close()
-    return torch.cat(losses).mean().item()
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +63,11 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     parallel = lab.experiment("hf_tp2", *words, *layout("tp2"))
     lab.run(1, [alone])
     lab.run(2, [parallel])
-    expected = first_loss(folder, alone.words())
+    documents = Corpus.open(lab.corpus)
+    documents = [documents.tokens(row).tolist() for row in range(len(documents))]
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in documents]
+    step, _ = first_step(alone.words(), rows, "token")
+    expected, _ = hugging_face(folder, step, "token")
     assert alone.losses()[0] == pytest.approx(expected, rel=1e-6)
     assert alone.losses()[1] < alone.losses()[0]
     assert parallel.losses() == pytest.approx(alone.losses(), rel=1e-6)
@@ -99,7 +79,8 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     moved = model.model.norm.weight - weights["model.norm.weight"]
     assert 0 < moved.abs().max() < 0.1, "the weights are not those that were trained"
     # What that is worth: without the scaling of the rotary positions the loss is another.
-    assert first_loss(folder, alone.words(), rope_parameters=UNSCALED) != pytest.approx(expected, rel=1e-3)
+    unscaled, _ = hugging_face(folder, step, "token", rope_parameters=UNSCALED)
+    assert unscaled != pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.timeout(300)
@@ -126,24 +107,23 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     assert loaded.losses() == pytest.approx(saved.losses(), rel=1e-5)
 
 
-MASKED = {
-    "pp2_cp2_plain": (4, "dense", "token", layout("pp2 cp2")),  # cuts documents
-    "dp2_cp2_wlb": (4, "sparse", "token", [*layout("dp2 cp2"), "--wlb.packing.policy", "wlb_lazy"]),
-    "tp2_conversation": (2, "dense", "conversation", layout("tp2")),
-    "pp2_slim": (2, "dense", "conversation", [*layout("pp2"), "--wlb.packing.policy", "slim"]),
+MASKED = {  # name as of `lab.layout` -> the conversations, and what weighs the same
+    "pp2 cp2 plain": ("dense", "token"),  # cuts documents
+    "dp2 cp2 wlb_lazy": ("sparse", "token"),
+    "tp2": ("dense", "conversation"),
+    "pp2 slim8": ("dense", "conversation"),
 }
 
 
-def first_step(words, weight):
-    """Of each conversation of the first step: its tokens and labels, and how many labels all of it has."""
+def first_step(words, rows, weight):
+    """Of each document of the first step: its tokens and labels, and how many labels all of it has; `rows`
+    are those of the corpus. And the step itself."""
     config = load_config(CONFIG, words).config
     job = job_of(config, parallel_dims(config))
     loading = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job, loss_weight=weight)
-    degree = loading.job.degrees.data
-    loader = loading.build(dp_world_size=degree, dp_rank=0)
+    loader = loading.build(dp_world_size=job.degrees.data, dp_rank=0)
     step, read = next(iter(loader)), loader._planner.read
     loader.close()
-    rows = datasets.load_from_disk(config.wlb.corpus.path)
     pieces = {}
     for micro_batch in step.plan.packs:
         ids = micro_batch.documents[:, 0]
@@ -161,9 +141,11 @@ def first_step(words, weight):
     return found, step
 
 
-def hugging_face(folder, step, weight):
-    """Loss and gradients of Hugging Face's Llama in float64, conversation by conversation."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+def hugging_face(folder, step, weight, **description):
+    """Loss and gradients of Hugging Face's Llama in float64, document by document; of a model that is
+    described otherwise in some points."""
+    description = {"dtype": torch.float64, "attn_implementation": "eager", **description}
+    model = LlamaForCausalLM.from_pretrained(folder, **description)
     divisor = sum(
         sum(target != -100 for target in targets) / (total if weight == "conversation" else 1)
         for _, targets, total in step
@@ -192,18 +174,18 @@ def written(experiment):
 def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversations):
     folder, _ = published
     experiments = {}
-    for name, (_, learned, weight, degrees) in MASKED.items():
+    for name, (learned, weight) in MASKED.items():
         words = [
-            *("--base", "trainers:probed_scaled", "--training.steps", "1", "--wlb.loss_weight", weight),
+            *("--base", "trainers:probed", "--training.steps", "1", "--wlb.loss_weight", weight),
             *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
-            *("--wlb.corpus.path", str(conversations[learned]), *degrees),
-            *("--wlb.corpus.tokenizer", str(lab.corpus / "tokenizer"), "--checkpoint.enable", "true"),
+            *(*lab.reading(conversations[learned]), *layout(name), "--checkpoint.enable", "true"),
         ]
-        experiments[name] = lab.experiment(f"masked_{name}", *words)
+        experiments[name] = lab.experiment(f"masked {name}", *words)
     for processes in (4, 2):
-        lab.run(processes, [own for name, own in experiments.items() if MASKED[name][0] == processes])
-    for name, (_, learned, weight, _) in MASKED.items():
-        step, served = first_step(experiments[name].words(), weight)
+        lab.run(processes, [own for name, own in experiments.items() if ranks(name) == processes])
+    for name, (learned, weight) in MASKED.items():
+        rows = datasets.load_from_disk(conversations[learned])
+        step, served = first_step(experiments[name].words(), rows, weight)
         loss, gradients = hugging_face(folder, step, weight)
         norm = torch.nn.utils.get_total_norm(list(gradients.values())).item()
         record = experiments[name].metrics()[0]

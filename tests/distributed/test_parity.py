@@ -22,18 +22,14 @@ def runs(lab):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize(("key", "tolerance"), [("loss", 1e-4), ("grad_norm", 1e-3)])
-def test_each_step_is_that_of_one_process(runs, name, key, tolerance):
-    mine, expected = ([record[key] for record in runs[run].metrics()] for run in (name, "one_process"))
-    assert len(mine) == 5 and mine == pytest.approx(expected, rel=tolerance)
-
-
-def test_validation_losses_equal_one_process(runs):
-    losses = {name: [record["loss"] for record in run.validation()] for name, run in runs.items()}
-    assert [record["step"] for record in runs["one_process"].validation()] == [1, 5]
-    assert losses["one_process"][1] < losses["one_process"][0]
-    for name in LAYOUTS:
-        assert losses[name] == pytest.approx(losses["one_process"], rel=1e-4)
+def test_steps_and_validation_are_those_of_one_process(runs, name):
+    mine, alone = runs[name], runs["one_process"]
+    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        found, expected = ([record[key] for record in run.metrics()] for run in (mine, alone))
+        assert len(found) == 5 and found == pytest.approx(expected, rel=tolerance), key
+    (before, after), expected = ([record["loss"] for record in run.validation()] for run in (mine, alone))
+    assert [before, after] == pytest.approx(expected, rel=1e-4) and after < before
+    assert [record["step"] for record in mine.validation()] == [1, 5]
 
 
 def test_a_validation_between_two_reports_is_no_time_of_steps(lab):

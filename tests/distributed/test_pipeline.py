@@ -87,11 +87,8 @@ def drills(cases):
     started = {}
     for number in (signal.SIGKILL, signal.SIGSTOP):
         name = f"drill {number}"
-        case = {
-            "kind": "drill",
-            "words": cases.words(name, "pp2 1F1B", comm(TIMEOUT)),
-            "signal_number": number,
-        }
+        words = cases.words(name, "pp2 1F1B", comm(TIMEOUT))
+        case = {"kind": "drill", "words": words, "signal_number": number}
         job, log, _ = cases.start(name, {name: case}, 2, together=False)
         started[number] = job, log
     yield started

@@ -1,19 +1,20 @@
 """Every packing and sharding policy gives the losses and gradients of one process that knows none of them."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
-from lab import Cases, assert_met, layout
+from lab import Cases, Run, assert_met, going_on, layout
 
 COMMON = (
     *("--training.seq_len", "512", "--training.steps", "2"),
     *("--wlb.packing.cost_model", "quadratic:1,1000"),
 )
-GATHER = ["--wlb.sharding.policy", "own_policies.ulysses_gather:UlyssesGather"]
 HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
 LAZY = "pp2 cp2 wlb_lazy hybrid best selective"
 TRACED = "cp2 tp2 wlb hybrid full"
+OWN = "cp2 reversed contiguous"
 # name as of `lab.layout` -> other overrides
 CASES = {
     "cp4 wlb per_sequence": (),
@@ -36,13 +37,24 @@ CASES = {
     "pp2 cp2 fixed_greedy ulysses": (),
     "cp2 tp2 wlb ulysses": (),
     # Groups within context parallelism, which the stage without attention makes too, and then another one.
-    "pp2 cp2 wlb": (
-        *(*GATHER, "--parallelism.module_fqns_per_model_part", HEAD_APART),
+    "pp2 cp2 wlb gather": (
+        *("--parallelism.module_fqns_per_model_part", HEAD_APART),
         *("--checkpoint.enable", "true", "--checkpoint.async_mode", "async"),
     ),
     "cp2 layers1 wlb ulysses compiled": (),
     "cp2 layers1 wlb hybrid compiled": (),
     "pp2 wlb longest_first selective compiled": (),
+    # Policies, a strategy and mesh axes that the project does not know; and whatever `auto` chooses.
+    OWN: (),
+    "cp4 reversed gather": (),
+    "cp2 auto": (),
+    "cp2 wlb_lazy per_sequence muse_glimmer": (),
+}
+# Tolerances of loss and gradients where experts compute in bfloat16, and with gpt_oss' everything.
+EXPERTS = {
+    "cp2 ep2 wlb_lazy hybrid qwen3_moe": (1e-5, 1e-2),
+    "cp2 ep2 wlb_lazy hybrid deepseek_v3": (1e-5, 1e-2),
+    "cp2 ep2 wlb_lazy hybrid gpt_oss": (3e-3, 0.1),
 }
 
 
@@ -56,33 +68,36 @@ def results(lab, folder, fork_server):
     """Of each run the records of its steps, by name. In its first step `wlb` has only short documents to deal
     out, until its queues have filled."""
     results = Cases(fork_server, folder, lab.corpus)
-    steps = {name: [1, 2] if name == LAZY else [2] for name in CASES}
-    cases = {name: {"words": words, "steps": steps[name]} for name, words in CASES.items()}
+    cases = {name: {"words": words, "steps": [2]} for name, words in CASES.items()}
+    cases[LAZY]["steps"] = [1, 2]
     results.run("plan", cases, COMMON)
+    # In processes that know no other meshes of two ranks, and one step, after which routers get a bias.
+    results.run("plan", {name: {} for name in EXPERTS}, COMMON)
     return results
 
 
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *EXPERTS])
 def test_losses_and_gradients_equal_one_process(results, name):
+    loss, gradients = EXPERTS.get(name, (1e-5, 1e-5))
     for record in results[name]:
-        assert record["loss"] == pytest.approx(record["reference"], rel=1e-5)
-        assert record["error"] < 1e-5, record["worst"]
+        assert record["loss"] == pytest.approx(record["reference"], rel=loss)
+        assert record["error"] < gradients, record["worst"]
     assert_met(results[name][-1]["met"])
 
 
 @pytest.mark.parametrize("name", ["cp4 wlb hybrid selective", LAZY])
 def test_policies_that_balance_do(results, folder, name):
-    assert results[name] and metrics(folder / name)[-1]["imbalance"] < 1.1
+    assert results[name] and Run(folder / name).metrics()[-1]["imbalance"] < 1.1
+
+
+def test_metrics_name_the_strategy(results, folder):
+    assert results[OWN] and Run(folder / OWN).metrics()[-1]["sharding"].keys() == {"contiguous"}
 
 
 def test_traced_steps_have_what_was_measured(results, folder):
     assert results[LAZY] and results[TRACED]
-    first, second = metrics(folder / LAZY)
+    first, second = Run(folder / LAZY).metrics()
     assert first["longest_micro_batch"] != second["longest_micro_batch"], "all are of one length"
     assert "bubble" not in first and "measured_imbalance" not in first
     assert 0 < second["bubble"] < 1
@@ -93,7 +108,7 @@ def test_traced_steps_have_what_was_measured(results, folder):
     assert tracks == {"pp 0 cp 0", "pp 0 cp 1", "pp 1 cp 0", "pp 1 cp 1"}
     passes = Counter(e["name"] for e in trace if e["ph"] == "X")
     assert passes == {f"{kind}{i}": 2 if kind == "L" else 4 for kind in "FLB" for i in range(4)}
-    records = metrics(folder / TRACED)
+    records = Run(folder / TRACED).metrics()
     assert all(record["measured_imbalance"] >= 1 and "bubble" not in record for record in records)
 
 
@@ -104,3 +119,27 @@ def test_bfloat16_compiles_for_a_second_length(lab):
     compiled = lab.experiment("bfloat16_compiled", *words, *layout("compiled"))
     lab.run(1, [eager, compiled])
     assert compiled.losses() == pytest.approx(eager.losses(), rel=2e-3)
+
+
+def chosen(experiment):
+    """The packing and the sharding policy that `auto` stood for, as the log says."""
+    (found,) = re.findall(r"auto is (\w+):(\w+), by predicted MFU", experiment.log.read_text())
+    return found
+
+
+def test_auto_goes_on_with_what_it_chose_or_with_another(lab):
+    """It chooses the same for the same job; where it chooses otherwise, that packs what is left."""
+    words = [*COMMON, *layout("cp2"), "--training.steps", "3"]
+    whole = lab.experiment("auto", *words, *layout("cp2 auto"), "--checkpoint.interval", "1")
+    lab.run(2, [whole])
+    packing, sharding = chosen(whole)
+    for policy in (f"{packing}:{sharding}", "plain:per_sequence", "wlb_lazy:hybrid", "fixed_greedy:ulysses"):
+        assert f"policy {policy}, step, s" in whole.log.read_text()
+    words += going_on(whole, 1)
+    another = "plain" if packing != "plain" else "wlb_lazy"
+    again = lab.experiment("auto_again", *words, *layout("cp2 auto"))
+    other = lab.experiment("auto_other", *words, *layout(f"cp2 {another}"))
+    lab.run(2, [again, other])
+    assert chosen(again) == (packing, sharding)
+    assert again.losses() == pytest.approx(whole.losses()[1:], rel=1e-6)
+    assert len(other.losses()) == 2

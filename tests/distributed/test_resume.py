@@ -3,10 +3,8 @@
 It trains one epoch of conversations with label masks, of which some are held out.
 """
 
-from __future__ import annotations
-
 import pytest
-from lab import Experiment, layout
+from lab import going_on, layout
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -33,12 +31,11 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def corpus(lab, conversations):
-    tokenizer = str(lab.corpus / "tokenizer")
-    return ("--wlb.corpus.path", str(conversations["few"]), "--wlb.corpus.tokenizer", tokenizer)
+    return lab.reading(conversations["few"])
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(lab, corpus) -> Experiment:
+def uninterrupted(lab, corpus):
     experiment = lab.experiment("uninterrupted", *OVERRIDES, *corpus)
     lab.run(2, [experiment])
     return experiment
@@ -50,18 +47,14 @@ def test_killed_and_started_again(lab, corpus, uninterrupted):
     reported = lab.start_and_kill(2, experiment, 3)
     lab.run(2, [experiment])
     assert reported < len(uninterrupted.metrics())
-    assert [record["step"] for record in experiment.metrics()] == [r["step"] for r in uninterrupted.metrics()]
-    assert experiment.losses() == uninterrupted.losses()
+    steps = [[record["step"] for record in run.metrics()] for run in (experiment, uninterrupted)]
+    assert steps[0] == steps[1] and experiment.losses() == uninterrupted.losses()
 
 
 def test_started_again_on_another_degree(lab, corpus, uninterrupted):
     """From the checkpoint of step 4 with PP 2 to DP 2: the plan's state belongs to no rank."""
-    experiment = lab.experiment(
-        "other_degree",
-        *(*corpus, *OVERRIDES[:4], *layout("dp2")),
-        *("--checkpoint.initial_load_path", str(uninterrupted.folder / "checkpoint" / "step-4")),
-        *("--checkpoint.initial_load_model_only", "false"),
-    )
+    words = (*corpus, *OVERRIDES, *layout("dp2"), *going_on(uninterrupted, 4))
+    experiment = lab.experiment("other_degree", *words)
     lab.run(2, [experiment])
     assert experiment.losses() == pytest.approx(uninterrupted.losses()[4:], rel=1e-4)
     validated = [run.validation() for run in (experiment, uninterrupted)]
@@ -73,12 +66,7 @@ def test_half_of_the_ranks_go_on_with_what_is_left(lab, corpus):
     wlb = (*corpus, *OVERRIDES, "--wlb.packing.policy", "wlb")
     whole = lab.experiment("on_two", *wlb, *layout("dp2"))
     lab.run(2, [whole])
-    half = lab.experiment(
-        "on_one",
-        *(*wlb, *layout()),
-        *("--checkpoint.initial_load_path", str(whole.folder / "checkpoint" / "step-4")),
-        *("--checkpoint.initial_load_model_only", "false"),
-    )
+    half = lab.experiment("on_one", *wlb, *layout(), *going_on(whole, 4))
     lab.run(1, [half])
     left = whole.metrics()[4:]
     assert left[0]["waiting_documents"] > 0 and len(half.metrics()) == len(left) > 1

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from lab import Cases, assert_met, layout, make_corpus
+from lab import Cases, assert_met, going_on, layout, make_corpus
 
 COMMON = ("--loss.num_chunks", "2", "--wlb.packing.cost_model", "quadratic:1,1000")
 CASES = (
@@ -79,11 +79,7 @@ def test_a_run_goes_on_where_its_checkpoint_was_and_its_trace_has_every_pass(lab
     )
     whole = lab.experiment("slim_whole", *slim)
     lab.run(2, [whole])
-    step_2 = str(whole.folder / "checkpoint" / "step-2")
-    again = lab.experiment(
-        *("slim_again", *slim),
-        *("--checkpoint.initial_load_path", step_2, "--checkpoint.initial_load_model_only", "false"),
-    )
+    again = lab.experiment("slim_again", *slim, *going_on(whole, 2))
     lab.run(2, [again])
     assert [record["step"] for record in again.metrics()] == [3, 4]
     assert again.losses() == whole.losses()[2:]

@@ -1,27 +1,22 @@
 """The host never waits for the device in a step that is not logged."""
 
-import json
 from collections import Counter
 
 import pytest
 import torch
-from lab import Cases, layout, ranks
+from lab import Cases, layout, lines_of, ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trainers import WAITED, Watch
 
 from wlb_titan.context.all_gather import KeyExchange, Level
 from wlb_titan.runtime.data.inputs import to_device
 
+SLIM = "pp2 dp2 slim6 merged milp 1F1B"
 LAYOUTS = {
-    "cp2": (),
-    "pp2": (),
-    "tp2": (),
+    **dict.fromkeys(("cp2", "pp2", "tp2"), ()),
     # An order of passes for each step, and groups of all kinds.
-    "pp2 dp2 slim6 merged milp 1F1B": (
-        *("--checkpoint.async_mode", "async", "--comm.train_timeout_seconds", "130"),
-    ),
+    SLIM: ("--checkpoint.async_mode", "async", "--comm.train_timeout_seconds", "130"),
 }
-SLIM = [*LAYOUTS][-1]
 RANKS = [(name, rank) for name in LAYOUTS for rank in range(ranks(name))]
 
 
@@ -41,7 +36,7 @@ def runs(lab):
 
 
 def steps(run, rank):
-    return [json.loads(line) for line in (run.folder / WAITED.format(rank=rank)).read_text().splitlines()]
+    return lines_of(run.folder / WAITED.format(rank=rank))
 
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
@@ -73,10 +68,9 @@ class Copies(Watch):
 
 def test_copies_to_the_device_do_not_wait():
     with FakeTensorMode(), Copies() as copies:
-        item = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input", "positions")}
         exchange = KeyExchange((Level(torch.zeros(16), torch.zeros(8, 0)),), torch.zeros(2, 0))
-        item |= {"segments": torch.zeros(2, 4, dtype=torch.int32), "exchange": exchange}
-        item |= {"rows": None, "sharers": 1}
+        item = {"exchange": exchange, "segments": torch.zeros(2, 4), "rows": None, "sharers": 1}
+        item |= {"input": torch.zeros(1, 8), "positions": torch.zeros(1, 8)}
         before = copies.operations
         inputs, labels, extra = to_device(item, torch.zeros(1, 8), torch.device("cuda"))
         ((level,), kept) = extra["attention_masks"].exchange

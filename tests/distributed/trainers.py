@@ -33,12 +33,19 @@ WAITS = {
 }
 
 
-def gathered(trainer, of):
-    """`of(parameter)` of the whole model by name, on rank 0; None on the others."""
+def gathered(trainer, of, alike=False):
+    """`of(parameter)` of the whole model by name, on rank 0; None on the others. `alike`: ranks that have the
+    same parameter have the same there, bit by bit."""
     mine = {clean(name): whole(of(p)) for part in trainer.model_parts for name, p in part.named_parameters()}
     everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everything)
-    return {name: t for part in everything for name, t in part.items()} if everything else None
+    if everything is None:
+        return None
+    found = {}
+    for part in everything:
+        for name, tensor in part.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor) or not alike, name
+    return found
 
 
 def whole(tensor):
@@ -62,14 +69,10 @@ class ProbingTrainer(Trainer):
                 torch.save(gradients, Path(self.config.dump_folder) / GRADIENTS)
 
 
-def probed(base=llama):
-    config = base()
+def probed():
+    config = scaled_llama()
     config.training.max_norm = 1e9  # gradients as they are, not clipped
     return trained_by(ProbingTrainer, config)
-
-
-def probed_scaled():
-    return probed(scaled_llama)
 
 
 class FailingTrainer(Trainer):

@@ -4,44 +4,49 @@ Its one argument is a JSON file with "results", the file to write, and "cases": 
 experiment.toml in `words`, and other arguments of the function that runs the kind.
 """
 
-from __future__ import annotations
-
 import cProfile
 import itertools
 import json
 import os
 import sys
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+import numpy as np
+import torch
+import torch.distributed as dist
+from lab import CONFIG
+from pipeline_reference import Reference, Sequence, differences, step_data, valid_tokens
+from recording import RECORDER
+from test_gathered_keys import run_gather
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.components.loss import IGNORE_INDEX
+from trainers import WorkerTrainer, gathered
 
-use_cpu_without_accelerator()
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from gather_worker import run_gather  # noqa: E402
-from lab import CONFIG  # noqa: E402
-from pipeline_reference import Reference, Sequence, differences, step_data, valid_tokens  # noqa: E402
-from recording import RECORDER  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
-from trainers import WorkerTrainer, gathered  # noqa: E402
-
-from wlb_titan.plan import ID, LENGTH, START  # noqa: E402
-from wlb_titan.runtime.data.inputs import rank_item  # noqa: E402
-from wlb_titan.runtime.models.load import load_config  # noqa: E402
+from wlb_titan.plan import ID, LENGTH, START
+from wlb_titan.runtime.data.inputs import rank_item
+from wlb_titan.runtime.models.load import load_config
 
 
 def build(words):
     config = load_config(CONFIG, words, int(os.environ["WORLD_SIZE"])).config
     config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 0.0
     config.training.max_norm = 1e9  # gradients as they are, not clipped
-    config.comm.trace_buf_size = (
-        0  # torch's flight recorder grows by 1 KiB for each of its first 20,000 calls
-    )
+    config.comm.trace_buf_size = 0  # torch's flight recorder takes 1 KiB for each of its first 20,000 calls
     trainer = WorkerTrainer(config)
     RECORDER.latest = lambda: trainer.timer.latest
+    for part in trainer.model_parts:
+        for weight in part.parameters():
+            disturb(weight)
     return trainer
+
+
+@torch.no_grad()
+def disturb(weight):
+    """Adds noise to a weight. On a CPU, DTensor has drawn the same numbers for each of its shards: one might
+    be taken for the other, and two experts would be the same. And what begins at zero hides others."""
+    noise = 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    if isinstance(weight, DTensor):
+        noise = distribute_tensor(noise, weight.device_mesh, weight.placements, src_data_rank=None)
+    weight.add_(noise)
 
 
 def run_plan(*, name, words, steps=(1,)):

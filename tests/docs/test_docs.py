@@ -60,16 +60,12 @@ class Command(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    text = page.read_text()
-    return [
-        Block(
-            text[: match.start(3)].count("\n") + 1,
-            match[2],
-            match[3],
-            runnable=match[2] in ("bash", "console") and not match[1],
-        )
-        for match in BLOCK.finditer(text)
-    ]
+    text, found = page.read_text(), []
+    for match in BLOCK.finditer(text):
+        line = text[: match.start(3)].count("\n") + 1
+        runnable = match[2] in ("bash", "console") and not match[1]
+        found.append(Block(line, match[2], match[3], runnable))
+    return found
 
 
 def commands(block: Block) -> list[Command]:
@@ -102,15 +98,9 @@ def folder(tmp_path):
 
 
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1800,
-    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 1800}
+    return subprocess.run(["bash", "-c", command], cwd=folder, env={**os.environ, "PATH": path}, **how)
 
 
 def taken_for_granted(page: Path, folder: Path) -> None:
@@ -120,27 +110,20 @@ def taken_for_granted(page: Path, folder: Path) -> None:
         made = shell(f"wlb-titan prepare outputs/corpus --max-tokens {tokens}", folder)
         assert made.returncode == 0, made.stdout
     tomls = [block.text for block in blocks(page) if block.language == "toml"]
-    for text in tomls:
-        if name := re.match(r"# (\w+\.toml)\n", text):
-            (folder / name[1]).write_text(text)
+    files = {name[1]: text for text in tomls if (name := re.match(r"# (\w+\.toml)\n", text))}
     if page.name == "configuration.md":
-        (folder / "train.toml").write_text(tomls[0])
-        (folder / "long.toml").write_text(tomls[1])
+        files |= {"train.toml": tomls[0], "long.toml": tomls[1]}
     if page.name == "models.md":
         gone = "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_debugmodel_mtp"
-        (folder / "long.toml").write_text(f'base = "{gone}"\n')
+        files["long.toml"] = f'base = "{gone}"\n'
     if page.name == "packing.md":
-        (folder / "train.toml").write_text('extends = "train_configs/cpu_balanced.toml"\n')
+        files["train.toml"] = 'extends = "train_configs/cpu_balanced.toml"\n'
     if page.name == "simulator.md":
-        (folder / "lengths.txt").write_text("".join(f"{500 + 37 * n % 90_000}\n" for n in range(4000)))
+        files["lengths.txt"] = "".join(f"{500 + 37 * n % 90_000}\n" for n in range(4000))
     if page.name == "corpus.md":
         texts = [f"text {number} " * (1 + number % 50) for number in range(200)]
-        (folder / "books").mkdir()
-        for number, text in enumerate(texts):
-            (folder / "books" / f"{number}.txt").write_text(text)
-        (folder / "texts").mkdir()
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / "texts" / "all.jsonl").write_text(lines)
+        files |= {f"books/{number}.txt": text for number, text in enumerate(texts)}
+        files["texts/all.jsonl"] = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / "assets").mkdir()
         (folder / "data").mkdir()
         for name in ("llama2", "llama3"):
@@ -148,7 +131,10 @@ def taken_for_granted(page: Path, folder: Path) -> None:
         for name in ("web", "books"):
             (folder / "data" / name).symlink_to("../outputs/corpus")
         (mixture,) = [text for text in tomls if "[[wlb.corpus.sources]]" in text]
-        (folder / "mixture.toml").write_text(f'extends = "train_configs/cpu_balanced.toml"\n{mixture}')
+        files["mixture.toml"] = f'extends = "train_configs/cpu_balanced.toml"\n{mixture}'
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def smaller(command: str) -> str:
@@ -200,16 +186,11 @@ def test_the_commands_of_a_page(page, folder):
                 run(command, folder)
 
 
-INLINE_COMMANDS = [
-    (page, match[1])
-    for page in PAGES
-    for match in INLINE.finditer(page.read_text())
-    if " " in match[1].strip()
-]
+INLINE_COMMANDS = [command for page in PAGES for command in INLINE.findall(page.read_text())]
 
 
-@pytest.mark.parametrize("page, command", INLINE_COMMANDS, ids=[command for _, command in INLINE_COMMANDS])
-def test_commands_within_text_name_what_there_is(page, command):
+@pytest.mark.parametrize("command", [command for command in INLINE_COMMANDS if " " in command.strip()])
+def test_commands_within_text_name_what_there_is(command):
     """Benchmarks take minutes: they are not run, but program and options must be there."""
     words = shlex.split(re.sub(r"^([A-Z_0-9]+=\S+ )*", "", command))
     options = [word.partition("=")[0] for word in words if word.startswith("--")]

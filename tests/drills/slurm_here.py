@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drill_ground import await_
-from forking import free_port
+from forking import await_, free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where a user's own PATH may not look
@@ -53,11 +52,7 @@ PartitionName=drill Nodes=ALL Default=YES State=UP
 
 
 class Slurm:
-    """Calls a Slurm that runs.
-
-    Args:
-        folder: of its configuration, state and logs.
-    """
+    """Calls a Slurm that runs, with its configuration, state and logs in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,9 +68,8 @@ class Slurm:
     def start(self, *words: str) -> subprocess.Popen:
         """Starts a daemon, in the foreground."""
         with (self.folder / "daemons.log").open("a") as log:
-            return subprocess.Popen(
-                words, env=self.environment, stdout=log, stderr=log, start_new_session=True
-            )
+            how = {"stdout": log, "stderr": log, "start_new_session": True}
+            return subprocess.Popen(words, env=self.environment, **how)
 
     def logs(self) -> str:
         return "\n".join(log.read_text(errors="replace")[-4000:] for log in self.folder.glob("*.log"))
@@ -111,16 +105,8 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     ports = [free_port() for _ in range(3)]
     # `wlb-titan slurm` has the rendezvous listen on 20000 + the job's number.
     rendezvous = next(port for port in iter(free_port, None) if 20000 < port < 30000)
-    (folder / "slurm.conf").write_text(
-        CONFIG.format(
-            folder=folder,
-            host=host,
-            address=address,
-            ports=ports,
-            user=getpass.getuser(),
-            first=rendezvous - 20000,
-        )
-    )
+    names = {"folder": folder, "host": host, "address": address, "user": getpass.getuser()}
+    (folder / "slurm.conf").write_text(CONFIG.format(**names, ports=ports, first=rendezvous - 20000))
     (folder / "state").mkdir()
     key = folder / "munge.key"
     key.touch(mode=0o600)
@@ -140,13 +126,8 @@ def slurm(folder: Path) -> Iterator[Slurm]:
 
 
 def is_ready(here: Slurm) -> bool:
-    nodes = subprocess.run(
-        ["sinfo", "--noheader", "--states=idle", "--format=%D"],
-        env=here.environment,
-        capture_output=True,
-        text=True,
-    )
-    return nodes.stdout.strip() == "2"
+    idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+    return subprocess.run(idle, env=here.environment, capture_output=True, text=True).stdout.strip() == "2"
 
 
 def killed(here: Slurm, daemons: list[subprocess.Popen]) -> list[int]:

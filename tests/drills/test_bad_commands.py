@@ -8,45 +8,64 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from drill_ground import make_corpus
 
 from wlb_titan.commands.main import main
 
-CONFIGS = Path(__file__).parents[2] / "train_configs"
-ROOMY = "--training.seq_len 256 --parallelism.context_parallel_degree 1"
+ROOT = Path(__file__).parents[2]
 HUGE = "99999999999999999999"
+SHIPPED = (ROOT / "wlb_titan" / "cost" / "clusters" / "h100_roce.toml").read_text()
 
-LENGTHS_FILES = {"binary": bytes(range(256)), "long": b"9" * 5000 + b"\n", "few": b"100\n"}
-"""More stand in tests/unit/test_plan_command.py."""
-
-CLUSTERS = {
-    "empty.toml": "",
-    "broken.toml": "= 5",
-    "half.toml": "name = 'x'\n[node]\ngpus = 8.5\n",
-    "words.toml": "[node]\ngpus = 'many'\n",
-    "unknown.toml": "[node]\ngpsu = 8\n",
-    "huge.toml": f"[node]\ngpus = {HUGE}\n",
+FILES = {
+    "good.toml": 'base = "llama3_debug"\nwlb.corpus.path = "corpus"\ntraining.seq_len = 256\n',
+    "table.toml": f'extends = "{ROOT / "train_configs" / "llama2_550m_64k.toml"}"\n',
+    "late.toml": 'extends = "good.toml"\n[wlb.packing]\npolicy = "wlb"\nthresholds = [300]\n',
+    "deep.toml": 'base = "llama3_debug"\na = ' + "[" * 5000 + "]" * 5000,
+    "digits.toml": 'base = "llama3_debug"\ntraining.steps = ' + "9" * 5000,
+    "circle.toml": 'extends = "circle.toml"',
+    "array.toml": 'base = ["llama3_debug"]',
+    "dotted.toml": 'base = "llama3_debug"\ntraining = 5\n',
+    "latin.toml": 'base = "ä"'.encode("latin-1"),
+    **{"minus": "5\n-7\n", "word": "5\nseven\n", "half": "5\n3.5\n", "long": "9" * 13, "longer": "9" * 30},
+    **{"longest": "9" * 5000, "nothing": "", "ones": "1\n" * 9, "two": "5\n6\n", "bytes": bytes(range(256))},
+    "empty_cluster.toml": "",
+    "broken_cluster.toml": "= 5",
+    "worded_cluster.toml": SHIPPED.replace("gpus = 8", "gpus = 'many'"),
+    "huge_cluster.toml": SHIPPED.replace("gpus = 8", f"gpus = {HUGE}"),
 }
 
-GIVEN = "--lengths good.txt " + ROOMY
-PLAN = [
-    *("plan", "plan nowhere.toml", f"plan good.toml --lengths nowhere.txt {ROOMY}"),
-    f"plan good.toml --lengths . {ROOMY}",
-    f"plan good.toml --lengths good.txt --training.seq_len {HUGE}",
-    *(f"plan good.toml --lengths lengths-{name} {ROOMY}" for name in LENGTHS_FILES),
-]
-PLAN_OPTIONS = """
---steps 0 | --steps HUGE | --compare plain,nope | --cluster nope | --gpus 0 | --output /nowhere/plan.jsonl
---report good.txt | --policy wlb | --tail drop | --wlb | --training.seqlen 5
---training.local_batch_size HUGE | --training.local_batch_size 100000 | --wlb.corpus.seed -1
---wlb.sharding.policy nope
---wlb.pipeline.order nope | --wlb.packing.policy nope | --wlb.packing.tail nope
---wlb.packing.cost_model nope | --wlb.packing.cost_model nope.json
---wlb.packing.cost_model profile:/etc/passwd | --wlb.packing.cost_model quadratic:1,2,3
+PLAN = """
+--steps 0 | --steps HUGE | --gpus 0 | --report good.txt | --policy wlb | --tail drop | --wlb
+--compare plain,nope -> no packing policy is called 'nope'
+--compare plain,wlb --output x.jsonl -> plans of one policy
+--output /nowhere/plan.jsonl -> --output: /nowhere/plan.jsonl cannot be written: there is no folder /nowhere
+--lengths nowhere.txt -> neither a distribution of lengths called 'nowhere.txt'
+--lengths . -> The file of lengths . cannot be read
+--lengths bytes -> The file of lengths bytes cannot be read
+--lengths minus -> has -7 to 5; it must have a document's length a line
+--lengths word -> 'seven'
+--lengths half -> '3.5'
+--lengths long -> has 9999999999999 to 9999999999999; it must have a document's length a line
+--lengths longer -> too large
+--lengths longest -> value has 5000 digits
+--lengths nothing -> is empty
+--lengths ones -> All documents have one token
+--lengths two -> --lengths: The corpus has 2 documents, fewer than the 4 micro-batches
+--training.local_batch_size 100000 -> --lengths: The corpus has 3000 documents
+--training.local_batch_size HUGE | --training.seq_len HUGE | --wlb.corpus.seed -1
+--training.seqlen 5 -> Did you mean training.seq_len
+--cluster nope | --wlb.sharding.policy nope | --wlb.pipeline.order nope
+--wlb.packing.policy nope | --wlb.packing.tail nope
+--wlb.packing.cost_model nope | --wlb.packing.cost_model profile:/etc/passwd
+--wlb.packing.cost_model nope.json -> no cost model is called 'nope.json'
+--wlb.packing.cost_model quadratic:1,2,3 -> is malformed
 --wlb.packing.cost_model quadratic:x,y | --wlb.packing.cost_model quadratic:nan,1
 --wlb.packing.cost_model quadratic:0,0 | --wlb.packing.cost_model quadratic:1e308,1e308
---wlb.packing.policy wlb --wlb.packing.thresholds [64,32]
+--wlb.packing.policy wlb --wlb.packing.thresholds [64,32] -> 64, 32 are out of order
+--wlb.packing.policy wlb --wlb.packing.thresholds [400] -> command line: wlb.packing.thresholds = [400]: The
 --wlb.packing.policy wlb --wlb.packing.thresholds [0] | --wlb.packing.policy wlb --wlb.packing.thresholds 64
---wlb.packing.policy wlb --wlb.packing.queues 9 | --wlb.packing.policy wlb --wlb.packing.max_length 100
+--wlb.packing.policy wlb --wlb.packing.queues 9
+--wlb.packing.policy wlb --wlb.packing.max_length 100 -> 100 tokens, below the context window of 256
 --wlb.packing.policy wlb_lazy --wlb.packing.tolerance nan
 --wlb.packing.policy wlb_lazy --wlb.packing.max_delay -1
 --wlb.packing.policy fixed_greedy --wlb.packing.global_batches 0
@@ -55,64 +74,60 @@ PLAN_OPTIONS = """
 --wlb.packing.policy fixed_solver --wlb.packing.gap 2
 --parallelism.context_parallel_degree 300 | --parallelism.data_parallel_shard_degree 0
 --parallelism.pipeline_parallel_degree 100
---parallelism.data_parallel_shard_degree 3 --training.global_batch_size 4
+--parallelism.data_parallel_shard_degree 3 --training.global_batch_size 4 -> 4 micro-batches cannot be shared
 """
-SIMULATE_OPTIONS = """
+SIMULATE = """
 --policies plain:nope | --policies plain:adaptive:best:more | --gpus 0 | --steps 0 | --chunks 2
---trace /nowhere/trace.json | --report good.txt | --routing-imbalance 0 | --wlb.sharding.profile nope
---search --gpus 0 | --search --trace t.json
+--policies plane -> no packing policy is called 'plane'
+--trace /nowhere/trace.json -> --trace: /nowhere/trace.json cannot be written: there is no folder
+--report good.txt -> is a file
+--routing-imbalance 0 | --wlb.sharding.profile nope | --search --gpus 0
+--search --trace t.json -> --trace draw policies; leave out --search
+--search --gpus 1 --base llama2_7b -> Nothing fits 1 GPUs
+--gpus 100 -> 100 processes do not fit the degrees
 --parallelism.tensor_parallel_degree 3 | --parallelism.context_parallel_degree 7
 --parallelism.pipeline_parallel_degree 1000 | --parallelism.pipeline_parallel_degree HUGE
 --parallelism.pipeline_parallel_schedule nope | --activation_checkpoint.class nope
 --training.global_batch_size 3 | --training.seq_len HUGE | --training.seq_len many | --wlb.corpus.seed -1
 --wlb.packing.policy wlb --wlb.packing.max_length 1
+--cluster tpu -> cluster file tpu cannot be read
+--cluster empty_cluster.toml -> [gpu] memory is missing
+--cluster broken_cluster.toml -> is not TOML
+--cluster worded_cluster.toml -> [node] gpus is 'many'
+--cluster huge_cluster.toml -> [node] gpus is HUGE
 """
 OTHERS = """
-nope | config check nowhere.toml | config check good.txt | config check . | config check /dev/null
-config check toml-deep | config check toml-digits | config check toml-latin | config check toml-circle
-config check toml-array | config check toml-dotted | config check good.toml --training.steps
-config check good.toml training.steps 5 | config check good.toml --training..steps 5
-config check good.toml --world-size 0 | config check good.toml --device-gib nan
-config check good.toml --device-gib 0.0001 | config show good.toml --extends other.toml
+nope | plan | plan nowhere.toml | simulate | simulate nowhere.toml
+simulate --config good.toml -> It comes first, without an option's name: main simulate FILE
+plan late.toml --lengths good.txt -> late.toml:4: wlb.packing.thresholds = [300]: The
+config check nowhere.toml | config check good.txt | config check . | config check /dev/null
+config check deep.toml | config check digits.toml | config check latin.toml | config check circle.toml
+config check array.toml | config check dotted.toml | config check good.toml training.steps 5
+config check good.toml --training.steps | config check good.toml --training..steps 5
+config check good.toml --world-size 0 | config show good.toml --extends other.toml
+config check good.toml --device-gib 0 | config check good.toml --device-gib nan
+config check good.toml --device-gib inf | config check good.toml --device-gib 0.0001 -> this cannot fit
 prepare / | prepare good.txt | prepare c --source nope | prepare c --source text:nowhere
 prepare c --source jsonl:nowhere | prepare c --source parquet:good.txt#text | prepare c --vocab-size 1
 prepare c --vocab-size 1000000000 | prepare c --seed -1 | prepare c --max-tokens 0
-prepare c --tokenizer nowhere
-prepare c --max-length 100 | prepare LONG
+prepare c --tokenizer nowhere | prepare c --max-length 100 | prepare LONG
 profile --output p.json | profile nowhere.toml --output p.json
 profile good.toml --output /nowhere/p.json
 compare nowhere | compare . | compare good.txt
 """
-
-
-def split(text: str) -> list[str]:
-    """Commands or options, between bars and ends of lines."""
-    text = text.replace("HUGE", HUGE).replace("LONG", "x" * 300)
-    return [one.strip() for line in text.strip().splitlines() for one in line.split(" | ")]
-
-
 COMMANDS = {
-    "plan": [*PLAN, *(f"plan good.toml {GIVEN} {options}" for options in split(PLAN_OPTIONS))],
-    "simulate": [
-        "simulate",
-        *(f"simulate table.toml --lengths good.txt {options}" for options in split(SIMULATE_OPTIONS)),
-        *(f"simulate table.toml --lengths good.txt --cluster cluster-{name}" for name in CLUSTERS),
-    ],
-    "others": split(OTHERS),
+    "plan good.toml --lengths good.txt": PLAN,
+    "simulate table.toml --lengths good.txt": SIMULATE,
+    "": OTHERS,
 }
+"""These words go before what stands between bars and ends of lines; after an arrow is what an answer says."""
 
-WORDS = {
-    "--wlb.packing.thresholds [64,32]": "64, 32 are out of order",
-    "--wlb.packing.max_length 100": "100 tokens, below the context window of 256",
-    "data_parallel_shard_degree 3 --training.global_batch_size 4": "4 micro-batches cannot be shared equally",
-    "quadratic:1,2,3": "is malformed",
-    "cost_model nope.json": "no cost model is called 'nope.json'",
-    "--training.seqlen 5": "Did you mean training.seq_len",
-    "--lengths nowhere.txt " + ROOMY: "neither a distribution of lengths called 'nowhere.txt'",
-    "--compare plain,nope": "no packing policy is called 'nope'",
-    "--output /nowhere/plan.jsonl": "cannot be written",
-}
-"""What the answers to commands with these ends say."""
+
+def asked(begin: str) -> list[tuple[str, str]]:
+    """Commands, and what is in their answers."""
+    text = COMMANDS[begin].replace("HUGE", HUGE).replace("LONG", "x" * 300)
+    commands = [one for line in text.strip().splitlines() for one in line.split(" | ")]
+    return [(f"{begin} {end}", words) for end, _, words in (one.partition(" -> ") for one in commands)]
 
 
 @pytest.fixture(scope="module")
@@ -121,42 +136,25 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     lengths = (np.random.default_rng(0).pareto(1.0, 3000) * 12 + 2).clip(2, 250).astype(int)
     (folder / "good.txt").write_text("\n".join(map(str, lengths)) + "\n")
-    (folder / "good.toml").write_text('base = "llama3_debug"\n')
-    (folder / "table.toml").write_text(f'extends = "{CONFIGS / "llama2_550m_64k.toml"}"\n')
-    for name, content in LENGTHS_FILES.items():
-        (folder / f"lengths-{name}").write_bytes(content)
-    for name, content in CLUSTERS.items():
-        (folder / f"cluster-{name}").write_text(content)
-    texts = {
-        "deep": 'base = "llama3_debug"\na = ' + "[" * 5000 + "]" * 5000,
-        "digits": 'base = "llama3_debug"\ntraining.steps = ' + "9" * 5000,
-        "circle": 'extends = "toml-circle"',
-        "array": 'base = ["llama3_debug"]',
-        "dotted": 'base = "llama3_debug"\ntraining = 5\n',
-    }
-    for name, content in texts.items():
-        (folder / f"toml-{name}").write_text(content)
-    (folder / "toml-latin").write_bytes('base = "ä"'.encode("latin-1"))
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    make_corpus(folder / "texts", folder / "corpus")
     return folder
 
 
-@pytest.mark.parametrize("kind", COMMANDS)
-def test_bad_arguments(folder, kind, monkeypatch):
-    commands = COMMANDS[kind]
+@pytest.mark.parametrize("begin", COMMANDS)
+def test_bad_arguments_are_refused_in_a_paragraph_and_nothing_is_left(folder, begin, monkeypatch):
     monkeypatch.chdir(folder)
     poorly = []
     before = {path.name for path in folder.iterdir()}
-    for command in commands:
+    for command, words in asked(begin):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = CliRunner().invoke(main, command.split())
-        paragraph = result.stderr.strip().splitlines()[-1:] or [""]
+        *_, paragraph = ["", *result.stderr.strip().splitlines()]
         if result.exit_code != 2 or not isinstance(result.exception, SystemExit):
             poorly.append(f"{command[:120]}: {result.exit_code} {result.exception!r} {result.output[-200:]}")
-        elif not paragraph[0].startswith("Error: ") or len(paragraph[0]) < 30:
-            poorly.append(f"{command[:120]}: unclear: {result.stderr}")
-        for end, words in WORDS.items():
-            if command.endswith(end) and words not in paragraph[0]:
-                poorly.append(f"{command[:120]}: not {words!r}: {result.stderr}")
-    assert not poorly, f"{len(poorly)} of {len(commands)}:\n" + "\n".join(poorly)
+        elif not paragraph.startswith("Error: ") or len(paragraph) < 30 or words not in paragraph:
+            poorly.append(f"{command[:120]}: unclear, or not {words!r}: {result.stderr}")
+    assert not poorly, f"{len(poorly)} of {len(asked(begin))}:\n" + "\n".join(poorly)
     assert {path.name for path in folder.iterdir()} == before, "a refused command has left something"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from drill_ground import await_
+from forking import await_
 
 from wlb_titan.commands.main import main
 
@@ -55,7 +55,7 @@ def test_the_walk(tmp_path, monkeypatch):
     simulated = says(*command.split()[1:], "--steps", 4)
     assert "plain:per_sequence" in simulated and "wlb_lazy:per_sequence" in simulated
     simulated = says("simulate", "job.toml", "--steps", 2, "--policies", "plain,wlb:adaptive,wlb_lazy")
-    assert "wlb:adaptive is not possible here: No thresholds" in simulated or "wlb:adaptive" in simulated
+    assert "wlb:adaptive" in simulated
 
     traced = says("dryrun", "job.toml", *SMALL, "--device-gib", 80)
     assert re.search(r"Step \d+ of job.toml under wlb_lazy:per_sequence, .* longest micro-batch", traced)

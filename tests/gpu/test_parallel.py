@@ -4,67 +4,33 @@ Ranks that share a GPU are NCCL's own experiment (NCCL_MULTI_RANK_GPU_ENABLE), i
 room hang: each job has its time limit. Time is not measured here.
 """
 
-import json
-import math
+from functools import cache
 
 import pytest
-from lab import first_failure, layout
+from lab import first_failure, layout, lines_of, ranks
 from trainers import WAITED
 
-SLIM = (
-    *("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "6"),
-    *("--parallelism.pipeline_parallel_schedule", "1F1B"),
-)
-THREE = ("--training.local_batch_size", "3", "--training.global_batch_size", "3")
-ALONE = {
-    "lazy": (),
-    "slim": SLIM,
-    "slim_three": (*SLIM, *THREE),
-}
-"""What one process trains."""
-GATHER = ("--wlb.sharding.policy", "own_policies.ulysses_gather:UlyssesGather", "--wlb.sharding.within", "2")
-HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
-THREE_STAGES = '[["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "lm_head"]]'
-ASYMMETRIC = ("--wlb.packing.asymmetric", "true", "--activation_checkpoint.class", "FullAC")
-LAYOUTS = {
-    "cp2": ("lazy", {"cp": 2}, ()),
-    "dp2": ("lazy", {"dp": 2}, ()),
-    "pp2": ("lazy", {"pp": 2}, ()),
-    "tp2": ("lazy", {"tp": 2}, ()),
-    "pp2_cp2": ("lazy", {"pp": 2, "cp": 2}, ()),
-    "dp2_cp2": ("lazy", {"dp": 2, "cp": 2}, ()),
-    "cp2_tp2": ("lazy", {"cp": 2, "tp": 2}, ()),
-    # Groups that only some of the ranks are in, or ask for.
-    "cp4_hybrid": ("lazy", {"cp": 4}, ()),
-    "cp4_ulysses_gather": ("lazy", {"cp": 4}, GATHER),
-    "pp2_cp2_head_apart": (
-        "lazy",
-        {"pp": 2, "cp": 2},
-        (
-            *(*GATHER, "--checkpoint.async_mode", "async"),
-            *("--parallelism.module_fqns_per_model_part", HEAD_APART),
-        ),
-    ),
-    "dp3_slim": (
-        "slim_three",
-        {"dp": 3},
-        (*SLIM, "--wlb.packing.dp_merge", "true", "--training.local_batch_size", "1"),
-    ),
-    "pp2_cp2_asymmetric": ("slim", {"pp": 2, "cp": 2}, (*SLIM, *ASYMMETRIC)),
-    # The one in the middle sends to one rank and receives from another.
-    "pp3": (
-        "lazy",
-        {"pp": 3},
-        (
-            *("--parallelism.pipeline_parallel_schedule", "1F1B"),
-            *("--parallelism.module_fqns_per_model_part", THREE_STAGES),
-        ),
-    ),
-}
 COMMON = (
     *("--training.steps", "3", "--wlb.packing.policy", "wlb_lazy", "--metrics.log_freq", "1"),
     *("--wlb.packing.cost_model", "quadratic:1,1000", "--wlb.sharding.policy", "hybrid"),
 )
+STAGES = "--parallelism.module_fqns_per_model_part"
+HEAD_APART = (STAGES, '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]')
+THREE = (STAGES, '[["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "lm_head"]]')
+WITHIN = ("--wlb.sharding.within", "2")
+SLIM = "slim6 1F1B"
+# name as of `lab.layout` -> other overrides
+LAYOUTS = {
+    **dict.fromkeys(("cp2", "dp2", "pp2", "tp2", "pp2 cp2", "dp2 cp2", "cp2 tp2"), ()),
+    # Groups that only some of the ranks are in, or ask for.
+    "cp4": (),
+    "cp4 gather": WITHIN,
+    "pp2 cp2 gather": (*WITHIN, *HEAD_APART, "--checkpoint.async_mode", "async"),
+    f"dp3 {SLIM} merged": ("--training.local_batch_size", "1"),
+    f"pp2 cp2 {SLIM} asymmetric full": (),
+    # The one in the middle sends to one rank and receives from another.
+    "pp3 1F1B": THREE,
+}
 SECONDS = 120  # for a job
 
 
@@ -78,12 +44,10 @@ def run(lab, target, name, processes, *words):
 
 @pytest.fixture(scope="module")
 def one_process(lab, target):
-    known = {}
-
-    def metrics(name):
-        if name not in known:
-            known[name] = run(lab, target, f"alone_{name}", 1, *ALONE[name])
-        return known[name]
+    @cache
+    def metrics(packing, micro_batches):
+        words = (*layout(packing), "--training.local_batch_size", micro_batches)
+        return run(lab, target, f"alone {packing} {micro_batches}", 1, *words)
 
     return metrics
 
@@ -91,32 +55,22 @@ def one_process(lab, target):
 @pytest.mark.timeout(3 * SECONDS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_equal_one_process(lab, target, one_process, name):
-    alone, degrees, words = LAYOUTS[name]
-    ranks = math.prod(degrees.values())
-    metrics = run(
-        lab,
-        target,
-        name,
-        ranks,
-        *layout(" ".join(f"{axis}{degree}" for axis, degree in degrees.items())),
-        *words,
-    )
-    for key, rel in (
-        ("loss", target.pick(cuda=5e-3, cpu=1e-4)),
-        ("grad_norm", target.pick(cuda=5e-2, cpu=1e-3)),
-    ):
-        expected = [record[key] for record in one_process(alone)]
-        assert [record[key] for record in metrics] == pytest.approx(expected, rel=rel), key
+    metrics = run(lab, target, name, ranks(name), *layout(name), *LAYOUTS[name])
+    alone = one_process(SLIM if SLIM in name else "", "3" if "dp3" in name else "4")
+    tolerances = {"loss": target.pick(cuda=5e-3, cpu=1e-4), "grad_norm": target.pick(cuda=5e-2, cpu=1e-3)}
+    for key, tolerance in tolerances.items():
+        expected = [record[key] for record in alone]
+        assert [record[key] for record in metrics] == pytest.approx(expected, rel=tolerance), key
     assert len(metrics) == 3
 
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_slices_go_through_a_pipeline_without_waiting(lab, target):
     watched = ("--base", target.pick(cuda="gpu_bases:watched_llama", cpu="trainers:watched"))
-    run(lab, target, "watched", 2, *watched, *layout("pp2"), *SLIM, "--metrics.log_freq", "100")
+    run(lab, target, "watched", 2, *watched, *layout(f"pp2 {SLIM}"), "--metrics.log_freq", "100")
     for rank in range(2):
-        lines = (lab.folder / "watched" / WAITED.format(rank=rank)).read_text().splitlines()
-        first, *others = (json.loads(line)["waits"] for line in lines)
+        records = lines_of(lab.folder / "watched" / WAITED.format(rank=rank))
+        first, *others = [record["waits"] for record in records]
         assert first and others == [[], []]
 
 
@@ -131,8 +85,7 @@ def test_a_job_for_the_cpu_leaves_gpus_alone(lab):
 def test_more_processes_than_gpus_are_refused_unless_each_is_shown_its_own(lab, target, visible):
     experiment = lab.experiment(f"too_many_{visible}", *COMMON)
     shown = {"CUDA_VISIBLE_DEVICES": target.pick(cuda=visible, cpu="")}
-    codes = lab.start(1, experiment, environment={"LOCAL_WORLD_SIZE": "99", **shown}, fresh=True).wait(
-        SECONDS
-    )
+    job = lab.start(1, experiment, environment={"LOCAL_WORLD_SIZE": "99", **shown}, fresh=True)
+    codes = job.wait(SECONDS)
     message = "error: " in experiment.log.read_text() and "99 processes and" in experiment.log.read_text()
     assert (codes != [0]) == message == target.pick(cuda=visible == "0,1", cpu=False)

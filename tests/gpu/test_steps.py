@@ -1,9 +1,7 @@
 """A job on the device: steps neither wait nor compile, it resumes exactly, memory is what was predicted."""
 
-import json
-
 import pytest
-from lab import CONFIG
+from lab import CONFIG, lines_of
 from trainers import WAITED
 
 from wlb_titan.config.documents import training_documents
@@ -24,8 +22,7 @@ def test_steps_that_are_not_logged_neither_wait_nor_compile(lab, target, base):
         *("--metrics.log_freq", "100"),
     )
     lab.run(1, [experiment])
-    lines = (experiment.folder / WAITED.format(rank=0)).read_text().splitlines()
-    first, *others = [json.loads(line) for line in lines]
+    first, *others = lines_of(experiment.folder / WAITED.format(rank=0))
     assert first["waits"], "the first step is logged, so something must have been noticed"
     assert len(others) == 7
     assert [step["compiled"] for step in others] == [[]] * 7

@@ -41,21 +41,10 @@ def check_the_same(some, others):
     assert len(some) == 3
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_it_trains_as_by_the_reference(trained, base):
-    kernels, reference = (
-        trained(base, *PACKING["wlb_lazy"], "--wlb.attention.implementation", name)
-        for name in ("auto", "reference")
-    )
-    check_the_same(kernels, reference)
-
-
-def test_slices_train_as_by_the_reference(trained):
-    kernels, reference = (
-        trained("llama", *PACKING["slim"], "--wlb.attention.implementation", name)
-        for name in ("auto", "reference")
-    )
-    check_the_same(kernels, reference)
+@pytest.mark.parametrize(("base", "packing"), [*((base, "wlb_lazy") for base in BASES), ("llama", "slim")])
+def test_it_trains_as_by_the_reference(trained, base, packing):
+    words = (*PACKING[packing], "--wlb.attention.implementation")
+    check_the_same(trained(base, *words, "auto"), trained(base, *words, "reference"))
 
 
 @pytest.mark.parametrize("base", COMPILED)

@@ -13,15 +13,12 @@ from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
-from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.summary import Summary
 
-_OWN_TILES = KernelCost(
-    Tiling(128, 128), launch=2.5e-5, key=0.0, segment=0.0, tile=2e-7, block=1.6e-6, masked=3e-7
-)
+_COSTS = {"launch": 2.5e-5, "key": 0.0, "segment": 0.0, "tile": 2e-7, "block": 1.6e-6, "masked": 3e-7}
+_OWN_TILES = KernelCost(Tiling(128, 128), **_COSTS)
 UNMERGED = AttentionLatency(_OWN_TILES, replace(_OWN_TILES, block=4.7e-6), 132, 32, "own tiles")
 """A kernel that does not merge short segments, about as fast as FlashAttention-3."""
-
 
 MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=2, head_dim=4, feed_forward=16, vocabulary=32)
 LAYER = 4 * 8 * 8 + 3 * 8 * 16  # weights in matrix products
@@ -57,8 +54,6 @@ def pairs(length):
 def make_planner(
     lengths,
     *,
-    window,
-    micro_batches,
     packing="plain",
     cost="quadratic:1,40",
     sharding="per_sequence",
@@ -72,16 +67,11 @@ def make_planner(
 ):
     """A planner of a job with these policies, by name or with their settings."""
     packing = POLICIES.configure(packing) if isinstance(packing, str) else packing
-    return Job(
-        window=window,
-        micro_batches=micro_batches,
-        degrees=Degrees(shard=data_parallel, context=context_parallel, pipeline=pipeline_parallel),
-        packing=replace(packing, cost_model=cost),
-        sharding=STRATEGIES.configure(sharding),
-        **job,
-    ).planner(
-        Documents(lengths=np.asarray(lengths), seed=seed, sources=tuple(sources), fingerprint=fingerprint)
-    )
+    policies = {"packing": replace(packing, cost_model=cost), "sharding": STRATEGIES.configure(sharding)}
+    degrees = Degrees(shard=data_parallel, context=context_parallel, pipeline=pipeline_parallel)
+    corpus = {"seed": seed, "sources": tuple(sources), "fingerprint": fingerprint}
+    documents = Documents(lengths=np.asarray(lengths), **corpus)
+    return Job(degrees=degrees, **policies, **job).planner(documents)
 
 
 def figures(lengths, steps, **arguments):
@@ -95,23 +85,3 @@ def figures(lengths, steps, **arguments):
 def shard(policy, lengths, total, ranks, latency, **settings):
     """How a policy divides a micro-batch: its name in the end, and the sharding."""
     return STRATEGIES.configure(policy, **settings).make(ranks, latency).shard(lengths, total)
-
-
-PIPELINES = [
-    PipelineShape("GPipe", 2),
-    PipelineShape("GPipe", 4),
-    PipelineShape("1F1B", 2),
-    PipelineShape("1F1B", 4),
-    PipelineShape("Interleaved1F1B", 2, 2),
-    PipelineShape("Interleaved1F1B", 4, 2),
-    PipelineShape("Interleaved1F1B", 2, 3),
-    PipelineShape("InterleavedZeroBubble", 2, 2),
-    PipelineShape("InterleavedZeroBubble", 4, 1),
-    PipelineShape("InterleavedZeroBubble", 4, 2),
-    PipelineShape("ZBVZeroBubble", 2, 2),
-    PipelineShape("ZBVZeroBubble", 4, 2),
-]
-
-
-def pipeline_name(shape):
-    return f"{shape.schedule}-{shape.ranks}x{shape.chunks}"

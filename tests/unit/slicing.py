@@ -1,6 +1,7 @@
-"""Steps in slices for tests: planners under `slim`, and what holds for plans of all its kinds."""
+"""Planners under `slim` for tests, and what holds for plans of it and of every other policy."""
 
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 from planning import FULL, NONE, job
@@ -9,7 +10,7 @@ from wlb_titan.context.layout import sequence_positions
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.packing.slim.slim import Slim
-from wlb_titan.plan import ID, START
+from wlb_titan.plan import ID, LENGTH, START
 from wlb_titan.simulator.replicas import check_slices
 
 WINDOW = 64
@@ -19,11 +20,7 @@ def slim(**settings):
     return Slim.Config(**{"micropacks": 6, "slack": 0, "cost_model": "quadratic:1,40", **settings})
 
 
-PACKINGS = {
-    "slim": slim(dp_merge=False),
-    "merged": slim(dp_merge=True),
-    "asymmetric": slim(asymmetric=True),
-}
+PACKINGS = {"slim": slim(dp_merge=False), "merged": slim(dp_merge=True), "asymmetric": slim(asymmetric=True)}
 
 
 def sliced(packing=None, **changes):
@@ -37,9 +34,23 @@ def planner(lengths, packing=None, *, seed=7, **changes):
     return sliced(packing, **changes).planner(Documents(lengths=np.asarray(lengths), seed=seed))
 
 
-def comparable(plan):
-    """A plan without the time that it took."""
-    return plan.to_json() | {"plan_ms": 0}
+def assert_conserved(planner, plans):
+    """Asserts that all that the planner's stream gave was trained once, was lost or waits: every token of
+    every document at most once, and all of those long past exactly once."""
+    trained = {}
+    for plan in plans:
+        pieces = tokens_once(plan)
+        assert not trained.keys() & pieces.keys()
+        trained |= pieces
+    for ((document, start), total), ((following, then), _) in pairwise(sorted(trained.items())):
+        assert document < following or start + total <= then, document
+    ids, starts = np.array(list(trained)).T
+    assert (starts + list(trained.values()) <= planner._stream.lengths_of(ids)).all()
+    lost = sum(plan.lost_tokens for plan in plans)
+    cursor = planner._stream.state_dict()
+    streamed = int(planner._stream.lengths_of(np.arange(cursor["document"])).sum()) + cursor["offset"]
+    left = plans[-1].waiting_tokens + int(cursor["first"][:, LENGTH].sum())
+    assert sum(trained.values()) + lost + left == streamed
 
 
 def tokens_once(plan):
@@ -64,9 +75,11 @@ def _pieces(packs):
     """Tokens of each piece and the first rank that has it, whose slices rise from pack to pack."""
     upto, totals = defaultdict(int), {}
     for m in packs:
-        for number, length, (prefix, total) in zip(_numbers(m), m.lengths, m.slices.tolist(), strict=True):
+        whole = [(0, length) for length in m.lengths]
+        slices = whole if m.slices is None else m.slices.tolist()
+        for number, length, (prefix, total) in zip(_numbers(m), m.lengths, slices, strict=True):
             piece = number, m.dp_rank
-            assert upto[piece] == prefix and totals.setdefault(piece, total) == total
+            assert length > 0 and upto[piece] == prefix and totals.setdefault(piece, total) == total
             upto[piece] += length
     assert upto == totals
     return totals
@@ -74,7 +87,8 @@ def _pieces(packs):
 
 def _numbers(m):
     """The piece of each row: its document, and its first token there."""
-    return list(map(tuple, np.stack([m.documents[:, ID], m.documents[:, START] - m.prefix], axis=1).tolist()))
+    before = 0 if m.prefix is None else m.prefix
+    return list(map(tuple, np.stack([m.documents[:, ID], m.documents[:, START] - before], axis=1).tolist()))
 
 
 def assert_shares_cover(plan, context):
@@ -91,26 +105,36 @@ def assert_shares_cover(plan, context):
             assert sorted(positions.ravel().tolist()) == list(range(m.shared_length))
 
 
-def left_waiting(plan, stages):
+def nothing(dp_rank, action):
+    return 0.0
+
+
+def run_through(plan, stages, seconds=nothing, delay=nothing):
     """Runs the passes of all ranks, each when what it needs has run, and a shared one when all of its sharers
-    are about to.
+    can; asserts that none waits for ever.
+
+    Args:
+        seconds: of a data-parallel rank's pass.
+        delay: seconds until such a pass has what the stage before it computed.
 
     Returns:
-        Passes that never run, by the data-parallel and the pipeline rank that wait for them.
+        When the last one ends.
     """
     needed = [_last_forward(plan.of_rank(rank)) for rank in range(len(plan.flows))]
     for rank, flow in enumerate(plan.flows):
         assert check_slices(flow, plan.of_rank(rank)) == needed[rank]
     queues = {(dp, pp): list(own) for dp, flow in enumerate(plan.flows) for pp, own in enumerate(flow)}
-    done = set()
+    ends, idle = {}, dict.fromkeys(queues, 0.0)
 
-    def ready(dp, action):
+    def ready(dp, pp, action):
+        """When a rank can run it; infinity where what it needs has not run."""
         kind, stage, place = action
-        if kind == "F":
-            return stage == 0 or (dp, "F", stage - 1, place) in done
-        if stage == stages - 1:
-            return (dp, "F", stage, needed[dp][place]) in done
-        return (dp, "B", stage + 1, place) in done
+        source = stage - 1 if kind == "F" else stage + 1
+        if source == -1:
+            return idle[dp, pp]
+        if source == stages:
+            return max(idle[dp, pp], ends.get((dp, "F", stage, needed[dp][place]), np.inf))
+        return max(idle[dp, pp], ends.get((dp, kind, source, place), np.inf) + delay(dp, action))
 
     moved = True
     while moved:
@@ -119,11 +143,16 @@ def left_waiting(plan, stages):
             while queue:
                 action = queue[0]
                 sharers = plan.of_rank(dp)[action.place].merged or [dp]
-                if not all(queues[one, pp][:1] == [action] and ready(one, action) for one in sharers):
+                start = max(ready(one, pp, action) for one in sharers)
+                if start == np.inf or any(queues[one, pp][:1] != [action] for one in sharers):
                     break
-                done |= {(one, *queues[one, pp].pop(0)) for one in sharers}
+                for one in sharers:
+                    del queues[one, pp][0]
+                    idle[one, pp] = ends[one, *action] = start + seconds(one, action)
                 moved = True
-    return {ranks: list(map(str, queue)) for ranks, queue in queues.items() if queue}
+    left = {ranks: list(map(str, queue)) for ranks, queue in queues.items() if queue}
+    assert not left, f"passes that never run, by data-parallel and pipeline rank: {left}"
+    return max(idle.values())
 
 
 def _last_forward(packs):

@@ -1,27 +1,24 @@
-"""The asymmetric partition: the same tokens in other MicroPacks in forward and in backward passes."""
+"""The asymmetric partition: the same tokens in other MicroPacks in forward and in backward passes, and which
+rank sends which token from the ones to the others."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import CLUSTER, FULL
-from slicing import PACKINGS, WINDOW, planner, sliced, slim
+from planning import FULL
+from slicing import PACKINGS, WINDOW, planner, slim
 
-from wlb_titan.cost.cluster import Link
+from wlb_titan.context.layout import sequence_positions
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.workload import cost_model
-from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.packing.slim.asymmetric import cut_line, regrouped_times
-from wlb_titan.packing.slim.slices import PrefixWork, last_needed
+from wlb_titan.packing.slim.asymmetric import cut_line, token_moves
+from wlb_titan.packing.slim.slices import PrefixWork
+from wlb_titan.plan import Action
 from wlb_titan.simulator.replicas import check_slices
-from wlb_titan.simulator.step import simulate
-from wlb_titan.simulator.timeline import step_timeline
 
 COST = cost_model("quadratic:1,40", None)
 APART = PACKINGS["asymmetric"]
@@ -50,12 +47,11 @@ def test_a_line_is_cut_where_the_shares_are_as_near_as_the_grain_allows(lengths,
         return
     pieces = cut_line(line, lengths, count)
     assert len(pieces) == count and all(pieces)
-    run = [(document, start, stop) for piece in pieces for document, start, stop in piece]
+    run = np.concatenate([np.array(piece) for piece in pieces])
+    assert (np.diff(run[:, 0]) >= 0).all()
     for document, length in enumerate(lengths):
-        own = [(start, stop) for d, start, stop in run if d == document]
-        assert own[0][0] == 0 and own[-1][1] == length
-        assert all(end == start and end % grain == 0 for (_, end), (start, _) in itertools.pairwise(own))
-    assert [d for d, _, _ in run] == sorted(d for d, _, _ in run)
+        starts, stops = run[run[:, 0] == document, 1:].T
+        assert [*starts, length] == [0, *stops] and (stops[:-1] % grain == 0).all()
     places, nearest = naive_cuts(lambda n: float(COST.forward(np.array([n]))[0]), grain, lengths, count)
     if nearest == sorted(set(nearest)) and nearest[:1] != [0] and nearest[-1:] != [len(places) - 1]:
         # Nothing would be empty, so that every cut can be where it is best.
@@ -84,63 +80,59 @@ def test_both_passes_are_balanced_where_one_packing_balances_neither():
 
 def test_a_backward_pass_before_what_it_needs_is_refused():
     plan = planner([64, 50, 10, 10, 10], APART).next()
-    packs = plan.of_rank(0)
-    (flow,) = plan.flows
-    assert check_slices(flow, packs) == dict(zip(range(6, 12), last_needed(packs).tolist(), strict=True))
-    assert check_slices(flow, packs)[6] > 0  # the first waits for slices of a document
-    first, last = flow
+    packs, ((first, last),) = plan.of_rank(0), plan.flows
+    assert check_slices((first, last), packs)[6] > 0  # it waits for slices of a document
     place = next(i for i, action in enumerate(first) if action.kind == "B")
     early = (first[0], first[place], *first[1:place], *first[place + 1 :])
     with pytest.raises(PlanError, match=r"runs B6 of stage 0 before F\d of stage 0, which it needs"):
         check_slices((early, last), packs)
-    backs = [i for i, action in enumerate(last) if action.kind == "B"]
-    swapped = list(last)
-    swapped[backs[0]], swapped[backs[1]] = swapped[backs[1]], swapped[backs[0]]
+    swap = {Action("B", 1, 6): Action("B", 1, 7), Action("B", 1, 7): Action("B", 1, 6)}
     with pytest.raises(PlanError, match="runs B7 of stage 1 before B6 of stage 1"):
-        check_slices((first, tuple(swapped)), packs)
+        check_slices((first, tuple(swap.get(action, action) for action in last)), packs)
 
 
-def test_regrouping_moves_the_head_into_backward_passes_and_sends_what_they_need():
-    """All work once, as under full checkpointing; an all-to-all of each hidden state that a stage keeps."""
-    tokens, attention = np.array([[5.0], [3.0]]), np.array([[2e-5], [1e-5]])
-
-    def times(of, node=CLUSTER.node):
-        whole = sliced(APART, degrees=Degrees(pipeline=2, context=2), cluster=replace(CLUSTER, node=node))
-        return of(whole, MicroBatches.imagined(whole, tokens, attention, 2.5 * attention))
-
-    symmetric, mine, sent = times(pass_times), times(regrouped_times), times(regrouped_times, Link(1e6, 0.0))
-    assert sum(x.sum() for x in mine) == pytest.approx(sum(x.sum() for x in symmetric))
-    assert mine.forward[-1].sum() < symmetric.forward[-1].sum()  # the head runs in backward passes
-    assert mine.forward[0] == pytest.approx(symmetric.forward[0])
-    slower = (sent.inputs - times(pass_times, Link(1e6, 0.0)).inputs)[:, :, 0]
-    slower -= (mine.inputs - symmetric.inputs)[:, :, 0]
-    # Of 8 elements of 2 bytes each of two ranks holds half of the tokens, and sends half of these; the first
-    # of the stages of two layers keeps one state of a token, the last three.
-    each = tokens[:, 0] / 2 * 8 * 2 / 2 / 1e6
-    assert slower == pytest.approx(np.stack([each, 3 * each]))
+def share(micro_batch, tensor_ranks, rank):
+    """What a rank holds: (document, its token) of each place of its share, None where it is padding."""
+    tokens = [(id_, start + i) for id_, start, n, _ in micro_batch.documents.tolist() for i in range(n)]
+    tokens += [None] * micro_batch.padding
+    held = np.arange(len(tokens))
+    if micro_batch.ranks is not None:
+        held = sequence_positions(micro_batch.ranks, micro_batch.lengths, len(tokens))[rank // tensor_ranks]
+    own = held.reshape(tensor_ranks, -1)[rank % tensor_ranks]
+    return [tokens[place] for place in own]
 
 
-def test_a_step_is_simulated_as_long_as_its_longest_path():
-    whole = sliced(APART)
-    lengths = np.random.default_rng(0).integers(4, 65, size=100)
-    (plan,) = whole.plans(Documents(lengths=lengths), 1)
-    spans = step_timeline(whole, plan)
-    assert max(s.start + s.duration for s in spans) == pytest.approx(simulate(whole, [plan]).pipeline[0])
-    shown = {s.name: s.args["tokens"] for s in spans}
-    assert shown == {f"{m.passes}{m.index}": m.length for m in plan.micro_batches}
-    assert any("," in s.args.get("slice", "") for s in spans)  # the end of one document, and another's begin
-
-
-def test_as_much_is_in_flight_as_with_full_checkpointing():
-    asymmetric = sliced(APART)
-    full = replace(asymmetric, packing=replace(asymmetric.packing, asymmetric=False))
-    token = TokenBytes.of(asymmetric.model, asymmetric.degrees, asymmetric.memory)
-    (first, last), (other, _) = (whole.fitting.document(WINDOW) for whole in (asymmetric, full))
-    # Each stage has two layers; token ids are there for both passes.
-    assert first.activations == round(2 * WINDOW * token.inputs + first.tokens * token.hidden)
-    assert last.activations == round(2 * WINDOW * token.inputs + last.tokens * 3 * token.hidden)
-    assert first.activations < other.activations
-    assert 0.8 * other.total < first.total < other.total
+@pytest.mark.parametrize("context, tensor", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
+    lengths = np.random.default_rng(context + tensor).integers(2, 90, size=40)
+    degrees = Degrees(pipeline=2, context=context)
+    facts = {"degrees": degrees, "sharding": STRATEGIES.configure("per_document"), "multiple": tensor}
+    planned = planner(lengths, APART, **facts)
+    ranks = context * tensor
+    for _ in range(2):
+        plan = planned.next()
+        packs = plan.of_rank(0)
+        forward, backward = plan.forward, packs[len(plan.forward) :]
+        ways = [token_moves(packs, tensor, rank) for rank in range(ranks)]
+        held = [{i: share(m, tensor, rank) for i, m in enumerate(forward)} for rank in range(ranks)]
+        for place, m in enumerate(backward):
+            arrives = [[] for _ in range(ranks)]  # at each rank, by the ranks that send
+            for rank, way in enumerate(ways):
+                rows = [token for source in way[place].sources for token in held[rank][source]]
+                parts = np.split(way[place].sent, np.cumsum(way[place].sent_counts)[:-1])
+                for receiver, own in enumerate(parts):
+                    arrives[receiver].append([rows[i] for i in own])
+            for rank, way in enumerate(ways):
+                assert way[place].received_counts == [len(part) for part in arrives[rank]]
+                mine = [None] * (m.length // ranks)
+                came = [token for part in arrives[rank] for token in part]
+                for where, token in zip(way[place].places.tolist(), came, strict=True):
+                    mine[where] = token
+                assert mine == share(m, tensor, rank)
+                for source in way[place].over:
+                    del held[rank][source]
+        for own in held:
+            assert all(set(left) == {None} for left in own.values())  # padding, which nobody asks for
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,18 @@
 
 import json
 import shutil
+from itertools import cycle
 
 import datasets
 import numpy as np
 import pytest
+from corpora import decode
 from tokenizers import AddedToken, Tokenizer
 
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
-from wlb_titan.corpus.tokenizer import train_tokenizer
+from wlb_titan.corpus.tokenizer import CorpusTokenizer, train_tokenizer
 
 PLAIN = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -26,28 +28,28 @@ REWRITING = (  # as Qwen3's, which has no thoughts in any turn but the last
     "{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 LAST = "{{ messages[-1]['role'] }}: {{ messages[-1]['content'] }}\n"
-DROPPING = "{% for m in messages[-2:] %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
-def said(role, content):
-    return {"role": role, "content": content}
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def talk(*contents):
+    """A conversation that a user begins and an assistant answers in turn."""
+    turns = zip(cycle(["user", "assistant"]), contents, strict=False)
+    return [said(role, content) for role, content in turns]
 
 
 CHATS = [
-    [
-        said("user", "How many?"),
-        said("assistant", "Zwölf 🍰 or more."),
-        said("user", "Why?"),
-        said("assistant", "So."),
-    ],
-    [said("system", "Be brief."), said("user", "One"), said("assistant", "Two"), said("user", "Three")],
+    talk("How many?", "Zwölf 🍰 or more.", "Why?", "So."),
+    [said("system", "Be brief."), *talk("One", "Two", "Three")],
 ]
 ANSWERS = [["Zwölf 🍰 or more.<|end|>", "So.<|end|>"], ["Two<|end|>"]]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A folder with a tokenizer that knows the marks of the templates; `template(...)` gives it one."""
+    """A folder with a tokenizer that knows the marks of the templates; `with_template` gives it one."""
     folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
     train_tokenizer(["How many are two or three? " * 20], 300, folder)
     own = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -80,15 +82,12 @@ def prepare(tmp_path, tokenizer, template, chats=CHATS, source=None, **options):
 
 def learned_texts(corpus):
     """Of each document in the order of the source: the stretches that are learned, as text."""
-    own = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
     found = {}
     for row, length in enumerate(np.asarray(corpus.lengths).tolist()):
         tokens, learned = corpus.tokens(row), corpus.learned(row, 0, length)
         edges = np.flatnonzero(np.diff([0, *learned, 0])).reshape(-1, 2)
-        found[corpus.source(row)] = [
-            own.decode(tokens[begin:end].tolist(), skip_special_tokens=False).strip("\n")
-            for begin, end in edges
-        ]
+        texts = [decode(corpus.tokenizer_path, tokens[begin:end]) for begin, end in edges]
+        found[corpus.source(row)] = [text.strip("\n") for text in texts]
     return [found[name] for name in sorted(found)]
 
 
@@ -96,13 +95,8 @@ def learned_texts(corpus):
 def test_the_assistant_s_turns_are_learned(tmp_path, tokenizer, template):
     corpus = prepare(tmp_path, tokenizer, template)
     assert learned_texts(corpus) == ANSWERS
-    whole = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode(
-        corpus.tokens(0).tolist(), skip_special_tokens=False
-    )
+    whole = decode(tokenizer, corpus.tokens(0))
     assert whole.count("<|turn|>") == whole.count("<|end|>") == 4
-    assert corpus.preparation.learned_tokens == sum(
-        corpus.learned(row, 0, n).sum() for row, n in enumerate(corpus.lengths)
-    )
 
 
 def test_the_masks_are_those_of_transformers(tmp_path, tokenizer):
@@ -126,21 +120,19 @@ WITH_TOOLS = (
 )
 
 
-def call(**arguments):
-    return said("assistant", "I ask.") | {"tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+def asked(text, **arguments):
+    """A user's words, and a call of a tool."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return [said("user", text), said("assistant", "I ask.", tool_calls=[call])]
 
 
 def test_arguments_that_a_tool_call_does_not_have_are_not_learned(tmp_path, tokenizer):
     """Arrow gives every call of a Parquet file the arguments of all, with no value."""
-    chats = [
-        [said("user", "Hot?"), call(city="Rome")],
-        [said("user", "Far?"), call(unit="km", at=[{"a": 1}])],
-    ]
+    chats = [asked("Hot?", city="Rome"), asked("Far?", unit="km", at=[{"a": 1}])]
     tools = [[{"name": "f", "of": {"city": "text"}}], [{"name": "g", "of": {"unit": "text"}}]]
     datasets.Dataset.from_dict({"messages": chats, "tools": tools}).to_parquet(tmp_path / "chat.parquet")
     corpus = prepare(tmp_path, tokenizer, WITH_TOOLS, source=f"parquet:{tmp_path}/chat.parquet")
-    own = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
-    assert not any("null" in own.decode(corpus.tokens(row).tolist()) for row in range(2))
+    assert not any("null" in decode(tokenizer, corpus.tokens(row)) for row in range(2))
     assert learned_texts(corpus) == [
         ['I ask.{"city": "Rome"}<|end|>'],
         ['I ask.{"unit": "km", "at": [{"a": 1}]}<|end|>'],
@@ -148,15 +140,15 @@ def test_arguments_that_a_tool_call_does_not_have_are_not_learned(tmp_path, toke
 
 
 def test_a_null_that_a_line_of_json_spells_stays(tmp_path, tokenizer):
-    corpus = prepare(tmp_path, tokenizer, WITH_TOOLS, [[said("user", "Hot?"), call(city=None)]])
+    corpus = prepare(tmp_path, tokenizer, WITH_TOOLS, [asked("Hot?", city=None)])
     assert learned_texts(corpus) == [['I ask.{"city": null}<|end|>']]
 
 
 THINKING = PLAIN.replace("{{ m['content'] }}", "{{ m['reasoning_content'] or '' }}{{ m['content'] }}")
 SPELLING = {
-    "reasoning": [said("user", "a"), said("assistant", "b") | {"reasoning_content": "Hm <|end|>"}],
-    "arguments": [said("user", "a"), call(city="<|end|>")],
-    "names": [said("user", "a"), call(**{"<|end|>": 1})],
+    "reasoning": [said("user", "a"), said("assistant", "b", reasoning_content="Hm <|end|>")],
+    "arguments": asked("a", city="<|end|>"),
+    "names": asked("a", **{"<|end|>": 1}),
     "tools": CHATS[0],
 }
 
@@ -172,13 +164,11 @@ def test_special_tokens_are_found_wherever_they_are_spelt(tmp_path, tokenizer, w
 
 def test_thoughts_of_the_last_turn_are_not_dropped_in_silence(tmp_path, tokenizer):
     """Those of earlier turns are, as Qwen3's template does."""
-    first, last = (said("assistant", text) | {"reasoning_content": f"Hm {text}"} for text in ("A", "B"))
+    chat = [said("user", "a"), said("assistant", "A", reasoning_content="Hm A")]
     with pytest.raises(CorpusError, match="drops the reasoning_content of message 2"):
-        prepare(tmp_path, tokenizer, PLAIN, [[said("user", "a"), last]])
-    corpus = prepare(tmp_path, tokenizer, THINKING, [[said("user", "a"), last]])
-    assert learned_texts(corpus) == [["Hm BB<|end|>"]]
-    later = [said("user", "b"), said("assistant", "B")]
-    prepare(tmp_path, tokenizer, MARKED, [[said("user", "a"), first, *later]])
+        prepare(tmp_path, tokenizer, PLAIN, [chat])
+    assert learned_texts(prepare(tmp_path, tokenizer, THINKING, [chat])) == [["Hm AA<|end|>"]]
+    prepare(tmp_path, tokenizer, MARKED, [chat + talk("b", "B")])
 
 
 def test_long_conversations_are_left_out_and_counted(tmp_path, tokenizer):
@@ -195,19 +185,15 @@ NO_LIST, NO_ROLE = "no list of messages", 'message 1 has no "role"'
 BAD = {
     "text": ("hello", PLAIN, NO_LIST),
     "no messages": ([], PLAIN, NO_LIST),
-    "no role": ([{"content": "One?"}, said("assistant", "a")], PLAIN, f"{NO_ROLE}; it has content"),
+    "no role": ([{"content": "One?"}, *talk("a", "b")], PLAIN, f"{NO_ROLE}; it has content"),
     "another schema": ([{"from": "human", "value": "Hi"}], PLAIN, f"{NO_ROLE}; it has from, value"),
-    "empty turn": ([said("user", "Hi"), said("assistant", " \n")], PLAIN, r"2 \(assistant\) has no text"),
-    "no assistant": ([said("user", "Hi")], PLAIN, "nothing would be learned"),
-    "special token": ([said("user", "<|end|>"), said("assistant", "a")], PLAIN, r"special token '<\|end\|>'"),
-    "surrogate": ([said("user", "\ud800"), said("assistant", "a")], PLAIN, "surrogates not allowed"),
+    "empty turn": (talk("Hi", " \n"), PLAIN, r"2 \(assistant\) has no text"),
+    "no assistant": (talk("Hi"), PLAIN, "nothing would be learned"),
+    "special token": (talk("<|end|>", "a"), PLAIN, r"special token '<\|end\|>'"),
+    "surrogate": (talk("\ud800", "a"), PLAIN, "surrogates not allowed"),
     "rewriting": (CHATS[0], REWRITING, r"writes message 2 \(assistant\) otherwise once more turns follow"),
-    "dropping one of two alike": (
-        [said("user", "Same"), said("assistant", "Same")],
-        LAST,
-        r"drops message 2",
-    ),
-    "dropping": (CHATS[0], DROPPING, r"drops message 1 \(user\)"),
+    "dropping one of two alike": (talk("Same", "Same"), LAST, "drops message 2"),
+    "dropping": (CHATS[0], LAST, r"drops message 1 \(user\)"),
     "refusing": (CHATS[0], "{{ raise_exception('only one turn') }}", "refuses it: only one turn"),
     "no syntax": (CHATS[0], "{% for m in messages %}", "the chat template refuses it: "),
     "no template": (CHATS[0], "", "The tokenizer has no chat template"),
@@ -241,8 +227,8 @@ def test_the_command_shows_what_is_learned(tmp_path, tokenizer, capsys):
 
 
 @pytest.mark.slow
-def test_training_opens_a_tokenizer_whose_template_has_marks(tmp_path, tokenizer):
-    """Which torchtitan's own cannot compile."""
+def test_training_opens_the_tokenizer_of_the_corpus(tmp_path, tokenizer):
+    """Also one whose template has marks, which torchtitan's own cannot compile."""
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
@@ -250,5 +236,8 @@ def test_training_opens_a_tokenizer_whose_template_has_marks(tmp_path, tokenizer
 
     folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
     (folder / "chat_template.jinja").write_text(MARKED)
-    opened = OfTraining.Config().build(tokenizer_path=str(folder))
-    assert opened.decode(opened.encode("two or three?")).strip() == "two or three?"
+    ours, theirs = CorpusTokenizer(folder), OfTraining.Config().build(tokenizer_path=str(folder))
+    assert (theirs.eos_id, theirs.get_vocab_size()) == (ours.end_of_text_id, ours.vocab_size)
+    text = "def two(x):\n    return 'or three?'\n"
+    assert theirs.encode(text) == ours.encode([text])[0].tolist()
+    assert theirs.decode(theirs.encode(text)) == text

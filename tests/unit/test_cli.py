@@ -13,60 +13,46 @@ from wlb_titan.commands.main import SUBCOMMANDS, main
 from wlb_titan.errors import UserError
 
 HEAVY = {"torch", "torchtitan", "torchx", "datasets", "numpy", "pyarrow", "tokenizers", "rich", "pandas"}
+LIGHT = {
+    "main(['--help'])": HEAVY,
+    "import wlb_titan.corpus": {"torch", "torchtitan", "datasets", "tokenizers", "pandas"},
+    "import wlb_titan.corpus.prepare, wlb_titan.commands.prepare": {"torch", "torchtitan", "datasets"},
+}
+"""Programs, and packages that they leave alone, so that they begin at once."""
 
 
-@click.command()
-@click.argument("what")
-def fail(what: str) -> None:
-    """A subcommand that fails in the way it is told to."""
-    if what == "user":
-        raise UserError("The file is missing. Make one.")
-    if what == "interrupt":
-        raise KeyboardInterrupt
-    if what == "warning":
-        for text in ("twice", "once", "twice"):
-            warnings.warn(text, stacklevel=1)
-    if what == "defect":
-        raise ValueError("not meant for the user")
+def fresh(program: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """What a new Python does, which has imported nothing yet, and what it has imported in the end."""
+    code = (
+        "import atexit, sys\natexit.register(lambda: print('imported:', *sys.modules))\n"
+        f"from wlb_titan.commands.main import main\n{program}"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    imported = set(result.stdout.rpartition("imported:")[2].split())
+    assert "wlb_titan" in imported, result.stderr
+    return result, imported
 
 
-@pytest.fixture
-def failing(monkeypatch):
-    monkeypatch.setitem(SUBCOMMANDS, "fail", "Fail.")
-    monkeypatch.setitem(sys.modules, "wlb_titan.commands.fail", sys.modules[__name__])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", LIGHT)
+def test_what_takes_long_to_import_is_not_imported(program):
+    result, imported = fresh(program)
+    assert result.returncode == 0, result.stderr
+    assert not LIGHT[program] & imported
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["nowhere.toml"], ["--config", "job.toml"]], ids=" ".join)
+def test_a_file_that_is_not_there_is_told_without_torch(words):
+    result, imported = fresh(f"main(['train', *{words!r}])")
+    assert result.returncode == 2 and "torch" not in imported
+    assert f"{words[0]}: there is no such file. It comes first" in result.stderr
 
 
 def test_help_lists_every_subcommand():
     lines = [line.split() for line in CliRunner().invoke(main, ["--help"]).stdout.splitlines()]
     for name, text in SUBCOMMANDS.items():
         assert [name, *text.split()] in lines
-
-
-@pytest.mark.slow
-def test_help_imports_nothing_heavy():
-    """So it answers at once."""
-    code = (
-        "import sys\nfrom wlb_titan.commands.main import main\n"
-        "main(['--help'], standalone_mode=False)\n"
-        "print('imported:', *{name.split('.')[0] for name in sys.modules})"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    imported = set(output.rpartition("imported:")[2].split())
-    assert "click" in imported
-    assert not HEAVY & imported
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["nowhere.toml"], ["--config", "job.toml"]], ids=" ".join)
-def test_a_file_that_is_not_there_is_told_without_torch(words):
-    code = (
-        "import sys\nfrom wlb_titan.commands.main import main\n"
-        f"try: main(['train', *{words!r}])\n"
-        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "2 False\n"
-    assert f"{words[0]}: there is no such file. It comes first" in result.stderr
 
 
 def test_version():
@@ -83,32 +69,39 @@ def test_every_subcommand_of_the_table_explains_itself(name):
     assert all(option.help for option in options if isinstance(option, click.Option))
 
 
-def test_unknown_subcommand():
-    result = CliRunner().invoke(main, ["prepair"])
-    assert result.exit_code == 2
-    assert "No such command 'prepair'" in result.stderr
+@click.command()
+@click.argument("what")
+def fail(what: str) -> None:
+    """A subcommand that fails in the way it is told to."""
+    if what == "mistake":
+        raise UserError("The file is missing. Make one.")
+    if what == "interrupt":
+        raise KeyboardInterrupt
+    if what == "defect":
+        raise ValueError("not meant for the user")
+    for text in ("twice", "once", "twice"):
+        warnings.warn(text, stacklevel=1)
 
 
-@pytest.mark.usefixtures("failing")
-def test_a_users_mistake_is_a_message_and_exit_code_2():
-    result = CliRunner().invoke(main, ["fail", "user"])
-    assert (result.exit_code, result.stderr) == (2, "Error: The file is missing. Make one.\n")
+@pytest.fixture
+def failing(monkeypatch):
+    monkeypatch.setitem(SUBCOMMANDS, "fail", "Fail.")
+    monkeypatch.setitem(sys.modules, "wlb_titan.commands.fail", sys.modules[__name__])
+    return lambda what: CliRunner().invoke(main, ["fail", what])
 
 
-@pytest.mark.usefixtures("failing")
-def test_a_warning_is_a_line_that_comes_once():
-    result = CliRunner().invoke(main, ["fail", "warning"])
-    assert (result.exit_code, result.stderr) == (0, "Warning: twice\nWarning: once\n")
+@pytest.mark.parametrize(
+    ("what", "exit_code", "told"),
+    [
+        ("mistake", 2, "Error: The file is missing. Make one.\n"),
+        ("warnings", 0, "Warning: twice\nWarning: once\n"),
+        ("interrupt", 130, "\nInterrupted.\n"),
+    ],
+)
+def test_what_concerns_the_user_is_told_once_in_a_line(failing, what, exit_code, told):
+    result = failing(what)
+    assert (result.exit_code, result.stderr) == (exit_code, told)
 
 
-@pytest.mark.usefixtures("failing")
-def test_ctrl_c_is_one_line_and_exit_code_130():
-    result = CliRunner().invoke(main, ["fail", "interrupt"])
-    assert (result.exit_code, result.stderr) == (130, "\nInterrupted.\n")
-
-
-@pytest.mark.usefixtures("failing")
-def test_a_defect_keeps_its_traceback():
-    result = CliRunner().invoke(main, ["fail", "defect"])
-    assert isinstance(result.exception, ValueError)
-    assert not isinstance(result.exception, SystemExit)
+def test_a_defect_keeps_its_traceback(failing):
+    assert isinstance(failing("defect").exception, ValueError)

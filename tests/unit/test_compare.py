@@ -38,8 +38,13 @@ def folder(tmp_path):
     return make
 
 
-def make_run(records, settings=None):
-    return Run("run", None, settings or {}, records)
+def make_run(*records):
+    return Run("run", None, {}, list(records))
+
+
+def rates(*tflops):
+    """Records of a run with these rates, after a first one that does not count."""
+    return [record(i, seconds=1, model_tflops=rate) for i, rate in enumerate((1, *tflops), start=1)]
 
 
 def output(*words):
@@ -54,41 +59,36 @@ def cells(figure, text):
     return line.replace(figure, "", 1).split()
 
 
-steps_of_a_run = st.lists(
-    st.tuples(st.integers(1, 10_000), st.floats(0.01, 100), st.booleans()), min_size=1, max_size=40
-)
+STEPS = st.tuples(st.integers(1, 10_000), st.floats(0.01, 100), st.booleans())
 
 
-@given(steps_of_a_run)
+@given(st.lists(STEPS, min_size=1, max_size=40))
 def test_tokens_and_seconds_are_those_of_the_steps_between_the_logged_ones(steps):
     """A record holds means since the line before; summed up again they are what was trained."""
-    records, tokens, seconds, since = [], 0, 0.0, 0
-    trained = []
+    records, trained, tokens, seconds, since = [], [], 0, 0.0, 0
     for number, (own_tokens, own_seconds, logged) in enumerate(steps, start=1):
         tokens, seconds, since = tokens + own_tokens, seconds + own_seconds, since + 1
         if logged or number == len(steps):
             records.append(record(number, seconds=seconds / since, rate=tokens / seconds, steps=since))
             trained.append((sum(s[0] for s in steps[:number]), seconds))
             tokens, seconds, since = 0, 0.0, 0
-    run = make_run(records)
-    assert np.allclose(run.tokens, [total for total, _ in trained])
-    assert np.allclose(run.seconds, [own for _, own in trained])
+    run = make_run(*records)
+    assert np.allclose(np.transpose([run.tokens, run.seconds]), trained)
 
 
 def test_rates_leave_the_first_record_out_and_weigh_by_time():
-    run = make_run(
-        [record(1, seconds=50, rate=1), record(2, seconds=1, rate=10), record(3, seconds=3, rate=30)]
-    )
+    second, third = record(2, seconds=1, rate=10), record(3, seconds=3, rate=30)
+    run = make_run(record(1, seconds=50, rate=1), second, third)
     assert run.rate("tokens_per_second").value == pytest.approx((10 + 3 * 30) / 4)
-    assert make_run([record(1, rate=7)]).rate("tokens_per_second") == (7, None), "there is no other"
+    assert make_run(record(1, rate=7)).rate("tokens_per_second") == (7, None), "there is no other"
     assert run.rate("model_tflops") is None, "an older run has no such figure"
 
 
-def test_a_resumed_run_counts_its_starts_steps_once(folder):
+def test_a_resumed_run_counts_its_starts_steps_once():
     """Stopped after step 27 and started again: the line of step 30 is about three steps."""
     lines = [record(step, seconds=5, steps=10) for step in (10, 20)]
     lines += [record(30, seconds=23, rate=20, steps=3, start=True), record(40, seconds=5, steps=10)]
-    run = make_run(lines)
+    run = make_run(*lines)
     assert run.seconds.sum() == 3 * 50 + 69
     assert run.rate("tokens_per_second").value == 100, "of what was logged first nothing counts"
     assert run.tokens[-1] == 3 * 5000 + 20 * 69
@@ -100,32 +100,20 @@ def test_another_mask_is_another_corpus(folder):
     assert "wlb.corpus.mask differ: losses say nothing about each other." in text
 
 
-def rates(*tflops):
-    return [record(i, seconds=1, model_tflops=rate) for i, rate in enumerate((1, *tflops), start=1)]
-
-
 def test_the_error_of_a_rate_is_that_of_its_steps_ratio():
     """Steps of equal length: the standard error of the mean of their rates, without the first record."""
     values = np.array([8.0, 12.0, 10.0, 14.0, 6.0])
-    run = make_run(rates(*values))
+    run = make_run(*rates(*values))
     assert run.rate("model_tflops").error == pytest.approx(values.std(ddof=1) / 5**0.5)
-    assert make_run(rates(8, 12)).rate("model_tflops").error is None, "two steps tell nothing of scatter"
+    assert make_run(*rates(8, 12)).rate("model_tflops").error is None, "two steps tell nothing of scatter"
 
 
 def test_a_difference_within_twice_its_error_is_called_none(folder):
-    base, like, faster = (
-        folder(name, rates(*values))
-        for name, values in (
-            ("base", [9, 11, 10, 9, 11]),
-            ("like", [10, 11, 9, 12, 9]),
-            ("faster", [14, 15, 16, 15, 15]),
-        )
-    )
-    text = output(base, like, faster)
+    runs = {"base": (9, 11, 10, 9, 11), "like": (10, 11, 9, 12, 9), "faster": (14, 15, 16, 15, 15)}
+    text = output(*(folder(name, rates(*values)) for name, values in runs.items()))
     same, other = (line for line in text.splitlines() if " a second of base" in line)
-    assert same.startswith("like trains on 1.02x ±0.07 the FLOPs") and same.endswith(
-        ": no more than the scatter."
-    )
+    assert same.startswith("like trains on 1.02x ±0.07 the FLOPs")
+    assert same.endswith(": no more than the scatter.")
     assert other.startswith("faster trains on 1.50x ±0.07 the FLOPs") and "scatter" not in other
     assert text.index("model TFLOP/s") < text.index("tokens a second")
 
@@ -171,30 +159,32 @@ def test_a_line_that_is_being_written_is_left_out(folder):
     assert [r["step"] for r in open_run(path, "a").records] == [1, 2]
 
 
-def unlink(name):
-    return lambda run: (run / name).unlink()
+def assert_refused(path, message):
+    result = CliRunner().invoke(main, ["compare", str(path)])
+    assert result.exit_code == 2
+    assert str(path) in result.output and message in result.output
 
 
-def write(name, text):
-    return lambda run: (run / name).write_text(text)
-
-
-WRONG = {
-    "no metrics": (unlink("metrics.jsonl"), "there is no metrics.jsonl in it. Name the dump_folder of a run"),
-    "no configuration": (unlink("config.toml"), "there is no config.toml in it"),
-    "nothing logged": (write("metrics.jsonl", ""), "no step has been logged yet"),
-    "not JSON": (write("metrics.jsonl", "step 1\n"), "metrics.jsonl:1: this is no line of a run's metrics"),
-    "other JSON": (write("metrics.jsonl", "[]\n"), "metrics.jsonl:1: this is no line of a run's metrics"),
-    "no loss": (write("metrics.jsonl", '{"step": 1, "steps": 1}\n'), "metrics: KeyError('loss')"),
-    "not TOML": (write("config.toml", "x"), "config.toml:1: this is not valid TOML"),
+NO_LINE = "metrics.jsonl:1: this is no line of a run's metrics"
+WRONG = {  # a file of the folder, what is in it instead (None: it is not there), what is said
+    "no metrics": ("metrics.jsonl", None, "there is no metrics.jsonl in it. Name the dump_folder of a run"),
+    "no configuration": ("config.toml", None, "there is no config.toml in it"),
+    "nothing logged": ("metrics.jsonl", "", "no step has been logged yet"),
+    "not JSON": ("metrics.jsonl", "step 1\n", NO_LINE),
+    "other JSON": ("metrics.jsonl", "[]\n", NO_LINE),
+    "no loss": ("metrics.jsonl", '{"step": 1, "steps": 1}\n', "metrics: KeyError('loss')"),
+    "not TOML": ("config.toml", "x", "config.toml:1: this is not valid TOML"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_with_a_folder_is_said_with_its_name(folder, case):
     path = folder("a", [record(1)])
-    spoil, message = WRONG[case]
-    spoil(path)
+    name, text, message = WRONG[case]
+    if text is None:
+        (path / name).unlink()
+    else:
+        (path / name).write_text(text)
     assert_refused(path, message)
 
 
@@ -204,22 +194,17 @@ def test_a_folder_of_runs_names_them(folder, tmp_path):
     assert_refused(tmp_path / "nowhere", "there is no config.toml in it")
 
 
-def assert_refused(path, message):
-    result = CliRunner().invoke(main, ["compare", str(path)])
-    assert result.exit_code == 2
-    assert str(path) in result.output and message in result.output
-
-
 def test_a_trace_reads_back(tmp_path):
     spans = [
         Span("dp 0", "pp 0", "F0", 0.0, 0.5, {"tokens": 7}),
         Span("dp 0", "pp 1", "F0", 0.5, 0.25),
         Span("dp 1", "pp 0", "B0", 0.75, 1.0),
     ]
-    write_trace(spans, tmp_path / "t.json")
-    assert read_trace(tmp_path / "t.json") == spans
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    path = tmp_path / "t.json"
+    write_trace(spans, path)
+    assert read_trace(path) == spans
+    events = json.loads(path.read_text())["traceEvents"]
     assert [(e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [(0, 5e5), (5e5, 2.5e5), (7.5e5, 1e6)]
-    (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(UserError, match=re.escape(str(tmp_path / "t.json"))):
-        read_trace(tmp_path / "t.json")
+    path.write_text("{}")
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        read_trace(path)

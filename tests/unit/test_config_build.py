@@ -2,7 +2,7 @@
 
 import copy
 import json
-import textwrap
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -108,7 +108,7 @@ def load(tmp_path, monkeypatch):
 
     def load(*words: str, **files: str):
         for name, content in files.items():
-            (tmp_path / f"{name}.toml").write_text(textwrap.dedent(content))
+            (tmp_path / f"{name}.toml").write_text(content)
         return resolve("train.toml", words, make_base)
 
     return load
@@ -120,89 +120,86 @@ def test_without_settings_the_base_comes_out(load):
     assert set(resolved.provenance.values()) == {"base small"}
 
 
-PARENT = 'extends = "parent.toml"\n'
-BASE = 'base = "small"\n'
-
-# What is written in parent.toml and train.toml and on the command line; dotted key -> value, and its origin.
-RESOLVED = {
-    "the command line over the file over its parent over the base": (
-        'folder = "a"\n[training]\nsteps = 1\nbatch = 16\nrate = 3',
-        "\n[training]\nsteps = 2\nbatch = 32",
-        ["--training.steps=3", "--training.steps", "4"],
-        {
-            "folder": ("a", "parent.toml:2"),
-            "training.rate": (3, "parent.toml:6"),
-            "training.batch": (32, "train.toml:5"),
-            "training.steps": (4, "command line"),
-            "training.microbatch": (2, "base small"),
-        },
-    ),
-    "values that a dataclass accepts only together": (
-        *("", "training.batch = 9\ntraining.microbatch = 3", []),
-        {"training.batch": 9, "training.microbatch": 3},
-    ),
-    "values of several lines": (
-        "",
-        'folder = """\nx = 1\n"""\ntraining.parts = [\n["a", "b"],\n\n["c"],\n]\ntraining.steps = 4',
-        [],
-        {
-            "folder": ("x = 1\n", "train.toml:2"),
-            "training.parts": ([["a", "b"], ["c"]], "train.toml:5"),
-            "training.steps": (4, "train.toml:10"),
-        },
-    ),
-    "another class starts from its own defaults": (
-        *("", f'shape = {{class = "{__name__}:Square.Config", side = 2}}', []),
-        {"shape.side": (2.0, "train.toml:2"), "shape.corner.radius": (1.0, "default of Square")},
-    ),
-    "the class that is there keeps its values": (
-        *("[inner]\nradius = 3", '[inner]\nclass = "Disc"', []),
-        {"inner.radius": (3.0, "parent.toml:3"), "inner.filled": True},
-    ),
-    "another class drops what weaker layers set, in whichever order words are": (
-        *("[shape]\nradius = 3", "", ["--shape.side=5", "--shape.class=Square"]),
-        {"shape.side": 5.0, "shape.radius": None},
-    ),
-    "a wrong value that a stronger layer replaces": (
-        *("training.steps = 0\n[shape]\nside = 3", 'shape.class = "Disc"', ["--training.steps=3"]),
-        {"training.steps": 3, "shape.filled": True},
-    ),
-    "none over a table": ("[shape]\nradius = 3", "", ["--shape=none"], {"shape": (None, "command line")}),
-    "a table over none": ("", 'shape = "none"', ["--shape.radius=2"], {"shape.radius": 2.0}),
-    "dicts gain keys": ("options = {a = 1}", "", ["--options.b=2"], {"options.a": 1, "options.b": 2}),
-    "a table where anything may stand": (
-        *("", "anything.x.z = [{a = 1}]", ["--anything.x.y=2"]),
-        {"anything.x.z": [{"a": 1}], "anything.x.y": 2},
-    ),
-    "a section that is none by default": ("", "[extra]\nside = 1", [], {"extra.side": 1.0}),
-    "an element by its number keeps the rest": (
-        *("", "groups.0.options.lr = 2", ["--groups.0.options.b=[3, 4]"]),
-        {"groups.0.pattern": ".*", "groups.0.options.lr": 2, "groups.0.options.b": (3, 4)},
-    ),
-    "a whole new list": (
-        *("", '[[groups]]\npattern = "a"\n[[groups]]\npattern = "b"', ["--groups.1.options.lr=7"]),
-        {"groups.0.pattern": "a", "groups.1.options.lr": (7, "command line"), "groups.0.options.lr": None},
-    ),
-    "an empty list": ("", "groups = []", [], {"groups": []}),
-}
+# What parent.toml, train.toml and the command line say, between bars, and indented what comes of it.
+RESOLVED = """
+# The command line goes over the file over its parent over the base.
+folder = "a"; [training]; steps = 1; rate = 3 | [training]; steps = 2; batch = 32 | --training.steps=3
+    folder = 'a' (parent.toml:2); training.rate = 3 (parent.toml:5); training.batch = 32 (train.toml:4)
+    training.steps = 3 (command line); training.microbatch = 2 (base small)
+# The last word counts; a dataclass may accept values only together.
+| training.batch = 9; training.microbatch = 3 | --training.steps=3 --training.steps 4
+    training.batch = 9 (train.toml:2); training.microbatch = 3 (train.toml:3)
+    training.steps = 4 (command line)
+# Another class starts from its own defaults; the class that is there keeps its values.
+| shape = {class = "NAME:Square.Config", side = 2} |
+    shape.side = 2.0 (train.toml:2); shape.corner.radius = 1.0 (default of Square)
+[inner]; radius = 3 | [inner]; class = "Disc" |
+    inner.radius = 3.0 (parent.toml:3); inner.filled = True (base small)
+# Another class drops what weaker layers set, in whichever order words are.
+[shape]; radius = 3 | | --shape.side=5 --shape.class=Square
+    shape.side = 5.0 (command line); no shape.radius
+# A wrong value that a stronger layer replaces is not looked at.
+training.steps = 0; [shape]; side = 3 | shape.class = "Disc" | --training.steps=3
+    training.steps = 3 (command line); shape.filled = True (default of Disc)
+# None over a table, and a table over none; a section that is none by default; an empty list.
+[shape]; radius = 3 | | --shape=none
+    shape = None (command line)
+| shape = "none" | --shape.radius=2
+    shape.radius = 2.0 (command line)
+| [extra]; side = 1 |
+    extra.side = 1.0 (train.toml:3)
+| groups = [] |
+    groups = [] (train.toml:2)
+# Dicts gain keys, also where anything may stand.
+options = {a = 1} | | --options.b=2
+    options.a = 1 (parent.toml:2); options.b = 2 (command line)
+| anything.x.z = [{a = 1}] | --anything.x.y=2
+    anything.x.z = [{'a': 1}] (train.toml:2); anything.x.y = 2 (command line)
+# An element by its number keeps the rest; a whole new list does not.
+| groups.0.options.lr = 2 | --groups.0.options.b=[3,4]
+    groups.0.pattern = '.*' (base small); groups.0.options.lr = 2 (train.toml:2)
+    groups.0.options.b = (3, 4) (command line)
+| [[groups]]; pattern = "a"; [[groups]]; pattern = "b" | --groups.1.options.lr=7
+    groups.0.pattern = 'a' (train.toml:3); groups.1.options.lr = 7 (command line); no groups.0.options.lr
+"""
 
 
-@pytest.mark.parametrize("case", RESOLVED)
-def test_what_is_written_goes_over_the_base(load, case):
-    parent, train, words, expected = RESOLVED[case]
-    resolved = load(*words, parent=BASE + parent, train=PARENT + train)
+def cases(text):
+    """What is written in a table as above -> what is indented below it."""
+    found = re.findall(r"^([^#\s].*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    return [pytest.param(*case, id=case[0]) for case in found]
+
+
+def resolved_as(load, written):
+    parent, train, words = written.replace("NAME", __name__).split("|")
+    parent, train = (text.strip().replace("; ", "\n") for text in (parent, train))
+    return load(*words.split(), parent=f'base = "small"\n{parent}', train=f'extends = "parent.toml"\n{train}')
+
+
+@pytest.mark.parametrize(("written", "expected"), cases(RESOLVED))
+def test_what_is_written_goes_over_the_base(load, written, expected):
+    resolved = resolved_as(load, written)
     values = values_of(resolved)
-    for key, wanted in expected.items():
-        value, origin = wanted if isinstance(wanted, tuple) and isinstance(wanted[1], str) else (wanted, None)
-        assert values.get(key) == value and type(values.get(key)) is type(value)
-        assert origin in (None, resolved.provenance.get(key))
+    said = {f"{key} = {value!r} ({resolved.provenance[key]})" for key, value in values.items()}
+    for one in re.split(r"; |\n *", expected.strip()):
+        if one.startswith("no "):
+            assert one.removeprefix("no ") not in values
+        else:
+            assert one in said, said
+
+
+def test_values_of_several_lines_have_the_place_of_their_first(load):
+    lines = 'folder = """\nx = 1\n"""\ntraining.parts = [\n["a", "b"],\n\n["c"],\n]\ntraining.steps = 4'
+    resolved = load(train=f'base = "small"\n{lines}')
+    assert (resolved.config.folder, resolved.config.training.parts) == ("x = 1\n", [["a", "b"], ["c"]])
+    places = [resolved.provenance[key] for key in ("folder", "training.parts", "training.steps")]
+    assert places == ["train.toml:2", "train.toml:5", "train.toml:10"]
 
 
 def test_the_strongest_base_wins_and_extends_is_relative_to_its_file(load, tmp_path):
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "a.toml").write_text(
-        'base = "nonsense"\nextends = "../b.toml"\ntraining.steps = 5\n'
-    )
+    deep = 'base = "nonsense"\nextends = "../b.toml"\ntraining.steps = 5\n'
+    (tmp_path / "deep" / "a.toml").write_text(deep)
     resolved = load(b='folder = "b"', train='base = "small"\nextends = "deep/a.toml"')
     assert (resolved.config.folder, resolved.config.training.steps) == ("b", 5)
     assert resolved.base.source == "train.toml:1"
@@ -230,78 +227,60 @@ def test_command_line_values_take_the_type_of_their_field(load, word, key, value
     for words in ([word], word.split("=", 1)):
         resolved = load(*words, train='base = "small"')
         found = values_of(resolved)[key]
-        assert found == value
-        assert type(found) is type(value)
+        assert found == value and type(found) is type(value)
         assert resolved.provenance[key] == "command line"
 
 
-# What is written in parent.toml and train.toml and on the command line, and the whole message.
-REFUSED = {
-    "values that a dataclass refuses, by the key that it names": (
-        *("", "[training]\nmicrobatch = 5\nsteps = 3", []),
-        "train.toml:3: training.microbatch = 5: Training rejects this: the microbatch 5 does not divide 8.",
-    ),
-    "values that it refuses, with all that are written where it names none": (
-        *("[inner]\nradius = -1", "", ["--inner.filled", "false"]),
-        "command line: [inner]: Disc rejects this: that is not positive. Written are inner.radius = -1 "
-        "(parent.toml:3), inner.filled = false (command line).",
-    ),
-    "a single value": (
-        *("shape.radius = -1", "", []),
-        "parent.toml:2: shape.radius = -1: Circle rejects this: that is not positive.",
-    ),
-    "values of several sections": (
-        *("inner.radius = 20", "", ["--shape.radius=21", "--folder=x"]),
-        "command line: Config rejects this: the sum of each radius is above the limit. Written are "
-        "inner.radius = 20 (parent.toml:2), shape.radius = 21 (command line).",
-    ),
-    "a class inside a function": (
-        *("", 'shape.class = "Hidden"', []),
-        'train.toml:2: shape.class = "Hidden": there is no such class here. The loaded ones are Circle, '
-        'Disc, Square; any other is written "package.module:Class".',
-    ),
-    "a module that is not there": (
-        *("", 'shape.class = ".x:Circle"', []),
-        "train.toml:2: shape.class = \".x:Circle\": '.x:Circle' cannot be imported: the 'package' argument "
-        "is required to perform a relative import for '.x'.",
-    ),
-    "a section without what it needs": (
-        *("", "[extra]", []),
-        "train.toml:2: [extra]: the key 'side' is missing; Square has no default for it.",
-    ),
-    "an array of tables where one belongs": (
-        *("", "[[options]]\na = 1", []),
-        'train.toml:2: options = [{a = 1}]: expected a table or "none".',
-    ),
-    "a number out of range, by the table of ranges": (
-        *("training.steps = 0", "", []),
-        "parent.toml:2: training.steps = 0: expected an integer, at least 1.",
-    ),
-    "a number that is none": (
-        *("", "limit = nan", []),
-        "train.toml:2: limit = nan: expected a number. Numbers are finite and have at most 64 bits.",
-    ),
-    **{
-        f"a number in the place of {key}": (
-            *(f"{key} = 3", "", []),
-            f"parent.toml:2: {key} = 3: expected {words}.",
-        )
-        for key, words in {
-            "training": "a table",
-            "shape": 'a table or "none"',
-            "groups": "an array (each element a table)",
-            "options": 'a table or "none"',
-        }.items()
-    },
-}
+# What is written as in RESOLVED, and indented the whole message.
+REFUSED = """
+| [training]; microbatch = 5; steps = 3 |
+    train.toml:3: training.microbatch = 5: Training rejects this: the microbatch 5 does not divide 8.
+[inner]; radius = -1 | | --inner.filled false
+    command line: [inner]: Disc rejects this: that is not positive. Written are inner.radius = -1
+    (parent.toml:3), inner.filled = false (command line).
+shape.radius = -1 | |
+    parent.toml:2: shape.radius = -1: Circle rejects this: that is not positive.
+inner.radius = 20 | | --shape.radius=21 --folder=x
+    command line: Config rejects this: the sum of each radius is above the limit. Written are
+    inner.radius = 20 (parent.toml:2), shape.radius = 21 (command line).
+| shape.class = "Hidden" |
+    train.toml:2: shape.class = "Hidden": there is no such class here. The loaded ones are Circle,
+    Disc, Square; any other is written "package.module:Class".
+| shape.class = ".x:Circle" |
+    train.toml:2: shape.class = ".x:Circle": '.x:Circle' cannot be imported: the 'package' argument
+    is required to perform a relative import for '.x'.
+| [extra] |
+    train.toml:2: [extra]: the key 'side' is missing; Square has no default for it.
+| [[options]]; a = 1 |
+    train.toml:2: options = [{a = 1}]: expected a table or "none".
+training.steps = 0 | |
+    parent.toml:2: training.steps = 0: expected an integer, at least 1.
+| limit = nan |
+    train.toml:2: limit = nan: expected a number. Numbers are finite and have at most 64 bits.
+training = 3 | |
+    parent.toml:2: training = 3: expected a table.
+groups = 3 | |
+    parent.toml:2: groups = 3: expected an array (each element a table).
+extends = "train.toml" | |
+    parent.toml:2: extends = "train.toml": the files extend each other in a circle:
+    train.toml -> parent.toml -> train.toml.
+extends = "nowhere.toml" | |
+    parent.toml:2: extends = "nowhere.toml": there is no file nowhere.toml.
+"""
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_is_told_with_its_place(load, case):
-    parent, train, words, message = REFUSED[case]
+@pytest.mark.parametrize(("written", "message"), cases(REFUSED))
+def test_what_is_wrong_is_told_with_its_place(load, written, message):
     with pytest.raises(ConfigError) as caught:
-        load(*words, parent=BASE + parent, train=PARENT + train)
-    assert str(caught.value) == message
+        resolved_as(load, written)
+    assert str(caught.value) == " ".join(message.split())
+
+
+def test_a_file_without_a_base_or_that_is_no_toml_is_refused(load):
+    with pytest.raises(ConfigError, match=r"^train\.toml: no base is named; write for example base = "):
+        load(train="training.steps = 3")
+    with pytest.raises(ConfigError, match=r"^train\.toml:2: this is not valid TOML:"):
+        load(train='base = "small"\n' + "[training\nsteps = 3")
 
 
 def test_a_rule_over_the_whole_names_the_place(load):

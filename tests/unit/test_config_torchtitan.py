@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 
-# What stands below the line `base = "llama3_debug"`, and indented what the message says of it.
+# What stands below the line `base = "llama3_debug"`, after a bar words, and indented what the message says.
 WRONG = """
 training.sequence_len = 4096
     t.toml:2: training.sequence_len = 4096: there is no such key. ... Did you mean training.seq_len?
@@ -67,8 +67,8 @@ validator.class = "torchtitan.components.validate:Validator"
     t.toml:2: validator.class =  ... is no configuration of the kind wlb_titan.runtime.validator:Validator
 checkpoint.initial_load_path = "/weights"
     t.toml:2: checkpoint.initial_load_path =  ... checkpoint.enable is false
-override.imports = ["overriding.with_varlen"]
-    t.toml:2: override.imports = ["overriding.with_varlen"]: the model has  ...
+override.imports = ["toys_override.with_varlen"]
+    t.toml:2: override.imports = ["toys_override.with_varlen"]: the model has  ...
     layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen
 override.imports = ["nowhere.at_all"]
     t.toml:2: override.imports =  ... nowhere
@@ -88,44 +88,47 @@ wlb.epochs = 2; wlb.corpus.sources = [{path = "a"}]
     t.toml:2: wlb.epochs = 2: WlbSettings rejects this: sources come round at different times
 wlb.corpus.path = "nowhere"
     t.toml:2: ... nowhere ... wlb-titan prepare
+| --base llama3_debgu
+    command line: base = "llama3_debgu": ... Known bases: llama3_debug
+| --training.steps many
+    command line: training.steps = "many": expected an integer, at least 1
+| --training.steps
+    command line: --training.steps has no value
+| --debug.deterministic --training.steps=5
+    for a switch --debug.deterministic true or
+| training.steps=5
+    command line: 'training.steps=5': expected --section.key VALUE
+| --extends x.toml
+    command line: --extends x.toml: only a TOML file can extend another
+[parallelism]; pipeline_parallel_degree = 2; context_parallel_degree = 2 | --world-size 6
+    t.toml:1: parallelism: 6 processes ... context_parallel_degree = 2 (t.toml:4)
+[[wlb.dimensions]]; name = "toys:Apert"; degree = 2
+    t.toml:3: wlb.dimensions.0.name ... cannot be imported
+[[wlb.dimensions]]; name = "appart"; degree = 2
+    t.toml:3: wlb.dimensions.0.name ... no dimension of parallelism
+[[wlb.dimensions]]; name = "tensor"; degree = 2
+    t.toml:3: wlb.dimensions.0.name ... tensor_parallel_degree
+[[wlb.dimensions]]; degree = 2
+    wlb.dimensions.0.name ... No dimension is named
+[[wlb.dimensions]]; name = "toys:Apart"; degree = 2; [[wlb.dimensions]]; name = "toys:Apart"; degree = 2
+    t.toml:6: wlb.dimensions.1.name ... already
+[[wlb.dimensions]]; name = "toys:Apart"; degree = 3 | --world-size 8
+    t.toml:1: ... 8 processes do not fit ... dimensions.0.degree 3
+[[wlb.dimensions]]; name = "toys:Apart"; degree = 0
+    t.toml:4: wlb.dimensions.0.degree
+[[wlb.dimensions]]; name = "toys:Apart"; degre = 2
+    t.toml:4: wlb.dimensions.0.degre ... degree
+[[wlb.dimensions]]; name = "toys:Apart"; degree = 2; [checkpoint]; enable = true; interval = 3
+    t.toml:7: checkpoint.interval = 3 ... apart meet
 """
 
-# Whole files, of which the first is loaded.
-WRONG_FILES = {
-    "missing base": ({"t": "training.steps = 3"}, ['t.toml: no base is named; write for example base = "']),
-    "unknown base": (
-        {"t": '# typo\nbase = "llama3_debgu"'},
-        ['t.toml:2: base = "llama3_debgu":', "Known bases: llama3_debug"],
-    ),
-    "circular extends": (
-        {"t": 'extends = "u.toml"', "u": '\nextends = "t.toml"'},
-        ['u.toml:2: extends = "t.toml":', "in a circle: t.toml -> u.toml -> t.toml"],
-    ),
-    "missing file": ({"t": 'extends = "v.toml"'}, ['t.toml:1: extends = "v.toml": there is no file v.toml']),
-    "bad TOML syntax": (
-        {"t": 'base = "llama3_debug"\n[training\nsteps = 3'},
-        ["t.toml:2: this is not valid TOML:"],
-    ),
-}
+FOUND = re.findall(r"^(\S.*)\n((?:    .*\n)+)", WRONG, re.MULTILINE)
+SAID = {written: " ".join(said.split()) for written, said in FOUND}
 BASE = 'base = "llama3_debug"\n'
 
 
-def write(folder: Path, files: dict[str, str]) -> str:
-    for name, content in files.items():
-        (folder / f"{name}.toml").write_text(content)
-    return f"{next(iter(files))}.toml"
-
-
-def assert_one_paragraph(output: str, words: list[str]) -> None:
-    for word in words:
-        assert word in output
-    assert output.startswith("Error: ")
-    assert "Traceback" not in output
-    assert output.count("\n") == 1, "the message is one paragraph"
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(main, ["config", *arguments])
+def run(command: str):
+    return CliRunner().invoke(main, f"config {command}")
 
 
 @pytest.fixture
@@ -134,104 +137,51 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-OVERRIDING = """\
-from torchtitan.config import override
-from torchtitan.models.common.attention import VarlenAttention
-
-from wlb_titan.runtime.attention.module import DocumentAttention
-
-
-@override(target=DocumentAttention.Config)
-def with_varlen(config):
-    return VarlenAttention.Config()
-"""
+@pytest.mark.parametrize("written", SAID)
+def test_what_is_wrong_is_told_in_one_paragraph(here, written):
+    lines, _, words = written.partition("|")
+    (here / "t.toml").write_text(BASE + lines.strip().replace("; ", "\n"))
+    result = run(f"check t.toml {words}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
+    assert [part for part in SAID[written].split(" ... ") if part not in result.stderr] == [], result.stderr
 
 
-@pytest.fixture(scope="session", autouse=True)
-def overriding(tmp_path_factory):
-    """A module with an override, as a user would write one."""
-    folder = tmp_path_factory.mktemp("overriding")
-    (folder / "overriding.py").write_text(OVERRIDING)
-    sys.path.insert(0, str(folder))
-    yield
-    sys.path.remove(str(folder))
-
-
-def wrong():
-    """(files, words of the message) of each mistake in WRONG, by its line."""
-    for lines, words in re.findall(r"^(\S.*)\n((?:    .*\n)+)", WRONG, re.MULTILINE):
-        parts = " ".join(words.split()).split(" ... ")
-        yield pytest.param({"t": BASE + lines.replace("; ", "\n")}, parts, id=lines)
-
-
-@pytest.mark.parametrize(
-    ("files", "words"), [*wrong(), *(pytest.param(*case, id=name) for name, case in WRONG_FILES.items())]
-)
-def test_wrong_file(here, files, words):
-    result = run("check", write(here, files))
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert_one_paragraph(result.stderr, words)
-
-
-PIPELINE = "[parallelism]\npipeline_parallel_degree = 2\ncontext_parallel_degree = 2"
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("--training.steps many", ['command line: training.steps = "many": expected an integer, at least 1']),
-        ("--training.steps", ["command line: --training.steps has no value"]),
-        ("--debug.deterministic --training.steps=5", ["for a switch --debug.deterministic true or"]),
-        ("training.steps=5", ["command line: 'training.steps=5': expected --section.key VALUE"]),
-        ("--extends x.toml", ["command line: --extends x.toml: only a TOML file can extend another"]),
-        ("--world-size 6", ["t.toml:1: parallelism: 6 processes", "context_parallel_degree = 2 (t.toml:4)"]),
-    ],
-)
-def test_wrong_words(here, words, parts):
-    result = run("check", write(here, {"t": BASE + PIPELINE}), *words.split())
-    assert result.exit_code == 2
-    assert_one_paragraph(result.stderr, parts)
-
-
-def test_a_right_file(here):
+def test_what_is_right_is_told_in_a_line(here):
     (here / "text").mkdir()
     for number in range(20):
         (here / "text" / f"{number}.txt").write_text("to be or not to be " * 50)
-    prepared = CliRunner().invoke(main, ["prepare", "corpus", "--source", "text:text", "--vocab-size", "300"])
+    prepared = CliRunner().invoke(main, "prepare corpus --source text:text --vocab-size 300")
     assert prepared.exit_code == 0, prepared.output
-    content = 'base = "llama3_debug"\nwlb.corpus.path = "corpus"\nparallelism.pipeline_parallel_degree = 2'
-    file = write(here, {"t": content})
-    result = run("check", file, "--training.seq_len", "2048", "--world-size", "8", "--training.steps=7")
+    content = BASE + 'wlb.corpus.path = "corpus"\nparallelism.pipeline_parallel_degree = 2'
+    (here / "t.toml").write_text(content)
+    result = run("check t.toml --training.seq_len 2048 --world-size 8 --training.steps=7")
     assert result.exit_code == 0, result.output
     assert result.stdout == (
         "OK t.toml: model llama debug, TP 1 x CP 1 x PP 2 x DP 4 = 8 processes, seq_len 2048, 7 steps, "
         "packing plain, sharding per_sequence\n"
     )
-    assert "DP 1 = 2 processes or a multiple," in run("check", file).stdout
-    own = content + '\n[[wlb.dimensions]]\nname = "toys:Apart"\ndegree = 2'
-    averaged = write(here, {"own": own})
-    said = run("check", averaged, "--world-size", "8", "--wlb.epochs", "1").stdout
+    assert "DP 1 = 2 processes or a multiple," in run("check t.toml").stdout
+    (here / "own.toml").write_text(content + '\n[[wlb.dimensions]]\nname = "toys:Apart"\ndegree = 2')
+    said = run("check own.toml --world-size 8 --wlb.epochs 1").stdout
     assert "PP 2 x DP 2 x APART 2 = 8 processes" in said and "1 epoch," in said
 
 
-def test_show(here):
-    file = write(here, {"t": 'base = "llama3_debug"\n\n[training]\nseq_len = 2048'})
-    result = run("show", file, "--training.steps", "5", "--changed")
-    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert lines == [
-        'base = "llama3_debug" # t.toml:1',
-        "",
-        "[training]",
-        "seq_len = 2048 # t.toml:4; at least 2 and at most 134217728",
-        "steps = 5 # command line; at least 1",
+def test_what_is_shown_has_its_origin_and_loads_to_the_same(here):
+    (here / "t.toml").write_text(BASE + "\n[training]\nseq_len = 2048")
+    result = run("show t.toml --training.steps 5 --changed")
+    assert [" ".join(line.split()) for line in result.stdout.splitlines()] == [
+        *('base = "llama3_debug" # t.toml:1', "", "[training]"),
+        *(
+            "seq_len = 2048 # t.toml:4; at least 2 and at most 134217728",
+            "steps = 5 # command line; at least 1",
+        ),
     ]
-    everything = run("show", file, "--training.steps", "5").stdout
+    everything = run("show t.toml --training.steps 5").stdout
     assert "lr = 0.003" in everything
     (here / "shown.toml").write_text(everything)
-    assert without_model(load_config("shown.toml")) == without_model(
-        load_config(file, ["--training.steps=5"])
-    )
+    shown, written = load_config("shown.toml"), load_config("t.toml", ["--training.steps=5"])
+    assert without_model(shown) == without_model(written)
 
 
 def without_model(resolved):
@@ -257,18 +207,12 @@ def test_the_balanced_file_changes_the_balance_only():
         for ending in ("", "_balanced")
     )
     before, after = ({dotted(entry.path): entry.value for entry in one.entries} for one in (plain, balanced))
-    assert {key for key in before.keys() & after.keys() if before[key] != after[key]} == {
-        "dump_folder",
-        "wlb.packing.policy",
-        "wlb.sharding.policy",
-        "wlb.pipeline.order",
-        "parallelism.pipeline_parallel_schedule",
-    }
+    wlb = {"wlb.packing.policy", "wlb.sharding.policy", "wlb.pipeline.order"}
+    changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
+    assert changed == {*wlb, "dump_folder", "parallelism.pipeline_parallel_schedule"}
 
 
-@pytest.mark.parametrize(
-    "file", [file for file in FILES if file.stem.startswith("llama2_")], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("file", REPOSITORY.glob("train_configs/llama2_*.toml"), ids=lambda path: path.stem)
 def test_stages_of_table_1_are_as_equal_as_layers_allow(file):
     from wlb_titan.runtime.pipeline.schedules import stage_names
 
@@ -291,12 +235,11 @@ def test_neither_the_package_nor_the_command_imports_torch():
 EXAMPLES = re.findall(r"```toml\n(.*?)```", (REPOSITORY / "docs" / "configuration.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_the_examples_of_the_documentation(here, number):
-    example = EXAMPLES[number]
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_of_the_documentation_load(here, example):
     if "extends" in example:
         (here / "train.toml").write_text(EXAMPLES[0])
     elif "base =" not in example:
-        example = f'base = "llama3_debug"\n{example}'
+        example = BASE + example
     (here / "example.toml").write_text(example)
     load_config("example.toml")

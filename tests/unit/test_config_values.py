@@ -53,7 +53,7 @@ class Section:
         (["x", ["y", {"k": 1}]], list[str | tuple[str, dict[str, Any]]], ["x", ("y", {"k": 1})]),
     ],
 )
-def test_convert(value, hint, result):
+def test_a_value_becomes_what_its_hint_asks_for(value, hint, result):
     converted = convert(value, hint)
     assert converted == result
     assert type(converted) is type(result)

@@ -18,15 +18,13 @@ from wlb_titan.runtime.meshes import Dims, context_meshes  # noqa: E402
 pytestmark = pytest.mark.slow
 
 SLIM = POLICIES.configure("slim", dp_merge=True)
+IN_ROW, HYBRID = map(STRATEGIES.configure, ("per_sequence", "hybrid"))
+TWO_AXES = STRATEGIES.configure("own_policies.ulysses_gather:UlyssesGather", within=2)
 CASES = {
-    "nobody for the last rank": (Degrees(shard=3), SLIM, STRATEGIES.configure("per_sequence")),
-    "pipeline": (Degrees(pipeline=2, shard=6, tensor=2), SLIM, STRATEGIES.configure("per_sequence")),
-    "levels": (Degrees(shard=3, context=4), SLIM, STRATEGIES.configure("hybrid")),
-    "two axes": (
-        Degrees(pipeline=2, context=4),
-        POLICIES.configure("plain"),
-        STRATEGIES.configure("own_policies.ulysses_gather:UlyssesGather", within=2),
-    ),
+    "nobody for the last rank": (Degrees(shard=3), SLIM, IN_ROW),
+    "pipeline": (Degrees(pipeline=2, shard=6, tensor=2), SLIM, IN_ROW),
+    "levels": (Degrees(shard=3, context=4), SLIM, HYBRID),
+    "two axes": (Degrees(pipeline=2, context=4), POLICIES.configure("plain"), TWO_AXES),
 }
 
 
@@ -34,19 +32,11 @@ def made(rank, degrees, packing, sharding):
     """The ranks of a rank's meshes, and how many groups it took part in making."""
     job = Job(window=4096, micro_batches=12, degrees=degrees, packing=packing, sharding=sharding)
     init_fake_mode(degrees.ranks, rank=rank)
-    dims = Dims(
-        dp_replicate=1,
-        dp_shard=degrees.shard,
-        cp=degrees.context,
-        tp=degrees.tensor,
-        pp=degrees.pipeline,
-        ep=1,
-        world_size=degrees.ranks,
-    )
+    sizes = {"cp": degrees.context, "tp": degrees.tensor, "pp": degrees.pipeline, "ep": 1}
+    dims = Dims(dp_replicate=1, dp_shard=degrees.shard, world_size=degrees.ranks, **sizes)
     dims.build_mesh()
-    ranks = {
-        sharers: [mesh.mesh.tolist() for mesh in own] for sharers, own in context_meshes(job, dims).items()
-    }
+    meshes = context_meshes(job, dims)
+    ranks = {sharers: [mesh.mesh.tolist() for mesh in own] for sharers, own in meshes.items()}
     groups = dist.distributed_c10d._world.group_count
     dist.destroy_process_group()
     return ranks, groups

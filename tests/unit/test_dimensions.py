@@ -1,4 +1,5 @@
-"""Dimensions of one's own in plans, predictions and settings; trained they are in tests/distributed."""
+"""Dimensions of one's own in plans and predictions; set they are in test_config_torchtitan.py, trained in
+tests/distributed."""
 
 from dataclasses import replace
 
@@ -8,18 +9,13 @@ from toys import Apart, Twins
 
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
-from wlb_titan.errors import PlanError, UserError
+from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.simulator.search import degrees_of
 from wlb_titan.simulator.step import meetings, own_weights, seconds_with_meetings, simulate
 
 JOB = Job(window=8192, micro_batches=8, degrees=Degrees(tensor=8, shard=2))
-TEXT = """base = "llama3_debug"
-[[wlb.dimensions]]
-name = "toys:Apart"
-degree = 2
-"""
 
 
 def with_own(*own, **degrees):
@@ -73,28 +69,3 @@ def test_its_ranks_share_no_micro_batch():
     slim = POLICIES.configure("slim", dp_merge=True)
     with pytest.raises(PlanError, match="weights of their own"):
         _ = replace(with_own(Apart.Config(degree=2)), packing=slim).by_sharers
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (TEXT.replace("toys:Apart", "toys:Apert"), ["3: wlb.dimensions.0.name", "cannot be imported"]),
-        (TEXT.replace("toys:Apart", "appart"), ["3: wlb.dimensions.0.name", "no dimension of parallelism"]),
-        (TEXT.replace("toys:Apart", "tensor"), ["3: wlb.dimensions.0.name", "tensor_parallel_degree"]),
-        (TEXT.replace('name = "toys:Apart"\n', ""), ["wlb.dimensions.0.name", "No dimension is named"]),
-        (TEXT + TEXT.partition("\n")[2], ["6: wlb.dimensions.1.name", "already"]),
-        (TEXT.replace("degree = 2", "degree = 3"), ["8 processes do not fit", "dimensions.0.degree 3"]),
-        (TEXT.replace("degree = 2", "degree = 0"), ["4: wlb.dimensions.0.degree"]),
-        (TEXT.replace("degree", "degre"), ["4: wlb.dimensions.0.degre", "degree"]),
-        (TEXT + "[checkpoint]\nenable = true\ninterval = 3\n", ["7: checkpoint.interval = 3", "apart meet"]),
-    ],
-    ids=["module", "name", "torchtitan", "none", "twice", "world", "degree", "key", "checkpoint"],
-)
-def test_mistakes_name_file_and_key(tmp_path, text, words):
-    from wlb_titan.runtime.models.load import load_config
-
-    (tmp_path / "job.toml").write_text(text)
-    with pytest.raises(UserError) as found:
-        load_config(tmp_path / "job.toml", world_size=8)
-    for word in ["job.toml:", *words]:
-        assert word in str(found.value), str(found.value)

@@ -25,14 +25,12 @@ SHARD = "--parallelism.data_parallel_shard_degree"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 FULL, NONE = ("--activation_checkpoint.class", "FullAC"), ("--activation_checkpoint", "none")
 
-# Jobs, each with a corpus that is not on this machine.
 TABLE_1 = Path("train_configs/llama2_550m_64k.toml")
+# Jobs, each with a corpus that is not on this machine.
 SMALL = """
 base = "llama3_debug"
 wlb.corpus.path = "not_here"
-[training]
-seq_len = 256
-mixed_precision_param = "bfloat16"
+training = { seq_len = 256, mixed_precision_param = "bfloat16" }
 [parallelism]
 pipeline_parallel_degree = 2
 context_parallel_degree = 2
@@ -41,95 +39,70 @@ tensor_parallel_degree = 2
 LONG = """
 base = "llama3_debug"
 wlb.corpus.path = "not_here"
-[training]
-seq_len = 65536
-mixed_precision_param = "bfloat16"
-local_batch_size = 2
+training = { seq_len = 65536, mixed_precision_param = "bfloat16", local_batch_size = 2 }
 """
 ALONE = """
 base = "llama2_550m"
 wlb.cluster = "h100_roce"
 wlb.corpus.path = "not_here"
 activation_checkpoint.class = "FullAC"
-[training]
-seq_len = 256
-local_batch_size = 3
+training = { seq_len = 256, local_batch_size = 3 }
 """
 TIED = ALONE.replace("llama2_550m", "torchtitan.models.qwen3.config_registry:qwen3_debugmodel")
 EXPERTS = """
 base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"
 wlb.corpus.path = "not_here"
-[training]
-seq_len = 256
-local_batch_size = 1
-[parallelism]
-context_parallel_degree = 2
-expert_parallel_degree = 2
+training = { seq_len = 256, local_batch_size = 1 }
+parallelism = { context_parallel_degree = 2, expert_parallel_degree = 2 }
 """
 
 
-def dryrun_in_new_processes(*words):
+@pytest.fixture
+def in_new_processes(tmp_path):
+    """Runs the command on a file, or on a job as TOML; gives what it says and what it writes of each rank."""
     from wlb_titan.commands.main import main
 
-    return CliRunner().invoke(main, ["dryrun", *map(str, words)])
-
-
-@pytest.fixture
-def dryrun(forked_ranks, tmp_path):
-    """Runs the command on a file, or on a job as TOML."""
-
-    def run(job, *words):
-        file = job
+    def run(job, *words, exits=0):
+        file, output = job, tmp_path / "ranks.json"
         if isinstance(job, str):
             file = tmp_path / "job.toml"
             file.write_text(job)
-        return dryrun_in_new_processes(file, *words)
+        result = CliRunner().invoke(main, ["dryrun", *map(str, (file, *words, "--output", output))])
+        assert result.exit_code == exits, result.output
+        return result, json.loads(output.read_text()) if output.exists() else None
 
     return run
 
 
 @pytest.fixture
-def traced(dryrun, tmp_path):
-    """Runs it, and gives what it writes of each rank."""
+def dryrun(in_new_processes, forked_ranks):
+    return in_new_processes
 
-    def run(job, *words):
-        result = dryrun(job, *words, "--output", tmp_path / "ranks.json")
-        assert result.exit_code == 0, result.output
-        return json.loads((tmp_path / "ranks.json").read_text())
 
-    return run
+@pytest.fixture
+def traced(dryrun):
+    """Only what it writes."""
+    return lambda job, *words: dryrun(job, *words)[1]
 
 
 def moved(rank):
     return {(entry["kind"], entry["over"]): entry for entry in rank["collectives"]}
 
 
-def a_stage(rank):
-    """What is known without a trace: this GPU's weights, AdamW's two moments of each, in float32, and what
-    stages send."""
-    assert len(rank["lengths"]) == 4
-    assert rank["traced"]["weights"] == pytest.approx(4 * rank["local_parameters"] / 2**30, rel=1e-3)
-    assert rank["traced"]["optimizer"] == pytest.approx(2 * rank["traced"]["weights"], rel=1e-3)
-    # TP 2 x FSDP over CP 2 x DP 2; norms are not divided by TP.
-    assert rank["parameters"] == pytest.approx(8 * rank["local_parameters"], rel=1e-3)
+def a_stage(even, sends):
+    """What is known without a trace: this GPU's weights, AdamW's two moments of each, in float32, and how
+    often hidden states or their gradients of all micro-batches are sent; these are windows if `even`."""
 
+    def check(rank):
+        assert len(rank["lengths"]) == 4 and (rank["lengths"] == [65536] * 4) is even
+        assert rank["traced"]["weights"] == pytest.approx(4 * rank["local_parameters"] / 2**30, rel=1e-3)
+        assert rank["traced"]["optimizer"] == pytest.approx(2 * rank["traced"]["weights"], rel=1e-3)
+        # TP 2 x FSDP over CP 2 x DP 2; norms are not divided by TP.
+        assert rank["parameters"] == pytest.approx(8 * rank["local_parameters"], rel=1e-3)
+        hidden = 1536 * 2 * sum(rank["lengths"]) / (2 * 2) / 2**30  # bfloat16, CP 2 x TP 2
+        assert moved(rank)["send", "pp"]["gib"] == pytest.approx(sends * hidden, rel=1e-3)
 
-def a_plain_stage(rank):
-    a_stage(rank)
-    assert rank["lengths"] == [65536] * 4
-    assert moved(rank)["send", "pp"]["gib"] == pytest.approx(hidden_states(rank), rel=1e-3)
-
-
-def a_balanced_stage(rank):
-    """Of two stages a rank: all but the last send hidden states on, all but the first gradients back."""
-    a_stage(rank)
-    assert rank["lengths"] != [65536] * 4
-    assert moved(rank)["send", "pp"]["gib"] == pytest.approx(3 * hidden_states(rank), rel=1e-3)
-
-
-def hidden_states(rank):
-    """GiB between two stages: bfloat16, CP 2 x TP 2."""
-    return 1536 * 2 * sum(rank["lengths"]) / (2 * 2) / 2**30
+    return check
 
 
 def ulysses(heads):
@@ -163,14 +136,13 @@ def gathered(forward):
     return check
 
 
-def sliced(rank):
+def sliced(packs):
     """What backward passes leave to earlier slices grows while activations go."""
-    assert len(rank["lengths"]) == 6 and rank["traced"]["cache"] > 0
 
+    def check(rank):
+        assert len(rank["lengths"]) == packs and rank["traced"]["cache"] > 0
 
-def asymmetric(rank):
-    """Micro-batches of forward passes, and as many of backward passes."""
-    assert len(rank["lengths"]) == 12 and rank["traced"]["cache"] > 0
+    return check
 
 
 def shared(rank):
@@ -210,8 +182,9 @@ MERGED = (
 ASYMMETRIC = (*SLICES, PP, 2, "--training.global_batch_size", 2, *FULL, "--wlb.packing.asymmetric", "true")
 FIRST_STEP = ("--rank", "first", "--step", 1)
 CASES = {  # a job, what changes it, how near the prediction is, and what else is known of its ranks
-    "plain": (TABLE_1, ("--step", 9, *GPU), 0.05, a_plain_stage),
-    "balanced": (TABLE_1, (*BALANCED, "--step", 9, *GPU), 0.05, a_balanced_stage),
+    "plain": (TABLE_1, ("--step", 9, *GPU), 0.05, a_stage(even=True, sends=1)),
+    # Of two stages a rank all but the last send hidden states on, all but the first gradients back.
+    "balanced": (TABLE_1, (*BALANCED, "--step", 9, *GPU), 0.05, a_stage(even=False, sends=3)),
     # With full checkpointing backward passes are whole and free what they recompute; else they are split.
     "zero_bubble_full": (TABLE_1, (SCHEDULE, "ZBVZeroBubble", *FULL, "--rank", "first"), 0.05, None),
     "zero_bubble_none": (TABLE_1, (SCHEDULE, "ZBVZeroBubble", *NONE, "--rank", "last"), 0.05, None),
@@ -221,11 +194,14 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     "gathered": (LONG, GATHERED, 0.04, gathered(2)),
     "gathered_none": (LONG, (*GATHERED, *NONE), 0.04, gathered(1)),
     # On four layers, where the layer at hand counts for much.
-    "slices": (LONG, (*SLICES, "--training.global_batch_size", 2), 0.08, sliced),
+    "slices": (LONG, (*SLICES, "--training.global_batch_size", 2), 0.08, sliced(6)),
     "slices_merged": (LONG, MERGED, 0.08, shared),
-    "slices_asymmetric": (LONG, ASYMMETRIC, 0.08, asymmetric),
+    # Micro-batches of forward passes, and as many of backward passes.
+    "slices_asymmetric": (LONG, ASYMMETRIC, 0.08, sliced(12)),
     "alone": (ALONE, FIRST_STEP, 0.02, whole_weights),
     "tied": (TIED, FIRST_STEP, 0.02, one_table),
+    # The synthetic corpus does not have the mask that is named.
+    "masked": (SMALL, ("--wlb.corpus.mask", "loss_mask", *FIRST_STEP), 0.03, None),
 }
 
 
@@ -251,8 +227,7 @@ def test_a_solver_is_asked_by_a_rank_that_is_alone(traced, packing):
 
 def test_a_rank_that_fails_says_how_and_the_command_fails(dryrun):
     short = ("--wlb.packing.policy", "wlb", "--wlb.packing.max_length", 200)
-    result = dryrun(SMALL, "--step", 9, "--rank", "first,3", *short)
-    assert result.exit_code == 1
+    result, _ = dryrun(SMALL, "--step", 9, "--rank", "first,3", *short, exits=1)
     assert "Rank 0 of 8 fails" in result.stdout and "Rank 3 of 8 fails" in result.stdout
     assert "max_length is 200 tokens, below the context window of 256" in result.stdout
 
@@ -269,31 +244,24 @@ def test_a_rank_that_fails_says_how_and_the_command_fails(dryrun):
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(dryrun, words, message):
-    result = dryrun(SMALL, *words)
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
+    result, written = dryrun(SMALL, *words, exits=2)
+    assert message in result.stderr and written is None
 
 
-def test_without_a_step_the_fullest_is_run(dryrun, traced, tmp_path):
+def test_without_a_step_the_fullest_is_run(dryrun):
     """The longest micro-batch of the first 24 steps, on both ends of its pipeline; the output says so."""
     shadow = ("--wlb.packing.shadow", "true")  # of the file: what --policy names is trained
     words = (SHARD, 2, *shadow, "--policy", "wlb_lazy", *GPU)
-    result = dryrun(SMALL, *words, "--output", tmp_path / "ranks.json")
-    assert result.exit_code == 0, result.output
+    result, (first, last) = dryrun(SMALL, *words)
     assert "log-normal" in result.stderr  # there is no corpus
     assert "it fits" in result.stdout
     rule = r"Step (\d+) of .* under wlb_lazy:per_sequence, .* longest .*, ([\d,]+) tokens"
     said = re.search(rule, result.stdout)
     step, longest = int(said[1]), int(said[2].replace(",", ""))
-    first, last = json.loads((tmp_path / "ranks.json").read_text())
     assert max(first["lengths"]) == longest and first["lengths"] == last["lengths"]
     assert (first["coordinates"]["pp"], last["coordinates"]["pp"]) == (0, 1)
-    ranks = traced(SMALL, *words, "--rank", "0,4", "--step", 1 + (step == 1))
+    _, ranks = dryrun(SMALL, *words, "--rank", "0,4", "--step", 1 + (step == 1))
     assert max(length for rank in ranks for length in rank["lengths"]) <= longest
-
-
-def test_a_mask_that_has_a_name_is_not_of_the_synthetic_corpus(traced):
-    assert traced(SMALL, "--wlb.corpus.mask", "loss_mask", *FIRST_STEP)
 
 
 def test_sigterm_ends_the_ranks(tmp_path):
@@ -323,18 +291,14 @@ time.sleep(600)
             os.kill(int(pid.stem), 0)
 
 
-def test_the_corpus_is_used_where_there_is_one(tmp_path):
+def test_the_corpus_is_used_where_there_is_one(in_new_processes, tmp_path):
     """By a process of its own: everywhere else ranks are forked."""
     from wlb_titan.corpus.writer import write_synthetic_corpus
 
-    file, output = tmp_path / "job.toml", tmp_path / "ranks.json"
-    file.write_text(SMALL)
     write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
-    words = ["--policy", "plain:per_document", "--step", 1, "--rank", "last", "--output", output]
-    result = dryrun_in_new_processes(file, "--wlb.corpus.path", tmp_path / "corpus", *words)
-    assert result.exit_code == 0, result.output
+    words = ("--policy", "plain:per_document", "--step", 1, "--rank", "last")
+    result, (rank,) = in_new_processes(SMALL, "--wlb.corpus.path", tmp_path / "corpus", *words)
     assert "no corpus" not in result.stderr
-    (rank,) = json.loads(output.read_text())
     assert (rank["rank"], rank["lengths"]) == (7, [256] * 4)
     assert rank["coordinates"] == {"pp": 1, "cp": 1, "tp": 1}
 
@@ -356,8 +320,7 @@ def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, monkeypatch):
     monkeypatch.setattr(command, "alike", lambda *job: said.update(alike(*job)) or {r: r for r in said})
     monkeypatch.setattr(command, "calls_of_all", all_of_all)
     policies = ("--wlb.packing.policy", "wlb_lazy", "--wlb.sharding.policy", "hybrid")
-    result = dryrun(SMALL, PP, 1, SHARD, 2, *policies, "--step", 2, "--rank", "all")
-    assert result.exit_code == 0, result.output
+    result, _ = dryrun(SMALL, PP, 1, SHARD, 2, *policies, "--step", 2, "--rank", "all")
     assert len(ran) == 8 > len(set(said.values())) >= 2
     assert f"All {sum(len(own.calls) for own in ran.values()):,} calls of 8 ranks meet" in result.stdout
 
@@ -372,8 +335,7 @@ def test_calls_that_do_not_meet_fail_the_command(dryrun, monkeypatch):
         return found | {5: replace(found[5], calls=found[5].calls[1:])}
 
     monkeypatch.setattr(command, "calls_of_all", without_one)
-    result = dryrun(SMALL, "--rank", "all")
-    assert result.exit_code == 1, result.output
+    result, _ = dryrun(SMALL, "--rank", "all", exits=1)
     assert "would hang or fail" in result.stdout and "ank 5" in result.stdout
 
 
@@ -388,19 +350,21 @@ def test_synthetic_lengths_have_a_long_tail():
 
 
 def test_experts_get_equally_many_tokens(traced):
-    """CP 2 = EP 2: every token visits `top_k` experts, and half of these visits cross to the other rank."""
+    """CP 2 = EP 2: each of 128 tokens visits 8 experts in 8 layers, and as much comes to a rank as it sends:
+    dispatched and combined, forward, again and backward."""
     (rank,) = traced(EXPERTS, "--rank", "0")
-    assert rank["predicted_gib"] is None
-    assert moved(rank)["all-to-all", "ep"]["gib"] > 0
+    assert rank["predicted_gib"] is None and rank["lengths"] == [256]
+    visits = 128 * 8 * 8 * 256 * 2 / 2**30  # GiB of bfloat16
+    assert moved(rank)["all-to-all", "ep"]["gib"] == pytest.approx(2 * 3 * visits, rel=1e-3)
 
 
 def test_a_dimension_of_one_s_own_is_predicted_and_traced(traced, monkeypatch):
     """The examples' local SGD: the weights that it keeps, and what it averages when its ranks meet."""
     monkeypatch.syspath_prepend(EXAMPLE)
-    own = '[[wlb.dimensions]]\nname = "own_policies.local_sgd:LocalSgd"\n'
-    own += "degree = 2\nevery = 2\nouter_rate = 0.7\n"
+    own = '{ name = "own_policies.local_sgd:LocalSgd", degree = 2, every = 2, outer_rate = 0.7 }'
+    job = f"wlb.dimensions = [{own}]{SMALL}"
     for step, meets in ((1, False), (2, True)):
-        (rank,) = traced(SMALL + own, "--rank", "last", "--step", step)
+        (rank,) = traced(job, "--rank", "last", "--step", step)
         assert rank["coordinates"] == {"pp": 1, "local": 1, "cp": 1, "tp": 1}
         assert rank["predicted"]["dimensions"] == pytest.approx(rank["traced"]["dimensions"], rel=0.01)
         averaged = [entry for entry in rank["collectives"] if entry["over"] == "local"]

@@ -61,35 +61,30 @@ def test_plan_finds_them(command, lengths):
     )
     assert result.exit_code == 0, result.stderr
     assert "Work by tokens." in result.stdout
-    first = {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
-    assert "reversed" in first
+    assert "reversed" in {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
 
 
 def test_auto_and_simulate_have_them_among_the_candidates(command, lengths):
-    result = command(
-        *("simulate", TABLE_1, "--lengths", lengths, "--training.seq_len", 4096, "--steps", 2),
-        *("--policies", "auto:auto"),
-    )
+    words = ("--training.seq_len", 4096, "--steps", 2, "--policies", "auto:auto")
+    result = command("simulate", TABLE_1, "--lengths", lengths, *words)
     assert result.exit_code == 0, result.stderr
     for sharding in ("contiguous", "round_robin", "ulysses_gather"):
         assert f"reversed:{sharding}" in result.stdout
 
 
 def test_their_keys_are_toml_keys(command, tmp_path):
-    text = (
-        'base = "llama3_debug"\n[parallelism]\ncontext_parallel_degree = 4\n'
-        '[wlb.sharding]\npolicy = "ulysses_gather"\n'
-    )
-    (tmp_path / "good.toml").write_text(text + 'within = 4\n[wlb.packing]\npolicy = "reversed"\nevery = 3\n')
-    shown = command("config", "show", "good.toml", "--changed")
-    assert shown.exit_code == 0, shown.stderr
-    assert "within = 4" in shown.stdout and 'policy = "reversed"' in shown.stdout
-    (tmp_path / "bad.toml").write_text(text + "within = 3\n")
-    refused = command("config", "show", "bad.toml")
-    assert refused.exit_code == 2
-    assert "bad.toml:6: wlb.sharding.within = 3: 4 context-parallel ranks cannot be divided" in refused.stderr
-    (tmp_path / "misspelt.toml").write_text(text + "witin = 2\n")
-    assert "Did you mean wlb.sharding.within?" in command("config", "show", "misspelt.toml").stderr
+    text = 'base = "llama3_debug"\nparallelism.context_parallel_degree = 4\n[wlb]\n'
+    text += 'packing = {policy = "reversed", every = 3}\nsharding.policy = "ulysses_gather"\nsharding.'
+
+    def show(line):
+        (tmp_path / "own.toml").write_text(f"{text}{line}\n")
+        return command("config", "show", "own.toml", "--changed")
+
+    shown, refused = show("within = 4"), show("within = 3")
+    assert (shown.exit_code, refused.exit_code) == (0, 2), shown.stderr
+    assert "within = 4" in shown.stdout and "every = 3" in shown.stdout
+    assert "own.toml:6: wlb.sharding.within = 3: 4 context-parallel ranks cannot be divided" in refused.stderr
+    assert "Did you mean wlb.sharding.within?" in show("witin = 2").stderr
 
 
 def test_without_it_they_are_not_there(lengths):

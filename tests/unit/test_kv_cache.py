@@ -16,7 +16,6 @@ from wlb_titan.context.layout import segments, segments_after, whole_sequence
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache, sliced_attention
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
-LAYER = torch.tensor(0)
 
 
 def tensors(tokens, seed=0, dtype=torch.float64):
@@ -42,62 +41,73 @@ def expected(lengths, q, k, v, weight, window=None, sinks=False):
     return out.detach(), torch.autograd.grad((out * weight).sum(), (q, k, v))
 
 
-def packs_of(cuts, rides):
-    """Packs of slices of document 0 and whole documents after the last: rows of (document, start, stop)."""
-    packs = [[(0, a, b)] for a, b in itertools.pairwise(cuts)]
-    packs[-1] += rides
+def pieces(lengths, cuts):
+    """A line of documents, cut: rows of (document, start, stop) of each piece."""
+    packs, begins = [], np.cumsum([0, *lengths])
+    for a, b in itertools.pairwise([0, *cuts, sum(lengths)]):
+        own = zip(begins, lengths, strict=False)
+        ranges = [(d, max(a - begin, 0), min(b - begin, n)) for d, (begin, n) in enumerate(own)]
+        packs.append([(d, start, stop) for d, start, stop in ranges if start < stop])
     return packs
 
 
-def forward(
-    pack,
-    lengths,
-    begins,
-    tensors,
-    cache,
-    padding,
-    layer=LAYER,
-    cut=(),
-    window=None,
-    sinks=False,
-    attend=sliced_attention,
-):
-    """One pack's output, and the places of its tokens; `cut` are documents that another pass has in parts."""
-    q, k, v, _ = tensors
-    here = np.concatenate([np.arange(begins[d] + a, begins[d] + b) for d, a, b in pack])
-    counts = np.array([b - a for _, a, b in pack])
-    prefix = np.array([a for _, a, _ in pack])
-    rows = [[d if d in cut or b - a < lengths[d] else -1, a, b - a, lengths[d]] for d, a, b in pack]
-    seg = torch.from_numpy(segments_after(segments(whole_sequence(counts), counts), counts, prefix))
-    own = [torch.nn.functional.pad(x[here], (0, 0, 0, 0, 0, padding)) for x in (q, k, v)]
-    out, lse = attend(*own, seg, torch.tensor(rows), cache.number, layer, window=window)
-    out, lse = out[: len(here)], lse[:, : len(here)]
-    return with_sinks(out, lse) if sinks else out, here
+class Sliced:
+    """Attention of packs of slices, rows of (document, start, stop), of these documents.
+
+    Args:
+        cut: documents that another pass has in parts.
+    """
+
+    def __init__(
+        self, lengths, tensors, padding=0, cut=(), window=None, sinks=False, attend=sliced_attention
+    ):
+        self.lengths, self.tensors, self.padding, self.cut = lengths, tensors, padding, cut
+        self.window, self.sinks, self.attend = window, sinks, attend
+        self.begins, self.cache = np.cumsum([0, *lengths]), KeyValueCache()
+
+    def places(self, pack):
+        return np.concatenate([np.arange(self.begins[d] + a, self.begins[d] + b) for d, a, b in pack])
+
+    def forward(self, pack, layer=0):
+        """One pack's output."""
+        here = self.places(pack)
+        documents, prefix, stops = np.array(pack).T
+        counts = stops - prefix
+        in_parts = [d in self.cut or n < self.lengths[d] for d, n in zip(documents, counts, strict=True)]
+        rows = np.stack(
+            [np.where(in_parts, documents, -1), prefix, counts, np.take(self.lengths, documents)], axis=1
+        )
+        seg = torch.from_numpy(segments_after(segments(whole_sequence(counts), counts), counts, prefix))
+        own = [torch.nn.functional.pad(x[here], (0, 0, 0, 0, 0, self.padding)) for x in self.tensors[:3]]
+        numbers = torch.from_numpy(rows), self.cache.number, torch.tensor(layer)
+        out, lse = self.attend(*own, seg, *numbers, window=self.window)
+        out, lse = out[: len(here)], lse[:, : len(here)]
+        return with_sinks(out, lse) if self.sinks else out
+
+    def loss(self, pack, out):
+        return (out * self.tensors[3][self.places(pack)]).sum()
+
+    def gradients(self, losses):
+        """Of q, k and v, after backward passes in this order."""
+        for tensor in self.tensors[:3]:
+            tensor.grad = None
+        for loss in losses:
+            loss.backward()
+        self.cache.check_empty()
+        return tuple(tensor.grad for tensor in self.tensors[:3])
 
 
-def run(packs, lengths, tensors, padding=0, order=None, again=False, **options):
-    """Outputs and gradients of all packs in the given order of backward passes."""
-    begins = np.cumsum([0, *lengths])
-    cache, losses, outputs = KeyValueCache(), [], {}
-    q, k, v, weight = tensors
+def run(packs, lengths, tensors, order=None, again=False, **options):
+    """Outputs and gradients of all packs in the given order of backward passes; `again` computes their
+    forward passes twice."""
+    sliced, losses = Sliced(lengths, tensors, **options), []
+    outputs = torch.empty_like(tensors[0])
     for pack in packs:
-        if again:
-            out = checkpoint(
-                lambda pack=pack: forward(pack, lengths, begins, tensors, cache, padding, **options)[0],
-                use_reentrant=False,
-            )
-            here = np.concatenate([np.arange(begins[d] + a, begins[d] + b) for d, a, b in pack])
-        else:
-            out, here = forward(pack, lengths, begins, tensors, cache, padding, **options)
-        losses.append((out * weight[here]).sum())
-        outputs.update(zip(here.tolist(), out.detach(), strict=True))
-    assert len(packs) == 1 or sum(x.nbytes for x in cache.tensors()) > 0
-    for tensor in (q, k, v):
-        tensor.grad = None
-    for place in order or reversed(range(len(packs))):
-        losses[place].backward()
-    cache.check_empty()
-    return torch.stack([outputs[i] for i in range(sum(lengths))]), (q.grad, k.grad, v.grad)
+        out = checkpoint(sliced.forward, pack, use_reentrant=False) if again else sliced.forward(pack)
+        losses.append(sliced.loss(pack, out))
+        outputs[sliced.places(pack)] = out
+    assert len(packs) == 1 or sum(x.nbytes for x in sliced.cache.tensors()) > 0
+    return outputs.detach(), sliced.gradients(losses[i] for i in order or reversed(range(len(packs))))
 
 
 @given(
@@ -110,60 +120,33 @@ def run(packs, lengths, tensors, padding=0, order=None, again=False, **options):
 )
 @settings(max_examples=25)
 def test_slices_equal_the_whole_document(cuts, rides, padding, again, window, sinks):
+    """Of a document in slices, the last of which shares its pack with whole documents."""
     lengths = [30, *rides]
-    cuts = [0, *sorted(cuts), 30]
     given_tensors = tensors(sum(lengths))
     options = {"window": window, "sinks": sinks}
-    out, gradients = expected(lengths, *given_tensors, **options)
-    packs = packs_of(cuts, [(i, 0, n) for i, n in enumerate(lengths) if i > 0])
-    mine, mine_gradients = run(packs, lengths, given_tensors, padding, again=again, **options)
-    torch.testing.assert_close(mine, out)
-    for one, other in zip(mine_gradients, gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    mine = run(pieces(lengths, sorted(cuts)), lengths, given_tensors, padding=padding, again=again, **options)
+    torch.testing.assert_close(mine, expected(lengths, *given_tensors, **options))
 
 
 lines = st.lists(st.integers(1, 38), min_size=2, max_size=4, unique=True).map(sorted)
 
 
-def pieces(lengths, cuts):
-    """A line of documents, cut: rows of (document, start, stop) of each piece."""
-    packs, begins = [], np.cumsum([0, *lengths])
-    for a, b in itertools.pairwise([0, *cuts, sum(lengths)]):
-        own = zip(begins, lengths, strict=False)
-        ranges = [(d, max(a - begin, 0), min(b - begin, n)) for d, (begin, n) in enumerate(own)]
-        packs.append([(d, start, stop) for d, start, stop in ranges if start < stop])
-    return packs
-
-
-def run_asymmetric(forwards, backwards, lengths, tensors, padding=0):
-    """Gradients where backward passes have other packs, for which they compute the forward pass again."""
-    cut = {d for pack in (*forwards, *backwards) for d, a, b in pack if b - a < lengths[d]}
-    begins, cache, weight = np.cumsum([0, *lengths]), KeyValueCache(), tensors[3]
-    with torch.no_grad():
-        for pack in forwards:
-            forward(pack, lengths, begins, tensors, cache, padding, cut=cut)
-    for tensor in tensors[:3]:
-        tensor.grad = None
-    for pack in backwards:
-        out, here = forward(pack, lengths, begins, tensors, cache, padding, cut=cut)
-        (out * weight[here]).sum().backward()
-    cache.check_empty()
-    return [tensor.grad for tensor in tensors[:3]]
-
-
 @given(forward_cuts=lines, backward_cuts=lines, padding=st.integers(0, 3))
 @settings(max_examples=6)
 def test_other_packs_backward_equal_the_whole_documents(forward_cuts, backward_cuts, padding):
+    """Backward passes compute the forward pass of their packs again."""
     lengths = [20, 12, 3, 4]
     given_tensors = tensors(sum(lengths))
-    _, gradients = expected(lengths, *given_tensors)
-    backward = [pack[::-1] for pack in pieces(lengths[::-1], backward_cuts)[::-1]]
-    backward = [[(len(lengths) - 1 - d, a, b) for d, a, b in pack] for pack in backward]
+    backwards = [pack[::-1] for pack in pieces(lengths[::-1], backward_cuts)[::-1]]
+    backwards = [[(len(lengths) - 1 - d, a, b) for d, a, b in pack] for pack in backwards]
     forwards = pieces(lengths, forward_cuts)
-    for one, other in zip(
-        run_asymmetric(forwards, backward, lengths, given_tensors, padding), gradients, strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    cut = {d for pack in (*forwards, *backwards) for d, a, b in pack if b - a < lengths[d]}
+    sliced = Sliced(lengths, given_tensors, padding, cut)
+    with torch.no_grad():
+        for pack in forwards:
+            sliced.forward(pack)
+    mine = sliced.gradients(sliced.loss(pack, sliced.forward(pack)) for pack in backwards)
+    torch.testing.assert_close(mine, expected(lengths, *given_tensors)[1])
 
 
 def test_gradients_of_bfloat16_are_added_up_in_float32():
@@ -172,7 +155,7 @@ def test_gradients_of_bfloat16_are_added_up_in_float32():
     exact = tuple(x.detach().double().requires_grad_() for x in in_bfloat16)
     _, gradients = expected(lengths, *exact)
     _, once = expected(lengths, *in_bfloat16)
-    _, mine = run(packs_of(list(range(0, 65, 2)), []), lengths, in_bfloat16)
+    _, mine = run(pieces(lengths, range(2, 64, 2)), lengths, in_bfloat16)
 
     def error(these):
         return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(these, gradients, strict=True))
@@ -183,28 +166,27 @@ def test_gradients_of_bfloat16_are_added_up_in_float32():
 @pytest.mark.parametrize("order, due", [((0, 1, 2), 9), ((2, 0, 1), 6), ((2, 2, 1), 6)])
 def test_a_wrong_order_of_backward_passes_is_caught(order, due):
     with pytest.raises(RuntimeError, match=f"tokens before {due} is due|second time"):
-        run(packs_of([0, 3, 6, 9], []), [9], tensors(9), order=order)
+        run(pieces([9], [3, 6]), [9], tensors(9), order=order)
 
 
 def test_what_is_left_over_is_named_and_free_with_the_cache():
-    cache = KeyValueCache()
-    forward([(0, 0, 3)], [9], [0, 9], tensors(9), cache, 0)
+    sliced = Sliced([9], tensors(9))
+    sliced.forward([(0, 0, 3)])
     with pytest.raises(RuntimeError, match="Keys of 1 documents and layers are left"):
-        cache.check_empty()
-    kept = weakref.ref(cache)
-    del cache
+        sliced.cache.check_empty()
+    kept = weakref.ref(sliced.cache)
+    del sliced
     gc.collect()
     assert kept() is None
 
 
 def test_layers_do_not_mix():
-    lengths, begins = [9], [0, 9]
-    one, other = tensors(9, 1), tensors(9, 2)
-    cache = KeyValueCache()
-    for pack in packs_of([0, 4, 9], []):
-        forward(pack, lengths, begins, one, cache, 0, torch.tensor(1))
-        out, here = forward(pack, lengths, begins, other, cache, 0, torch.tensor(2))
-        torch.testing.assert_close(out.detach(), expected(lengths, *other)[0][here])
+    one, other = (Sliced([9], tensors(9, seed)) for seed in (1, 2))
+    other.cache = one.cache
+    out, _ = expected([9], *other.tensors)
+    for pack in pieces([9], [4]):
+        one.forward(pack, layer=1)
+        torch.testing.assert_close(other.forward(pack, layer=2), out[other.places(pack)])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -217,12 +199,7 @@ def test_one_graph_serves_all_prefixes(backend):
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
     compiled = torch.compile(sliced_attention, backend=counting, fullgraph=True, dynamic=True)
-    lengths = [40]
     given_tensors = tensors(40, dtype=torch.float32)
-    out, gradients = expected(lengths, *given_tensors)
-    packs = packs_of([0, 8, 16, 24, 32, 40], [])
-    mine, mine_gradients = run(packs, lengths, given_tensors, attend=compiled)
-    torch.testing.assert_close(mine, out)
-    for one, other in zip(mine_gradients, gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    mine = run(pieces([40], [8, 16, 24, 32]), [40], given_tensors, attend=compiled)
+    torch.testing.assert_close(mine, expected([40], *given_tensors))
     assert len(graphs) <= 2

@@ -3,6 +3,7 @@ time against a schedule of these tiles, its fit against known coefficients."""
 
 import heapq
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import planning
@@ -16,30 +17,25 @@ from wlb_titan.cost.attention_kernels import COEFFICIENTS, Point, fit, hopper, p
 from wlb_titan.cost.attention_latency import KernelCost, KeyTiling, Tiling, slowest
 
 TILINGS = [(128, 128), (128, 64), (64, 128), (16, 128), (256, 1), (4, 4), (1, 1)]
+EARLIER = st.just(0) | st.integers(0, 3000)  # tokens of the document on other ranks
 
 
 @pytest.mark.parametrize(("query_tile", "key_block"), TILINGS)
-@given(q_len=st.integers(1, 1200), before=st.one_of(st.just(0), st.integers(0, 3000)))
+@given(q_len=st.integers(1, 1200), before=EARLIER)
 @settings(max_examples=60)
 def test_counts_are_those_of_tiles_drawn_one_by_one(query_tile, key_block, q_len, before):
     tiles = blocks = masked = 0
     for first in range(0, q_len, query_tile):
         last = min(first + query_tile, q_len)
-        tiles += 1
         seen_by_some = -(-(before + last) // key_block)
         seen_by_all = (before + first + 1) // key_block
-        blocks += seen_by_some
-        masked += seen_by_some - seen_by_all
+        tiles, blocks, masked = tiles + 1, blocks + seen_by_some, masked + seen_by_some - seen_by_all
     counts = Tiling(query_tile, key_block).count(np.array([q_len]), np.array([before + q_len]))
     assert counts[:, 0].tolist() == [tiles, blocks, masked]
 
 
-@pytest.mark.parametrize(("query_tile", "key_block"), [(128, 128), (128, 64), (64, 128), (16, 128)])
-@given(
-    q_tiles=st.integers(1, 12),
-    before=st.one_of(st.just(0), st.integers(0, 3000)),
-    window=st.one_of(st.integers(1, 300), st.integers(1, 5000)),
-)
+@pytest.mark.parametrize(("query_tile", "key_block"), TILINGS[:4])
+@given(q_tiles=st.integers(1, 12), before=EARLIER, window=st.integers(1, 300) | st.integers(1, 5000))
 @settings(max_examples=60)
 def test_counts_in_a_window_are_those_of_tiles_drawn_one_by_one(
     query_tile, key_block, q_tiles, before, window
@@ -49,38 +45,42 @@ def test_counts_in_a_window_are_those_of_tiles_drawn_one_by_one(
     for first in range(before, before + q_tiles * query_tile, query_tile):
         last = first + query_tile - 1
         begin, shared = max(0, first + 1 - window), max(0, last + 1 - window)
-        seen_by_all = max(first + 1 - shared, 0) // key_block
-        blocks += -(-(last + 1 - begin) // key_block)
-        masked += -(-(last + 1 - begin) // key_block) - seen_by_all
+        read = -(-(last + 1 - begin) // key_block)
+        blocks, masked = blocks + read, masked + read - max(first + 1 - shared, 0) // key_block
     q_len = np.array([q_tiles * query_tile])
     counts = Tiling(query_tile, key_block).count(q_len, before + q_len, window)
     assert counts[:2, 0].tolist() == [q_tiles, blocks]
     assert 0 <= masked - counts[2, 0] <= -(-query_tile // key_block) + 1
 
 
-def tile_list(segments: np.ndarray, q_tokens: int, window: int | None = None) -> np.ndarray:
-    return query_tiles(segments, q_tokens, window or NO_WINDOW, tokens=128)
-
-
-def blocks_of(listed: np.ndarray) -> tuple[int, int]:
-    """Blocks of 128 keys that the kernels read for these tiles, and how many of them they mask."""
+def blocks_of(segments: np.ndarray, q_tokens: int, window: int | None = None) -> list[int]:
+    """Tiles of the kernels' list, blocks of 128 keys that they read, and how many of them they mask."""
+    listed = query_tiles(segments, q_tokens, window or NO_WINDOW, tokens=128)
     _, _, begin, _, shared, end = listed[listed[:, 5] > listed[:, 2]].T
     blocks = -(-(end - begin) // 128)
-    return int(blocks.sum()), int((blocks - (shared - begin) // 128).sum())
+    return [len(listed), int(blocks.sum()), int((blocks - (shared - begin) // 128).sum())]
+
+
+def steps_of(segments: np.ndarray, keys: int, window: int | None = None, queries: int = 64) -> list[int]:
+    """Items, of a tile of keys and a segment, and steps of so many queries, as the kernels list them."""
+    lists = key_tiles(segments, keys, window or NO_WINDOW, tokens=queries, block_n=128, turn_rows=queries)
+    return [len(lists.items), int(steps(lists, queries).sum())]
+
+
+def shards_of(policy, lengths, latency):
+    """Of four context-parallel ranks."""
+    return planning.shard(policy, lengths, -(-lengths.sum() // 8) * 8, 4, latency)[1]
 
 
 @pytest.mark.parametrize("policy", ["per_sequence", "per_document"])
 def test_long_segments_are_tiled_as_the_kernels_do(policy):
     """Beyond the length up to which the kernels merge, the counts agree exactly."""
     lengths = np.random.default_rng(0).integers(9000, 30000, 6)
-    total = -(-lengths.sum() // 8) * 8
-    for shard in planning.shard(policy, lengths, total, 4, hopper(128, 1))[1]:
+    for shard in shards_of(policy, lengths, hopper(128, 1)):
         shard = shard[shard[:, 1] + shard[:, 2] > 1024]
         segments = layout.segments(shard, lengths)
-        tokens = int(shard[:, 2].sum())
-        listed = tile_list(segments, tokens)
         counts = Tiling(128, 128, merge_keys=1024).count(segments[:, 1], segments[:, 3]).sum(axis=1)
-        assert counts.tolist() == [len(listed), *blocks_of(listed)]
+        assert counts.tolist() == blocks_of(segments, int(shard[:, 2].sum()))
 
 
 @pytest.mark.parametrize("window", [None, 200])
@@ -88,25 +88,16 @@ def test_long_segments_are_tiled_as_the_kernels_do(policy):
 def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, window):
     """On average over where tiles begin; documents far below a tile mostly just miss a round number of
     blocks."""
-    rng = np.random.default_rng(longest)
-    lengths = rng.integers(1, longest, 60000 // longest)
-    segments = layout.segments(layout.whole_sequence(lengths), lengths)
-    listed = tile_list(segments, int(lengths.sum()), window)
+    lengths = np.random.default_rng(longest).integers(1, longest, 60000 // longest)
+    whole, tokens = layout.segments(layout.whole_sequence(lengths), lengths), int(lengths.sum())
+    tiles, blocks, _ = blocks_of(whole, tokens, window)
     counted = Tiling(128, 128, merge_keys=1024).count(lengths, lengths, window).sum(axis=1)
-    assert counted[0] == pytest.approx(len(listed), rel=0.03)
-    assert counted[1] == pytest.approx(blocks_of(listed)[0], rel=error)
+    assert counted[0] == pytest.approx(tiles, rel=0.03)
+    assert counted[1] == pytest.approx(blocks, rel=error)
     walked = KeyTiling(64, 128, 1024).count(lengths, lengths, window)[1].sum()
-    assert walked == pytest.approx(steps_of(segments, int(lengths.sum()), window)[1], rel=0.1)
+    assert walked == pytest.approx(steps_of(whole, tokens, window)[1], rel=0.1)
     unmerged = Tiling(128, 128).count(lengths, lengths).sum(axis=1)
     assert unmerged[0] > 1.2 * counted[0] or longest == 900
-
-
-def steps_of(
-    segments: np.ndarray, keys: int, window: int | None = None, queries: int = 64
-) -> tuple[int, int]:
-    """Items, of a tile of keys and a segment, and steps of so many queries, as the kernels list them."""
-    lists = key_tiles(segments, keys, window or NO_WINDOW, tokens=queries, block_n=128, turn_rows=queries)
-    return len(lists.items), int(steps(lists, queries).sum())
 
 
 @pytest.mark.parametrize("queries", [64, 8])
@@ -115,9 +106,8 @@ def steps_of(
 def test_tiles_of_keys_are_walked_as_the_kernels_do(policy, window, queries):
     """On average over where segments begin; long ones have tiles of their own."""
     lengths = np.random.default_rng(0).integers(3000, 30000, 12)
-    total = -(-lengths.sum() // 8) * 8
     counted, listed = np.zeros(2), np.zeros(2)
-    for shard in planning.shard(policy, lengths, total, 4, hopper(128, 1))[1]:
+    for shard in shards_of(policy, lengths, hopper(128, 1)):
         segments = layout.segments(shard, lengths)
         counted += KeyTiling(queries, 128, 1024).count(segments[:, 1], segments[:, 3], window)[:2].sum(axis=1)
         listed += steps_of(segments, int(lengths.sum()), window, queries)
@@ -144,21 +134,17 @@ def schedule(costs: np.ndarray, units: int) -> float:
 def test_predicted_time_is_that_of_a_schedule_of_the_tiles(policy):
     rng = np.random.default_rng(3)
     lengths = np.append(np.exp(rng.normal(6.5, 1.4, 60)).astype(np.int64) + 1, 30000)
-    total = -(-lengths.sum() // 8) * 8
     latency = replace(planning.UNMERGED, heads=16)
-    shards = planning.shard(policy, lengths, total, 4, latency)[1]
+    cost, shards = latency.forward, shards_of(policy, lengths, latency)
     for shard, (predicted, _) in zip(shards, latency.seconds(shards), strict=True):
-        cost = latency.forward
         programs = []
         for _, offset, count in shard.tolist():
             for first in range(0, count, 128):
-                last = min(first + 128, count)
-                blocks = -(-(offset + last) // 128)
+                blocks = -(-(offset + min(first + 128, count)) // 128)
                 masked = blocks - (offset + first + 1) // 128
                 programs.append(cost.tile + blocks * cost.block + masked * cost.masked)
         real = cost.launch + schedule(np.repeat(programs, 16), latency.units)
-        assert predicted <= real * (1 + 1e-9)
-        assert predicted == pytest.approx(real, rel=0.02)
+        assert 0.98 * real <= predicted <= real * (1 + 1e-9)
 
 
 def test_the_longest_tile_bounds_a_launch_that_has_few():
@@ -177,10 +163,9 @@ def test_time_grows_with_heads_and_slowness_and_falls_with_units():
     many = np.array([[n, 0, 3000] for n in range(50)])
     for latency in (planning.UNMERGED, hopper(128, 32, group=8)):
         slower = replace(latency, forward=latency.forward.slower(2), backward=latency.backward.slower(2))
+        once = latency.work(many[:, 2], many[:, 2])
         for twice in (replace(latency, heads=64), replace(latency, units=66), slower):
-            assert twice.work(many[:, 2], many[:, 2]) == pytest.approx(
-                2 * latency.work(many[:, 2], many[:, 2])
-            )
+            assert twice.work(many[:, 2], many[:, 2]) == pytest.approx(2 * once)
     latency = planning.UNMERGED
     most, least = replace(latency, units=66).seconds([many]), latency.seconds([many])
     launch = latency.fixed(np.array([0]))
@@ -191,7 +176,7 @@ def test_a_model_with_windows_has_the_time_of_its_mean_layer():
     latency = hopper(128, 4)
     mixed = replace(latency, windows=((1024, 0.75),))
     windowed = replace(latency, windows=((1024, 1.0),))
-    shards = planning.shard("per_sequence", np.array([40000, 700, 3000]), 43712, 4, latency)[1]
+    shards = shards_of("per_sequence", np.array([40000, 700, 3000]), latency)
     parts = [0.25 * latency.seconds(shards), 0.75 * windowed.seconds(shards)]
     np.testing.assert_allclose(mixed.seconds(shards), sum(parts))
     assert slowest(np.array([[1.0, 5.0], [2.0, 3.0]])) == 7.0  # each pass waits for its own slowest rank
@@ -209,14 +194,8 @@ def errors(cost, points):
 @pytest.mark.parametrize("tiling", [Tiling(128, 128, 1024), Tiling(64, 128), KeyTiling(64, 128, 1024)])
 def test_fit_finds_the_coefficients_that_made_the_points(tiling):
     cost = KernelCost(tiling, launch=2e-5, key=1e-10, segment=1e-7, tile=1.5e-6, block=1.2e-6, masked=4e-7)
-    cases = [
-        (q, kv, segments, 16)
-        for q in (1, 16, 65, 128, 200, 512, 2000)
-        for kv in (128, 700, 4096, 32768)
-        for segments in (1, 50)
-        if kv >= q
-    ]
-    blank = [Point(*case, seconds=1.0) for case in cases]
+    cases = product((1, 16, 65, 128, 200, 512, 2000), (128, 700, 4096, 32768), (1, 50))
+    blank = [Point(q, kv, segments, 16, seconds=1.0) for q, kv, segments in cases if kv >= q]
     points = [p._replace(seconds=s) for p, s in zip(blank, predict(cost, blank, 132).tolist(), strict=True)]
     found = fit(points, 132, tiling)
     assert errors(found, points).max() < 1e-3

@@ -40,10 +40,9 @@ IMAGE = "example.com/wlb-titan:0.1.0"
 def unchanged_process():
     """TorchX and its components set handlers of signals and errors, which end with the test."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = [signal.getsignal(number) for number in numbers]
-    hook = sys.excepthook
+    handlers, hook = {number: signal.getsignal(number) for number in numbers}, sys.excepthook
     yield
-    for number, handler in zip(numbers, handlers, strict=True):
+    for number, handler in handlers.items():
         signal.signal(number, handler)
     sys.excepthook = hook
 
@@ -170,8 +169,7 @@ def test_each_process_wants_a_gpu(monkeypatch):
     monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", lambda: False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    message = '4 processes and 1 GPU: NCCL wants one each; .* or set wlb.device = "cpu"'
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r'4 processes and 1 GPU: NCCL .* or set wlb.device = "cpu"'):
         train(CONFIG, ["--wlb.device", "auto"], rank=0, world_size=4, alarm=None)
 
 
@@ -192,10 +190,9 @@ def test_a_rank_that_shall_use_the_cpu_hides_the_gpus_from_itself(monkeypatch):
 
 
 def test_a_missing_corpus_is_one_paragraph_and_exit_code_2(tmp_path, fork_server):
-    words = ["run", "-s", "local_cwd", "wlb.train", "--config", CONFIG]
-    words += ["--", "--wlb.corpus.path", str(tmp_path / "nowhere")]
-    log = tmp_path / "log"
-    assert fork_server.start([Rank(words, log)], "torchx.cli.main").wait(300) == [2]
+    words, log = ["--", "--wlb.corpus.path", str(tmp_path / "nowhere")], tmp_path / "log"
+    train = Rank(["run", "-s", "local_cwd", "wlb.train", "--config", CONFIG, *words], log)
+    assert fork_server.start([train], "torchx.cli.main").wait(300) == [2]
     assert "There is no corpus at" in log.read_text()
     assert "Traceback" not in log.read_text()
 
@@ -228,12 +225,9 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
         (tmp_path / name).chmod(0o755)
     (tmp_path / "job.sbatch").write_text(script.stdout)
     for status in (0, 1, 75, 143):
-        job = subprocess.run(
-            ["bash", "job.sbatch"],
-            cwd=tmp_path,
-            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711", "STATUS": str(status)}
-            | {"SLURM_JOB_NODELIST": "node[1-8]"},
-        )
+        of_slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[1-8]", "STATUS": str(status)}
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        job = subprocess.run(["bash", "job.sbatch"], cwd=tmp_path, env=path | of_slurm)
         assert job.returncode == status
         assert (tmp_path / "requeued").exists() == (status == 75)
         (tmp_path / "requeued").unlink(missing_ok=True)
@@ -247,15 +241,8 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
 
 
 def test_the_agent_hands_on_what_torchrun_would():
-    words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--virtual_local_rank"]
-    words += [
-        "--start_method",
-        "forkserver",
-        "--max_restarts",
-        "3",
-        "--duplicate_stderr_filters",
-        "error,note",
-    ]
+    words = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--virtual_local_rank", "--max_restarts=3"]
+    words += ["--start_method=forkserver", "--duplicate_stderr_filters=error,note"]
     agent = Agent(*config_from_args(parse_args([*words, "script.py"])))
     spec = agent.get_worker_group().spec
     assert (spec.max_restarts, spec.virtual_local_rank) == (3, True)

@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
@@ -45,39 +46,51 @@ THIRD_PARTY = {
 }
 
 
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def hinted(tree: ast.Module) -> set[int]:
     """The nodes that type checkers alone see."""
     checks = (node for node in ast.walk(tree) if isinstance(node, ast.If))
-    hints = [node for node in checks if "TYPE_CHECKING" in ast.dump(node.test)]
+    hints = [node for node in checks if "TYPE_CHECKING" in ast.unparse(node.test)]
     return {id(inner) for node in hints for inner in ast.walk(node)}
 
 
-def imports(path: Path) -> set[str]:
-    """What a file imports, and what it is annotated with; the job may be named everywhere."""
-    tree, names = ast.parse(path.read_text()), set()
-    skipped = hinted(tree)
-    for node in ast.walk(tree):
-        if id(node) in skipped and isinstance(node, ast.ImportFrom) and node.module == "wlb_titan.job":
-            continue
+def imports(nodes: Iterable[ast.AST]) -> set[str]:
+    """What is imported, of modules also their names, inside functions too."""
+    names = set()
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in names if name.split(".")[0] in THIRD_PARTY}
+    return names
+
+
+def known(path: Path) -> set[str]:
+    """What a file imports, and what it is annotated with; the job may be named everywhere."""
+    tree = tree_of(path)
+    skipped = hinted(tree)
+    nodes = [
+        node
+        for node in ast.walk(tree)
+        if not (id(node) in skipped and isinstance(node, ast.ImportFrom) and node.module == "wlb_titan.job")
+    ]
+    return {name for name in imports(nodes) if name.split(".")[0] in THIRD_PARTY}
 
 
 def named(path: Path) -> set[str]:
     """The modules that strings name, as "module:Class" or by themselves; groups of entry points are none."""
-    strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
-    names = {
-        text for text in strings if isinstance(text, str) and re.fullmatch(r"wlb_titan[.\w]+(:\w+)?", text)
-    }
-    files = {name: ROOT / name.partition(":")[0].replace(".", "/") for name in names}
-    return {
-        name.partition(":")[0]
-        for name, file in files.items()
-        if ":" in name or file.is_dir() or file.with_suffix(".py").exists()
-    }
+    strings = {node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant)}
+    found = set()
+    for text in strings:
+        if isinstance(text, str) and re.fullmatch(r"wlb_titan[.\w]+(:\w+)?", text):
+            name, colon, _ = text.partition(":")
+            file = ROOT / name.replace(".", "/")
+            if colon or file.is_dir() or file.with_suffix(".py").exists():
+                found.add(name)
+    return found
 
 
 def within(name: str, allowed: set[str]) -> bool:
@@ -92,16 +105,12 @@ def files_of(room: str) -> list[Path]:
 @pytest.mark.parametrize("room", [*ROOMS, "kernels"])
 def test_rooms_know_only_what_they_may(room):
     below = ROOMS[: ROOMS.index(room)] if room in ROOMS else ()
-    allowed = (
-        {f"wlb_titan.{name}" for name in (*below, room)}
-        | MAY_USE.get(room, {"numpy"})
-        | {"wlb_titan.__version__"}
-    )
+    ours = {f"wlb_titan.{name}" for name in (*below, room)} | {"wlb_titan.__version__"}
+    allowed = ours | MAY_USE.get(room, {"numpy"})
     for file in files_of(room):
-        strangers = {name for name in imports(file) if not within(name, allowed)}
-        assert not strangers, f"{file.relative_to(ROOT)} imports {sorted(strangers)}"
-        strangers = {name for name in named(file) if not within(name, allowed | {MAY_NAME.get(room, "")})}
-        assert not strangers, f"{file.relative_to(ROOT)} names {sorted(strangers)}"
+        for names, may in ((known(file), allowed), (named(file), allowed | {MAY_NAME.get(room, "")})):
+            strangers = {name for name in names if not within(name, may)}
+            assert not strangers, f"{file.relative_to(ROOT)} imports or names {sorted(strangers)}"
 
 
 def test_every_room_is_listed():
@@ -110,7 +119,7 @@ def test_every_room_is_listed():
 
 
 def test_the_package_itself_imports_the_balancing_alone():
-    names = imports(ROOT / "wlb_titan" / "__init__.py")
+    names = known(ROOT / "wlb_titan" / "__init__.py")
     assert {name.split(".")[1] for name in names} == {"balancing"}
 
 
@@ -129,45 +138,23 @@ def test_every_dependency_is_declared():
     distributions = packages_distributions()
     for room in ("wlb_titan", "kernels", "launch"):
         for file in (ROOT / room).rglob("*.py"):
-            for name in top_level(file) - set(sys.stdlib_module_names):
+            names = {name.split(".")[0] for name in imports(ast.walk(tree_of(file)))}
+            for name in names - set(sys.stdlib_module_names):
                 found = {one.replace("-", "_") for one in distributions[name]}
                 assert declared & found, f"{file.relative_to(ROOT)} imports {name}"
 
 
-def top_level(path: Path) -> set[str]:
-    """The packages that a file imports."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add(node.module)
-    return {name.split(".")[0] for name in names}
-
-
-def modules_of(path: Path, known: set[str]) -> set[str]:
-    """The modules of ours that a file imports when it runs, inside functions too."""
-    tree = ast.parse(path.read_text())
-    skipped = hinted(tree)
-    found = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found & known
-
-
 def test_no_module_imports_itself_by_way_of_others():
-    package = ROOT / "wlb_titan"
-    files = {
-        ".".join(("wlb_titan", *path.relative_to(package).with_suffix("").parts)): path
-        for path in package.rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    imported = {name: modules_of(path, set(files)) for name, path in files.items()}
+    files = [
+        path.with_suffix("") for path in (ROOT / "wlb_titan").rglob("*.py") if path.name != "__init__.py"
+    ]
+    modules = {".".join(path.relative_to(ROOT).parts): path.with_suffix(".py") for path in files}
+    imported = {}
+    for name, path in modules.items():
+        tree = tree_of(path)
+        skipped = hinted(tree)
+        names = imports(node for node in ast.walk(tree) if id(node) not in skipped)
+        imported[name] = (names | {name.rpartition(".")[0] for name in names}) & modules.keys()
     while leaves := [name for name, others in imported.items() if not others & imported.keys()]:
         for name in leaves:
             del imported[name]

@@ -23,41 +23,29 @@ from wlb_titan.simulator.trace import MEASURED
 
 MODEL = ModelShape(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, feed_forward=128, vocabulary=512)
 WINDOW = 4096
+WHOLE, SPLIT = MemorySettings(checkpointing="full"), MemorySettings(checkpointing="none")
+ZERO_BUBBLE = {"schedule": "ZBVZeroBubble", "chunks": 2}
 JOBS = {
     "pipeline": (Degrees(pipeline=4), Policy("plain"), {}),
     "interleaved": (Degrees(pipeline=2), Policy("wlb_lazy"), {"schedule": "Interleaved1F1B", "chunks": 2}),
-    "zero bubble": (
-        Degrees(pipeline=2),
-        Policy("plain"),
-        {"schedule": "ZBVZeroBubble", "chunks": 2, "memory": MemorySettings(checkpointing="none")},
-    ),
+    "zero bubble": (Degrees(pipeline=2), Policy("plain"), {**ZERO_BUBBLE, "memory": SPLIT}),
     "context": (Degrees(context=2), Policy("wlb_lazy", "hybrid"), {}),
     "data": (Degrees(shard=2), Policy("wlb_lazy"), {}),
     "runs": (Degrees(pipeline=2, shard=2), Policy("plain"), {"run": 2}),
     "tensor": (Degrees(tensor=2, pipeline=2, context=2), Policy("plain", "per_document"), {}),
     "slices": (Degrees(pipeline=2, context=2), Policy("slim", "hybrid"), {}),
-    "shared": (Degrees(shard=2), Policy("slim"), {"dp_merge": True}),
-    "asymmetric": (
-        Degrees(pipeline=2),
-        Policy("slim"),
-        {"asymmetric": True, "memory": MemorySettings(checkpointing="full")},
-    ),
+    "shared": (Degrees(shard=2), Policy("slim"), {"packing": {"dp_merge": True}}),
+    "asymmetric": (Degrees(pipeline=2), Policy("slim"), {"packing": {"asymmetric": True}, "memory": WHOLE}),
 }
 
 
 def job_of(name):
     degrees, policy, changes = JOBS[name]
-    packing = {key: changes[key] for key in ("dp_merge", "asymmetric") if key in changes}
-    others = {key: value for key, value in changes.items() if key not in packing}
-    job = Job(
-        model=MODEL,
-        degrees=degrees,
-        window=WINDOW,
-        micro_batches=4 * degrees.data,
-        cluster=replace(load_cluster("h100_roce"), gpus_per_node=2),
-        **others,
-    ).under(policy)
-    return replace(job, packing=POLICIES.configure(policy.packing, **packing)) if packing else job
+    changes = {"window": WINDOW, "micro_batches": 4 * degrees.data, **changes}
+    packing = POLICIES.configure(policy.packing, **changes.pop("packing", {}))
+    cluster = replace(load_cluster("h100_roce"), gpus_per_node=2)
+    job = Job(model=MODEL, degrees=degrees, cluster=cluster, **changes)
+    return replace(job.under(policy), packing=packing)
 
 
 @pytest.fixture(scope="module")
@@ -107,26 +95,38 @@ def test_stages_that_did_not_run_take_what_a_like_stage_took(name, documents):
     job = job_of(name)
     plans = job.plans(documents, 2)
     last = len(job.layers) - 1
-    steps = [ran(job, plan, k, plans, 3.0, [0, last]) for k, plan in enumerate(plans)]
-    everywhere = [ran(job, plan, k, plans, 3.0) for k, plan in enumerate(plans)]
-    found = measured(job, plans, steps)
-    np.testing.assert_allclose(
-        simulate(job, plans, found).seconds, simulate(job, plans, measured(job, plans, everywhere)).seconds
+    found, everywhere = (
+        measured(job, plans, [ran(job, plan, k, plans, 3.0, stages) for k, plan in enumerate(plans)])
+        for stages in ([0, last], None)
     )
+    near, expected = (simulate(job, plans, each).seconds for each in (found, everywhere))
+    np.testing.assert_allclose(near, expected)
     assert all(one.known[[0, last]].all() and one.known[1:last].sum() == 0 for one in found)
     spans = step_timeline(job, plans[1], measured=found[1])
     for span in spans:
         assert (span.args["time"] == MEASURED) == (span.args["stage"] in (0, last))
 
 
+@pytest.mark.parametrize(("name", "kind"), [("pipeline", "F"), ("asymmetric", "B")])
+def test_a_loss_counts_as_forward_or_as_backward_where_that_has_packs_of_its_own(name, kind, documents):
+    job = job_of(name)
+    (plan,) = plans = job.plans(documents, 1)
+    ranks, apart = ran(job, plan, 0, plans), []
+    for rank in ranks:
+        passes = [one._replace(seconds=one.seconds / 2) if one.kind == kind else one for one in rank.passes]
+        losses = [one._replace(kind="L") for one in passes if one.kind == kind]
+        apart.append(replace(rank, passes=passes + losses))
+    found, expected = (measured(job, plans, [each])[0].seconds for each in (apart, ranks))
+    np.testing.assert_allclose(found, expected)
+
+
 def test_a_replica_that_did_not_run_takes_what_is_predicted_times_how_slow_the_other_was(documents):
     job = job_of("data")
     plans = job.plans(documents, 1)
-    steps = [[rank for rank in ran(job, plans[0], 0, plans, 2.0) if rank.dp == 0]]
-    everywhere = [ran(job, plans[0], 0, plans, 2.0)]
-    (found,) = measured(job, plans, steps)
+    ranks = ran(job, plans[0], 0, plans, 2.0)
+    (expected,) = measured(job, plans, [ranks])
+    (found,) = measured(job, plans, [[rank for rank in ranks if rank.dp == 0]])
     assert found.known.tolist() == [[True] * 4 + [False] * 4]
-    (expected,) = measured(job, plans, everywhere)
     np.testing.assert_allclose(found.seconds, expected.seconds)
 
 
@@ -151,15 +151,12 @@ def test_ranks_of_a_micro_batch_wait_for_each_other_between_collectives(document
     job = job_of("context")
     (plan,) = plans = job.plans(documents, 1)
     pieces = np.random.default_rng(0).uniform(1, 2, (2, len(plan.micro_batches), 3))
-    ranks = [
-        MeasuredStep(
-            0, cp, [Pass("FB", 0, i, 0.0, sum(x), pieces=x) for i, x in enumerate(own.tolist())], 0.5
-        )
-        for cp, own in enumerate(pieces)
-    ]
-    found, waiting = (
-        measured(job.on(c), plans, [ranks])[0].seconds for c in (without_waiting(job.cluster), job.cluster)
-    )
+    ranks = []
+    for cp, own in enumerate(pieces.tolist()):
+        passes = [Pass("FB", 0, i, 0.0, sum(x), pieces=x) for i, x in enumerate(own)]
+        ranks.append(MeasuredStep(0, cp, passes, 0.5))
+    waiting = measured(job, plans, [ranks])[0].seconds
+    found = measured(job.on(without_waiting(job.cluster)), plans, [ranks])[0].seconds
     np.testing.assert_allclose(found.sum(axis=(0, 1)), pieces.max(axis=0).sum(axis=1))
     assert (waiting > found).any()
 

@@ -7,15 +7,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from wlb_titan import bins
 from wlb_titan.cost.workload import Quadratic, workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
 from wlb_titan.packing.wlb import Wlb
-from wlb_titan.plan import ID, LENGTH, START
+from wlb_titan.plan import LENGTH
 
-COST = Quadratic(1.0, 30.0)
+COST, WINDOW = Quadratic(1.0, 30.0), 64
 
 
 class Document(NamedTuple):
@@ -75,68 +74,30 @@ class Algorithm1:
         return [[Doc.key for Doc in batch] for batch in New_Batch]  # 36
 
 
-@st.composite
-def jobs(draw):
-    window = 64
-    lengths = draw(st.lists(st.integers(2, 90).filter(lambda n: n != 65), min_size=20, max_size=80))
-    thresholds = sorted(draw(st.sets(st.integers(20, window), min_size=1, max_size=3)))
-    return {
-        "lengths": np.array(lengths),
-        "window": window,
-        "micro_batches": draw(st.integers(2, 5)),
-        "thresholds": thresholds,
-        "max_length": draw(st.integers(window, 3 * window)),
-    }
-
-
 @pytest.mark.filterwarnings("ignore:With the thresholds")
 @settings(max_examples=150)
-@given(jobs())
-def test_wlb_is_algorithm_1(job):
-    stream = DocumentStream(Mixture(job["lengths"], seed=1), job["window"])
-    arriving = DocumentStream(Mixture(job["lengths"], seed=1), job["window"])
-    n = job["micro_batches"]
-    packing = Wlb.Config(
-        thresholds=job["thresholds"], max_length=job["max_length"], cost_model=f"quadratic:{COST.a},{COST.b}"
-    )
-    policy = Wlb(packing, stream, Job(window=job["window"], micro_batches=n, packing=packing))
-    literal = Algorithm1(n, job["max_length"] + 1, job["thresholds"])
+@given(
+    lengths=st.lists(st.integers(2, 90).filter(lambda n: n != 65), min_size=20, max_size=80).map(np.array),
+    n=st.integers(2, 5),
+    thresholds=st.sets(st.integers(20, WINDOW), min_size=1, max_size=3),
+    max_length=st.integers(WINDOW, 3 * WINDOW),
+)
+def test_wlb_is_algorithm_1(lengths, n, thresholds, max_length):
+    stream, arriving = (DocumentStream(Mixture(lengths, seed=1), WINDOW) for _ in range(2))
+    cost = f"quadratic:{COST.a},{COST.b}"
+    packing = Wlb.Config(thresholds=sorted(thresholds), max_length=max_length, cost_model=cost)
+    policy = Wlb(packing, stream, Job(window=WINDOW, micro_batches=n, packing=packing))
+    literal = Algorithm1(n, max_length + 1, sorted(thresholds))
     surplus = 0
     for _ in range(12):
         # Behind a backlog the stream slows down, so that memory stays bounded; the paper knows no backlog.
-        assume(sum(Doc.length for Doc in literal.Remained_Doc) <= n * job["window"])
-        budget = n * job["window"] - surplus
+        assume(sum(Doc.length for Doc in literal.Remained_Doc) <= n * WINDOW)
+        budget = n * WINDOW - surplus
         pieces = arriving.arrive(budget, lambda read: arriving.has_label(read).sum() >= n)
         surplus = int(pieces[:, LENGTH].sum()) - budget
         batch = [Document((id_, start), length) for id_, start, length in pieces.tolist()]
         expected = literal.step(batch)
-        assume(
-            all(expected)
-        )  # of a step in which outliers leave a micro-batch empty the paper does not speak
-        got = [[(row[ID], row[START]) for row in pack.documents.tolist()] for pack in policy.next().packs]
-        assert got == expected
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 6), st.integers(50, 120))
-def test_the_heaps_find_what_a_search_finds(lengths, n, max_length):
-    lengths = -np.sort(-np.array(lengths))
-    works = workload(COST, lengths)
-    loads, filled, expected = [0.0] * n, [0] * n, []
-    for length, work in zip(lengths.tolist(), works.tolist(), strict=True):
-        choices = loads.index(min(loads)), filled.index(min(filled))
-        fitting = [index for index in choices if filled[index] + length <= max_length]
-        expected.append(fitting[0] if fitting else bins.REMAINS)
-        if fitting:
-            loads[fitting[0]] += work
-            filled[fitting[0]] += length
-    assert bins.pack_by_work(lengths, works, n, max_length).tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [([6, 4, 3, 3], [0, 1, 1, bins.REMAINS]), ([8, 8], [0, 1])],
-    ids=["docstring", "documents of a window, where that is the bound"],
-)
-def test_by_hand(lengths, expected):
-    lengths = np.array(lengths)
-    assert bins.pack_by_work(lengths, lengths.astype(float), 2, 8).tolist() == expected
+        # Of a step in which outliers leave a micro-batch empty the paper does not speak.
+        assume(all(expected))
+        got = [list(map(tuple, pack.documents[:, :2].tolist())) for pack in policy.next().packs]
+        assert got == expected  # the documents and the token that each begins at

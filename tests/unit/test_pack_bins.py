@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.bins import REMAINS, Bins, balanced, in_order, level
+from wlb_titan.bins import REMAINS, Bins, balanced, in_order, level, pack_by_work
 
 loads_and_rooms = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=8)
 
 
 @given(loads_and_rooms, st.floats(0, 1))
 def test_the_level_takes_exactly_the_work(bins, share):
-    loads = np.array([load for load, _ in bins])
-    capacities = loads + np.array([room for _, room in bins])
+    loads, rooms = np.array(bins).T
+    capacities = loads + rooms
     work = share * float((capacities - loads).sum())
     surface = level(loads, capacities, work)
     if np.isinf(surface):  # by a rounding error more than there is room for
@@ -23,27 +23,32 @@ def test_the_level_takes_exactly_the_work(bins, share):
         assert poured == pytest.approx(work, abs=1e-9)
 
 
-def test_the_level_of_the_docstring_and_of_too_much():
-    loads, capacities = np.array([1.0, 4.0, 2.0]), np.array([9.0, 9.0, 2.5])
-    assert level(loads, capacities, 4.5) == 4.5
-    assert level(loads, capacities, 100.0) == np.inf
-
-
-@given(st.lists(st.integers(1, 30), max_size=60), st.integers(1, 6), st.integers(20, 90))
-def test_place_takes_the_least_load_with_room(lengths, count, bound):
-    lengths = np.array(lengths, dtype=np.int64)
-    works = lengths.astype(float) ** 2
-    loads, filled, expected = [0.0] * count, [0] * count, []
-    for tokens, work in zip(lengths.tolist(), works.tolist(), strict=True):
-        roomy = [index for index in range(count) if filled[index] + tokens <= bound]
-        index = min(roomy, key=loads.__getitem__, default=REMAINS)
-        expected.append(index)
+def one_by_one(lengths, works, count, bound, algorithm_1=False):
+    """The bin of each document: of those with room the one with the least load; under Algorithm 1 the one
+    with the least load of all if that has room, and else the one with the fewest tokens."""
+    loads, filled, assigned = [0.0] * count, [0] * count, []
+    for length, work in zip(lengths.tolist(), works.tolist(), strict=True):
+        choices = sorted(range(count), key=loads.__getitem__)
+        if algorithm_1:
+            choices = choices[0], filled.index(min(filled))
+        roomy = [index for index in choices if filled[index] + length <= bound]
+        assigned.append(roomy[0] if roomy else REMAINS)
         if roomy:
-            loads[index] += work
-            filled[index] += tokens
-    bins = Bins(count, bound)
-    assert bins.place(lengths, works).tolist() == expected
-    assert (bins.loads, bins.lengths) == (loads, filled)
+            loads[roomy[0]] += work
+            filled[roomy[0]] += length
+    return assigned, loads, filled
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 6), st.integers(20, 120))
+def test_bins_are_filled_as_by_a_search(lengths, count, bound):
+    lengths, bins = np.array(lengths), Bins(count, bound)
+    works = lengths * (lengths + 30.0)
+    assigned = bins.place(lengths, works).tolist()
+    assert (assigned, bins.loads, bins.lengths) == one_by_one(lengths, works, count, bound)
+    lengths = -np.sort(-lengths)
+    works = lengths * (lengths + 30.0)
+    expected, _, _ = one_by_one(lengths, works, count, bound, algorithm_1=True)
+    assert pack_by_work(lengths, works, count, bound).tolist() == expected
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=200), st.integers(1, 6), st.integers(30, 400))
@@ -99,6 +104,11 @@ def test_ranks_get_equal_counts_and_near_equal_sums(works, ranks):
     assert max(sums) - min(sums) <= works.max() + 1e-9
 
 
-def test_ranks_of_the_docstring():
+def test_the_examples_of_the_docstrings():
+    loads, capacities = np.array([1.0, 4.0, 2.0]), np.array([9.0, 9.0, 2.5])
+    assert level(loads, capacities, 4.5) == 4.5
+    assert level(loads, capacities, 100.0) == np.inf  # too much
+    lengths = np.array([6, 4, 3, 3])
+    assert pack_by_work(lengths, lengths.astype(float), 2, 8).tolist() == [0, 1, 1, REMAINS]
     assert balanced(np.array([5.0, 1.0, 4.0, 2.0]), 2) == [[0, 1], [2, 3]]
     assert in_order(6, 3) == [[0, 1], [2, 3], [4, 5]]

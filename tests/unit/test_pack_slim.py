@@ -7,19 +7,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+import slicing
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from planning import CLUSTER
-from slicing import (
-    PACKINGS,
-    WINDOW,
-    assert_shares_cover,
-    left_waiting,
-    planner,
-    sliced,
-    slim,
-    tokens_once,
-)
+from slicing import PACKINGS, WINDOW, planner, sliced, slim
 
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
@@ -72,19 +64,13 @@ def test_micropacks_hold_every_token_once_and_slices_lead(lengths, count, grain,
         return
     packs = micropacks(lengths, works, table, count, place)
     assert len(packs) == count and all(packs)
-    runs = {document: [] for document in range(len(lengths))}
     for pack in packs:
-        for number, (document, start, stop) in enumerate(pack):
-            runs[document].append((start, stop))
-            if stop - start < lengths[document]:
-                assert number == 0
-    for document, own in runs.items():
-        assert own == sorted(own)  # forward passes go from begin to end
-        assert own[0][0] == 0 and own[-1][1] == lengths[document]
-        assert all(end == start for (_, end), (start, _) in itertools.pairwise(own))
-    for document in range(len(lengths)):
-        places = [i for i, pack in enumerate(packs) if any(s.document == document for s in pack)]
-        assert places == list(range(places[0], places[-1] + 1))
+        assert all(s.stop - s.start == lengths[s.document] for s in pack[1:]), "a slice leads"
+    for document, length in enumerate(lengths):
+        own = [(i, s.start, s.stop) for i, pack in enumerate(packs) for s in pack if s.document == document]
+        places, starts, stops = np.array(own).T
+        assert (np.diff(places) == 1).all() and (starts < stops).all()
+        assert [*starts, length] == [0, *stops]  # forward passes go from begin to end
 
 
 def lowest_level(slots, works):
@@ -125,18 +111,9 @@ def test_placing_against_every_placing(cut, alone, works):
 
 
 def test_the_docstrings_example():
-    packs = micropacks(
-        np.array([45, 10, 10, 5]),
-        np.array([9.0, 2.0, 2.0, 1.0]),
-        PrefixWork(partial(workload, Quadratic(0.0, 0.2)), 45, 1),
-        4,
-    )
-    assert [[tuple(s) for s in pack] for pack in packs] == [
-        [(0, 0, 18)],
-        [(0, 18, 37)],
-        [(0, 37, 45), (2, 0, 10)],
-        [(1, 0, 10), (3, 0, 5)],
-    ]
+    line = PrefixWork(partial(workload, Quadratic(0.0, 0.2)), 45, 1)
+    packs = micropacks(np.array([45, 10, 10, 5]), np.array([9.0, 2.0, 2.0, 1.0]), line, 4)
+    assert packs == [[(0, 0, 18)], [(0, 18, 37)], [(0, 37, 45), (2, 0, 10)], [(1, 0, 10), (3, 0, 5)]]
 
 
 def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
@@ -146,15 +123,12 @@ def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
     assert [f"{a.kind}{a.place}" for a in actions] == ["F0", "F1", "B1", "B0", "F2", "F3", "B3", "B2"]
 
 
-PIPELINES = st.sampled_from([(1, 1), (2, 1), (2, 2)])
-
-
 @pytest.mark.parametrize("name", PACKINGS)
 @given(
     lengths=st.lists(st.one_of(*[st.integers(4, 12)] * 5, st.integers(30, 150)), min_size=24, max_size=50),
     replicas=st.sampled_from([2, 4]),
     context=st.sampled_from([1, 2]),
-    pipeline=PIPELINES,
+    pipeline=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
     micropacks=st.integers(4, 6),
     slack=st.integers(0, 3),
     limit=st.none() | st.integers(1, 100),
@@ -176,44 +150,22 @@ def test_every_token_is_trained_once_and_no_pass_waits_for_ever(
         chunks=chunks,
         sharding=STRATEGIES.configure("hybrid"),
     )
-    trained = {}
-    for _ in range(2):
-        try:
-            plan = planned.next()
-        except PlanError as error:
-            assert "documents" in str(error)  # too few tokens for so many ranks
-            reject()
-        pieces = tokens_once(plan)
-        assert not trained.keys() & pieces.keys()
-        trained |= pieces
-        assert_shares_cover(plan, context)
+    try:
+        plans = [planned.next() for _ in range(2)]
+    except PlanError as error:
+        assert "documents" in str(error)  # too few tokens for so many ranks
+        reject()
+    slicing.assert_conserved(planned, plans)
+    for plan in plans:
+        slicing.assert_shares_cover(plan, context)
         if name != "asymmetric":  # which computes the forward pass again
             work = sum(m.workload for m in plan.micro_batches)
             assert work == pytest.approx(workload(COST, plan.document_lengths).sum())
         assert all(m.length % (4 if context == 2 else 1) == 0 for m in plan.packs)
-        assert plan.delay == 0
+        assert plan.delay == plan.waiting_tokens == 0
         kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
         assert all(own == kinds[0] for own in kinds)
-        assert not left_waiting(plan, ranks * chunks)
-    begins = sorted(trained.items())
-    for ((document, start), total), ((following, then), _) in itertools.pairwise(begins):
-        assert then == (start + total if following == document else 0)
-
-
-@pytest.mark.parametrize("name", PACKINGS)
-def test_every_rank_plans_the_same_and_divides_and_orders_its_own(name):
-    lengths = ([WINDOW] + [8] * 10) * 4
-    facts = {"degrees": Degrees(shard=2, context=2, pipeline=2), "micro_batches": 2, "seed": None}
-    plans = [planner(lengths, PACKINGS[name], **facts).next(sharded=ranks) for ranks in ([0, 1], [0], [1])]
-    whole, *alone = plans
-    assert any(m.merged for m in whole.micro_batches) == (name == "merged")
-    assert len({plan.digest(0) for plan in plans}) == 1
-    for rank, plan in enumerate(alone):
-        assert plan.flows[rank] == whole.flows[rank] and plan.flows[1 - rank] == ()
-        assert [m.ranks is not None for m in plan.micro_batches] == [
-            m.dp_rank == rank for m in plan.micro_batches
-        ]
-        assert [m.to_json() for m in plan.of_rank(rank)] == [m.to_json() for m in whole.of_rank(rank)]
+        slicing.run_through(plan, ranks * chunks)
 
 
 def test_a_plan_of_slices_as_json():

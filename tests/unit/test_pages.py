@@ -18,32 +18,21 @@ pytestmark = pytest.mark.slow
 
 FILE = Path(__file__).parents[2] / "train_configs" / "llama2_550m_64k.toml"
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"]
-PAGES = {  # its answer, the titles of its sections, and its numbers of charts
-    "plan": (
-        r"Under wlb\S* GPUs wait [\d.]+% of the time .* under plain",
-        ["Try next", "Work of every micro-batch", "All figures"],
-        1,
-    ),
-    "simulate": (
-        r"\S+ does [\d.]+x ±[\d.]+ the FLOPs a second of plain:",
-        ["Try next", "Policies", "A typical step"],
-        3,
-    ),
-    "compare": (
-        r"b does [\d.]+x ±[\d.]+ the FLOPs a second of a&lt;b",
-        ["Try next", "What differs", "Figures", "A step", "Loss"],
-        2 + 2,
-    ),
+PAGES = {  # number of charts, titles of the sections after "Try next", the answer
+    "plan": (1, "Work of every micro-batch, All figures", r"Under wlb\S* GPUs wait [\d.]+% .* under plain"),
+    "simulate": (3, "Policies, A typical step", r"\S+ does [\d.]+x ±[\d.]+ the FLOPs a second of plain:"),
+    "compare": (4, "What differs, Figures, A step, Loss", r"b does [\d.]+x ±[\d.]+ the FLOPs .* of a&lt;b"),
 }
 
 
 def test_an_answer_says_whether_it_can_be_told_from_nothing():
     plain = Estimate(2.0, 0.02)
-    assert gained("b", Estimate(2.1, 0.02).over(plain), "a") == "b does 1.05x ±0.01 the FLOPs a second of a"
-    assert gained("b", Estimate(2.1, 0.12).over(plain), "a").endswith(
-        "1.05x ±0.06 the FLOPs a second of a: no more than the scatter"
+    certain, lost, hardly = (
+        gained("b", Estimate(2.1, error).over(plain), "a") for error in (0.02, 0.12, 0.07)
     )
-    assert gained("b", Estimate(2.1, 0.07).over(plain), "a").endswith(": hardly more than the scatter")
+    assert certain == "b does 1.05x ±0.01 the FLOPs a second of a"
+    assert lost == "b does 1.05x ±0.06 the FLOPs a second of a: no more than the scatter"
+    assert hardly == "b does 1.05x ±0.04 the FLOPs a second of a: hardly more than the scatter"
     assert plain.over(plain).text(".2f", "x") == "1.00x"
     assert cost(0.43, 1.2) == "the largest remaining cost is the pipeline bubble (43%)."
     assert cost(0.02, 1.2) == "the largest remaining cost is the imbalance (1.20)."
@@ -52,10 +41,9 @@ def test_an_answer_says_whether_it_can_be_told_from_nothing():
 
 def test_what_to_try_next_runs_where_the_page_was_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    typed = [str(tmp_path / "jobs" / "train.toml"), "--wlb.cluster", "h200", "--lengths", "/far/lengths.txt"]
-    assert command("simulate", typed) == (
-        "wlb-titan simulate jobs/train.toml --wlb.cluster h200 --lengths /far/lengths.txt"
-    )
+    words = ["--wlb.cluster", "h200", "--lengths", "/far/lengths.txt"]
+    typed = command("simulate", [str(tmp_path / "jobs" / "train.toml"), *words])
+    assert typed == " ".join(["wlb-titan simulate jobs/train.toml", *words])
 
 
 def test_a_diverged_run_is_drawn_as_far_as_it_goes():
@@ -110,11 +98,7 @@ def pages(tmp_path_factory):
     commands = {
         "plan": ["plan", *common, "--compare", "plain,wlb,wlb_lazy"],
         "simulate": ["simulate", *common, "--policies", "plain,wlb,wlb_lazy"],
-        "compare": [
-            "compare",
-            _run(folder / "a<b", "plain", 5, (1, 2)),
-            _run(folder / "b", "wlb", 6, (2, 3)),
-        ],
+        "compare": ["compare", *(_run(folder / name, *facts) for name, facts in RUNS.items())],
     }
 
     def page(name):
@@ -126,17 +110,19 @@ def pages(tmp_path_factory):
     return page
 
 
+RUNS = {"a<b": ("plain", 5, (1, 2)), "b": ("wlb", 6, (2, 3))}  # packing, speed, steps that were traced
+
+
 def _run(folder, policy, tflops, traced):
     (folder / "traces").mkdir(parents=True)
-    corpus = '[wlb.corpus]\npath = "/data/of/mine/web"\n'
-    (folder / "config.toml").write_text(
-        f'base = "llama3_debug"\n{corpus}[wlb.packing]\npolicy = "{policy}"\n'
-    )
+    settings = {"wlb.corpus.path": "/data/of/mine/web", "wlb.packing.policy": policy}
+    lines = (f'{key} = "{value}"\n' for key, value in {"base": "llama3_debug", **settings}.items())
+    (folder / "config.toml").write_text("".join(lines))
     figures = {"measured_imbalance": 1.3, "loss": 2.0, "seconds": 2.0, "tokens_per_second": 1e3}
-    records = [
-        {"step": step, "steps": 1, "model_tflops": tflops + step % 3, **figures} for step in range(1, 9)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with (folder / "metrics.jsonl").open("w") as metrics:
+        for step in range(1, 9):
+            record = {"step": step, "steps": 1, "model_tflops": tflops + step % 3, **figures}
+            metrics.write(json.dumps(record) + "\n")
     for step in traced:
         spans = [Span("dp 0", "pp 0", "F0", 0, 1), Span("dp 0", "pp 1", "B0", 1, 1)]
         write_trace(spans, folder / "traces" / f"step-{step}.json")
@@ -146,11 +132,11 @@ def _run(folder, policy, tflops, traced):
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_whole_and_needs_no_network(pages, name, monkeypatch, tmp_path_factory):
     monkeypatch.chdir(tmp_path_factory.getbasetemp())
-    answer, titles, charts = PAGES[name]
+    charts, titles, answer = PAGES[name]
     page = pages(name)
     Tags(page)
     assert re.search(f'class="answer">{answer}', page.replace("<wbr>", ""))
-    assert re.findall("<h2>(.*?)</h2>", page) == titles
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Try next", *titles.split(", ")]
     assert page.count("<figure>") == charts
     assert "a<b" not in page and "/data/of" not in page, "people share these pages"
     if name == "compare":

@@ -2,9 +2,8 @@
 limits. Times are never asserted."""
 
 import json
-import math
 import weakref
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -29,21 +28,18 @@ pytestmark = pytest.mark.slow
 
 JOB = """
 base = "llama3_debug"
-[wlb.corpus]
-path = "{corpus}"
-[training]
-seq_len = 256
-local_batch_size = 2
+wlb.corpus.path = "{corpus}"
+training = {{ seq_len = 256, local_batch_size = 2 }}
 """
 PP, CP, TP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor"))
 DP = "--parallelism.data_parallel_shard_degree"
 SLIM = ("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "4")
-JOBS = {
-    "pipeline, context and tensor": (PP, 2, CP, 2, TP, 2),
-    "data": (DP, 2),
-    "ulysses": (CP, 2, "--wlb.sharding.policy", "ulysses"),
-    "slices": (PP, 2, CP, 2, *SLIM),
-    "slices, shared": (DP, 2, "--wlb.packing.dp_merge", "true", *SLIM),
+JOBS = {  # what changes the job, and the kinds of its passes
+    "pipeline, context and tensor": ((PP, 2, CP, 2, TP, 2), ["F", "B", "L"]),
+    "data": ((DP, 2), ["FB"]),
+    "ulysses": ((CP, 2, "--wlb.sharding.policy", "ulysses"), ["FB"]),
+    "slices": ((PP, 2, CP, 2, *SLIM), ["F", "B", "L"]),
+    "slices, shared": ((DP, 2, "--wlb.packing.dp_merge", "true", *SLIM), ["F", "B"]),
 }
 
 
@@ -77,34 +73,28 @@ def job(tmp_path_factory):
 @pytest.mark.parametrize("case", JOBS)
 def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(written, job, case):
     """Bytes of a step's collectives by kind and axis, beside those that a dry run traces."""
+    changes, kinds = JOBS[case]
     # Both of a first step: from the second on FSDP gathers the model's ends once more.
-    words = (job, "--rank", "last", "--step", 1, *JOBS[case])
+    words = (job, "--rank", "last", "--step", 1, *changes)
     rehearsed, _ = written("rehearse", *words, "--steps", 1)
     ((rank,),) = [one["ranks"] for one in rehearsed["policies"]]
-    ((dry,), _) = written("dryrun", *words)
-    moved, traced = (
-        # A pipeline's first run sends a few words besides.
-        {(c["kind"], c["over"]): pytest.approx(c["gib"], abs=2**-20) for c in one["collectives"]}
-        for one in (rank, dry)
-    )
-    assert moved == traced and moved
-    assert rank["coordinates"] == dry["coordinates"]
+    (dry,), _ = written("dryrun", *words)
+    moved, traced = ({(c["kind"], c["over"]): c["gib"] for c in one["collectives"]} for one in (rank, dry))
+    assert moved
+    assert moved == pytest.approx(traced, abs=2**-20)  # a pipeline's first run sends a few words besides
     (step,) = rank["steps"]
-    assert step["lengths"] == dry["lengths"]
-    n = len(step["lengths"])
-    kinds = {"F", "B", "L"} if PP in JOBS[case] else {"F", "B"} if SLIM[1] in JOBS[case] else {"FB"}
-    assert sorted((one[0], one[2]) for one in step["passes"]) == sorted(
-        (kind, place) for kind in kinds for place in range(n)
-    )
-    seconds = [one[4] for one in step["passes"]]
-    assert all(math.isfinite(one) and one > 0 for one in seconds)
-    waited = sum(one[7] for one in step["passes"])
-    assert sum(seconds) + waited + step["optimizer"] <= step["seconds"] * 1.001
+    assert (rank["coordinates"], step["lengths"]) == (dry["coordinates"], dry["lengths"])
+    passes = [Pass(*one) for one in step["passes"]]
+    expected = product(kinds, range(len(step["lengths"])))
+    assert sorted((one.kind, one.micro_batch) for one in passes) == sorted(expected)
+    assert all(0 < one.seconds < np.inf for one in passes)
+    waited = sum(one.waited for one in passes)
+    assert sum(one.seconds for one in passes) + waited + step["optimizer"] <= step["seconds"] * 1.001
     # On a CPU passes wait for every collective but what stages send; those outside passes are at the end.
     asked = 0.0
     for each in rank["collectives"]:
         if each["kind"] not in ("send", "receive"):
-            neighbours = each["over"] == "tp" or (TP not in JOBS[case] and each["over"] != "pp")
+            neighbours = each["over"] == "tp" or (TP not in changes and each["over"] != "pp")
             link = load_cluster("cpu").link(2, 1 if neighbours else 2)
             bytes_ = each["gib"] * 2**30 * (1 + (each["kind"] == "all-reduce"))
             asked += each["number"] * link.collective(bytes_ / each["number"], 2)
@@ -148,16 +138,16 @@ def test_policies_are_passed_on_as_keys():
     assert policy_words([]) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--output", "/nowhere/x.json"], "there is no folder /nowhere"),
-        (["--rank", "7"], "'7' is none of the job's 1 ranks"),
-        (["--policies", "plain,wlbb"], "wlbb"),
-    ],
-)
-def test_mistakes_are_refused(forked_ranks, job, words, message):
-    result = command("rehearse", job, *words)
+MISTAKES = {
+    "there is no folder /nowhere": ("--output", "/nowhere/x.json"),
+    "'7' is none of the job's 1 ranks": ("--rank", "7"),
+    "wlbb": ("--policies", "plain,wlbb"),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_refused(forked_ranks, job, message):
+    result = command("rehearse", job, *MISTAKES[message])
     assert result.exit_code == 2, result.output
     assert message in result.stderr
 
@@ -194,32 +184,36 @@ def group(traffic):
     return made
 
 
-COLLECTIVES = {
-    "all-gather": lambda g, out, own: g.all_gather_single(out, own),
-    "all-gather in place": lambda g, out, own: g.all_gather_single(out, out[3:6].copy_(own)),
-    "all-gather of a list": lambda g, out, own: g.allgather([list(out.split(3))], [own]),
-    "reduce-scatter": lambda g, out, own: g.reduce_scatter_single(out[:2], torch.arange(8.0)),
-    "all-to-all, more": lambda g, out, own: g.all_to_all_single(out, own, [3, 3, 3, 3], [1, 2, 0, 0]),
-    "all-to-all, fewer": lambda g, out, own: g.all_to_all_single(out[:2], own, [1, 1, 0, 0], [1, 2, 0, 0]),
-    "all-to-all of nothing": lambda g, out, own: g.all_to_all_single(out, own[:0], [3, 3, 3, 3], [0] * 4),
-    "receive": lambda g, out, own: g.recv([out], 0, 0),
-    "broadcast": lambda g, out, own: g.broadcast([out], dist.BroadcastOptions()),
-    "scatter": lambda g, out, own: g.scatter([out], [], dist.ScatterOptions()),
+GATHERED, DIFFERENT = [1, 2, 3] * 4, None
+COLLECTIVES = {  # a call, and what it writes
+    "all-gather": (lambda g, out, own: g.all_gather_single(out, own), GATHERED),
+    "all-gather in place": (lambda g, out, own: g.all_gather_single(out, out[3:6].copy_(own)), GATHERED),
+    "all-gather of a list": (lambda g, out, own: g.allgather([list(out.split(3))], [own]), GATHERED),
+    "reduce-scatter": (lambda g, out, own: g.reduce_scatter_single(out[:2], torch.arange(8.0)), [2, 3]),
+    "all-to-all, more": (lambda g, out, own: g.all_to_all_single(out, own, [3] * 4, [1, 2, 0, 0]), GATHERED),
+    "all-to-all, fewer": (
+        lambda g, out, own: g.all_to_all_single(out[:2], own, [1, 1, 0, 0], [1, 2, 0, 0]),
+        [1, 2],
+    ),
+    "all-to-all of nothing": (
+        lambda g, out, own: g.all_to_all_single(out, own[:0], [3] * 4, [0] * 4),
+        [0] * 12,
+    ),
+    "receive": (lambda g, out, own: g.recv([out], 0, 0), DIFFERENT),
+    "broadcast": (lambda g, out, own: g.broadcast([out], dist.BroadcastOptions()), DIFFERENT),
+    "scatter": (lambda g, out, own: g.scatter([out], [], dist.ScatterOptions()), DIFFERENT),
 }
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_nothing_uninitialised_comes_back(group, name):
-    out, own = nothing(12), torch.tensor([1.0, 2.0, 3.0])
-    COLLECTIVES[name](group, out, own).wait()
-    written = 2 if name in ("reduce-scatter", "all-to-all, fewer") else 12
-    assert out[:written].isfinite().all()
-    if name.startswith("all-gather") or name == "all-to-all, more":
-        assert out.tolist() == [1, 2, 3] * 4
-    if name == "reduce-scatter":
-        assert out[:2].tolist() == [2, 3]
-    if name in ("receive", "broadcast", "scatter"):
-        assert len(set(out.tolist())) == 12
+    call, expected = COLLECTIVES[name]
+    out = nothing(12)
+    call(group, out, torch.tensor([1.0, 2.0, 3.0])).wait()
+    if expected is DIFFERENT:
+        assert out.isfinite().all() and len(set(out.tolist())) == 12
+    else:
+        assert out[: len(expected)].tolist() == expected
 
 
 def test_no_tensor_is_kept(group):

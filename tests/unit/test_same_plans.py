@@ -9,9 +9,24 @@ from click.testing import CliRunner
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
-pytestmark = pytest.mark.slow
-
 use_cpu_without_accelerator()
+
+import datasets  # noqa: E402
+
+from wlb_titan.commands.lone_ranks import LoneRanks  # noqa: E402
+from wlb_titan.commands.main import main  # noqa: E402
+from wlb_titan.config.documents import training_documents  # noqa: E402
+from wlb_titan.corpus.writer import long_tailed_lengths, write_synthetic_corpus  # noqa: E402
+from wlb_titan.cost.attention_kernels import Point  # noqa: E402
+from wlb_titan.cost.attention_latency import KernelCost, Tiling  # noqa: E402
+from wlb_titan.cost.profile import Entry, Profile  # noqa: E402
+from wlb_titan.runtime.data.dataloader import PlannedDataLoader, SharedAnswer  # noqa: E402
+from wlb_titan.runtime.job import job_of, model_shape, parallel_dims  # noqa: E402
+from wlb_titan.runtime.models.bases import base_config  # noqa: E402
+from wlb_titan.runtime.models.load import load_config  # noqa: E402
+from wlb_titan.simulator.choice import Scenario, choose  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 WORLD_SIZE = 8  # PP 2 x DP 2 x CP 2
 WARM_UP, STEPS = 8, 2  # `simulate` leaves out the first ones
@@ -49,12 +64,14 @@ path = "{folder}/b"
 [wlb.packing]
 cost_model = "{cost_model}"
 length_multiple = 24
+policy = "{policy}"
 {packing}
 [wlb.sharding]
 profile = "{folder}/profile.json"
-{sharding}
+policy = "{sharding}"
 [wlb.pipeline]
-{order}
+order = "{order}"
+{budget}
 [training]
 seq_len = 768
 local_batch_size = 2
@@ -64,28 +81,16 @@ pipeline_parallel_degree = 2
 context_parallel_degree = 2
 data_parallel_shard_degree = 2
 """
-VARIABLE = "max_length = 1200\n"
+# What each sets: keys of packing, the sharding, the order.
 CASES = {
-    "plain": ('policy = "plain"\ntail = "drop"', 'policy = "per_document"', "longest_first"),
-    "fixed_greedy": ('policy = "fixed_greedy"\nglobal_batches = 3', 'policy = "adaptive"', "best"),
+    "plain": ('tail = "drop"', "per_document", "longest_first"),
+    "fixed_greedy": ("global_batches = 3", "adaptive", "best"),
     # A gap that is reached at once: a solver that is stopped by the clock finds something else each time.
-    "fixed_solver": (
-        'policy = "fixed_solver"\nglobal_batches = 2\ntime_limit = 20.0\ngap = 0.5',
-        'policy = "ulysses"',
-        "shortest_first",
-    ),
-    "wlb": (
-        f'policy = "wlb"\nthresholds = [400, 700]\nqueues = 3\ntolerance = 0.1\n{VARIABLE}',
-        'policy = "hybrid"',
-        "best",
-    ),
+    "fixed_solver": ("global_batches = 2\ntime_limit = 20.0\ngap = 0.5", "ulysses", "shortest_first"),
+    "wlb": ("thresholds = [400, 700]\nqueues = 3\ntolerance = 0.1\nmax_length = 1200", "hybrid", "best"),
     # What each command chooses, too.
-    "auto": (f'policy = "auto"\ntail = "drop"\n{VARIABLE}', 'policy = "auto"', "longest_first"),
-    "wlb_lazy": (
-        f'policy = "wlb_lazy"\ntolerance = 0.03\nmax_delay = 5\n{VARIABLE}',
-        'policy = "hybrid"',
-        "best",
-    ),
+    "auto": ('tail = "drop"\nmax_length = 1200', "auto", "longest_first"),
+    "wlb_lazy": ("tolerance = 0.03\nmax_delay = 5\nmax_length = 1200", "hybrid", "best"),
 }
 EXCLUDED = {
     *("wlb.epochs", "wlb.validation.path"),  # by the mixture, and by what is held out
@@ -97,15 +102,6 @@ EXCLUDED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Two corpora, one as a dataset of others, and a profile of the model's attention in float32."""
-    import datasets
-
-    from wlb_titan.corpus.writer import long_tailed_lengths, write_synthetic_corpus
-    from wlb_titan.cost.attention_kernels import Point
-    from wlb_titan.cost.attention_latency import KernelCost, Tiling
-    from wlb_titan.cost.profile import Entry, Profile
-    from wlb_titan.runtime.job import model_shape
-    from wlb_titan.runtime.models.bases import base_config
-
     folder = tmp_path_factory.mktemp("plans")
     for seed, name in enumerate("ab"):
         write_synthetic_corpus(folder / name, long_tailed_lengths(200_000, 1500, seed))
@@ -113,15 +109,10 @@ def folder(tmp_path_factory):
     config = base_config("llama3_debug")
     model = model_shape(config.model_spec.model)
     assert config.training.mixed_precision_param == "float32"
-    entries = []
-    for number, direction in enumerate(("forward", "backward")):
-        cost = KernelCost(Tiling(32, 32, 0, 1), 1e-5, 1e-10, 0.0, 1e-6 * (number + 1), 2e-6, 3e-7)
-        points = (Point(128, 256, 8, 32, 1.5e-3),)
-        entries.append(
-            Entry(
-                model.head_dim, model.heads // model.kv_heads, "float32", direction, cost, points, "reference"
-            )
-        )
+    heads, points, entries = model.heads // model.kv_heads, (Point(128, 256, 8, 32, 1.5e-3),), []
+    for direction, tile in (("forward", 1e-6), ("backward", 2e-6)):
+        cost = KernelCost(Tiling(32, 32, 0, 1), 1e-5, 1e-10, 0.0, tile, 2e-6, 3e-7)
+        entries.append(Entry(model.head_dim, heads, "float32", direction, cost, points, "reference"))
     Profile("Some device", 1, "torch 2", tuple(entries)).save(folder / "profile.json")
     return folder
 
@@ -129,11 +120,11 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def file(folder, tmp_path, request):
     """The case's TOML file, after a look at whether it sets every key."""
-    packing, sharding, order = CASES[request.param]
-    order = f'order = "{order}"' + ("\nbudget_ms = 4.0" if order == "best" else "")
-    cost_model = "quadratic:1,700" if request.param == "fixed_greedy" else "simulated"
-    text = FILE.format(folder=folder, packing=packing, sharding=sharding, order=order, cost_model=cost_model)
-    (tmp_path / "job.toml").write_text(text)
+    policy = request.param
+    case = dict(zip(("packing", "sharding", "order"), CASES[policy], strict=True))
+    case["budget"] = "budget_ms = 4.0" if case["order"] == "best" else ""
+    case["cost_model"] = "quadratic:1,700" if policy == "fixed_greedy" else "simulated"
+    (tmp_path / "job.toml").write_text(FILE.format(folder=folder, policy=policy, **case))
     unset = set(defaults(configuration(tmp_path / "job.toml").wlb, "wlb")) - EXCLUDED
     assert not unset, f"keys of which this test says nothing: {unset}"
     return tmp_path / "job.toml"
@@ -152,20 +143,10 @@ def defaults(section, path):
 
 
 def configuration(file, words=()):
-    from wlb_titan.runtime.models.load import load_config
-
     return load_config(file, words, WORLD_SIZE).config
 
 
-def documents(config):
-    from wlb_titan.config.documents import training_documents
-
-    return training_documents(config.wlb)
-
-
 def command(*words):
-    from wlb_titan.commands.main import main
-
     result = CliRunner().invoke(main, list(map(str, words)))
     assert result.exit_code == 0, result.output
 
@@ -177,11 +158,12 @@ def comparable(plan):
 
 def of_one_rank(plan, dp_rank):
     """A plan as this rank makes it, which divides no other's micro-batches."""
-    micro_batches = [
-        m if m["dp_rank"] == dp_rank else {k: v for k, v in m.items() if k not in ("ranks", "sharding")}
+    only_its_own = ("ranks", "sharding")
+    own = [
+        {k: v for k, v in m.items() if m["dp_rank"] == dp_rank or k not in only_its_own}
         for m in plan["micro_batches"]
     ]
-    return {**plan, "micro_batches": micro_batches}
+    return {**plan, "micro_batches": own}
 
 
 @pytest.fixture
@@ -202,11 +184,6 @@ def short_trials(monkeypatch):
 @pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("file", CASES, indirect=True)
 def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
-    from wlb_titan.commands.lone_ranks import LoneRanks
-    from wlb_titan.runtime.data.dataloader import PlannedDataLoader, SharedAnswer
-    from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.simulator.choice import Scenario, choose
-
     command("plan", file, "--steps", WARM_UP + STEPS, "--output", tmp_path / "plans.jsonl")
     planned = [comparable(json.loads(line)) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
     assert all("ranks" in m for plan in planned for m in plan["micro_batches"])
@@ -231,7 +208,7 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
         job = job_of(config, parallel_dims(config, WORLD_SIZE))
         assert device_bytes == job.cluster.memory
         assert not job.undecided
-        planner = job.planner(documents(config))
+        planner = job.planner(training_documents(config.wlb))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))
         return []
 
@@ -241,10 +218,9 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     job = job_of(config, parallel_dims(config, WORLD_SIZE))
     if job.undecided:
-        job = choose(job, documents(config), on_one_rank=SharedAnswer()).job
-    settings = PlannedDataLoader.Config(
-        corpus=config.wlb.corpus, job=job, hold_out=config.wlb.validation.hold_out
-    )
+        job = choose(job, training_documents(config.wlb), on_one_rank=SharedAnswer()).job
+    held_out = config.wlb.validation.hold_out
+    settings = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job, hold_out=held_out)
     loader = PlannedDataLoader(settings, dp_world_size=2, dp_rank=1)
     steps = iter(loader)
     trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]

@@ -6,17 +6,19 @@ from itertools import pairwise
 import numpy as np
 import planning
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wlb_titan.kernels import varlen_attention
 
 from wlb_titan.context import layout
 from wlb_titan.context.hybrid import levels_of
 from wlb_titan.context.layout import per_document, sequence_positions, spans, widest_first
 from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
-from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.degrees import Degrees
+from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
@@ -60,19 +62,14 @@ def pairs(rank: np.ndarray) -> int:
 def check_keys(mask, shards, positions, lengths, rank, levels):
     """That a rank's segments see just their documents' keys up to their queries: by moving the tokens'
     positions in the sequence as `runtime.all_gather` moves keys."""
-    exchange = mask.exchange
-    share, begin, keys = positions.shape[1], 0, []
-    begins = [0] * len(shards)
+    exchange, share, keys = mask.exchange, positions.shape[1], []
+    begins, span = [0] * len(shards), spans(shards, levels)
     for (order, sent), size in reversed(list(zip(exchange.levels, levels, strict=True))):
         rows, first = len(order) // size, rank // size * size
-        span = spans(shards, levels)
-        place = levels.index(size)
-        counts = [int(s[span[s[:, DOCUMENT]] == place, COUNT].sum()) for s in shards]
-        gathered = [
-            positions[member, at : at + rows]
-            for member in range(first, first + size)
-            for at in [min(begins[member], share - rows)]
-        ]
+        travels = span == levels.index(size)
+        counts = [int(s[travels[s[:, DOCUMENT]], COUNT].sum()) for s in shards]
+        firsts = [(member, min(begins[member], share - rows)) for member in range(first, first + size)]
+        gathered = [positions[member, at : at + rows] for member, at in firsts]
         assert rows == max(counts[first : first + size]) and sent == counts[rank]
         assert sorted(order) == list(range(rows * size))
         keys.append(np.concatenate(gathered)[order])
@@ -88,25 +85,23 @@ def check_keys(mask, shards, positions, lengths, rank, levels):
         if number >= 0:
             assert (keys[at : at + tokens] == starts[number] + np.arange(lengths[number])).all()
         at += tokens
-    end = 0
-    for (document, offset, count), (q, q_len, k, k_len) in zip(
-        shards[rank].tolist(), mask.segments.tolist(), strict=True
-    ):
-        assert (q, q_len, k_len) == (end, count, offset + count)
+    (documents, offsets, counts), segments = shards[rank].T, mask.segments
+    assert segments[:, :2].tolist() == np.stack([np.cumsum(counts) - counts, counts], axis=1).tolist()
+    assert segments[:, 3].tolist() == (offsets + counts).tolist()
+    for document, (k, k_len) in zip(documents, segments[:, 2:].tolist(), strict=True):
         assert (keys[k : k + k_len] == starts[document] + np.arange(k_len)).all()
-        end += count
 
 
 @settings(max_examples=60)
 @given(ragged, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 2), (8, 8)]), st.integers(0, 40))
 def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(lengths, degrees, extra):
     ranks, within = degrees
+    if sum(lengths) < ranks:
+        return
     config = STRATEGIES.configure("own_policies.ulysses_gather:UlyssesGather", within=within)
     strategy = config.make(ranks, LATENCY)
     lengths = np.array(lengths)
-    total = -(-int(lengths.sum()) // strategy.divisor) * strategy.divisor + extra * strategy.divisor
-    if lengths.sum() < ranks:
-        return
+    total = (-(-int(lengths.sum()) // strategy.divisor) + extra) * strategy.divisor
     _, shards = strategy.shard(lengths, total)
     groups = per_document(lengths, total, ranks // within)
     groups = widest_first(groups, spans(groups, (len(groups),)))
@@ -116,11 +111,9 @@ def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(len
     assert (held == (expected < lengths.sum())).all() and (positions[held] == expected[held]).all()
     for rank in range(ranks):
         mask = strategy.mask(shards, lengths, total, rank)
-        levels = (len(groups),)
-        check_keys(mask, groups, expected, lengths, rank // within, levels)
+        check_keys(mask, groups, expected, lengths, rank // within, (len(groups),))
     assert strategy.travelling(shards, total) == (total, len(mask.exchange.levels[0].order))
-    seconds = strategy.seconds(shards)
-    assert seconds.shape == (ranks, 2)
+    assert strategy.seconds(shards).shape == (ranks, 2)
 
 
 @pytest.mark.parametrize("policy", [*SHARDINGS, ROUND_ROBIN])
@@ -132,12 +125,8 @@ def test_ranks_tile_every_document_in_equal_shares_and_see_its_earlier_keys(poli
     lengths, total = padded(lengths, ranks, extra)
     result = shard(policy, lengths, total, ranks)
 
-    held = [np.zeros(length, dtype=int) for length in lengths]
-    for document, offset, count in np.concatenate(result).tolist():
-        assert count > 0 and offset + count <= lengths[document]
-        held[document][offset : offset + count] += 1
-    assert all((tokens == 1).all() for tokens in held)
-
+    document, offset, count = np.concatenate(result).T
+    assert (count > 0).all() and (offset + count <= lengths[document]).all()
     positions = layout.sequence_positions(result, lengths, total)
     assert positions.shape == (ranks, total // ranks)
     np.testing.assert_array_equal(np.sort(positions, axis=None), np.arange(total))
@@ -230,7 +219,10 @@ def test_the_examples_of_the_docstrings():
     ]
 
 
-@pytest.mark.parametrize("latency", [LATENCY, planning.UNMERGED], ids=["merged", "unmerged"])
+both_kernels = pytest.mark.parametrize("latency", [LATENCY, planning.UNMERGED], ids=["merged", "unmerged"])
+
+
+@both_kernels
 @given(lengths=ragged, ranks=degrees, extra=slack, prefix=st.one_of(st.none(), st.integers(1, 100_000)))
 @settings(max_examples=80)
 def test_a_policy_that_chooses_is_never_predicted_slower_than_what_it_chooses_from(
@@ -253,7 +245,7 @@ def test_a_policy_that_chooses_is_never_predicted_slower_than_what_it_chooses_fr
         assert times[better] == min(times.values())
 
 
-@pytest.mark.parametrize("latency", [LATENCY, planning.UNMERGED], ids=["merged", "unmerged"])
+@both_kernels
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ranks):
     rng = np.random.default_rng(ranks)
@@ -294,52 +286,32 @@ def test_a_micro_batch_with_fewer_tokens_than_ranks_is_refused():
         strategy.shard(np.array([1, 2]), 8)
 
 
-def sharding_planner(policy):
-    return planning.make_planner(
-        np.random.default_rng(1).integers(1, 900, 300),
-        window=4096,
-        micro_batches=4,
-        data_parallel=2,
-        context_parallel=4,
-        sharding=policy,
-        cost="quadratic:1,0",
-        attention=planning.UNMERGED,
-    )
-
-
-def test_one_rank_s_micro_batches_are_divided_as_all_would_be():
-    everything = sharding_planner("hybrid").next()
-    plan = sharding_planner("hybrid").next(sharded=[1])
-    for one, other in zip(plan.micro_batches, everything.micro_batches, strict=True):
-        assert (one.length, one.workload) == (other.length, other.workload)
-        assert np.array_equal(one.documents, other.documents)
-        if one.dp_rank == 1:
-            assert one.sharding == other.sharding
-            assert all(np.array_equal(a, b) for a, b in zip(one.ranks, other.ranks, strict=True))
-        else:
-            assert one.ranks is None and one.sharding is None
-
-
 @pytest.mark.parametrize("policy", SHARDINGS)
 def test_the_planner_shards_by_the_settings(policy):
-    plan = sharding_planner(policy).next()
-    job = Job(window=4096, micro_batches=4, degrees=Degrees(context=4, shard=2), attention=planning.UNMERGED)
-    strategy = replace(job, sharding=STRATEGIES.configure(policy)).strategy
+    degrees = Degrees(context=4, shard=2)
+    job = Job(
+        window=4096,
+        micro_batches=4,
+        degrees=degrees,
+        sharding=STRATEGIES.configure(policy),
+        attention=planning.UNMERGED,
+    )
+    plan = job.planner(Documents(lengths=np.random.default_rng(1).integers(1, 900, 300))).next()
     for micro_batch in plan.micro_batches:
-        _, expected = strategy.shard(micro_batch.documents[:, 2], micro_batch.length)
+        name, expected = job.strategy.shard(micro_batch.lengths, micro_batch.length)
+        assert name == micro_batch.sharding and name in SHARDINGS[policy]
         assert all((a == b).all() for a, b in zip(micro_batch.ranks, expected, strict=True))
-    assert {micro_batch.sharding for micro_batch in plan.micro_batches} <= SHARDINGS[policy]
 
 
 @pytest.mark.parametrize("policy", [*SHARDINGS, "ulysses"])
 @given(lengths=ragged, ranks=st.integers(2, 8), data=st.data())
 @settings(max_examples=20)
 def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
+    if sum(lengths) < ranks:
+        return
     lengths, total = padded(lengths, ranks, 1)
     prefix = np.array(data.draw(st.lists(st.integers(0, 500), min_size=len(lengths), max_size=len(lengths))))
     strategy = STRATEGIES.configure(policy).make(ranks, LATENCY)
-    if lengths.sum() < ranks:
-        return
     slices = Slices(prefix, prefix > 0)
     _, shards = strategy.shard(lengths, total, slices=slices)
     seen = []
@@ -356,14 +328,8 @@ def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
         assert (segments[:, 2] == begins[document]).all()
         assert (segments[:, 3] - segments[:, 1] >= prefix[document]).all()
         assert (segments[:, 3] <= (prefix + lengths)[document]).all()
-    if policy == "ulysses":
-        whole = [np.stack([np.arange(len(lengths)), prefix, lengths], axis=1)]
-        heads = [share.queries.stop - share.queries.start for share in head_shares(32, 32, ranks)]
-        expected = [replace(LATENCY, heads=n).seconds(whole)[0] for n in heads]
-        assert strategy.seconds(layout.with_prefix(shards, prefix)) == pytest.approx(np.array(expected))
-        return
     queries = np.concatenate(seen)[:, [1, 3]].astype(np.int64).T
-    expected = (lengths * prefix + lengths * (lengths + 1) // 2).sum()
+    expected = (lengths * prefix + lengths * (lengths + 1) // 2).sum() * (ranks if policy == "ulysses" else 1)
     assert (queries[0] * queries[1] - queries[0] * (queries[0] - 1) // 2).sum() == expected
 
 
@@ -374,22 +340,20 @@ def test_ulysses_is_predicted_with_the_heads_that_a_rank_runs(heads, group, rank
     strategy = STRATEGIES.configure("ulysses").make(ranks, latency)
     runs = [strategy.heads(heads, heads // group, rank)[0] for rank in range(ranks)]
     assert max(runs) == most
-    _, sharding = strategy.shard(np.array([4096, 512]), 4608 // ranks * ranks + ranks * (4608 % ranks > 0))
-    whole = (np.array([[0, 0, 4096], [1, 0, 512]]),)
-    expected = [replace(latency, heads=n).seconds(whole)[0] for n in runs]
-    np.testing.assert_allclose(strategy.seconds(sharding), expected)
+    _, sharding = strategy.shard(np.array([4096, 512]), -(-4608 // ranks) * ranks)
+    for prefix in (0, 300):  # tokens of the first document that lie in an earlier slice
+        whole = (np.array([[0, prefix, 4096], [1, 0, 512]]),)
+        expected = [replace(latency, heads=n).seconds(whole)[0] for n in runs]
+        found = strategy.seconds(layout.with_prefix(sharding, np.array([prefix, 0])))
+        np.testing.assert_allclose(found, expected)
 
 
 @given(owners=st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4), min_size=1, max_size=5))
 def test_keys_travel_in_the_smallest_group_that_has_all_of_a_document(owners):
-    shards = [
-        np.array([[document, 0, 1] for document, own in enumerate(owners) if rank in own], dtype=int).reshape(
-            -1, 3
-        )
-        for rank in range(8)
-    ]
-    for document, place in enumerate(spans(shards, (2, 4, 8)).tolist()):
-        groups = [len({rank // size for rank in owners[document]}) for size in (1, 2, 4, 8)]
+    held = [[document for document, own in enumerate(owners) if rank in own] for rank in range(8)]
+    shards = [np.array([[document, 0, 1] for document in own], dtype=int).reshape(-1, 3) for own in held]
+    for own, place in zip(owners, spans(shards, (2, 4, 8)).tolist(), strict=True):
+        groups = [len({rank // size for rank in own}) for size in (1, 2, 4, 8)]
         assert place == groups.index(1) - 1
 
 
@@ -412,3 +376,19 @@ def test_per_document_attention_is_within_one_percent_from_200_tokens_a_rank():
             lengths, total = padded([204 * ranks + rest], ranks)
             work = [pairs(rank) for rank in per_document(lengths, total, ranks)]
             assert max(work) <= 1.01 * min(work)
+
+
+@pytest.mark.parametrize("window", [1, 13, 60])
+@pytest.mark.parametrize("policy", SHARDINGS)
+def test_every_rank_has_its_rows_of_windowed_attention(policy, window):
+    lengths, total = np.array([90, 7, 1, 40, 22]), 168
+    q, k, v = torch.randn(
+        3, total, 2, 8, generator=torch.Generator().manual_seed(window), dtype=torch.float64
+    )
+    sequence = torch.from_numpy(layout.segments(layout.whole_sequence(lengths), lengths))
+    whole, whole_lse = varlen_attention(q, k, v, sequence, window=window, return_lse=True)
+    shards = shard(policy, lengths, total, 4, hopper(64, 2))
+    for own, rows in zip(shards, torch.from_numpy(sequence_positions(shards, lengths, total)), strict=True):
+        segments = torch.from_numpy(layout.segments(own, lengths))
+        out, lse = varlen_attention(q[rows], k, v, segments, window=window, return_lse=True)
+        torch.testing.assert_close((out, lse), (whole[rows], whole_lse[:, rows]))

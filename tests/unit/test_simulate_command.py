@@ -1,4 +1,4 @@
-"""`wlb-titan simulate`: table, search, timeline and mistakes. Its page: test_pages.py."""
+"""`wlb-titan simulate`: table, search, timeline. Page: test_pages.py; mistakes: test_bad_commands.py."""
 
 import json
 import re
@@ -34,6 +34,9 @@ from wlb_titan.runtime.pipeline.schedules import keys_of_stages, stage_names  # 
 
 pytestmark = pytest.mark.slow
 
+CONFIGS = Path(__file__).parents[2] / "train_configs"
+SMALL = [CONFIGS / "llama2_550m_64k.toml", "--training.seq_len", 16384, "--steps", 2]
+
 
 @pytest.fixture
 def lengths(tmp_path):
@@ -41,33 +44,6 @@ def lengths(tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_text("\n".join(map(str, values)) + "\n")
     return path
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, ["simulate", *map(str, arguments)])
-
-
-CONFIGS = Path(__file__).parents[2] / "train_configs"
-SMALL = [CONFIGS / "llama2_550m_64k.toml", "--training.seq_len", 16384, "--steps", 2]
-WIDE = CONFIGS / "llama2_7b_64k.toml"
-
-
-def test_table_and_timeline(lengths, tmp_path):
-    policies = ["plain", "fixed_greedy", "wlb:adaptive", "wlb_lazy:hybrid:best"]
-    drawn = ["--trace", tmp_path / "t.json"]
-    result = run(*SMALL, "--lengths", lengths, "--policies", ",".join(policies), *drawn)
-    assert result.exit_code == 0, result.output
-    assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 ranks" in result.output
-    rows = [line.split() for line in result.output.splitlines() if re.match(r"\s+(plain|fixed|wlb)", line)]
-    assert [row[0] for row in rows] == [
-        "plain:per_sequence",
-        "fixed_greedy:per_sequence",
-        "wlb:adaptive",
-        "wlb_lazy:hybrid:best",
-    ]
-    assert rows[0][-2:] == ["1.000x", "1.000x"]
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert {event["name"] for event in events if event["ph"] == "X"} >= {"F0", "B0"}
 
 
 @pytest.fixture(scope="module")
@@ -79,48 +55,56 @@ def config(tmp_path_factory):
     for index in range(40):
         (texts / f"{index:02d}.txt").write_text("wlb " * (10 + 13 * index))
     prepare_corpus(PrepareSettings(source=f"text:{texts}", vocab_size=257), folder / "corpus")
-    base = Path(__file__).parents[2] / "train_configs" / "cpu_debug.toml"
     path = folder / "train.toml"
-    path.write_text(f'extends = "{base}"\n[wlb.corpus]\npath = "{folder / "corpus"}"\n')
+    path.write_text(f'extends = "{CONFIGS / "cpu_debug.toml"}"\nwlb.corpus.path = "{folder / "corpus"}"\n')
     return path
 
 
+def run(*arguments, code=0):
+    result = CliRunner().invoke(main, ["simulate", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_a_table_has_a_row_for_each_policy_and_a_timeline_the_passes(lengths, tmp_path):
+    policies = ["plain:per_sequence", "fixed_greedy:per_sequence", "wlb:adaptive", "wlb_lazy:hybrid:best"]
+    drawn = ["--trace", tmp_path / "t.json"]
+    said = run(*SMALL, "--lengths", lengths, "--policies", ",".join(policies), *drawn)
+    assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 ranks" in said
+    rows = [line.split() for line in said.splitlines() if re.match(r"\s+(plain|fixed|wlb)", line)]
+    assert [row[0] for row in rows] == policies
+    assert rows[0][-2:] == ["1.000x", "1.000x"]
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} >= {"F0", "B0"}
+
+
 def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(lengths):
-    result = run(WIDE, "--lengths", lengths, "--cluster", "cpu", "--steps", 1)
-    assert result.exit_code == 0, result.output
-    message = " ".join(result.stderr.split())
-    assert "no attention of head dim 128" in message
-    assert "wlb-titan profile FILE" in message
-    assert "scaled to the attention rates of CPU" in message
+    said = run(CONFIGS / "llama2_7b_64k.toml", "--lengths", lengths, "--cluster", "cpu", "--steps", 1)
+    assert "no attention of head dim 128" in said and "wlb-titan profile FILE" in said
+    assert "scaled to the attention rates of CPU" in said
 
 
 def test_search_ranks_what_fits(lengths):
     policies = "plain,wlb_lazy:adaptive"
-    result = run(*SMALL, "--lengths", lengths, "--search", "--gpus", 8, "--policies", policies)
-    assert result.exit_code == 0, result.output
-    shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", result.output, re.M)]
-    assert len(shares) > 3
-    assert shares == sorted(shares, reverse=True)
-    assert "degrees are of other GPUs" in result.output
+    said = run(*SMALL, "--lengths", lengths, "--search", "--gpus", 8, "--policies", policies)
+    shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", said, re.M)]
+    assert len(shares) > 3 and shares == sorted(shares, reverse=True)
+    assert "degrees are of other GPUs" in said
 
 
-def test_search_says_what_the_best_gains():
-    """Over the degrees that are typed, too."""
+def test_search_says_what_the_best_gains_over_the_degrees_that_are_typed():
     words = ["--lengths", "web", "--search", "--policies", "plain,wlb_lazy:adaptive"]
-    result = run(*SMALL, *words, "--parallelism.tensor_parallel_degree", 4)
-    assert result.exit_code == 0, result.output
-    rule = (
-        r"does \d\.\d\dx the FLOPs and \d\.\d\dx the tokens a second of the configured job at its best \(TP 4"
-    )
-    assert re.search(rule, result.output)
+    said = run(*SMALL, *words, "--parallelism.tensor_parallel_degree", 4)
+    times = r"\d\.\d\dx"
+    gain = rf"does {times} the FLOPs and {times} the tokens a second of the configured job at its best \(TP 4"
+    assert re.search(gain, said)
 
 
 def test_the_winner_of_a_search_is_told_as_overrides(config):
     words = ["--training.global_batch_size", 8, "--policies", "plain,wlb_lazy:hybrid:best", "--steps", 2]
-    result = run(config, "--search", "--gpus", 8, *words)
-    assert result.exit_code == 0, result.output
-    degrees, policy = re.search(r"^\s+(TP .*?DP \d+)\s.*?(\w+:\w+(:best)?)", result.output, re.M).group(1, 2)
-    overrides = shlex.split(re.search(r"^To run it: (.*)$", result.output, re.M)[1])
+    said = run(config, "--search", "--gpus", 8, *words)
+    degrees, policy = re.search(r"^\s+(TP .*?DP \d+)\s.*?(\w+:\w+(:best)?)", said, re.M).group(1, 2)
+    overrides = shlex.split(re.search(r"^To run it: (.*)$", said, re.M)[1])
     resolved = load_config(config, ["--training.global_batch_size", "8", *overrides], world_size=8)
     resolved.check(validate_inputs)
     job = job_of(resolved.config, parallel_dims(resolved.config, 8))
@@ -143,15 +127,11 @@ def test_every_pipeline_that_is_searched_can_be_told(config):
 @pytest.mark.parametrize(("layers", "stages"), [(32, 4), (32, 8), (86, 16), (28, 8), (30, 16)])
 def test_stages_are_written_as_they_are_searched(layers, stages):
     """28 layers on 8 stages, 3.75 on each with embedding and head, come from no number of layers a stage."""
-    keys = keys_of_stages(layers, stages)
-    model = SimpleNamespace(layers=[None] * layers)
-    settings = ParallelismConfig(
-        pipeline_parallel_degree=stages // 2, pipeline_parallel_schedule="Interleaved1F1B", **keys
-    )
-    names = stage_names(settings, model)
-    assert [sum(name.startswith("layers.") for name in stage) for stage in names] == list(
-        layers_of_stages(layers, stages)
-    )
+    pipeline = {"pipeline_parallel_degree": stages // 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
+    settings = ParallelismConfig(**pipeline, **keys_of_stages(layers, stages))
+    names = stage_names(settings, SimpleNamespace(layers=[None] * layers))
+    found = [sum(name.startswith("layers.") for name in stage) for stage in names]
+    assert found == list(layers_of_stages(layers, stages))
 
 
 def test_a_profile_is_what_attention_takes(tmp_path):
@@ -162,9 +142,8 @@ def test_a_profile_is_what_attention_takes(tmp_path):
         entries = [Entry(128, 1, "bfloat16", direction, cost, (), name) for direction, cost in costs.items()]
         file = tmp_path / f"{name}.json"
         Profile("some GPU", kernel.units, "", tuple(entries)).save(file)
-        result = run(*SMALL, "--lengths", "code", "--policies", "plain", "--wlb.sharding.profile", file)
-        assert result.exit_code == 0, result.output
-        seconds.append(float(re.search(r"plain:per_sequence\s+(\S+)", result.output)[1]))
+        said = run(*SMALL, "--lengths", "code", "--policies", "plain", "--wlb.sharding.profile", file)
+        seconds.append(float(re.search(r"plain:per_sequence\s+(\S+)", said)[1]))
     assert seconds[0] < seconds[1]
 
 
@@ -192,35 +171,27 @@ def test_the_shipped_files_are_the_rows_of_table_1(row):
 
 def test_the_files_own_policies_are_compared_with_plain(config):
     own = ("--wlb.packing.policy", "wlb_lazy", "--wlb.sharding.policy", "ulysses")
-    result = run(config, "--steps", 1, "--gpus", 4, *own)
-    rows = re.findall(r"^ +(\w+:\w+)", result.stdout, re.M)
-    assert rows == ["plain:per_sequence", "wlb_lazy:ulysses"], result.output
-    assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 ranks, 1F1B, selective checkpointing" in result.output
-    assert "4 micro-batches a step, context window 8,192" in result.output
+    said = run(config, "--steps", 1, "--gpus", 4, *own)
+    assert re.findall(r"^ +(\w+:\w+)", said, re.M) == ["plain:per_sequence", "wlb_lazy:ulysses"]
+    assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 ranks, 1F1B, selective checkpointing" in said
+    assert "4 micro-batches a step, context window 8,192" in said
 
 
 def test_a_policy_that_is_not_possible_is_a_row_with_a_note(config):
     """All but few documents are as long as the window, so that no thresholds let outliers leave."""
     long = ["--training.seq_len", 64, "--steps", 1]
-    result = run(config, *long, "--policies", "plain,wlb,wlb_lazy")
-    assert result.exit_code == 0, result.output
-    assert re.search(r"^ +wlb:per_sequence +–", result.stdout, re.M)
-    assert "wlb:per_sequence is not possible here: No thresholds for 2 queues" in result.stdout
-    own = run(config, *long, "--wlb.packing.policy", "wlb")
-    assert own.exit_code == 2 and "No thresholds for 2 queues" in own.stderr
+    said = run(config, *long, "--policies", "plain,wlb,wlb_lazy")
+    assert re.search(r"^ +wlb:per_sequence +–", said, re.M)
+    assert "wlb:per_sequence is not possible here: No thresholds for 2 queues" in said
+    assert "No thresholds for 2 queues" in run(config, *long, "--wlb.packing.policy", "wlb", code=2)
 
 
-@pytest.mark.parametrize(
-    ("text", "policy", "written"),
-    [
-        ("plain", Policy("plain"), "plain:per_sequence"),
-        ("wlb_lazy:hybrid:best", Policy("wlb_lazy", "hybrid", "best"), "wlb_lazy:hybrid:best"),
-        ("toys:Reversed:hybrid", Policy("toys:Reversed", "hybrid"), "toys:Reversed:hybrid"),
-    ],
-)
-def test_policies_are_written_as_they_are_typed(text, policy, written):
-    """Full class names, too."""
-    assert Policy.parse(text) == policy and str(policy) == written
+def test_policies_are_written_as_they_are_typed():
+    """Full class names, too; sharding as the file has it, where none is typed."""
+    assert str(Policy.parse("plain")) == "plain:per_sequence"
+    lazy, own = "wlb_lazy:hybrid:best", "toys:Reversed:hybrid"
+    assert (str(Policy.parse(lazy)), str(Policy.parse(own))) == (lazy, own)
+    assert Policy.parse(own) == Policy("toys:Reversed", "hybrid")
 
 
 LLAMA3_8B = {
@@ -238,38 +209,17 @@ def test_a_published_models_config_is_a_base(config, tmp_path, monkeypatch):
     published.write_text(json.dumps(LLAMA3_8B))
     model = load_config(config, ["--base", "config.json"]).config.model_spec
     assert (model.name, model.flavor) == ("llama3", "8B")
-    for change, message in (
-        ({"num_hidden_layers": 30}, "torchtitan has no base of the model that 'config.json' describes"),
-        (None, "cannot be read"),
+    no_base = "torchtitan has no base of the model that 'config.json' describes"
+    for text, message in (
+        (json.dumps(LLAMA3_8B | {"num_hidden_layers": 30}), no_base),
+        ("[", "cannot be read"),
     ):
-        published.write_text(json.dumps(LLAMA3_8B | change) if change else "[")
-        refused = run(config, "--base", "config.json", "--lengths", "web")
-        assert refused.exit_code == 2 and message in " ".join(refused.stderr.split()), refused.output
+        published.write_text(text)
+        assert message in run(config, "--base", "config.json", "--lengths", "web", code=2)
 
 
 def test_predictions_beyond_the_measured_range_say_so(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("262144\n" * 64)
-    result = run(*SMALL, "--lengths", path, "--steps", 1, "--policies", "plain", "--training.seq_len", 262144)
-    assert "up to 131,072 keys" in result.output and "these times are extrapolated" in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--config", "C"], "It comes first, without an option's name: main simulate FILE"),
-        (["nowhere.toml"], "nowhere.toml: there is no such file"),
-        (["W", "--lengths", "L", "--policies", "plane"], "no packing policy is called 'plane'"),
-        (["W", "--lengths", "L", "--cluster", "tpu"], "cluster file tpu cannot be read"),
-        (["W", "--lengths", "L", "--gpus", "100"], "100 processes do not fit the degrees"),
-        (["C", "--search", "--trace", "t.json"], "--trace draw policies; leave out --search"),
-        (["C", "--trace", "none/t.json"], "--trace: none/t.json cannot be written: there is no folder"),
-        (["C", "--report", "L"], "is a file"),
-        (["W", "--lengths", "L", "--search", "--gpus", "1"], "Nothing fits 1 GPUs"),
-    ],
-)  # fmt: skip
-def test_mistakes(lengths, config, arguments, message):
-    named = {"L": lengths, "C": config, "W": WIDE}
-    result = run(*(named.get(argument, argument) for argument in arguments))
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.split())
+    said = run(*SMALL, "--lengths", path, "--policies", "plain", "--training.seq_len", 262144)
+    assert "up to 131,072 keys" in said and "these times are extrapolated" in said

@@ -1,4 +1,4 @@
-"""Steps by hand: passes of a micro-batch, the slowest replica, communication, memory, timelines."""
+"""Predicted steps: one by hand; of others passes, the slowest replica, communication, memory, timelines."""
 
 from dataclasses import replace
 
@@ -25,15 +25,12 @@ def plan(replicas, context=1):
     micro_batches = []
     for dp_rank, packs in enumerate(replicas):
         for index, lengths in enumerate(packs):
-            d = np.array(lengths)
+            d, total = np.array(lengths), sum(lengths)
             documents = np.stack([np.arange(len(d)), 0 * d, d, 0 * d], axis=1)
-            ranks = per_sequence(d, int(d.sum()), context) if context > 1 else None
-            sharding = "per_sequence" if context > 1 else None
-            micro_batches.append(
-                MicroBatch(
-                    *(documents, None, range(0), "FB", int(d.sum()), 0, dp_rank, index, 1.0, sharding, ranks)
-                )
-            )
+            pack = MicroBatch(documents, length=total, dp_rank=dp_rank, index=index, workload=1.0)
+            if context > 1:
+                pack = replace(pack, sharding="per_sequence", ranks=per_sequence(d, total, context))
+            micro_batches.append(pack)
     return Plan(0, tuple(micro_batches), 0.0)
 
 
@@ -50,16 +47,12 @@ def test_one_gpu_by_hand():
 
 
 def test_checkpointing_repeats_the_forward_pass():
+    """All of it, or of its matrix products those of keys, of attention's output and the MLP's second."""
     token = 2 * LAYER / 1e9
+    some = token * (8 + 8 + 16) / (4 * 8 + 3 * 16)
     batch = passing(plan([[[4]]]).micro_batches, job()).in_runs(1)
-    attention = 2 * pairs(4) * 1e-6
-    expected = {
-        "none": 0.0,
-        "full": 4 * token + attention,
-        "selective": 4 * token * (8 + 8 + 16) / (4 * 8 + 3 * 16),
-    }
     plain = pass_times(job(), batch)
-    for checkpointing, seconds in expected.items():
+    for checkpointing, seconds in (("full", 4 * token + 2 * pairs(4) * 1e-6), ("selective", 4 * some)):
         times = pass_times(job(memory=MemorySettings(checkpointing=checkpointing)), batch)
         assert (times.inputs - plain.inputs)[0, 0, 0] == pytest.approx(4 * seconds)
         assert np.array_equal(times.forward, plain.forward)
@@ -73,19 +66,20 @@ def test_the_slowest_context_parallel_rank_counts_in_each_pass():
     assert batch.backward[0] == pytest.approx(2 * batch.forward[0])
 
 
-def imagined_times(of, batch):
-    return pass_times(of, MicroBatches.imagined(of, *batch))
+def imagined_times(of):
+    """Of 1,024 tokens without attention."""
+    none = np.zeros((1, 1))
+    return pass_times(of, MicroBatches.imagined(of, none + 1024, none, none))
 
 
 def test_tensor_collectives_hide_behind_matrix_products():
     """As far as they may, and as long as these take: of their bytes' time, and of their latency."""
-    tokens = np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1))
 
     def waited(overlap, node, matrices=1e9):
         cluster = replace(CLUSTER, node=node, linear_flops=matrices)
         one = job(degrees=Degrees(tensor=2), cluster=cluster, tensor_overlap=overlap)
         bare = one.on(replace(cluster, node=CLUSTER.node))
-        times, without = imagined_times(one, tokens), imagined_times(bare, tokens)
+        times, without = imagined_times(one), imagined_times(bare)
         assert (times.weights == without.weights).all()
         forward = (times.forward - without.forward)[0, 0, 0]
         assert (times.inputs - without.inputs)[0, 0, 0] == pytest.approx(forward)
@@ -108,10 +102,9 @@ def test_experts_exchange_tokens_and_wait_for_the_busiest_rank():
     """EP 4 in nodes of 2: of two copies of 1024 / 2 tokens, a quarter goes to the neighbour and half away."""
     cluster = replace(CLUSTER, gpus_per_node=2, node=Link(1e6, 1e-3), network=Link(1e5, 1e-2))
     degrees = Degrees(context=2, shard=2, expert=4)
-    batch = np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1))
     spread = job(model=EXPERTS, degrees=degrees, cluster=cluster, routing_imbalance=1.5)
     alone = replace(spread, degrees=replace(degrees, expert=1), routing_imbalance=1.0)
-    times, without = imagined_times(spread, batch), imagined_times(alone, batch)
+    times, without = imagined_times(spread), imagined_times(alone)
     copies = 2 * 1024 / 2 * 8 * 2  # bytes of one rank
     exchange = 2 * (1.5 * max(copies / 4 / 1e6, copies / 2 / 1e5) + 1e-2)
     products = 1024 / 2 * 2 * 3 * 8 * 12 / 1e9
@@ -180,20 +173,17 @@ def test_transfer_between_pipeline_ranks():
     assert transfer_seconds(job(), np.array([[10.0]])) == 0
 
 
-def test_the_slowest_replica_counts():
-    alone = simulate(job(), [plan([[[8], [8]]])])
-    both = simulate(job(degrees=Degrees(replicate=2)), [plan([[[1], [1]], [[8], [8]]])])
-    assert both.pipeline == pytest.approx(alone.pipeline)
-    assert 0.4 < both.bubble < 0.5
+def pipeline(replicas, **degrees):
+    return simulate(job(degrees=Degrees(**degrees)), [plan(replicas)]).pipeline
 
 
-def test_fsdp_without_a_pipeline_waits_for_each_micro_batch():
-    crossed = plan([[[8], [1]], [[1], [8]]])
-    replicated = simulate(job(degrees=Degrees(replicate=2)), [crossed])
-    sharded = simulate(job(degrees=Degrees(shard=2)), [crossed])
-    longest = simulate(job(), [plan([[[8], [8]]])])
-    assert sharded.pipeline == pytest.approx(longest.pipeline)
-    assert replicated.pipeline == pytest.approx(simulate(job(), [plan([[[8], [1]]])]).pipeline)
+def test_the_slowest_replica_counts_and_under_fsdp_the_slowest_of_each_micro_batch():
+    crossed = [[[8], [1]], [[1], [8]]]
+    assert pipeline(crossed, replicate=2) == pytest.approx(pipeline([[[8], [1]]]))
+    assert pipeline(crossed, shard=2) == pytest.approx(pipeline([[[8], [8]]]))
+    uneven = simulate(job(degrees=Degrees(replicate=2)), [plan([[[1], [1]], [[8], [8]]])])
+    assert uneven.pipeline == pytest.approx(pipeline([[[8], [8]]]))
+    assert 0.4 < uneven.bubble < 0.5
 
 
 def test_runs_follow_each_other():
@@ -215,14 +205,6 @@ def test_packing_and_simulation_agree_on_work():
         assert workload(JobCost(made), np.array([7]))[0] == pytest.approx(prediction.pipeline[0])
 
 
-def test_timeline():
-    staged = job(degrees=Degrees(pipeline=2, replicate=2))
-    batches = plan([[[1], [1]], [[8], [4]]])
-    spans = step_timeline(staged, batches, "plain")
-    assert {span.track for span in spans} == {"pp 0", "pp 1"}
-    assert {span.name for span in spans} == {"F0", "F1", "B0", "B1"}
-
-
 def test_an_earlier_rank_holds_more_micro_batches():
     """Of micro-batches of 8,000 and 4,000 tokens rank 0 holds both at its fullest, rank 1 the first."""
     staged = job(degrees=Degrees(pipeline=2))
@@ -236,8 +218,10 @@ def test_an_earlier_rank_holds_more_micro_batches():
 def test_a_timeline_ends_when_the_pipeline_is_predicted_to(degrees):
     """Of runs one after the other, and of ranks that meet in every micro-batch."""
     made, batches = job(degrees=degrees, run=2), plan([[[8], [1], [2], [3]], [[1], [8], [2], [3]]])
-    spans = step_timeline(made, batches)
-    assert {span.name for span in spans if span.name[0] == "F"} == {"F0", "F1", "F2", "F3"}
+    spans = step_timeline(made, batches, "plain")
+    assert {span.process for span in spans} == {"plain"}
+    assert {span.track for span in spans} == {f"pp {rank}" for rank in range(degrees.pipeline)}
+    assert {span.name for span in spans} == {f"{kind}{place}" for kind in "FB" for place in range(4)}
     end = max(span.start + span.duration for span in spans)
     assert end == pytest.approx(simulate(made, [batches]).pipeline[0])
 
@@ -248,19 +232,20 @@ def test_a_prediction_beyond_the_measured_range_says_so():
     assert simulate(measured, [plan([[[4]]])]).extrapolated is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tensor_overlap": 1.5}, "overlap of tensor parallelism is 1.5"),
-        ({"routing_imbalance": 2.0}, "routing imbalance is 2.0.* degree of 1"),
-        ({"degrees": {"shard": 2, "expert": 2}}, "expert parallel degree is 2, and a layer has 0 experts"),
-        ({"degrees": {"tensor": 2, "shard": 2, "expert": 3}}, "3 does not divide TP 2 x CP 1 x 2 sharding"),
-        ({"degrees": {"tensor": 4}}, "2 heads cannot be divided by the tensor parallel degree 4"),
-    ],
-)
-def test_refusals(changes, message):
+WRONG = {
+    "overlap of tensor parallelism is 1.5": ({"tensor_overlap": 1.5}, {}),
+    "routing imbalance is 2.0.* degree of 1": ({"routing_imbalance": 2.0}, {}),
+    "expert parallel degree is 2, and a layer has 0 experts": ({}, {"shard": 2, "expert": 2}),
+    "3 does not divide TP 2 x CP 1 x 2 sharding": ({}, {"tensor": 2, "shard": 2, "expert": 3}),
+    "2 heads cannot be divided by the tensor parallel degree 4": ({}, {"tensor": 4}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_job_that_cannot_be_is_refused(message):
+    settings, degrees = WRONG[message]
     with pytest.raises(PlanError, match=message):
-        job(**{key: Degrees(**value) if key == "degrees" else value for key, value in changes.items()})
+        job(degrees=Degrees(**degrees), **settings)
 
 
 def test_what_travels_and_the_head_count_in_both_passes():
@@ -277,9 +262,8 @@ def test_what_travels_and_the_head_count_in_both_passes():
 
 def test_backward_computes_twice_as_much_and_sends_as_much():
     network = replace(CLUSTER, node=Link(1e6, 0.0), network=Link(1e6, 0.0))
-    alone, parallel = (
-        Analytic(job(cluster=network, degrees=Degrees(tensor=tensor)), network) for tensor in (1, 2)
-    )
+    jobs = [job(cluster=network, degrees=Degrees(tensor=tensor)) for tensor in (1, 2)]
+    alone, parallel = (Analytic(one, network) for one in jobs)
     assert alone.linear_backward == pytest.approx(2 * alone.linear_forward)
     computed = parallel.linear_backward - parallel.linear_forward
     assert 0 < computed < parallel.linear_forward

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning import MODEL, job
+from planning import CLUSTER, FULL, MODEL, job
 from slicing import PACKINGS, sliced, slim
 
+from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents import Documents
@@ -14,6 +15,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import SliceCache
 from wlb_titan.packing.predicted import pack_sizes
+from wlb_titan.packing.slim.asymmetric import regrouped_times
 from wlb_titan.packing.slim.slices import piece_numbers
 from wlb_titan.plan import TOTAL, Action, MicroBatch, Plan
 from wlb_titan.simulator.replicas import check_slices, rank_memory
@@ -28,16 +30,13 @@ def plans(simulated, steps=2):
 
 def two_slices(first, rest):
     """A document in two slices on two ranks."""
-    total = first + rest
-    packs = []
-    for place, (start, length) in enumerate(((0, first), (first, rest))):
-        documents = np.array([[0, start, length, 0]])
-        packs.append(MicroBatch(documents, np.array([[start, total]]), length=length, index=place))
-    flow = tuple(
-        tuple(Action(kind, stage, place) for kind, place in zip("FFBB", (0, 1, 1, 0), strict=True))
-        for stage in range(2)
+    packs = tuple(
+        MicroBatch(np.array([[0, start, n, 0]]), np.array([[start, first + rest]]), length=n, index=place)
+        for place, (start, n) in enumerate(((0, first), (first, rest)))
     )
-    return Plan(0, tuple(packs), 0.0, flows=(flow,))
+    order = ("F", 0), ("F", 1), ("B", 1), ("B", 0)
+    flow = tuple(tuple(Action(kind, stage, place) for kind, place in order) for stage in range(2))
+    return Plan(0, packs, 0.0, flows=(flow,))
 
 
 def test_a_document_in_two_slices_by_hand():
@@ -76,21 +75,17 @@ def walked(simulated, plan, dp_rank):
         for kind, stage, place in actions:
             layers = simulated.layers[stage]
             before = sum(there.values())
-            here = [
-                (number, prefix, prefix + length == total, total)
-                for number, length, (prefix, total) in zip(
-                    numbers[place], packs[place].lengths, packs[place].slices, strict=True
-                )
-                if number in cut
-            ]
-            for number, prefix, ends, total in here:
+            m = packs[place]
+            rows = zip(numbers[place], m.lengths, *m.slices.T, strict=True)
+            here = [row for row in rows if row[0] in cut]
+            for number, length, prefix, total in here:
                 if kind == "F":
                     there["keys", stage, number] = total * token.cached * layers
-                elif ends:
+                elif prefix + length == total:
                     there["gradients", stage, number] = prefix * token.cached_gradients * layers
             most.append(sum(there.values()))
             moments |= {most[-1]} if kind == "F" else set(np.linspace(before, most[-1], layers + 1).tolist())
-            for number, prefix, _, _ in here if kind == "B" else ():
+            for number, _, prefix, _ in here if kind == "B" else ():
                 if prefix == 0:
                     del there["keys", stage, number], there["gradients", stage, number]
             after.append(sum(there.values()))
@@ -122,17 +117,14 @@ def in_flight(simulated, actions, packs):
 @pytest.mark.parametrize("schedule, chunks", [("1F1B", 1), ("Interleaved1F1B", 2)])
 def test_the_cache_over_time_is_that_of_an_oracle(context, schedule, chunks, name):
     """After every pass; and the peak is a moment that there is, and no less than what stays after any."""
-    degrees = Degrees(pipeline=2, context=context, shard=2)
-    simulated = sliced(
-        replace(PACKINGS[name], micropacks=8, slack=1), degrees=degrees, schedule=schedule, chunks=chunks
-    )
+    shape = {"degrees": Degrees(pipeline=2, context=context, shard=2), "schedule": schedule, "chunks": chunks}
+    simulated = sliced(replace(PACKINGS[name], micropacks=8, slack=1), **shape)
     for plan in plans(simulated):
         for dp_rank, flow in enumerate(plan.flows):
             packs = pack_sizes(simulated, plan.of_rank(dp_rank))
             peaks = rank_memory(simulated, plan, dp_rank)
             walks = walked(simulated, plan, dp_rank)
-            for actions, peak, walk in zip(flow, peaks, walks, strict=True):
-                after, most, moments = walk
+            for actions, peak, (after, most, moments) in zip(flow, peaks, walks, strict=True):
                 assert list(cached(simulated, actions, packs)) == pytest.approx(after)
                 assert min(abs(peak.cache - bytes_) for bytes_ in moments) <= 1 and peak.cache > 0
                 least = (in_flight(simulated, actions, packs) + most).max()
@@ -140,22 +132,26 @@ def test_the_cache_over_time_is_that_of_an_oracle(context, schedule, chunks, nam
 
 
 def test_more_packs_hold_less():
-    few, many = (
-        simulate(simulated, plans(simulated))
-        for simulated in (sliced(slim(micropacks=number, slack=1)) for number in (4, 24))
-    )
+    jobs = [sliced(slim(micropacks=number, slack=1)) for number in (4, 24)]
+    few, many = (simulate(one, plans(one)) for one in jobs)
     assert many.peak_memory.activations < few.peak_memory.activations
     assert many.tokens.tolist() == few.tokens.tolist()
     assert many.flops == pytest.approx(few.flops)
 
 
-def test_the_timeline_names_slices():
-    simulated = sliced(slim(micropacks=8))
+@pytest.mark.parametrize("name", ["slim", "asymmetric"])
+def test_the_timeline_is_as_long_as_the_step_and_names_slices(name):
+    simulated = sliced(replace(PACKINGS[name], micropacks=8))
     (plan,) = plans(simulated, steps=1)
     spans = step_timeline(simulated, plan)
-    states = {span.args["MicroPack"] for span in spans}
+    assert max(s.start + s.duration for s in spans) == pytest.approx(simulate(simulated, [plan]).pipeline[0])
+    tokens = {f"{kind}{m.index}": m.length for m in plan.micro_batches for kind in m.passes}
+    assert {s.name: s.args["tokens"] for s in spans} == tokens
+    states = {s.args["MicroPack"] for s in spans}
     assert "slim" in states and states <= {"slim", "mix", "pack"}
-    assert any(span.args.get("slice", "").startswith("0-") for span in spans)
+    shown = [s.args.get("slice", "") for s in spans]
+    assert any(own.startswith("0-") for own in shown)
+    assert any("," in own for own in shown) == (name == "asymmetric")  # a document's end, another's begin
 
 
 @pytest.mark.parametrize(
@@ -181,3 +177,36 @@ def test_the_most_in_flight_fits_and_one_more_does_not():
     assert most(1e12) == step
     with pytest.raises(PlanError, match="A document of 64 tokens has all of its slices"):
         most(1e4)
+
+
+def test_regrouping_moves_the_head_into_backward_passes_and_sends_what_they_need():
+    """All work once, as under full checkpointing; an all-to-all of each hidden state that a stage keeps."""
+    tokens, attention = np.array([[5.0], [3.0]]), np.array([[2e-5], [1e-5]])
+
+    def times(of, node=CLUSTER.node):
+        made = {"degrees": Degrees(pipeline=2, context=2), "cluster": replace(CLUSTER, node=node)}
+        whole = sliced(PACKINGS["asymmetric"], **made)
+        return of(whole, MicroBatches.imagined(whole, tokens, attention, 2.5 * attention))
+
+    symmetric, mine, sent = times(pass_times), times(regrouped_times), times(regrouped_times, Link(1e6, 0.0))
+    assert sum(x.sum() for x in mine) == pytest.approx(sum(x.sum() for x in symmetric))
+    assert mine.forward[-1].sum() < symmetric.forward[-1].sum()  # the head runs in backward passes
+    assert mine.forward[0] == pytest.approx(symmetric.forward[0])
+    slower = (sent.inputs - times(pass_times, Link(1e6, 0.0)).inputs)[:, :, 0]
+    slower -= (mine.inputs - symmetric.inputs)[:, :, 0]
+    # Of 8 elements of 2 bytes each of two ranks holds half of the tokens, and sends half of these; the first
+    # of the stages of two layers keeps one state of a token, the last three.
+    each = tokens[:, 0] / 2 * 8 * 2 / 2 / 1e6
+    assert slower == pytest.approx(np.stack([each, 3 * each]))
+
+
+def test_as_much_is_in_flight_as_with_full_checkpointing():
+    asymmetric = sliced(PACKINGS["asymmetric"])
+    full = sliced(slim(), memory=FULL)
+    token = TokenBytes.of(asymmetric.model, asymmetric.degrees, asymmetric.memory)
+    (first, last), (other, _) = (whole.fitting.document(64) for whole in (asymmetric, full))
+    # Each stage has two layers; token ids are there for both passes.
+    assert first.activations == round(2 * 64 * token.inputs + first.tokens * token.hidden)
+    assert last.activations == round(2 * 64 * token.inputs + last.tokens * 3 * token.hidden)
+    assert first.activations < other.activations
+    assert 0.8 * other.total < first.total < other.total

@@ -37,20 +37,18 @@ PASSES = (
 )
 FIRST, SECOND = (RankPasses(0, stage, 0, 0, passes) for stage, passes in enumerate(PASSES))
 
-DOCUMENTS = np.array([[0, 0, 7, 0], [1, 0, 1, 0]])
+
+def pack(index, dp_rank=0, passes="FB", length=8):
+    documents = np.array([[0, 0, 7, 0], [1, 0, 1, 0]])
+    facts = {"passes": passes, "length": length, "workload": 5.0 + index}
+    return MicroBatch(documents, dp_rank=dp_rank, index=index, **facts)
 
 
-def planned(replicas):
-    """A plan of two micro-batches for each data-parallel rank."""
-    places = [(rank, i) for rank in range(replicas) for i in range(2)]
-    return Plan(
-        0,
-        tuple(MicroBatch(DOCUMENTS, length=8, dp_rank=rank, index=i, workload=5.0 + i) for rank, i in places),
-        0.0,
-    )
+def plan_of(*packs):
+    return Plan(0, packs, 0.0)
 
 
-PLAN = planned(1)
+PLAN = plan_of(pack(0), pack(1))
 
 
 def test_bubble_is_the_idle_share_between_the_first_pass_and_the_last():
@@ -60,10 +58,8 @@ def test_bubble_is_the_idle_share_between_the_first_pass_and_the_last():
 
 def test_imbalance_is_of_whole_micro_batches_over_all_stages_and_replicas():
     assert measured_imbalance([FIRST, SECOND], PLAN) == pytest.approx(12 / 9)
-    replica = RankPasses(1, 0, 0, 0, FIRST.passes)
-    assert measured_imbalance([FIRST, SECOND, replica], planned(2)) == pytest.approx(
-        12 / np.mean([6, 12, 3, 6])
-    )
+    replica, plan = RankPasses(1, 0, 0, 0, FIRST.passes), plan_of(*PLAN.micro_batches, pack(0, 1), pack(1, 1))
+    assert measured_imbalance([FIRST, SECOND, replica], plan) == pytest.approx(12 / np.mean([6, 12, 3, 6]))
 
 
 def test_ranks_that_share_a_micro_batch_count_once():
@@ -80,19 +76,11 @@ def test_spans_have_a_track_for_each_rank_and_facts_of_the_micro_batch():
 
 
 def test_passes_may_have_micro_batches_of_their_own():
-    packs = [
-        MicroBatch(DOCUMENTS, passes=kind, length=length, index=2 * (kind == "B") + i)
-        for kind, length in (("F", 8), ("B", 16))
-        for i in range(2)
-    ]
-    ranks = [
-        replace(
-            rank,
-            passes=[p if p.kind == "F" else p._replace(micro_batch=p.micro_batch + 2) for p in rank.passes],
-        )
-        for rank in (FIRST, SECOND)
-    ]
-    plan = Plan(0, tuple(packs), 0.0)
+    plan = plan_of(pack(0, passes="F"), pack(1, passes="F"), *(pack(i, 0, "B", 16) for i in (2, 3)))
+    ranks = []
+    for rank in (FIRST, SECOND):
+        passes = [one._replace(micro_batch=one.micro_batch + 2 * (one.kind != "F")) for one in rank.passes]
+        ranks.append(replace(rank, passes=passes))
     drawn = list(spans(ranks, plan))
     assert [(s.name, s.args["tokens"]) for s in drawn[4:7]] == [("F0", 8), ("L2", 16), ("B2", 16)]
     # Forward passes take 1.5 and 4 seconds on both ranks, the others 4.5 and 8.
@@ -101,9 +89,8 @@ def test_passes_may_have_micro_batches_of_their_own():
 
 def test_imbalance_is_of_both_passes():
     lengths = np.random.default_rng(1).integers(4, 64, size=200)
-    plan = planner(
-        lengths, PACKINGS["asymmetric"], micro_batches=16, degrees=Degrees(shard=2, pipeline=2)
-    ).next()
+    degrees = Degrees(shard=2, pipeline=2)
+    plan = planner(lengths, PACKINGS["asymmetric"], micro_batches=16, degrees=degrees).next()
     work = np.array([[m.workload for m in plan.micro_batches if m.passes == kind] for kind in "FB"])
     assert plan.imbalance == pytest.approx(work.max(axis=1).sum() / work.mean(axis=1).sum())
     figures = rank_imbalance(plan, None)

@@ -40,14 +40,15 @@ class Flaky:
 
 
 def once(wanted):
-    """`fails` of the first call of a name, and the numbers of all its calls."""
-    numbers = []
+    """`fails` of the first call of a name, and all its calls."""
+    calls = []
 
     def fails(name, number):
-        numbers.extend([number] * (name == wanted))
-        return name == wanted and len(numbers) == 1
+        if name == wanted:
+            calls.append(number)
+        return calls == [number]
 
-    return fails, numbers
+    return fails, calls
 
 
 def looked(stops, times=4):
@@ -60,9 +61,9 @@ def looked(stops, times=4):
                 continue
 
 
-def stopped(store_of):
+def stopped(stores):
     """What each rank says of steps 5 and 6, and its status; they had begun 3, 4 and 5 when one was asked."""
-    stops = [Stop(rank, RANKS, store_of(rank)) for rank in range(RANKS)]
+    stops = [Stop(rank, RANKS, store) for rank, store in enumerate(stores)]
     for rank, stop in enumerate(stops):
         assert stop.goes_on(2 + rank)
     stops[1].ask("SIGUSR1", EXIT_AGAIN)
@@ -76,9 +77,7 @@ def test_whatever_call_of_the_store_fails_once_all_ranks_stop_after_the_same_ste
         shared, number, calls = HashStore(), 0, 1
         while number < calls:
             flaky = Flaky(shared, lambda name, call, number=number: call == number, done)
-            ends = stopped(
-                lambda one, rank=rank, flaky=flaky, shared=shared: flaky if one == rank else shared
-            )
+            ends = stopped([flaky if one == rank else shared for one in range(RANKS)])
             assert ends == [(EXIT_AGAIN, True, False)] * RANKS, (rank, number, ends)
             shared, number, calls = HashStore(), number + 1, flaky.calls
 
@@ -105,8 +104,8 @@ def test_rank_0_has_answered_for_all_when_it_has_done_its_last_step():
 @pytest.fixture
 def watching(monkeypatch):
     """Opens alarms of two ranks' jobs on a store of the test's, and tells with what status they end."""
-    monkeypatch.setattr(alarm_module, "GRACE", 0.0)
-    monkeypatch.setattr(alarm_module, "SECONDS_BETWEEN_LOOKS", 0.01)
+    for name, seconds in {"GRACE": 0.0, "HEARD": 0.0, "SECONDS_BETWEEN_LOOKS": 0.01}.items():
+        monkeypatch.setattr(alarm_module, name, seconds)
     ended = queue.Queue()
 
     def watching(store):
@@ -148,7 +147,6 @@ def test_a_signal_that_the_store_does_not_take_at_once_is_not_lost(watching):
 
 def test_a_store_that_is_gone_for_good_ends_the_rank(watching, monkeypatch):
     monkeypatch.setattr(alarm_module, "LOST", 0.0)
-    monkeypatch.setattr(alarm_module, "HEARD", 0.0)
     alarm, ended = watching(Flaky(HashStore(), lambda name, number: True))
     with alarm:
         assert ended.get(timeout=PATIENCE) == alarm_module.EXIT_FAILED

@@ -10,8 +10,6 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import ID, LENGTH, START
 
-# The stream, against a list of all its tokens.
-
 corpora = st.lists(st.integers(1, 40), min_size=1, max_size=12).filter(lambda lengths: max(lengths) > 1)
 
 
@@ -60,14 +58,9 @@ def test_arrive_reads_on_until_enough_pieces_have_a_label():
     assert pieces[:, ID].tolist() == [0, 1, 2, 3, 3, 4, 5]
 
 
-def rows(stream, start, stop):
-    return stream.mixture.read(np.arange(start, stop))[0].tolist()
-
-
 def test_epochs_are_shuffled_differently_and_seeds_matter():
     def order(seed, epoch):
-        stream = DocumentStream(Mixture(np.arange(1, 101), seed=seed), 8)
-        return rows(stream, 100 * epoch, 100 * (epoch + 1))
+        return Mixture(np.arange(1, 101), seed=seed).read(np.arange(100) + 100 * epoch)[0].tolist()
 
     orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1), order(2**33, 0)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
@@ -139,8 +132,7 @@ def test_lengths_are_looked_up_a_block_at_a_time():
         ([0, 0], 8, "no tokens"),
         ([3, -4], 8, "length -4"),
         ([1, 1], 8, "no next token"),
-        ([3], 0, "window is 0"),
-        ([3], 1, "at least 2"),
+        ([3], 1, "window is 1 tokens; it must be at least 2"),
     ],
 )
 def test_bad_corpora_are_named(lengths, window, message):

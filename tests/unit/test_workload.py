@@ -32,31 +32,20 @@ latency = 1e-5
 bandwidth = 25e9
 latency = 2e-5
 """
-
-
 SHAPE = PAPER_MODELS["7B"]
 JOB = Job(window=4096, micro_batches=1, model=SHAPE)
-PLAIN = replace(
-    load_cluster("h100_roce"),
-    attention_flops=1.0,
-    attention_backward_flops=1.0,
-    linear_flops=1.0,
-    memory_bandwidth=np.inf,
-)
+ONES = dict.fromkeys(("attention_flops", "attention_backward_flops", "linear_flops"), 1.0)
+PLAIN = replace(load_cluster("h100_roce"), memory_bandwidth=np.inf, **ONES)
 
 
 def parallel(tensor, context, model=SHAPE):
     return cost_model("analytic", replace(JOB, model=model, degrees=Degrees(tensor=tensor, context=context)))
 
 
-@pytest.fixture
-def write(tmp_path):
-    def written(text):
-        path = tmp_path / "cluster.toml"
-        path.write_text(text)
-        return str(path)
-
-    return written
+def loaded(folder, old="", new=""):
+    """A good cluster's file, but for this."""
+    (folder / "cluster.toml").write_text(GOOD.replace(old, new) if old else GOOD)
+    return load_cluster(str(folder / "cluster.toml"))
 
 
 def test_shipped_clusters_are_found_by_their_gpus_name_and_have_no_more_memory_than_these():
@@ -70,15 +59,14 @@ def test_shipped_clusters_are_found_by_their_gpus_name_and_have_no_more_memory_t
     assert "RTX A6000" in unknown.name
 
 
-def test_what_may_be_left_out_has_a_default_and_a_profile_lies_beside_its_cluster(write, tmp_path):
-    cluster = load_cluster(write(GOOD))
+def test_what_may_be_left_out_has_a_default_and_a_profile_lies_beside_its_cluster(tmp_path):
+    cluster = loaded(tmp_path)
     assert (cluster.units, cluster.attention_profile) == (132, "")
-    more = '[gpu]\nunits = 66\nattention_profile = "attention.json"'
-    cluster = load_cluster(write(GOOD.replace("[gpu]", more)))
+    cluster = loaded(tmp_path, "[gpu]", '[gpu]\nunits = 66\nattention_profile = "attention.json"')
     assert (cluster.units, cluster.attention_profile) == (66, str(tmp_path / "attention.json"))
 
 
-def test_a_gpu_of_half_the_multiprocessors_and_rate_takes_twice_as_long(write):
+def test_a_gpu_of_half_the_multiprocessors_and_rate_takes_twice_as_long():
     shape = AttentionShape(heads=8)
     h100 = load_cluster("h100_roce")
     rates = {name: getattr(h100, name) / 2 for name in ("attention_flops", "attention_backward_flops")}
@@ -88,8 +76,8 @@ def test_a_gpu_of_half_the_multiprocessors_and_rate_takes_twice_as_long(write):
     assert work == pytest.approx(2 * cluster_latency(h100, shape).work(lengths, lengths))
 
 
-def test_links(write):
-    cluster = load_cluster(write(GOOD))
+def test_groups_communicate_over_the_links_that_they_share(tmp_path):
+    cluster = loaded(tmp_path)
     assert cluster.link(8) == cluster.node
     assert cluster.link(2, stride=4) == cluster.node
     # Two ranks in two nodes have one network card each; 16 that fill two nodes have eight a node.
@@ -112,8 +100,8 @@ def test_links(write):
         ({"node": Link(400e9, 1.0), "network": Link(25e9, 1.0), "attention_flops": 1.0}, set()),
     ],
 )
-def test_twice_a_rate_halves_what_it_is_the_rate_of(write, changes, parts):
-    cluster = load_cluster(write(GOOD))
+def test_twice_a_rate_halves_what_it_is_the_rate_of(tmp_path, changes, parts):
+    cluster = loaded(tmp_path)
     clusters = cluster, replace(cluster, **changes)
     job = replace(JOB, degrees=Degrees(tensor=8, context=2), model=replace(SHAPE, routed_width=8192))
     before, after = (asdict(job.on(one).token) for one in clusters)
@@ -125,11 +113,7 @@ def test_twice_a_rate_halves_what_it_is_the_rate_of(write, changes, parts):
     ("old", "new", "message"),
     [
         ("peak_flops = 1e15\n", "", "[gpu] peak_flops is missing"),
-        (
-            "peak_flops = 1e15",
-            "peak_flops = 989",
-            "[gpu] peak_flops is 989; it must be a number of FLOP/s, from 1e+08",
-        ),
+        ("= 1e15", "= 989", "[gpu] peak_flops is 989; it must be a number of FLOP/s, from 1e+08"),
         ("latency = 2e-5", "latency = -1", "[network] latency is -1; it must be a number of seconds"),
         ("latency = 2e-5", 'latency = "2e-5"', "[network] latency is '2e-5'; it must be a number"),
         ("memory = 80e9", "memory = inf", "[gpu] memory is inf"),
@@ -139,12 +123,15 @@ def test_twice_a_rate_halves_what_it_is_the_rate_of(write, changes, parts):
         ("[node]", "[node", "is not TOML"),
     ],
 )
-def test_mistakes_are_named(write, old, new, message):
+def test_mistakes_are_named(tmp_path, old, new, message):
     assert old in GOOD
+    with pytest.raises(PlanError, match=re.escape(message)):
+        loaded(tmp_path, old, new)
+
+
+def test_a_cluster_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(PlanError, match=r"there\.toml cannot be read.*h100_roce"):
         load_cluster("not/there.toml")
-    with pytest.raises(PlanError, match=re.escape(message)):
-        load_cluster(write(GOOD.replace(old, new)))
 
 
 def test_multiprocessors_that_are_left_to_others_compute_no_attention():
@@ -153,16 +140,14 @@ def test_multiprocessors_that_are_left_to_others_compute_no_attention():
 
 
 def test_quadratic():
-    lengths = np.array([1, 10, 131072])
-    model = Quadratic(2.0, 3.0)
+    lengths, model = np.array([1, 10, 131072]), Quadratic(2.0, 3.0)
     assert workload(model, lengths).tolist() == [5.0, 230.0, 2.0 * 131072**2 + 3.0 * 131072]
     assert model.backward(lengths) / model.forward(lengths) == pytest.approx([2.0] * 3)
 
 
 def test_analytic_counts_the_operations_of_llama2_7b():
     assert SHAPE.linear_weights == 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
-    model = Analytic(JOB, PLAIN)
-    d = np.array([1000])
+    model, d = Analytic(JOB, PLAIN), np.array([1000])
     attention = 2 * 1000**2 * 4096 * 32
     linear = 2 * SHAPE.linear_weights * 1000
     assert model.forward(d)[0] == pytest.approx(attention + linear)

@@ -6,6 +6,7 @@ torch, torchtitan and rich are imported where they are needed: `--help` and mist
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,12 +34,22 @@ OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}
 
 NUMBER = click.IntRange(0)
 POSITIVE = click.IntRange(1)
-SIZE = click.FloatRange(0, min_open=True)
 MANY = click.IntRange(1, 1 << 20)
 
 Command = Callable[..., Any]
 Rows = list[dict[str, str]]
 """A table: cells by heading, with the same headings in every row."""
+
+
+class Size(click.FloatRange):
+    """A number above zero; NaN, which passes every range, is none."""
+
+    def __init__(self) -> None:
+        super().__init__(0, min_open=True)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is not a size.", param, ctx)
 
 
 class TomlFile(click.Path):

@@ -10,7 +10,7 @@ import click
 from wlb_titan.commands.command_line import (
     OVERRIDABLE,
     POSITIVE,
-    SIZE,
+    Size,
     load,
     of_file,
     resolved_job,
@@ -37,7 +37,7 @@ def config() -> None:
 )
 @click.option(
     "--device-gib",
-    type=SIZE,
+    type=Size(),
     metavar="GIB",
     help="Memory of a device, which the job is predicted to fit or refused.",
 )

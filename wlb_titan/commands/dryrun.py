@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.command_line import OVERRIDABLE, SIZE, Rows, load, say, show_table, write_json
+from wlb_titan.commands.command_line import OVERRIDABLE, Rows, Size, load, say, show_table, write_json
 from wlb_titan.commands.lone_ranks import (
     DEFAULT_RANKS,
     DEFAULT_STEP,
@@ -41,7 +41,7 @@ LARGEST = 8  # groups of tensors that are named
 @of_ranks
 @click.option(
     "--device-gib",
-    type=SIZE,
+    type=Size(),
     metavar="GIB",
     help="Memory of a GPU: bounds the length of micro-batches as the job would, and says whether it fits.",
 )

@@ -1,9 +1,9 @@
-"""Levelling by cutting documents: what it keeps, what it reaches, and `wlb_lazy` against `plain`."""
+"""How balanced policies are, and how long documents wait: levelling by cutting documents; policies on lengths
+of several kinds, and on some as unbalanced as the paper's, which benchmarks/packing.py measures in full."""
 
+import itertools
 import warnings
-from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,20 +16,18 @@ from wlb_titan.cost.workload import Quadratic, workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
+from wlb_titan.packing import POLICIES
 from wlb_titan.packing.plain import Plain, for_trial, imbalance_of_plain
-from wlb_titan.packing.wlb import Wlb
+from wlb_titan.packing.wlb import Wlb, drains, tune
 from wlb_titan.packing.wlb_lazy import level_by_cutting
-from wlb_titan.plan import LENGTH, START
+from wlb_titan.plan import ID, LENGTH, START
 
 EQUAL = Quadratic(0.0, 1.0)
 
 
 def packed(packs):
-    lengths = np.array([length for pack in packs for length in pack])
-    documents = np.zeros((len(lengths), 4), dtype=np.int64)
-    documents[:, 0] = np.arange(len(lengths))
-    documents[:, START] = 100
-    documents[:, LENGTH] = lengths
+    """Documents' rows, all from token 100 on, and the micro-batch of each."""
+    documents = np.array([[i, 100, length, 0] for i, length in enumerate(itertools.chain(*packs))])
     return documents, np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
 
 
@@ -55,15 +53,10 @@ def test_tokens_stay_and_no_micro_batch_gets_heavier_than_the_heaviest_or_too_lo
     documents = before[0]
     max_length = max(map(sum, packs)) + room
     after = level_by_cutting(*before, len(packs), max_length, cost, limit)
-    runs = defaultdict(list)
-    for id_, start, length, _ in after[0].tolist():
-        assert length >= 1
-        runs[id_].append((start, start + length))
     for id_, whole in enumerate(documents[:, LENGTH].tolist()):
-        cut = sorted(runs[id_])
-        assert cut[0][0] == 100 and cut[-1][1] == 100 + whole
-        assert all(a[1] == b[0] for a, b in pairwise(cut))
-        assert cut[0][1] - cut[0][0] >= 2, "what is cut keeps a token to predict"
+        starts, lengths = np.array(sorted(after[0][after[0][:, ID] == id_].tolist()))[:, [START, LENGTH]].T
+        assert [*starts, 100 + whole] == [100, *(starts + lengths)] and lengths.min() >= 1
+        assert lengths[0] >= 2, "what is cut keeps a token to predict"
     old, new = loads(*before, cost, len(packs)), loads(*after, cost, len(packs))
     assert new.max() <= old.max() * (1 + 1e-12)
     assert np.bincount(after[1], after[0][:, LENGTH], len(packs)).max() <= max_length
@@ -95,15 +88,20 @@ def lengths_of(kind):
     }[kind]
 
 
-def summary(policy, lengths, window):
-    cost = "quadratic:917504,3.96e10"
-    return figures(lengths, 60, packing=policy, window=window, micro_batches=8, cost=cost)
+WORK = "quadratic:917504,3.96e10"  # LLaMA2-7B in FLOPs
+
+
+def run(lengths, policy, window, micro_batches=8, steps=60, **settings):
+    """The figures of a policy, with these settings, whose L_max no memory bounds."""
+    packing = POLICIES.configure(policy, **settings)
+    job = {"window": window, "cost": WORK, "memory_unknown": "a GPU without bounds"}
+    return figures(lengths, steps, packing=packing, micro_batches=micro_batches, **job)
 
 
 @pytest.mark.parametrize("window", [512, 4096, 65536])
 @pytest.mark.parametrize("kind", ["log-normal", "heavy", "uniform", "equal", "longer than the window"])
 def test_wlb_lazy_balances_at_least_as_well_as_plain(kind, window):
-    plain, lazy = (summary(policy, lengths_of(kind), window) for policy in ("plain", "wlb_lazy"))
+    plain, lazy = (run(lengths_of(kind), policy, window) for policy in ("plain", "wlb_lazy"))
     for figure in ("imbalance_mean", "imbalance_p95"):
         assert lazy[figure] <= plain[figure] + 1e-3
 
@@ -119,12 +117,8 @@ def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
 
 
 def test_a_trial_plans_some_of_many_data_parallel_ranks():
-    job = Job(
-        window=1024,
-        micro_batches=192,
-        degrees=Degrees(shard=96),
-        packing=Wlb.Config(cost_model="quadratic:1,100"),
-    )
+    packing = Wlb.Config(cost_model="quadratic:1,100")
+    job = Job(window=1024, micro_batches=192, degrees=Degrees(shard=96), packing=packing)
     stream = DocumentStream(Mixture(lengths_of("heavy"), seed=3), 512)
     assert for_trial(job).micro_batches == 48
     assert [for_trial(replace(job, degrees=Degrees(shard=n))).micro_batches for n in (1, 2)] == [64, 64]
@@ -134,7 +128,64 @@ def test_a_trial_plans_some_of_many_data_parallel_ranks():
 
 def test_wlb_says_when_queues_lose_and_not_when_they_win():
     with pytest.warns(UserWarning, match=r"Queues lose on these documents.*`plain` has 1\.0"):
-        summary("wlb", lengths_of("log-normal"), 1024)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        summary("wlb", lengths_of("heavy"), 65536)
+        run(lengths_of("log-normal"), "wlb", 1024)
+    with warnings.catch_warnings(action="error"):
+        run(lengths_of("heavy"), "wlb", 65536)
+
+
+WINDOW = 131072
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    """Log-normal with a heavy tail cut off at the window."""
+    rng = np.random.default_rng(1)
+    lengths = np.exp(rng.normal(np.log(460), 1.3, 300_000))
+    tail = rng.random(300_000) < 0.006
+    low, high = 16384**-0.5, (8 * WINDOW) ** -0.5
+    lengths[tail] = (low - rng.random(int(tail.sum())) * (low - high)) ** -2.0
+    return np.clip(lengths.astype(np.int64), 16, WINDOW)
+
+
+def test_plain_is_as_unbalanced_as_in_the_paper(lengths):
+    assert run(lengths, "plain", WINDOW, 4, steps=400)["imbalance_mean"] == pytest.approx(1.44, abs=0.03)
+
+
+def test_wlb_lazy_is_balanced_with_less_delay_than_wlb(lengths):
+    wlb, lazy = (run(lengths, policy, WINDOW, 4, steps=600) for policy in ("wlb", "wlb_lazy"))
+    assert wlb["imbalance_mean"] <= 1.05
+    assert lazy["imbalance_mean"] <= 1.02
+    assert lazy["delay_mean"] <= 0.32 and lazy["delay_mean"] < 0.8 * wlb["delay_mean"]
+    assert lazy["delay_max"] <= 16
+
+
+def test_wlb_lazy_at_64_micro_batches(lengths):
+    lazy = run(lengths, "wlb_lazy", WINDOW, 64)
+    assert lazy["imbalance_mean"] <= 1.02 and lazy["imbalance_p95"] <= 1.06
+    assert lazy["delay_mean"] <= 0.42
+
+
+def test_a_larger_packing_window_balances_better_and_delays(lengths):
+    """The paper's Figure 6, in small."""
+    made = (run(lengths, "fixed_greedy", WINDOW, 4, steps=160, global_batches=n) for n in (1, 4, 8))
+    rows = one, four, eight = list(made)
+    assert one["imbalance_mean"] > four["imbalance_mean"] > eight["imbalance_mean"]
+    assert [row["delay_mean"] for row in rows] == pytest.approx([0, 1.5, 3.5], abs=0.05)
+
+
+@pytest.mark.parametrize("queues", [1, 2, 3])
+def test_automatic_thresholds_are_found_again_drain_and_are_among_the_best(lengths, queues):
+    """As Algorithm 1 itself has it: no other candidates cost much less in delay and imbalance."""
+    packing = POLICIES.configure("wlb", queues=queues, cost_model=WORK)
+    job = Job(window=WINDOW, micro_batches=4, packing=packing)
+    found, again = (tune(packing, lengths[:50_000], WINDOW, 2 * WINDOW, job) for _ in range(2))
+    assert found == again == sorted(set(found)) and len(found) == queues
+    assert drains(lengths, found, WINDOW)
+
+    def cost(thresholds):
+        found = run(lengths, "wlb", WINDOW, 4, steps=300, thresholds=thresholds)
+        return found["delay_mean"] + ((found["imbalance_mean"] - 1) / 0.065) ** 2
+
+    lowest = [WINDOW * (1 + number) // 8 for number in range(queues)]
+    highest = [WINDOW * (8 - number) // 8 for number in reversed(range(queues))]
+    assert cost(found) < min(cost(lowest), cost(highest))

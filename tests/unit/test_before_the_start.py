@@ -1,5 +1,7 @@
-"""A configuration that cannot fit its devices is refused with the arithmetic."""
+"""What is settled before a job's first step: whether it fits its devices (or is refused with the arithmetic),
+how long ranks wait for one another, and the hardware planned for."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,8 @@ from wlb_titan.cost.models import rank_parameters  # noqa: E402
 from wlb_titan.errors import UserError  # noqa: E402
 from wlb_titan.memory.fits import USABLE  # noqa: E402
 from wlb_titan.memory.rank import Passes  # noqa: E402
+from wlb_titan.packing import POLICIES  # noqa: E402
+from wlb_titan.runtime import agreement  # noqa: E402
 from wlb_titan.runtime.job import job_of, model_shape  # noqa: E402
 from wlb_titan.runtime.memory import check_memory  # noqa: E402
 from wlb_titan.runtime.models.bases import base_config  # noqa: E402
@@ -26,6 +30,10 @@ pytestmark = pytest.mark.slow
 GIB = 2**30
 
 
+def job_on(ranks, config):
+    return job_of(config, ParallelDims.from_config(config.parallelism, ranks))
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     """The job of a TOML file on four ranks."""
@@ -33,8 +41,7 @@ def loaded(tmp_path_factory):
     def load(text):
         path = tmp_path_factory.mktemp("memory") / "train.toml"
         path.write_text(text)
-        config = load_config(path).config
-        return job_of(config, ParallelDims.from_config(config.parallelism, 4))
+        return job_on(4, load_config(path).config)
 
     return load
 
@@ -89,25 +96,21 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     assert bounded(0.1, on_cpu) == window
 
 
+QWEN3 = "torchtitan.models.qwen3.config_registry:qwen3_"
+UNKNOWN_SCHEDULE = PIPELINE.replace(
+    "[parallelism]", '[parallelism]\npipeline_parallel_schedule = "LoopedBFS"'
+)
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        PIPELINE.replace("[parallelism]", '[parallelism]\npipeline_parallel_schedule = "LoopedBFS"'),
-        'base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"',
-    ],
-    ids=["schedule", "experts"],
+    "text", [UNKNOWN_SCHEDULE, f'base = "{QWEN3}moe_debug"'], ids=["schedule", "experts"]
 )
 def test_what_is_not_known_is_not_refused(loaded, text):
     check_memory(loaded(text), 1)
 
 
 @pytest.mark.parametrize(
-    "base",
-    [
-        "llama3_debug",
-        *(f"torchtitan.models.qwen3.config_registry:qwen3_{size}" for size in ("moe_debug", "0_6b")),
-    ],
-    ids=["dense", "experts", "tied"],
+    "base", ["llama3_debug", QWEN3 + "moe_debug", QWEN3 + "0_6b"], ids=["dense", "experts", "tied"]
 )
 def test_the_weights_are_those_of_the_model(base):
     model = base_config(base).model_spec.model
@@ -124,3 +127,54 @@ def test_a_gpu_that_no_cluster_knows_counts_with_its_own_memory(loaded, monkeypa
     own, named = loaded(PIPELINE.replace('wlb.cluster = "h100_roce"', "")), loaded(PIPELINE)
     assert (own.cluster.memory, named.cluster.memory) == (48 * GIB, load_cluster("h100_roce").memory)
     assert own.overlap and "RTX A6000" in own.cluster.name
+
+
+def timeout(config):
+    config.wlb.cluster = "h100_roce"
+    return agreement.timeout(config, job_on(1, config))
+
+
+@pytest.fixture
+def config():
+    return deepcopy(base_config("llama2_7b"))
+
+
+def test_a_small_job_keeps_the_default():
+    assert timeout(base_config("llama3_debug")) == 300
+
+
+def test_a_long_step_is_waited_for_and_longer_micro_batches_for_longer(config):
+    config.training = replace(config.training, seq_len=2**20, local_batch_size=16)
+    seconds = timeout(config)
+    assert seconds > 300
+    config.wlb.packing = POLICIES.configure("wlb", max_length=3 * config.training.seq_len)
+    assert timeout(config) == pytest.approx(3 * seconds, rel=0.01)
+
+
+def test_compiling_and_solving_are_added_but_not_to_the_user_s_bound(config):
+    plain = timeout(config)
+    config.compile.enable = True
+    compiled = timeout(config)
+    config.wlb.packing = POLICIES.configure("fixed_solver", time_limit=30.0)
+    assert compiled - plain >= 300 and timeout(config) - compiled == 30
+    config.comm.train_timeout_seconds = 7
+    assert timeout(config) == 7
+
+
+H100, MIG = "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "words"),
+    [
+        ([(H100, 79)] * 2, 79, []),
+        ([(H100, 79), (MIG, 40)], 40, ["MIG", "40.0 GiB"]),
+        ([(H100, 79), ("NVIDIA H200", 139)], 79, ["HBM3 and NVIDIA H200:", "is H100", "[wlb] cluster"]),
+        ([("NVIDIA GH200 480GB", 95), ("NVIDIA GH200 480GB", 94)], 94, ["GH200", "[wlb] cluster"]),
+    ],
+    ids=["same", "part", "other", "unknown"],
+)
+def test_different_gpus_are_planned_for_as_rank_0_s_with_the_least_memory(gpus, memory, words):
+    cluster, warning = agreement.common_cluster([(name, gib * 2**30) for name, gib in gpus])
+    assert cluster.memory == memory * 2**30 and (gpus[0][0] != H100 or cluster.gpus_per_node == 8)
+    assert bool(warning) == bool(words) and all(word in warning for word in words)

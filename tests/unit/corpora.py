@@ -1,0 +1,62 @@
+"""Corpora as each tool writes them, and what is in them."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from wlb_titan.corpus import writer
+from wlb_titan.corpus.corpus import Preparation
+from wlb_titan.corpus.tokenizer import Document
+
+
+def write_prepared(folder: Path, documents, masks=None) -> Path:
+    """As `wlb-titan prepare` does. The tokenizer is never loaded, so any bytes do."""
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    rows = []
+    for number, tokens in enumerate(documents):
+        learned = None if masks is None else np.array(masks[number], np.int8)
+        rows.append(Document(number, f"document {number}", np.array(tokens, np.int32), learned))
+    documents, tokens, learned = writer.write_documents(folder, rows, masked=masks is not None)
+    counts = {"documents": documents, "tokens": tokens, "learned_tokens": learned}
+    Preparation(**counts, vocab_size=1000, end_of_text="<|fin…|>", settings={}).save(folder)
+    return folder
+
+
+def write_megatron(prefix: Path, documents, dtype=np.int32, *, sequences=False, ends=True) -> Path:
+    """PREFIX.bin and PREFIX.idx; each document is a sequence, or with `sequences` a list of them."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of extensions that are not installed
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    file = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        for sequence in document if sequences else [document]:
+            file.add_item(torch.tensor(sequence, dtype=torch.int64))
+        if ends:
+            file.end_document()
+    file.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def write_datatrove(path: Path, documents, token_size=2) -> Path:
+    from datatrove.pipeline.tokens.tokenizer import TokenizedFile
+
+    file = TokenizedFile(str(path.parent), path.name, token_size=token_size)
+    for document in documents:
+        file.write(document, None)
+    file.close()
+    return path
+
+
+def content(corpus) -> list[list[int]]:
+    return [corpus.tokens(row).tolist() for row in range(len(corpus))]
+
+
+def decode(tokenizer: Path, tokens) -> str:
+    """The text of token ids, special tokens included, by the tokenizer in a folder."""
+    own = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    return own.decode(list(tokens), skip_special_tokens=False)

@@ -1,0 +1,226 @@
+"""`config check` opens the files that a TOML file names: corpora, mixtures of them, a folder of weights."""
+
+import json
+import re
+
+import datasets
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.commands.main import main
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+pytestmark = pytest.mark.slow
+
+use_cpu_without_accelerator()
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """`corpus` and `other` were prepared, with tokenizers of their own; `datasets` saved the others."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for name, words in (("corpus", "to be or not to be "), ("other", "all the world is a stage ")):
+        (folder / f"{name}.jsonl").write_text((json.dumps({"text": words * 100}) + "\n") * 4)
+        settings = PrepareSettings(source=f"jsonl:{folder / name}.jsonl", vocab_size=300)
+        prepare_corpus(settings, folder / name)
+    draw = np.random.default_rng(0).integers
+    documents = {
+        "short": [draw(0, 250, draw(2, 40)) for _ in range(300)],
+        "long": [draw(0, 250, draw(2, 900)) for _ in range(60)],
+        "wrong": [[5, 999]] * 20,
+    }
+    for name, ids in documents.items():
+        datasets.Dataset.from_dict({"input_ids": ids}).save_to_disk(folder / name)
+    return folder
+
+
+@pytest.fixture
+def write(corpora, tmp_path):
+    """Writes a TOML file, with the folder of `corpora` for FOLDER."""
+
+    def write(text):
+        (tmp_path / "train.toml").write_text(text.replace("FOLDER", str(corpora)))
+        return tmp_path / "train.toml"
+
+    return write
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def assert_refused(file, words):
+    result = run("config", "check", file)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+    assert re.search(words, result.stderr), result.stderr
+
+
+SMALL = """
+base = "llama3_debug"
+training.seq_len = 256
+training.global_batch_size = 4
+wlb.corpus.tokenizer = "FOLDER/corpus/tokenizer"
+"""
+MIXTURE = """
+[[wlb.corpus.sources]]
+path = "FOLDER/short"
+weight = 1.0
+[[wlb.corpus.sources]]
+path = "FOLDER/long"
+name = "books"
+weight = 3.0
+long_length = 400
+long_share = 0.9
+"""
+
+
+def test_plan_shows_what_a_mixture_does(write, tmp_path):
+    path = write(SMALL + MIXTURE)
+    assert run("config", "check", path).exit_code == 0
+    planned = run("plan", path, "--compare", "plain,wlb_lazy", "--steps", 20, "--report", tmp_path / "r")
+    assert planned.exit_code == 0, planned.output
+    output = " ".join(planned.output.split())
+    assert "a mixture of short, long: 360 documents" in output and "90.0% from the" in output
+    assert "short: 25.0% of the tokens; has 300 documents" in output
+    assert "books: 75.0% of the tokens; has 60 documents" in output
+    assert "How a mixture of short, long packs" in (tmp_path / "r" / "report.html").read_text()
+    simulated = run("simulate", path, "--cluster", "cpu", "--steps", 2, "--policies", "plain,wlb_lazy")
+    assert simulated.exit_code == 0, simulated.output
+
+
+@pytest.mark.parametrize(
+    ("corpus", "words"),
+    [
+        (MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"), "There is no corpus at"),
+        (MIXTURE.replace("0.9", "1.9"), "long_share = 1.9: expected a number, above 0 and below 1"),
+        (MIXTURE.replace("long_share = 0.9", ""), "only one of long_length and long_share"),
+        (MIXTURE.replace('"books"', '"short"'), "The sources are called short, short"),
+        (MIXTURE.replace("weight = 3", "weigth = 3"), r"Did you mean wlb.corpus.sources.1.weight\?"),
+        ('wlb.corpus.path = "FOLDER/wrong"', r"Document 0 \(data-00000-of-00001.arrow\[0\]\)"),
+        ('wlb.corpus.path = "FOLDER/long"\nwlb.corpus.column = "text"', "has no column 'text'"),
+    ],
+)
+def test_mistakes_in_a_mixture_are_named_with_their_place(write, corpus, words):
+    assert_refused(write(SMALL + corpus), words)
+
+
+LLAMA_8B = json.loads(
+    """{"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "tie_word_embeddings": false, "vocab_size": 128256}"""
+)
+SCALING = json.loads(
+    """{"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"}"""
+)
+# As meta-llama/Llama-3.1-8B describes itself, and the same in the newer form.
+LLAMA_3_1_8B = {**LLAMA_8B, "rope_theta": 500000.0, "rope_scaling": SCALING}
+NEWER = {**LLAMA_8B, "rope_parameters": {**SCALING, "rope_theta": 500000.0}}
+QWEN_30B_A3B = json.loads(
+    """{"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
+    "tie_word_embeddings": false, "vocab_size": 151936}"""
+)
+LLAMA = "torchtitan.models.llama3.config_registry:llama3_8b"
+QWEN = "torchtitan.models.qwen3.config_registry:qwen3_30b_a3b"
+
+
+@pytest.fixture
+def initial_load(corpora, write, tmp_path):
+    """The TOML of a base that starts from a folder of weights."""
+
+    def initial_load(base, description, tokenizer="corpus", tensors=("model.safetensors",)):
+        weights = tmp_path / "weights"
+        weights.mkdir()
+        if description is not None:
+            (weights / "config.json").write_text(json.dumps(description))
+        for name in tensors:
+            (weights / name).touch()
+        file = corpora / tokenizer / "tokenizer" / "tokenizer.json"
+        (weights / "tokenizer.json").write_bytes(file.read_bytes())
+        checkpoint = f'enable = true\ninitial_load_in_hf = true\ninitial_load_path = "{weights}"\n'
+        return write(f'base = "{base}"\nwlb.corpus.path = "FOLDER/corpus"\n[checkpoint]\n{checkpoint}')
+
+    return initial_load
+
+
+@pytest.mark.parametrize(
+    ("base", "description"),
+    [(LLAMA, LLAMA_3_1_8B), (LLAMA, NEWER), (QWEN, QWEN_30B_A3B)],
+    ids=["Llama 3.1 8B", "in the newer form", "Qwen3 30B-A3B"],
+)
+def test_the_published_models_fit_their_bases(initial_load, base, description):
+    result = run("config", "check", initial_load(base, description))
+    assert result.exit_code == 0, result.stderr
+
+
+LAYERS = {"num_hidden_layers": 16, "rms_norm_eps": 1e-6}
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "words"),
+    [
+        (LLAMA, {"rope_scaling": None}, "rope_type is default there and llama3 in the base"),  # Llama 3.0
+        (LLAMA, LAYERS, "num_hidden_layers is 16 there and 32 in the base; rms_norm_eps is 1e-06 there"),
+        (QWEN, YARN, "rope_type is yarn there and"),
+        (QWEN, {"num_experts": 64}, "num_experts is 64 there and 128"),
+    ],
+)
+def test_weights_of_another_model_are_refused(initial_load, base, changes, words):
+    published = LLAMA_3_1_8B if base == LLAMA else QWEN_30B_A3B
+    assert_refused(initial_load(base, published | changes), f"initial_load_path = .*{words}")
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        ({"description": None}, "Copy the config.json of the published model there"),
+        ({"tensors": ()}, r"with \*.safetensors"),
+        ({"tokenizer": "other"}, "wlb.corpus.path = .*another tokenizer.*prepare NAME --tokenizer"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(initial_load, folder, words):
+    assert_refused(initial_load(**{"base": LLAMA, "description": LLAMA_3_1_8B, **folder}), words)
+
+
+@pytest.mark.parametrize("base", ["llama3_debug", "torchtitan.models.qwen3.config_registry:qwen3_debugmodel"])
+def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tmp_path):
+    """Trained from nothing, so that config.json is written here; in float32."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from wlb_titan.corpus import Corpus
+    from wlb_titan.corpus.tokenizer import CorpusTokenizer
+    from wlb_titan.runtime.attention.module import DocumentMask
+    from wlb_titan.runtime.hugging_face import complete_export
+    from wlb_titan.runtime.models.bases import base_config
+
+    config, corpus = base_config(base), Corpus.open(corpora / "corpus")
+    torch.manual_seed(0)
+    model = config.model_spec.model.build()
+    with torch.no_grad():
+        model.init_weights()
+        for parameter in model.parameters():  # norms of one would hide which is which
+            parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+    adapter = config.model_spec.state_dict_adapter(config.model_spec.model, None)
+    save_file(
+        {name: t.clone().contiguous() for name, t in adapter.to_hf(model.state_dict()).items()},
+        tmp_path / "model.safetensors",
+    )
+    config.checkpoint.export_dtype = "float32"
+    complete_export(tmp_path, config, corpus)
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and theirs.dtype == torch.float32
+    ids = torch.tensor([corpus.tokens(0, 0, 24).tolist()])
+    mask = DocumentMask(torch.tensor([[0, 24, 0, 24]], dtype=torch.int32))
+    with torch.no_grad():
+        expected = model(ids, torch.arange(24)[None], mask)
+        found = theirs(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.decode(ids[0], clean_up_tokenization_spaces=False).startswith("to be or not")
+    assert theirs.generation_config.eos_token_id == CorpusTokenizer(corpus.tokenizer_path).end_of_text_id

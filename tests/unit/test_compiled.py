@@ -1,0 +1,168 @@
+"""Layers as they are compiled and checkpointed: few graphs, rotary positions by real arithmetic, and what
+selective checkpointing keeps of a forward pass and repeats."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.models.common import ComplexRoPE, ScaledBiasRowwiseLinear  # noqa: E402
+from torchtitan.models.common.attention import FusedQKVLinear  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+
+from wlb_titan.context import layout  # noqa: E402
+from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask  # noqa: E402
+from wlb_titan.runtime.attention.rotary import PairwiseRoPE  # noqa: E402
+from wlb_titan.runtime.models import blocks  # noqa: E402
+from wlb_titan.runtime.models.bases import base_config, llama_spec  # noqa: E402
+from wlb_titan.runtime.one_rank.dry_trace import Trace  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def segments_of(lengths):
+    return torch.from_numpy(layout.segments(layout.whole_sequence(lengths), lengths))
+
+
+def random_documents(random, tokens):
+    cuts = np.sort(random.choice(np.arange(1, tokens), size=random.integers(0, 4), replace=False))
+    return np.diff([0, *cuts, tokens])
+
+
+def test_few_graphs_serve_every_length_and_number_of_documents():
+    counter = CompileCounterWithBackend("aot_eager")
+    module = DocumentAttention(DocumentAttention.Config())
+    random = np.random.default_rng(0)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for _ in range(30):
+        length = int(random.integers(16, 200))
+        documents = random_documents(random, length)
+        segments = segments_of(documents)
+        q, k, v = torch.randn(3, 1, length, 2, 8).requires_grad_().unbind()
+        out = compiled(q, k, v, attention_masks=DocumentMask(blocks.documents_vary(segments)))
+        expected = module(q, k, v, attention_masks=DocumentMask(segments))
+        assert torch.equal(out, expected)
+        gradients = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected))
+        assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    assert counter.frame_count == 2  # the first length, and all others; also with a single document
+
+
+def test_a_bias_over_one_compiles_under_full_checkpointing():
+    """gpt-oss' output projection without tensor parallelism, whose division by one Inductor leaves out."""
+    linear = ScaledBiasRowwiseLinear.Config(in_features=8, out_features=8, bias=True).build()
+    for parameter in linear.parameters():
+        torch.nn.init.normal_(parameter)
+    block = torch.nn.Sequential(linear, torch.nn.Sigmoid())
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": block})})
+    FullAC.Config().build().apply(model)
+    block = model["layers"]["0"]
+    torch._dynamo.reset()
+    with inductor.patch(joint_custom_post_pass=None):
+        blocks.keep_inputs()
+        compiled = torch.compile(block, fullgraph=True)
+        x = torch.randn(4, 8, requires_grad=True)
+        inputs = (x, *block.parameters())
+        found, expected = (torch.autograd.grad(f(x).sum(), inputs) for f in (compiled, block))
+    torch.testing.assert_close(found, expected)
+
+
+def test_rotary_positions_are_compiled_into_one_with_the_split_of_qkv_each_way():
+    """And are those of torchtitan's complex product."""
+    torch.manual_seed(0)
+    tokens, width, heads, key_heads, dim = 48, 8, 6, 3, 16
+    wqkv = Linear.Config(in_features=width, out_features=(heads + 2 * key_heads) * dim)
+    project = FusedQKVLinear.Config(head_dim=dim, n_heads=heads, n_kv_heads=key_heads, wqkv=wqkv).build()
+    project = project.to(torch.bfloat16)
+    x = torch.randn(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.cat([torch.arange(32), torch.arange(tokens - 32)]).unsqueeze(0)
+    shapes = [(1, tokens, number, dim) for number in (heads, key_heads, key_heads)]
+    weights = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    leaves = [x, *project.parameters()]
+
+    def run(rope, compiled=False):
+        rope = rope(dim=dim, max_seq_len=32, theta=100.0).build()
+
+        def attention_inputs(x):
+            q, k, v = project(x)
+            return *rope(q, k, positions), v
+
+        function = torch.compile(attention_inputs, fullgraph=True) if compiled else attention_inputs
+        outputs = function(x)
+        return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
+
+    expected = run(ComplexRoPE.Config)
+    got, (forward, backward) = run_and_get_code(run, PairwiseRoPE.Config, True)
+    for result in (run(PairwiseRoPE.Config), got):
+        for one, other in zip(result, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=2**-8, atol=1e-6)
+    # Values, which are only copied, by themselves; and no other operation but a view of the table.
+    kernels = [len(re.findall(r"^cpp_fused\w* = ", code, re.MULTILINE)) for code in (forward, backward)]
+    assert kernels == [2, 1]
+    assert set(re.findall(r"torch\.ops\.aten\.(\w+)\.default\(", forward + backward)) <= {"view_as_real"}
+
+
+LAYERS, WIDTH, QKV, INNER, TOKENS = 4, 128, 256, 384, 48
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def run(checkpointing):
+    """Outputs of matrix products that are kept by their width, products of the backward pass, gradients."""
+    torch.manual_seed(0)
+    model = llama_spec("debug").model.build()
+    model.init_states()
+    if checkpointing is not None:
+        checkpointing.build().apply(model)
+    mask = DocumentMask(segments_of(np.array([32, 16])))
+    positions = torch.cat([torch.arange(32), torch.arange(16)]).unsqueeze(0)
+    trace, products = Trace(FakeTensorMode()), Products()
+    with trace:
+        output = model(torch.arange(TOKENS).unsqueeze(0), positions=positions, attention_masks=mask)
+    kept = {}
+    for _, number, what in trace.now().largest:
+        for width in (WIDTH, QKV, INNER):
+            if f"aten.mm.default ({TOKENS}, {width})" in what:
+                kept[width] = number
+    with products:
+        output.square().mean().backward()
+    return kept, products.number, [p.grad for p in model.parameters()]
+
+
+def test_w2s_output_is_not_kept_and_not_made_again():
+    _, all_products, gradients = run(None)
+    titans, titans_products, _ = run(SelectiveAC.Config())
+    ours, our_products, our_gradients = run(blocks.SelectiveDocumentAC.Config())
+    # Kept are QKV's and w1's outputs; of what is as wide as the model, wo's is not kept by either.
+    assert titans == {QKV: LAYERS, INNER: LAYERS, WIDTH: LAYERS}
+    assert ours == {QKV: LAYERS, INNER: LAYERS}
+    # Made again are wo's and w3's outputs; torchtitan has kept w2's.
+    assert our_products == all_products + 2 * LAYERS == titans_products
+    torch.testing.assert_close(our_gradients, gradients)
+
+
+@pytest.mark.parametrize(
+    "base", ["llama3_debug", "torchtitan.models.llama3.config_registry:llama3_debugmodel"]
+)
+def test_our_bases_and_adopted_ones_checkpoint_so(base):
+    checkpointing = base_config(base).activation_checkpoint.build()
+    assert set(blocks.NEVER_KEPT) < set(checkpointing.config.force_recompute_mm_shapes_by_fqns)
