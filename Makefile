@@ -28,7 +28,8 @@ train: $(READY)
 	@echo "2 of 5: plain packing"
 	wlb-titan train train_configs/cpu_pipeline.toml $(REPLICAS) $(OPTIONS)
 	@echo "3 of 5: micro-batches of equal work"
-	wlb-titan train train_configs/cpu_pipeline_balanced.toml $(REPLICAS) $(OPTIONS)
+	wlb-titan train train_configs/cpu_pipeline.toml --wlb.policy wlb_lazy/hybrid/best \
+	    --dump_folder outputs/cpu_pipeline_balanced $(REPLICAS) $(OPTIONS)
 	@echo "4 of 5: documents in slices"
 	wlb-titan train train_configs/cpu_pipeline_slices.toml $(REPLICAS) $(OPTIONS)
 	@echo "5 of 5: the three side by side"
@@ -51,7 +52,8 @@ train-gpu: $(READY)
 	@echo "2 of 4: plain packing"
 	wlb-titan train train_configs/gpu_debug.toml $$(cat $(VENV)/.degrees) $(OPTIONS)
 	@echo "3 of 4: micro-batches of equal work"
-	wlb-titan train train_configs/gpu_balanced.toml $$(cat $(VENV)/.degrees) $(OPTIONS)
+	wlb-titan train train_configs/gpu_debug.toml --wlb.policy wlb_lazy/hybrid/best \
+	    --dump_folder outputs/gpu_balanced $$(cat $(VENV)/.degrees) $(OPTIONS)
 	@echo "4 of 4: the two side by side"
 	wlb-titan compare outputs/gpu_debug outputs/gpu_balanced --report outputs/compare_gpu
 

@@ -130,7 +130,7 @@ class Run:
             *("--checkpoint.enable", "true", "--checkpoint.interval", str(TURN * every)),
             *("--checkpoint.keep_latest_k", "2", "--checkpoint.last_save_model_only", "false"),
             *("--wlb.validation.path", str(self.folder / "held_out"), "--wlb.validation.every", str(every)),
-            *("--wlb.packing.policy", self.policy, *SETTINGS[self.policy]),
+            *("--wlb.policy", self.policy, *SETTINGS[self.policy]),
         ]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
         command += ["-m", "wlb_titan.runtime.train", "--config"]

@@ -20,7 +20,12 @@ from typing import Any
 from common import save, show
 
 ROOT = Path(__file__).parents[1]
-BALANCED = ["--policy", "wlb_lazy:hybrid:best", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
+BALANCED = [
+    "--wlb.policy",
+    "wlb_lazy/hybrid/best",
+    "--parallelism.pipeline_parallel_schedule",
+    "Interleaved1F1B",
+]
 FILES = [f"llama2_{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")]
 
 

@@ -85,7 +85,7 @@ def measured(policy: str, micro_batches: int, documents: Documents) -> dict[str,
         degrees=Degrees(shard=micro_batches // REPLICA, context=2),
         multiple=8,
         packing=POLICIES.configure(policy, cost_model="quadratic:1,5e4"),
-        sharding=STRATEGIES.configure("hybrid"),
+        context=STRATEGIES.configure("hybrid"),
         memory_unknown="a planner",  # so that two windows are the bound
     )
     planner = job.planner(documents)

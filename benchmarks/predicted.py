@@ -31,7 +31,7 @@ FILES = (
     *(f"llama2_{size}_128k" for size in ("550m", "7b", "30b", "70b")),
     *("llama3_8b_128k", "qwen3_14b_32k"),
 )
-PLAIN, *BALANCED = (Policy.parse(text) for text in ("plain", "wlb_lazy:hybrid:best", "slim:hybrid"))
+PLAIN, *BALANCED = (Policy.parse(text) for text in ("plain", "wlb_lazy/hybrid/best", "slim/hybrid"))
 PYTHON = "Python files"
 COLLECTIONS = (PYTHON, "paper", "wlbllm", "prolong")
 COLUMNS = {

@@ -52,16 +52,16 @@ CORES = len(os.sched_getaffinity(0))
 TURN = 6.0  # seconds, longer than a step
 PP, CP, TP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor"))
 DP = "--parallelism.data_parallel_shard_degree"
-LAZY = ("--wlb.packing.policy", "wlb_lazy", "--wlb.pipeline.order", "best")
-SLIM = ("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "16")
+LAZY = ("--wlb.policy", "wlb_lazy/hybrid/best")
+SLIM = ("--wlb.policy", "slim", "--wlb.packing.micropacks", "16")
 CASES: dict[str, tuple[str, ...]] = {
     "pipeline, plain": (PP, "2", CP, "1"),
     "pipeline, wlb_lazy": (PP, "2", CP, "1", *LAZY),
     "pipeline, slices": (PP, "2", CP, "1", *SLIM),
-    "context, plain": (PP, "1", CP, "2", "--wlb.sharding.policy", "per_document"),
+    "context, plain": (PP, "1", CP, "2", "--wlb.policy", "plain/per_document"),
     "data, plain": (PP, "1", CP, "1", DP, "2", "--training.local_batch_size", "2"),
     "tensor, plain": (PP, "1", CP, "1", TP, "2"),
-    "pipeline and context, wlb_lazy": (PP, "2", CP, "2", *LAZY, "--wlb.sharding.policy", "hybrid"),
+    "pipeline and context, wlb_lazy": (PP, "2", CP, "2", *LAZY),
 }
 SMALL, LARGE = 1 << 10, 1 << 23  # bytes
 REPEATS, WARM_UP = 100, 4

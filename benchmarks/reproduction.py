@@ -71,7 +71,7 @@ def measured(steps: int) -> dict[str, Any]:
         both = found["figure_13"]
         print(
             f"{setting}: {setting.linear_flops / 1e12:.0f} TFLOP/s, slowdown {setting.slowdown:.2f}, "
-            f"step {both['wlb:adaptive step_seconds']:.2f} s, both {both['wlb:adaptive']:.3f}, "
+            f"step {both['wlb/adaptive step_seconds']:.2f} s, both {both['wlb/adaptive']:.3f}, "
             f"{time.perf_counter() - begin:.0f} s",
             flush=True,
         )

@@ -218,7 +218,7 @@ def dp_merge(steps: int) -> Groups:
             cluster=CLUSTER,
             multiple=8,
             memory=replace(FULL, window=window),
-            sharding=STRATEGIES.configure("per_document"),
+            context=STRATEGIES.configure("per_document"),
         )
         documents = dominated(window, (ranks - 1) * window, steps)
         cases = []
@@ -287,7 +287,7 @@ def sft(_steps: int) -> Groups:
                 cluster=CLUSTER,
                 memory=replace(FULL, window=window),
                 packing=packing,
-                sharding=STRATEGIES.configure(sharding),
+                context=STRATEGIES.configure(sharding),
             )
             cases.append(Case(f"{window >> 10}K, CP {context}, DP {ranks}", name, job, documents))
         yield cases

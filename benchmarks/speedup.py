@@ -32,7 +32,7 @@ from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.step import simulate
 
 FILE = "train_configs/cpu_pipeline.toml"
-POLICY, ORDER = "--wlb.packing.policy", "--wlb.pipeline.order"
+POLICY = "--wlb.policy"
 DATA = (
     *("--parallelism.pipeline_parallel_degree", "1", "--parallelism.data_parallel_shard_degree", "2"),
     *("--training.local_batch_size", "4"),
@@ -42,10 +42,10 @@ SLICES = (POLICY, "slim", "--wlb.packing.slack", "0", "--wlb.packing.micropacks"
 CASES: dict[str, dict[str, tuple[str, ...]]] = {
     "pipeline": {
         "plain": (),
-        "plain, best": (ORDER, "best"),
+        "plain, best": (POLICY, "plain//best"),
         "wlb": (POLICY, "wlb"),
         "wlb_lazy": (POLICY, "wlb_lazy"),
-        "wlb_lazy, best": (POLICY, "wlb_lazy", ORDER, "best"),
+        "wlb_lazy, best": (POLICY, "wlb_lazy//best"),
         "slim, M = 8": (*SLICES, "8"),
         "slim, M = 16": (*SLICES, "16"),
         "plain, interleaved": INTERLEAVED,

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 STATED = tomllib.loads((HERE / "stated.toml").read_text(encoding="utf-8"))
 """What the papers state that stands beside ours: `text`, `value` and `calibrates`, by the keys of `OURS`."""
 PAGE = Path(__file__).parents[2] / "docs" / "reproduction.md"
-WLB, LAZY, BEST, SLIM = "wlb:adaptive", "wlb_lazy:hybrid", "wlb_lazy:hybrid:best", "slim:hybrid"
+WLB, LAZY, BEST, SLIM = "wlb/adaptive", "wlb_lazy/hybrid", "wlb_lazy/hybrid/best", "slim/hybrid"
 Results = dict[str, Any]
 Value = Callable[[dict[str, Any]], Any]
 
@@ -89,9 +89,9 @@ OURS: dict[str, Value] = {
     "wlb_128k": lambda s: mean(s["figure_12"], WLB, "-128K"),
     "fixed_mean": lambda s: mean(s["figure_12"], None),
     "wlb_over_fixed": lambda s: mean(s["figure_12"], WLB) / mean(s["figure_12"], None),
-    "breakdown_per_document": lambda s: s["figure_13"]["plain:per_document"],
-    "breakdown_adaptive": lambda s: s["figure_13"]["plain:adaptive"],
-    "breakdown_packing": lambda s: s["figure_13"]["wlb:per_sequence"],
+    "breakdown_per_document": lambda s: s["figure_13"]["plain/per_document"],
+    "breakdown_adaptive": lambda s: s["figure_13"]["plain/adaptive"],
+    "breakdown_packing": lambda s: s["figure_13"]["wlb/per_sequence"],
     "breakdown_both": lambda s: s["figure_13"][WLB],
     "window_160k": lambda s: s["figure_14"]["160K"][WLB],
     "large_job_slowest": lambda s: [
@@ -251,5 +251,5 @@ def scale(found: list[dict[str, Any]]) -> str:
         "plan, MiB": "{plan_mib:.1f}",
         "simulating, s": "{simulating_seconds:.2f}",
     }
-    policies = ("fixed_greedy:per_document", WLB, LAZY)
+    policies = ("fixed_greedy/per_document", WLB, LAZY)
     return formatted(columns, ({**row, "policy": one, **row[one]} for row in found for one in policies))

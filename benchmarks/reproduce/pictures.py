@@ -103,9 +103,9 @@ def _figure_12(settings: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(figsize=(9, 3.2))
     bars = {
         "Fixed-4D": (lambda row: fixed_4d(row), GOLD),
-        "WLB-LLM": (lambda row: row["wlb:adaptive"], BLUE),
-        "wlb_lazy, hybrid, best order": (lambda row: row["wlb_lazy:hybrid:best"], GREEN),
-        "slim, hybrid": (lambda row: row["slim:hybrid"], VIOLET),
+        "WLB-LLM": (lambda row: row["wlb/adaptive"], BLUE),
+        "wlb_lazy, hybrid, best order": (lambda row: row["wlb_lazy/hybrid/best"], GREEN),
+        "slim, hybrid": (lambda row: row["slim/hybrid"], VIOLET),
     }
     names = list(settings[0])
     for place, (label, (value, color)) in enumerate(bars.items()):
@@ -127,8 +127,8 @@ def _figure_14(settings: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(figsize=(6, 3))
     windows = list(settings[0])
     for name, key, color in (
-        ("WLB-LLM", "wlb:adaptive", BLUE),
-        ("wlb_lazy, hybrid, best order", "wlb_lazy:hybrid:best", GREEN),
+        ("WLB-LLM", "wlb/adaptive", BLUE),
+        ("wlb_lazy, hybrid, best order", "wlb_lazy/hybrid/best", GREEN),
     ):
         values = np.array([[setting[window][key] for window in windows] for setting in settings])
         axes.plot(windows, values.mean(axis=0), color=color, marker="o", label=name)
@@ -144,4 +144,4 @@ def _figure_14(settings: list[dict[str, Any]]) -> None:
 
 def fixed_4d(row: dict[str, Any]) -> float:
     """The better of the two shardings, as the paper takes it."""
-    return max(row["fixed_greedy:per_sequence"], row["fixed_greedy:per_document"])
+    return max(row["fixed_greedy/per_sequence"], row["fixed_greedy/per_document"])

@@ -51,7 +51,7 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     RUN is a run's dump_folder, of a job that has ended or still runs:
 
     \b
-    wlb-titan compare outputs/cpu_debug outputs/cpu_balanced --report outputs/compare
+    wlb-titan compare outputs/plain outputs/balanced --report outputs/compare
 
     First comes what differs in their configurations. The loss is compared after equally many tokens. Times
     leave out what is logged first after each start, which is in it. docs/metrics.md explains the figures.

@@ -111,9 +111,7 @@ def rehearse(
     results: list[Rehearsal] = []
     with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name:
         for policy in policies.split(",") if policies else [None]:
-            lone = LoneRanks.of(
-                file, overrides, world_size, Path(name), steps=first + steps, policy=policy
-            )
+            lone = LoneRanks.of(file, overrides, world_size, Path(name), steps=first + steps, policy=policy)
             job = lone.job
             plans = job.plans(lone.documents, steps, after=first - 1)
             numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)

@@ -1,8 +1,8 @@
 """The user's text, before any type is known: TOML files and command-line overrides as one tree of nodes.
 
 A Leaf is a value of the TOML, a Table a table. Each knows where it was written and in which layer: the files
-that others extend, then those, then the command line. A stronger layer's value replaces a weaker one's, tables
-are merged key by key.
+that others extend, then those, then the command line. A stronger layer's value replaces a weaker one's,
+tables are merged key by key.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def _file_layers(path: Path) -> list[Table]:
         for one in reversed(extended if isinstance(extended, list) else [extended]):
             written = f"{source(('extends',))}: extends = {shown(one)}"
             if not isinstance(one, str):
-                raise ConfigError(f"{written}: expected a string, the path of a TOML file, or a list of some.")
+                raise ConfigError(
+                    f"{written}: expected a string, the path of a TOML file, or a list of some."
+                )
             visit(path.parent / one, written, [*above, path])
 
     visit(path, str(path), [])

@@ -149,9 +149,9 @@ class Slim(PackingPolicy):
             if self.merges is True and job.strategy is not None and not job.strategy.merges:
                 raise PlanError(
                     f"Data-parallel ranks cannot share a document under {job.context.name}, which exchanges "
-                    "tokens for heads among context-parallel ranks and would need a head for each of the ranks "
-                    'that share. Take a strategy that gathers keys, as in wlb.policy = "slim/per_document", or '
-                    'set dp_merge to "auto" or false.',
+                    "tokens for heads among context-parallel ranks and would need a head for each of the "
+                    "ranks that share. Take a strategy that gathers keys, as in wlb.policy = "
+                    '"slim/per_document", or set dp_merge to "auto" or false.',
                     setting="packing.dp_merge",
                 )
 
