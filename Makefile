@@ -101,7 +101,7 @@ $(TRITON36)/.ready: $(READY)
 	@touch $@
 
 test-triton36: $(TRITON36)/.ready
-	PYTHONPATH=$(TRITON36) $(BIN)/pytest -n 2 tests/kernels/test_compile.py tests/kernels/test_interpreter.py
+	PYTHONPATH=$(TRITON36) $(BIN)/pytest -n 2 tests/kernels/test_compile.py tests/kernels/test_interpreter.py tests/kernels/test_interpreter_segments.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

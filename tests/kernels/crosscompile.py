@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -23,20 +24,13 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 232448  # bytes a program may use on sm_90
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int8: "i8",
-}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
 
-@dataclass
-class Launch:
-    """One recorded launch: kernel[grid](**kwargs)."""
+class Launch(NamedTuple):
+    """kernel[grid](**kwargs), recorded."""
 
-    kernel: object
+    kernel: Any
     kwargs: dict
 
 
@@ -74,26 +68,23 @@ def recording(module, *names: str):
 
 
 def compile_all(launches: list[Launch], target: GPUTarget = HOPPER) -> list[Report]:
-    """Reports in the order of the launches; two processes at a time, one launch each.
-
-    Launches of one version of a kernel, such as those of long and short segments with equal tiles, share one
-    report.
-    """
+    """In the order of the launches, each version of a kernel once; two processes at a time."""
     versions = [repr(version(launch)) for launch in launches]
     different = list(dict(zip(versions, launches, strict=True)).items())
     reports = {}
-    context = multiprocessing.get_context("fork")
     for first in range(0, len(different), 2):
-        running = []
-        for name, launch in different[first : first + 2]:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_compile_and_send, args=(launch, target, sender))
-            process.start()
-            sender.close()
-            running.append((name, process, receiver))
-        for name, process, receiver in running:
-            reports[name] = _receive(process, receiver)
+        running = {name: _start(launch, target) for name, launch in different[first : first + 2]}
+        reports |= {name: _receive(*started) for name, started in running.items()}
     return [reports[name] for name in versions]
+
+
+def _start(launch: Launch, target: GPUTarget):
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_compile_and_send, args=(launch, target, sender))
+    process.start()
+    sender.close()
+    return process, receiver
 
 
 def _receive(process, receiver) -> Report:
@@ -115,7 +106,7 @@ def _compile_and_send(launch: Launch, target: GPUTarget, sender) -> None:
     sender.send(report)
 
 
-def compile_one(launch: Launch, target: GPUTarget = HOPPER) -> Report:
+def compile_one(launch: Launch, target: GPUTarget) -> Report:
     """Compile in this process."""
     source, options = _source(launch)
     compiled = triton.compile(source, target=target, options=options)
@@ -186,8 +177,7 @@ def _ptxas(ptx: str, target: GPUTarget) -> str:
 
 
 def transfer_mismatches(ttgir: str) -> list[str]:
-    """TMA copies whose descriptor and buffer differ in size, and barriers that expect other sizes than are
-    copied.
+    """TMA copies whose descriptor and buffer differ in size, or that other bytes are expected of by barriers.
 
     Triton 3.6 splits a buffer between two consumer groups, but not a descriptor made on the host: 128 rows
     are then copied into a buffer of 64, without a word.

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -272,41 +273,29 @@ class Language:
         here.task.own_work = max(task.own_work for task in tasks)
 
 
-def _modules() -> dict[str, ModuleType]:
+def _modules() -> dict[str, Any]:
     """Stand-ins for what the kernels import, by name."""
-
-    def module(name: str, **members) -> ModuleType:
-        made = ModuleType(name)
-        made.__dict__.update(members)
-        return made
 
     def jit(*args, **_):
         return args[0] if args else lambda function: function
 
-    tma = SimpleNamespace(
-        async_load=tma_load,
-        async_store=tma_store,
-        store_wait=lambda _: wait_for_additions(to_be_added=False),
-    )
-    hopper = module(
-        "hopper",
-        mbarrier=MBarrier,
-        tma=tma,
-        warpgroup_mma=warpgroup_mma,
-        warpgroup_mma_wait=warpgroup_mma_wait,
-        fence_async_shared=fence_async_shared,
-    )
-    gluon = module("gluon", language=Language, jit=jit)
-    triton = module("triton", experimental=module("experimental", gluon=gluon))
+    def store_wait(_):
+        wait_for_additions(to_be_added=False)
+
+    tma = SimpleNamespace(async_load=tma_load, async_store=tma_store, store_wait=store_wait)
+    products = {"warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait}
+    others = {"mbarrier": MBarrier, "tma": tma, "fence_async_shared": fence_async_shared}
+    gluon = SimpleNamespace(language=Language, jit=jit)
+    experimental = SimpleNamespace(gluon=gluon)
     prefix = "triton.experimental.gluon"
     return {
-        "triton": triton,
-        "triton.experimental": triton.experimental,
+        "triton": SimpleNamespace(experimental=experimental),
+        "triton.experimental": experimental,
         prefix: gluon,
         f"{prefix}.language": Language,
-        f"{prefix}.language._core": module("core", builtin=lambda function: tma_add),
-        f"{prefix}.language.nvidia": module("nvidia"),
-        f"{prefix}.language.nvidia.hopper": hopper,
+        f"{prefix}.language._core": SimpleNamespace(builtin=lambda function: tma_add),
+        f"{prefix}.language.nvidia": SimpleNamespace(),
+        f"{prefix}.language.nvidia.hopper": SimpleNamespace(**products, **others),
     }
 
 
@@ -357,16 +346,9 @@ class Emulated:
     """
 
     def __init__(
-        self,
-        function: Callable,
-        *,
-        ordered: bool = False,
-        order: str = "any",
-        seed: int = 0,
-        programs: int | None = 3,
+        self, function: Callable, ordered: bool = False, order: str = "any", programs: int | None = 3
     ):
-        self.function, self.ordered, self.order, self.seed = function, ordered, order, seed
-        self.programs = programs
+        self.function, self.ordered, self.order, self.programs = function, ordered, order, programs
         self.races: set[str] = set()
         self.waited = 0  # products and additions of others that a program has waited for, at most
         self.work: dict[int, int] = {}  # products and additions of each program
@@ -375,9 +357,9 @@ class Emulated:
         return lambda **arguments: self.launch(self.programs or grid[0], arguments)
 
     def launch(self, programs: int, arguments: dict) -> None:
-        to_the_compiler = ("num_warps", "enable_fp_fusion")
-        arguments = {name: self.argument(x) for name, x in arguments.items() if name not in to_the_compiler}
-        machine = Machine(self.ordered, self.order, self.seed)
+        options = ("num_warps", "enable_fp_fusion")  # of the compiler
+        arguments = {name: self.argument(x) for name, x in arguments.items() if name not in options}
+        machine = Machine(self.ordered, self.order)
 
         def program() -> None:
             self.function(**arguments)

@@ -47,9 +47,7 @@ def visible(segments: Tensor, q_tokens: int, kv_tokens: int, window: int | None 
 def attention_and_lse(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Dense masked attention, (Tq, Nq, Dv) float64, zero in rows that see nothing; and the log-sum-exp (Nq,
-    Tq), +inf there.
-    """
+    """Output (Tq, Nq, Dv), zero in rows that see nothing, and log-sum-exp (Nq, Tq), +inf there."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     seen = visible(segments, q.shape[0], k.shape[0], window)
@@ -125,12 +123,7 @@ def compare_all(
 
 
 def random_inputs(
-    q_tokens: int,
-    kv_tokens: int,
-    heads: tuple[int, int],
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    seed: int = 0,
+    q_tokens: int, kv_tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, seed=0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, and the gradients of output and log-sum-exp, standard normal; all but the last in dtype. k and
     v are views of one tensor with both in a row, which is how context parallelism gathers them.
@@ -144,10 +137,5 @@ def random_inputs(
     q, kv = normal(q_tokens, q_heads, dim), normal(kv_tokens, kv_heads * (dim + v_dim)).to(dtype)
     k, v = kv.split([kv_heads * dim, kv_heads * v_dim], dim=1)
     dout, dlse = normal(q_tokens, q_heads, v_dim), normal(q_heads, q_tokens)
-    return (
-        q.to(dtype),
-        k.unflatten(1, (kv_heads, dim)),
-        v.unflatten(1, (kv_heads, v_dim)),
-        dout.to(dtype),
-        dlse,
-    )
+    k, v = k.unflatten(1, (kv_heads, dim)), v.unflatten(1, (kv_heads, v_dim))
+    return q.to(dtype), k, v, dout.to(dtype), dlse

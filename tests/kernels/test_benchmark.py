@@ -1,46 +1,57 @@
-"""The benchmark's cases and counts, and that the script runs from end to end (on the CPU, with the
-reference).
+"""The scripts of benchmarks/ that are about attention: cases and counts, the replay of a launch, and that
+attention.py runs from end to end (on the CPU, with the reference).
 """
 
 import json
-from itertools import groupby
+from importlib import import_module
+from itertools import groupby, product
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from oracle import packed, visible
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import SHARD, packed, visible
+from wlb_titan.kernels import gluon_launch
 from wlb_titan.kernels.segments import Shape, check_segments
+from wlb_titan.kernels.tiles import KeyTiles, key_tiles
 
 from wlb_titan.commands.profile import time_attention
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    """A script of benchmarks/ by its name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        yield import_module
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import attention
-
-    return attention
+@pytest.fixture(scope="module")
+def benchmark(scripts):
+    return scripts("attention")
 
 
-def test_cases_are_valid(benchmark):
+@pytest.fixture(scope="module")
+def replay(scripts):
+    return scripts("attention_replay")
+
+
+def test_cases_are_valid():
     import attention_cases
 
     found = attention_cases.cases()
     assert {case.group for case in found} == set("abcde")
     for case in found:
-        q_tokens = int((case.segments[:, 0] + case.segments[:, 1]).max())
-        check_segments(
-            case.segments.numpy(), q_tokens, max(sum(case.documents), int(case.segments[:, 3].max()))
-        )
-        assert int(case.segments[:, 1].sum()) == q_tokens, "no padding"
+        q_start, q_len, _, kv_len = case.segments.T
+        q_tokens = int((q_start + q_len).max())
+        check_segments(case.segments.numpy(), q_tokens, max(sum(case.documents), int(kv_len.max())))
+        assert int(q_len.sum()) == q_tokens, "no padding"
 
 
 @pytest.mark.parametrize("heads", [(32, 4), (32, 32), (16, 8), (12, 12)], ids=str)
-def test_divisions_that_are_timed_can_run_and_differ_in_speed_only(benchmark, heads):
+def test_divisions_that_are_timed_can_run_and_differ_in_speed_only(heads):
     import attention_divisions
-    from wlb_titan.kernels import gluon_launch
 
     group = heads[0] // heads[1]
     found = list(attention_divisions.others(group, heads[1]))
@@ -50,7 +61,7 @@ def test_divisions_that_are_timed_can_run_and_differ_in_speed_only(benchmark, he
         assert group % (one.split * one.pack) == 0 and 1 <= one.section <= heads[1]
 
 
-def test_shards_add_up(benchmark):
+def test_shards_add_up():
     from attention_cases import pairs, shard, whole
 
     documents = [3000, 7, 640, 1]
@@ -59,12 +70,11 @@ def test_shards_add_up(benchmark):
     assert sum(int(s[:, 1].sum()) for s in shards) == sum(documents)
 
 
-def test_flops_count_the_real_mask(benchmark):
+def test_flops_count_the_real_mask():
     from attention_cases import flops, pairs
 
-    segments = torch.tensor([[0, 5, 0, 5], [5, 3, 2, 9], [8, 1, 11, 1]], dtype=torch.int32)
-    assert pairs(segments) == int(visible(segments, 9, 12).sum())
-    assert flops(segments, Shape(4, 2, 16, 8)) == 2 * pairs(segments) * 4 * (16 + 8)
+    assert pairs(SHARD) == int(visible(SHARD, 13, 12).sum())
+    assert flops(SHARD, Shape(4, 2, 16, 8)) == 2 * pairs(SHARD) * 4 * (16 + 8)
 
 
 def test_time_attention():
@@ -126,3 +136,108 @@ def test_the_grid_and_the_packs_are_measured(rehearse):
     assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "grid", "packs"]
     assert all(row["forward_ms"] > 0 for row in rows if "cut" in row)
     assert sum("forward_ms" in row for row in rows if row["kind"] == "packs") == 4
+
+
+def lists_of(lengths: list[int]) -> KeyTiles:
+    begin = np.cumsum(lengths) - lengths
+    segments = np.stack([begin, lengths, begin, lengths], axis=1).astype(np.int32)
+    return key_tiles(segments, sum(lengths), tokens=64, block_n=128, turn_rows=64)
+
+
+def event_by_event(kernel, lists: KeyTiles, heads: int, order: list[tuple[int, int]], each: int, units: int):
+    """Microseconds of a launch, of which every program asks the counters themselves for its turn."""
+    values = np.tile(lists.first_turns // 2, (heads, 1))
+    visible = np.zeros(values.shape)
+    free, running, ends = [0.0] * units, {}, []
+
+    def steps_of(tile: int, program: int):
+        for row in lists.items[lists.tiles[tile, 2] : lists.tiles[tile, 3]].tolist():
+            blocks = range((row[3] + 63) // 64 - 1, row[0] // 64 - 1, -1)
+            mine = range(program * each, (program + 1) * each)
+            walk = product(blocks, mine) if kernel.blocks_first else ((b, h) for h in mine for b in blocks)
+            for block, head in walk:
+                yield (head, row[4] + block, row[5]) if row[5] >= 0 else None
+
+    def next_adds(state):
+        """(When it is added, which) of each warp's next dQ; never, if it is not its turn yet."""
+        for i in sorted(state["next"]):
+            if i < len(state["steps"]) and i - 1 in state["done"]:
+                buffer, adder = state["warps"][i % kernel.buffers]
+                done = state["done"][i] = max(state["done"][i - 1] + kernel.step, buffer)
+                if (wanted := state["steps"][i]) is None:
+                    yield max(done, adder), i
+                elif values[wanted[:2]] == wanted[2]:
+                    asked = adder if kernel.ask_early else max(done, adder)
+                    yield max(done, max(asked, visible[wanted[:2]]) + kernel.poll), i
+        if min(state["next"]) >= len(state["steps"]):
+            yield max(state["done"][len(state["steps"]) - 1], *(adder for _, adder in state["warps"])), None
+
+    def soonest(state):
+        return min(next_adds(state), default=(np.inf, None), key=lambda entry: entry[0])
+
+    todo = list(order)
+    while todo or running:
+        if todo and free:
+            start = min(free)
+            if all(soonest(state)[0] >= start for state in running.values()):
+                free.remove(start)
+                tile, program = todo.pop(0)
+                at = start + kernel.tile
+                added = {"next": list(range(kernel.buffers)), "warps": [(at, at)] * kernel.buffers}
+                running[tile, program] = {"steps": list(steps_of(tile, program)), "done": {-1: at}, **added}
+                continue
+        key, state = min(running.items(), key=lambda entry: soonest(entry[1])[0])
+        at, i = soonest(state)
+        assert np.isfinite(at), "every program waits for another"
+        if i is None:
+            free.append(at)
+            ends.append(at)
+            del running[key]
+            continue
+        wanted, warp = state["steps"][i], i % kernel.buffers
+        state["next"][warp] += kernel.buffers
+        state["warps"][warp] = at + kernel.free, at + (kernel.free if wanted is None else kernel.visible)
+        if wanted is not None:
+            values[wanted[:2]] += 1
+            visible[wanted[:2]] = at + kernel.visible
+    return max(ends)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    buffers=st.integers(1, 3),
+    step=st.sampled_from([1.0, 2.5]),
+    units=st.integers(1, 5),
+    **dict.fromkeys(("blocks_first", "ask_early", "items_up", "heaviest_first"), st.booleans()),
+)
+@settings(max_examples=40, deadline=None)
+def test_backward_is_what_happens_event_by_event(replay, lengths, items_up, heaviest_first, units, **knobs):
+    kernel = replay.Backward(**knobs)
+    lists = replay.in_order(lists_of(lengths), items_up=items_up, heaviest_first=heaviest_first)
+    launched = [x.tolist() for x in replay.tile_and_head(len(lists.tiles), 2, 1)]
+    happened = event_by_event(kernel, lists, 4, list(zip(*launched, strict=True)), 2, units)
+    assert kernel.replay(lists, 4, 2, 1, units) == pytest.approx(happened)
+
+
+def test_forward_by_hand(replay):
+    """One head of a document of 256: tiles of one and two blocks, one of which is masked in each."""
+    kernel = replay.Forward(block=2.0, masked=1.0, tile=4.0, heads_at_a_time=1, dynamic=False)
+    segments = np.array([[0, 256, 0, 256]], dtype=np.int32)
+    assert kernel.milliseconds(segments, 1, 1, units=2) == pytest.approx(9e-3)
+    assert kernel.milliseconds(segments, 1, 1, units=1) == pytest.approx(16e-3)
+    work = np.array([9.0, 8, 7, 6, 5, 4, 3])
+    assert replay.to_and_fro(work, 3).tolist() == [9 + 4 + 3, 8 + 5, 7 + 6]
+    assert replay.free_first(work, 3).tolist() == [0, 1, 2, 2, 1, 0, 0]
+
+
+def test_orders_of_the_list(replay):
+    """Five short documents that share tiles, and a long one."""
+    lists = lists_of([129] * 5 + [2000])
+    assert (np.diff(lists.tiles[:, 0]) != 128).sum() == 1, "chains, which are in the order of their keys"
+    other = replay.in_order(lists, items_up=True, heaviest_first=True)
+    assert sorted(other.tiles.tolist()) == sorted(lists.tiles.tolist())
+    assert sorted(other.items.tolist()) == sorted(lists.items.tolist())
+    for begin, end in other.tiles[:, 2:]:
+        assert (np.diff(other.items[begin:end, 0]) > 0).all()
+    work = [sum(row[3] - row[0] for row in other.items[begin:end]) for begin, end in other.tiles[:, 2:]]
+    assert work[:15] == sorted(work, reverse=True)[:15], "the long one's; its last tile is the lightest"

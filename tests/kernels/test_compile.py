@@ -2,6 +2,7 @@
 
 import re
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -44,14 +45,11 @@ def check(report: Report, spills: int = 0, name: str = "") -> None:
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_hopper(dims):
     """All passes, eight heads a group, and one for head dim 128."""
-    wanted = {
-        f"group {group}, {which}": (which, launch)
-        for group in ((8, 1) if dims == (128, 128) else (8,))
-        for which, launch in launches(dims, group).items()
-    }
-    reports = compile_all([launch for _, launch in wanted.values()])
-    for (name, (which, _)), report in zip(wanted.items(), reports, strict=True):
-        check(report, SPILLS.get((which, max(dims)), 0), name)
+    groups = (8, 1) if dims == (128, 128) else (8,)
+    wanted = [(group, *launch) for group in groups for launch in launches(dims, group).items()]
+    reports = compile_all([launch for *_, launch in wanted])
+    for (group, which, _), report in zip(wanted, reports, strict=True):
+        check(report, SPILLS.get((which, max(dims)), 0), f"group {group}, {which}")
 
 
 @pytest.mark.parametrize(("target", "dims"), [(80, (64, 128)), (89, (128, 256))], ids=["sm_80", "sm_89"])
@@ -64,48 +62,49 @@ def test_without_tma(target, dims):
         assert report.shared <= 99 * 1024
 
 
-def gluon_launches(dim: int, group: int, monkeypatch, units: int = 132) -> list[Launch]:
-    """Forward and backward of the Gluon kernels on two documents of 4,096 tokens.
+# Of a backward: query heads of the one key head, multiprocessors, and whether one head comes after the other.
+WAYS = {
+    "split": (8, 132, False),
+    "packed": (8, 1, False),
+    "fours": (4, 1, False),
+    "heads first": (8, 1, True),
+}
 
-    With one key head and many units the backward splits the group, and with few it does not.
-    """
-    monkeypatch.setattr(gluon_launch, "units", lambda device: units)
-    q, k, v, dout, _ = random_inputs(8192, 8192, (group, 1), (dim, dim), torch.bfloat16)
-    schedule = schedule_of(packed([4096] * 2), 8192, 8192, q.device)
-    with (
-        recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel") as recorded,
-        recording(triton_launch, "statistics_kernel"),
-        recording(gluon_launch, "dq_kernel"),
-    ):
-        wanted = Options(0.1)
-        out, lse = gluon_launch.forward(q, k, v, schedule, wanted)
-        gluon_launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, wanted)
-    return recorded
+
+def gluon_launches(dim: int) -> dict[str, Launch]:
+    """Of the Gluon kernels on two documents of 4,096 tokens: a forward, and backwards of all divisions."""
+    found = {}
+    for name, (group, units, heads_first) in WAYS.items():
+        q, k, v, dout, _ = random_inputs(8192, 8192, (group, 1), (dim, dim), torch.bfloat16)
+        schedule = schedule_of(packed([4096] * 2), 8192, 8192, q.device)
+        patched = {"units": lambda device, n=units: n, "HEADS_FIRST": 0 if heads_first else 1 << 30}
+        with (
+            mock.patch.multiple(gluon_launch, **patched),
+            recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel") as recorded,
+            recording(triton_launch, "statistics_kernel"),
+            recording(gluon_launch, "dq_kernel"),
+        ):
+            out, lse = gluon_launch.forward(q, k, v, schedule, Options(0.1))
+            gluon_launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, Options(0.1))
+        found = {"forward": recorded[0]} | found | {name: recorded[1]}
+    return found
 
 
 @pytest.mark.parametrize("dim", GLUON_HEAD_DIMS)
-def test_gluon(dim, monkeypatch):
-    """Warp specialized, and with waits that leave one product in flight: what Triton alone cannot have.
-
-    The backward with a group that is split, with packs of eight and four, and one head after the other.
-    """
-    launches = gluon_launches(dim, 8, monkeypatch)
-    for group in (8, 4):
-        launches += gluon_launches(dim, group, monkeypatch, units=1)[1:]
-    monkeypatch.setattr(gluon_launch, "HEADS_FIRST", 0)
-    launches += gluon_launches(dim, 8, monkeypatch, units=1)[1:]
-    assert [launch.kwargs["PACK"] for launch in launches] == [8, 1, 8, 4, 1]
-    assert launches[-1].kwargs["HEADS_FIRST"]
-    reports = compile_all(launches)
-    # Outputs leave by 16 bytes a thread; the float32 gradients of a split group do not.
-    assert ["st.global.v4.b32" in report.ptx for report in reports] == [True, False, True, True, True]
-    for which, report in zip(("forward", *["backward"] * 4), reports, strict=True):
+def test_gluon(dim):
+    """Warp specialized, and with waits that leave one product in flight: what Triton alone cannot have."""
+    launches = gluon_launches(dim)
+    assert [launch.kwargs["PACK"] for launch in launches.values()] == [8, 1, 8, 4, 1]
+    assert launches["heads first"].kwargs["HEADS_FIRST"]
+    for which, report in zip(launches, compile_all([*launches.values()]), strict=True):
         check(report, name=which)
+        # Outputs leave by 16 bytes a thread; the float32 gradients of a split group do not.
+        assert ("st.global.v4.b32" in report.ptx) == (which != "split")
         assert "ttg.warp_specialize" in report.ttgir and "setmaxnreg" in report.ptx
         assert re.search(r"wgmma\.wait_group\.sync\.aligned 1\b", report.ptx)
         lines = instructions(report.ptx)
         check_arrivals(lines)
-        if which == "backward":
+        if which != "forward":
             assert report.tma_reductions > 0
             check_turns(lines)
             check_handing_over(lines)
@@ -129,15 +128,16 @@ def instructions(ptx: str) -> list[str]:
     return [line for line in lines if line and not line.startswith((".loc", "//", "$L__tmp", "{", "}"))]
 
 
-MEETING = re.compile(r"(bar|barrier)(\.cta|\.warp)?\.sync")
-ARRIVAL = re.compile(r"mbarrier\.arrive")
-SHARED = re.compile(
-    r"(ld|st|red|atom)\S*\.shared|stmatrix|ldmatrix|fence\.proxy|wait_group|try_wait|wgmma|cp\.async"
-)
-BULK = re.compile(r"cp(\.reduce)?\.async\.bulk\.tensor\S*\.global\.shared")
+MEETING = r"(bar|barrier)(\.cta|\.warp)?\.sync"
+SHARED = r"(ld|st|red|atom)\S*\.shared|stmatrix|ldmatrix|fence\.proxy|wait_group|try_wait|wgmma|cp\.async"
+BULK = r"cp(\.reduce)?\.async\.bulk\.tensor\S*\.global\.shared"
 
 
-def before(lines: list[str], end: int, wanted: str | re.Pattern, ends: str | re.Pattern) -> bool:
+def places(lines: list[str], wanted: str) -> list[int]:
+    return [i for i, line in enumerate(lines) if re.search(wanted, line)]
+
+
+def before(lines: list[str], end: int, wanted: str, ends: str) -> bool:
     """Whether `wanted` comes before line `end`, and nothing of `ends` between."""
     for line in reversed(lines[:end]):
         if re.search(wanted, line):
@@ -151,39 +151,34 @@ def check_arrivals(lines: list[str]) -> None:
     """All warps of a partition have met when one thread of it arrives at a barrier for all, and touch nothing
     that is shared in between.
     """
-    arrivals = [i for i, line in enumerate(lines) if ARRIVAL.search(line)]
-    ends = re.compile(rf"{SHARED.pattern}|^\$L")
+    arrivals = places(lines, r"mbarrier\.arrive")
     assert len(arrivals) > 10
     for i in arrivals:
-        assert before(lines, i, MEETING, ends), "\n".join(lines[i - 20 : i + 1])
+        assert before(lines, i, MEETING, rf"{SHARED}|^\$L"), "\n".join(lines[i - 20 : i + 1])
 
 
 def check_turns(lines: list[str]) -> None:
     """A turn is passed on, and its counter released, only when the sums have arrived: the wait is not that
     for reads of shared memory. And what was acquired with a turn comes before what is then added or stored.
     """
-    releases = [i for i, line in enumerate(lines) if re.search(r"^(@\S+ )?(red|atom)\S*\.release\b", line)]
-    sums = [i for i, line in enumerate(lines) if BULK.search(line)]
-    acquires = [line for line in lines if re.search(r"^(@\S+ )?(ld|atom)\S*\.acquire\b", line)]
+    releases = places(lines, r"^(@\S+ )?(red|atom)\S*\.release\b")
+    acquires, sums = places(lines, r"^(@\S+ )?(ld|atom)\S*\.acquire\b"), places(lines, BULK)
     assert len(releases) >= 2 and len(sums) >= 8 and len(acquires) >= 2
     for i in releases:
         assert before(lines, i, r"cp\.async\.bulk\.wait_group 0", BULK), "\n".join(lines[i - 20 : i + 1])
     for i in sums:
-        assert before(lines, i, r"fence\.proxy\.async\.global", r"\.acquire\b"), "\n".join(
-            lines[i - 40 : i + 1]
-        )
+        fenced = before(lines, i, r"fence\.proxy\.async\.global", r"\.acquire\b")
+        assert fenced, "\n".join(lines[i - 40 : i + 1])
 
 
 def check_handing_over(lines: list[str]) -> None:
     """What threads store to shared memory they fence before they meet and one of them arrives, so that the
     copy engine and matrix products see it.
     """
-    handed = 0
-    for i, line in enumerate(lines):
-        if ARRIVAL.search(line):
-            meeting = max(j for j in range(i) if MEETING.match(lines[j]))
-            handed += before(lines, meeting, r"fence\.proxy\.async\.shared", r"stmatrix|st\.shared")
-    assert handed >= 4  # dS and dQ, of two consumers
+    meetings = places(lines, f"^{MEETING}")
+    last = [max(j for j in meetings if j < i) for i in places(lines, r"mbarrier\.arrive")]
+    handed = [before(lines, i, r"fence\.proxy\.async\.shared", r"stmatrix|st\.shared") for i in last]
+    assert sum(handed) >= 4  # dS and dQ, of two consumers
 
 
 def test_a_mismatch_is_noticed():

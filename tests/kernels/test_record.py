@@ -6,6 +6,7 @@ import pytest
 import torch
 from wlb_titan.kernels import record
 from wlb_titan.kernels.implementations import chosen, device_of
+from wlb_titan.kernels.record import Verdict
 
 DIMS, BF16 = (128, 128), torch.bfloat16
 CUDA = torch.device("cuda", 0)
@@ -35,15 +36,12 @@ def by_auto(dtype=BF16) -> tuple[str, str]:
 
 
 ENDS = {
-    "passed": ("echo all right", record.Verdict(True)),
-    "wrong": (
-        "echo dq is 0.3 of its norm wrong; exit 1",
-        record.Verdict(False, "dq is 0.3 of its norm wrong"),
-    ),
-    "died": ("echo beginning; kill -9 $$", record.Verdict(False, "ended by signal 9, after: beginning")),
-    "silent": ("exit 3", record.Verdict(False, "no word")),
-    "hung": ("trap '' TERM; exec sleep 600", record.Verdict(False, "not ended after 1 s")),
-    "not tried": ("echo CUDA out of memory; exit 75", record.Verdict(False, "CUDA out of memory")),
+    "passed": ("echo all right", Verdict(True)),
+    "wrong": ("echo dq is 0.3 of its norm wrong; exit 1", Verdict(False, "dq is 0.3 of its norm wrong")),
+    "died": ("echo beginning; kill -9 $$", Verdict(False, "ended by signal 9, after: beginning")),
+    "silent": ("exit 3", Verdict(False, "no word")),
+    "hung": ("trap '' TERM; exec sleep 600", Verdict(False, "not ended after 1 s")),
+    "not tried": ("echo CUDA out of memory; exit 75", Verdict(False, "CUDA out of memory")),
 }
 
 
@@ -68,7 +66,7 @@ def test_a_record_speaks_of_nothing_else(field):
     """A file that people can read."""
     of = subject()
     assert (of.gpu, of.driver, of.dtype) == ("NVIDIA H100", "550.54.15", "bfloat16")
-    record._recorded(of, record.Verdict(True))
+    record._recorded(of, Verdict(True))
     assert record.verdict(of._replace(**{field: "another"})) is None
     assert json.loads(of.path.read_text())["of"]["gpu"] == "NVIDIA H100"
     assert list(of.path.parent.iterdir()) == [of.path]
@@ -76,7 +74,7 @@ def test_a_record_speaks_of_nothing_else(field):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"passed": true}'])
 def test_a_damaged_record_says_nothing(text):
-    record._recorded(subject(), record.Verdict(True))
+    record._recorded(subject(), Verdict(True))
     subject().path.write_text(text)
     assert record.verdict(subject()) is None and by_auto() == ("gluon", "triton")
 

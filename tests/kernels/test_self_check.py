@@ -1,17 +1,22 @@
-"""The check of the kernels sees what a broken one would leave; here the reference is broken, or the emulated
-kernels are. And its segments make the kernels do all that they can.
+"""The check of the kernels sees what a broken one would leave: here the reference is broken. Its segments
+make the kernels do all that they can. And whatever segments choose was compiled before.
 """
 
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from crosscompile import recording, version
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from wlb_titan.kernels import op, reference, self_check
-from wlb_titan.kernels.segments import NO_WINDOW, Options, Shape, check_segments
+from test_tiles import segment_lists
+from wlb_titan.kernels import gluon_launch, op, reference, self_check, tiles, triton_launch
+from wlb_titan.kernels.implementations import Device
+from wlb_titan.kernels.segments import NO_WINDOW, Options, Saved, Shape, check_segments
+from wlb_titan.kernels.trial import LAYOUTS
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 16, 24)
@@ -21,31 +26,22 @@ SEGMENTS = {
     "chunk": torch.tensor([[0, 128, 0, 700]], dtype=torch.int32),
 }
 UNITS = 132
+RESULTS = {"out": "forward", "lse": "forward", "dq": "backward", "dk": "backward", "dv": "backward"}
 
 
-class Broken:
-    """The reference, whose results `change` changes in some calls: the judge's come first."""
+def broken(monkeypatch, name, change, calls=lambda call: call > 0):
+    """Makes the reference change that result in some calls: the judge's come first."""
+    which = RESULTS[name]
+    place = [other for other in RESULTS if RESULTS[other] == which].index(name)
+    right, number = getattr(reference, which), count()
 
-    def __init__(self, monkeypatch, name="", change=None, calls=lambda call: call > 0):
-        self.forwards, self.backwards = count(), count()
-        self.name, self.change, self.calls = name, change, calls
-        monkeypatch.setattr(reference, "forward", self.forward)
-        monkeypatch.setattr(reference, "backward", self.backward)
+    def wrong(*arguments):
+        results = list(right(*arguments))
+        if calls(next(number)):
+            results[place] = change(results[place].clone())
+        return tuple(results)
 
-    def _changed(self, names, tensors, call):
-        return tuple(
-            self.change(x.clone()) if name == self.name and self.calls(call) else x
-            for name, x in zip(names, tensors, strict=True)
-        )
-
-    def forward(self, *arguments):
-        return self._changed(("out", "lse"), FORWARD(*arguments), next(self.forwards))
-
-    def backward(self, *arguments):
-        return self._changed(("dq", "dk", "dv"), BACKWARD(*arguments), next(self.backwards))
-
-
-FORWARD, BACKWARD = reference.forward, reference.backward
+    monkeypatch.setattr(reference, which, wrong)
 
 
 def check(segments=SEGMENTS["rich"], options=OPTIONS):
@@ -59,15 +55,13 @@ def test_what_is_right_passes(segments, window):
     assert check(segments, Options(0.25, window)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
+@pytest.mark.parametrize("name", RESULTS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_row_that_is_wrong_is_found(name, data):
     """A row of a head, left as it was, added twice or 10 % too large: the whole norm may not see it."""
-    segments = SEGMENTS["chunk"]
-    tokens = int(segments[0, 3 if name in ("dk", "dv") else 1])
-    row = data.draw(st.integers(0, tokens - 1))
-    head = data.draw(st.integers(0, (2 if name in ("dk", "dv") else 4) - 1))
+    tokens, heads = (700, 2) if name in ("dk", "dv") else (128, 4)
+    row, head = data.draw(st.integers(0, tokens - 1)), data.draw(st.integers(0, heads - 1))
     factor = data.draw(st.sampled_from([0.0, 2.0, 1.1, torch.nan]))
 
     def change(x):
@@ -78,9 +72,9 @@ def test_any_row_that_is_wrong_is_found(name, data):
         return x
 
     with pytest.MonkeyPatch.context() as patch:
-        Broken(patch, name, change)
+        broken(patch, name, change)
         with pytest.raises(self_check.KernelError, match=f"^{name} is"):
-            check(segments)
+            check(SEGMENTS["chunk"])
 
 
 def test_what_differs_when_repeated_is_found(monkeypatch):
@@ -88,27 +82,21 @@ def test_what_differs_when_repeated_is_found(monkeypatch):
         dq[40, 1, 3] = torch.nextafter(dq[40, 1, 3], torch.tensor(2.0))
         return dq
 
-    Broken(monkeypatch, "dq", flip, calls=lambda call: call == 2)
+    broken(monkeypatch, "dq", flip, calls=lambda call: call == 2)
     with pytest.raises(self_check.KernelError, match=r"dq differs in 1 of .* tokens when it is repeated"):
         check()
 
 
 def test_what_nobody_writes_is_found(monkeypatch):
-    Broken(monkeypatch, "dv", torch.empty_like)
+    broken(monkeypatch, "dv", torch.empty_like)
     with pytest.raises(self_check.KernelError, match="dv is nan"):
         check()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_launch_that_does_not_end(monkeypatch):
-    class Never:
-        def record(self):
-            pass
-
-        def query(self):
-            return False
-
-    monkeypatch.setattr(torch.cuda, "Event", Never)
+def test_a_launch_that_does_not_end_is_found(monkeypatch):
+    never = SimpleNamespace(record=lambda: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: never)
     monkeypatch.setattr(op, "current", lambda device: torch.no_grad())
     monkeypatch.setattr(self_check, "PATIENCE", 0.05)
     with pytest.raises(self_check.KernelError, match="has not ended"):
@@ -130,38 +118,22 @@ def head_layouts() -> set[tuple[int, int]]:
     return found
 
 
-def coverage(heads: tuple[int, int], units: int = UNITS) -> dict:
-    """For each division of the backward: tiles a multiprocessor, the largest turn, items with steps that need
-    no mask, and steps of a tile.
-    """
-    from wlb_titan.kernels import gluon_launch, tiles
-
-    segments = self_check.rich_segments(heads[1], units).numpy()
-    kv_tokens = int((segments[:, 2] + segments[:, 3]).max())
-    found = {}
-    for divided in gluon_launch.divisions(*heads, NO_WINDOW):
-        rows = 64 // divided.pack
-        lists = tiles.key_tiles(segments, kv_tokens, tokens=rows, block_n=128, turn_rows=rows)
-        groups = heads[0] // heads[1] // divided.split // divided.pack
-        found[divided] = {
-            "tiles": len(lists.tiles) * heads[1] * divided.split / units,
-            "turn": int(lists.items[:, 5].max()),
-            "unmasked": int((lists.items[:, 1] < lists.items[:, 2]).sum()),
-            "steps": lists.heaviest * groups,
-        }
-    return found
-
-
 def test_the_check_covers_what_the_kernels_can_do():
-    """For the heads of every configuration that ships, and those of the trial, in every division."""
-    from wlb_titan.kernels.trial import LAYOUTS
-
+    """For the heads of every configuration that ships, and those of the trial, in every division: tiles for
+    each multiprocessor, turns, items with steps that need no mask, and steps of a tile.
+    """
     ships = head_layouts()
     assert (6, 6) in ships  # of llama2_30b_64k.toml, whose degrees are those of the file that it extends
-    for heads in sorted(ships | set(LAYOUTS) | {(4, 1), (5, 1), (32, 1), (32, 32), (40, 8)}):
-        for divided, found in coverage(heads).items():
-            assert found["tiles"] >= self_check.TILES, (heads, divided, found)
-            assert min(found["turn"], found["unmasked"]) > 8 and found["steps"] > 2, (heads, divided, found)
+    for q_heads, kv_heads in sorted(ships | {*LAYOUTS, (4, 1), (5, 1), (32, 1), (32, 32), (40, 8)}):
+        segments = self_check.rich_segments(kv_heads, UNITS).numpy()
+        kv_tokens = int((segments[:, 2] + segments[:, 3]).max())
+        for divided in gluon_launch.divisions(q_heads, kv_heads, NO_WINDOW):
+            case, rows = (q_heads, kv_heads, divided), 64 // divided.pack
+            lists = tiles.key_tiles(segments, kv_tokens, tokens=rows, block_n=128, turn_rows=rows)
+            assert len(lists.tiles) * kv_heads * divided.split >= self_check.TILES * UNITS, case
+            assert lists.items[:, 5].max() > 8, case
+            assert (lists.items[:, 1] < lists.items[:, 2]).sum() > 8, case
+            assert lists.heaviest * (q_heads // kv_heads) // divided.split // divided.pack > 2, case
 
 
 def test_rich_segments_have_gaps_and_shared_keys():
@@ -172,3 +144,73 @@ def test_rich_segments_have_gaps_and_shared_keys():
         assert (q0[1:] > (q0 + q)[:-1]).sum() == len(self_check.LONG)
         chunks = segments[len(self_check.LONG) : len(self_check.LONG) + 2]
         assert chunks[0, 2] == chunks[1, 2] and chunks[0, 3] < chunks[1, 3]
+
+
+LAYERS = {
+    "8 heads a group": (Shape(16, 2, 128, 128), None),
+    "one key head": (Shape(4, 1, 128, 128), None),
+    "as many key heads": (Shape(4, 4, 64, 64), None),
+    "latent attention": (Shape(2, 2, 192, 128), None),
+    "short window": (Shape(8, 1, 128, 128), 512),
+    "long window": (Shape(8, 1, 128, 128), 4096),
+}
+RUNS = [(name, how) for name in LAYERS for how in ("auto", "triton", "gluon")]
+RUNS.remove(("latent attention", "gluon"))  # which has no such head dim
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    passed = frozenset({((128, 128), torch.bfloat16)})
+    for module in (op, self_check):
+        monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0), passed=passed))
+    monkeypatch.setattr(gluon_launch, "units", lambda device: 132)
+
+
+def versions(run):
+    """Of all kernels that a function launches, what Triton tells their versions by."""
+    names = [[name for name in vars(x) if name.endswith("_kernel")] for x in (triton_launch, gluon_launch)]
+    with recording(triton_launch, *names[0]) as launches, recording(gluon_launch, *names[1]) as more:
+        run()
+    return {repr(version(launch)) for launch in launches + more}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("name", "implementation"), RUNS)
+def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
+    """Launches are recorded, on the CPU taken for a Hopper GPU."""
+    shape, window = LAYERS[name]
+    options = Options(0.1, window, implementation=implementation)
+    warm = versions(lambda: self_check.warm_up(shape, options, torch.bfloat16, CPU))
+
+    @settings(max_examples=12, deadline=None)
+    @given(segment_lists(documents=12, longest=20_000), st.booleans())
+    def check(case, wants_lse):
+        segments, q_tokens, kv_tokens = case
+        assume(q_tokens and kv_tokens)
+        segments = torch.from_numpy(segments)
+        dims = shape.dim, shape.v_dim
+        q, dout = (torch.empty(q_tokens, shape.q_heads, dim, dtype=torch.bfloat16) for dim in dims)
+        # Keys and values side by side, as context parallelism gathers them.
+        widths = [shape.kv_heads * dim for dim in dims]
+        kv = torch.empty(kv_tokens, sum(widths), dtype=torch.bfloat16).split(widths, dim=1)
+        k, v = (x.unflatten(1, (shape.kv_heads, -1)) for x in kv)
+        lse = torch.empty(shape.q_heads, q_tokens)
+
+        def attend():
+            op.forward(q, k, v, segments, options)
+            saved = Saved(q, k, v, dout, lse)
+            op.backward(dout, lse if wants_lse else None, saved, segments, options)
+
+        assert set() < versions(attend) <= warm
+
+    check()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_is_warmed_up():
+    """For Qwen3 0.6B: groups in two parts or one, and of very long documents one head after the other."""
+    noise = self_check.Noise.on(self_check.FEW, Shape(16, 8, 128, 128), torch.bfloat16, CPU)
+    found = [divided[:3] for divided in self_check.ways(noise, Options(0.1))]
+    assert found == [(1, 1, False), (2, 1, False), (1, 1, True)]
+    assert len(self_check.ways(noise, Options(0.1, window=4096))) == 2
+    assert self_check.ways(noise, Options(0.1, implementation="triton")) == [None]

@@ -1,0 +1,7 @@
+"""The other half of interpreted.py: see test_interpreter.py."""
+
+from test_interpreter import SEGMENTS, interpret
+
+
+def test_every_case_of_segments_and_window():
+    interpret(SEGMENTS)
