@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup train train-gpu test test-gpu test-gpu-small quick counterexamples test-docs test-triton36 check format clean
+.PHONY: setup train train-gpu test test-integrations test-gpu test-gpu-small quick counterexamples test-docs test-triton36 check format clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wlb_titan needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11")'
@@ -102,6 +102,15 @@ $(TRITON36)/.ready: $(READY)
 
 test-triton36: $(TRITON36)/.ready
 	PYTHONPATH=$(TRITON36) $(BIN)/pytest -n 2 tests/kernels/test_compile.py tests/kernels/test_interpreter.py tests/kernels/test_interpreter_segments.py
+
+# The examples for other trainers, with the real ones: a minute, after an installation of 240 MB.
+PEERS := $(VENV)/peers
+$(PEERS)/.ready: tests/integrations/requirements.txt $(READY)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(PEERS) --no-deps --requirement $<
+	@touch $@
+
+test-integrations: $(PEERS)/.ready
+	PYTHONPATH=$(PEERS) $(BIN)/pytest -s tests/integrations
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

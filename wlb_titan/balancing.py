@@ -11,6 +11,9 @@ that has room; then the heaviest and the lightest micro-batch swap sequences unt
 their heaviest micro-batches first, so that simultaneous ones are alike: under FSDP ranks meet at every layer
 of every micro-batch. n sequences take O(n log n). The same input gives the same plan on every rank, so
 nothing is communicated. Only numpy is needed.
+
+Work may have parts that end at barriers of their own, such as an image encoder before a language model. Then
+micro-batches become even in each part, and a part counts for as much as there is of it.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ from wlb_titan.errors import PlanError
 Cost = Callable[[Ints], Floats]
 """Work of sequences by their tokens, float64 (n,), in any unit; it grows with the tokens."""
 
-SWAPS = 1000  # at most, between a heaviest and a lightest micro-batch
-LOOKED_AT = 256  # sequences of either that are tried for a swap
+SWAPS = 1000  # at most, between a heaviest and a light micro-batch
+LIGHTEST = 8  # lightest micro-batches that are tried, one after the other
+LOOKED_AT = 256  # sequences of a micro-batch that are tried for a swap
 ENOUGH = 1e-3  # largest over mean work, minus one, at which swapping ends
 
 
@@ -40,12 +44,13 @@ class Assignment:
     """The sequences of each rank's micro-batches: equally many on every rank, and none empty."""
 
     micro_batches: list[list[list[int]]]  # numbers of sequences, by rank and micro-batch
-    work: Floats  # float64 (ranks, micro-batches)
+    work: Floats  # float64 (ranks, micro-batches), or (ranks, micro-batches, parts)
     tokens: Ints  # int64 (ranks, micro-batches)
+    waiting: list[int]  # numbers of sequences that found no room, with `may_wait`
 
     @property
     def imbalance(self) -> float:
-        """Time of the step over its time if nobody waited; ranks meet at every micro-batch."""
+        """Time of the step over its time if nobody waited; ranks meet at every micro-batch and part."""
         return float(self.work.max(axis=0).sum() / self.work.mean(axis=0).sum())
 
 
@@ -81,22 +86,28 @@ def balance(
     ranks: int,
     micro_batches: int | Literal["auto"] = "auto",
     tokens_per_rank: int | None = None,
-    cost: Cost | CostModel | None = None,
+    cost: Cost | CostModel | NDArray[Any] | None = None,
     groups: Sequence[Hashable] | None = None,
     prompts: Sequence[int] | NDArray[Any] | None = None,
+    equal_counts: bool = False,
+    may_wait: bool = False,
 ) -> Assignment:
     """Assigns sequences to the micro-batches of data-parallel ranks; a PlanError says why it cannot.
 
     Args:
         lengths: tokens of each sequence; with `prompts`, of the answers alone.
         micro_batches: of each rank; "auto" is the fewest that hold everything.
-        tokens_per_rank: most tokens of a micro-batch; None sets no limit.
-        cost: work of a sequence by its tokens; None is `causal()`.
+        tokens_per_rank: most tokens of a micro-batch, never exceeded; None sets no limit.
+        cost: work of a sequence by its tokens, or the work itself, numbers (n,) or (n, parts), one unit for
+            all parts; None is `causal()`.
         groups: a label for each sequence; equal ones stay in one micro-batch, as preference pairs must.
         prompts: tokens before each answer, to which it attends. The answers of a group share their prompt,
             which is computed and counted once.
+        equal_counts: every micro-batch has as many sequences (with `groups`, groups) as the others.
+        may_wait: where not all fit into the `micro_batches`, the rest is left `waiting` for the next step.
+            Earlier ones go first: put those that have waited before the others.
     """
-    units = _units(lengths, cost or causal(), groups, prompts)
+    units = _units(lengths, causal() if cost is None else cost, groups, prompts)
     number, total = len(units.tokens), int(units.tokens.sum())
     kind = "sequence" if groups is None else "group"
     if ranks < 1:
@@ -119,31 +130,46 @@ def balance(
             f"micro_batches is {micro_batches!r}; for {number} {kind}s on {ranks} ranks it can be from 1 to "
             f'{most}, or "auto".'
         )
-    bins = _fewest_bins(units, ranks, limit, least, most)
+    if may_wait:
+        if micro_batches == "auto":
+            raise PlanError('With may_wait, micro_batches must be a number: with "auto" nothing waits.')
+        number = _most_units(units, ranks * micro_batches, limit, equal_counts)
+    first = _Units(units.tokens[:number], units.work[:number], units.members[:number])
+    counts = [count for count in range(least, most + 1) if not equal_counts or number % (ranks * count) == 0]
+    if not counts:
+        raise PlanError(
+            f"{number} {kind}s make no {ranks} ranks x {least} to {most} micro-batches of equal counts."
+        )
+    bins = _fewest_bins(first, [ranks * count for count in counts], limit, equal_counts)
     if bins is None:
         raise PlanError(
-            f"{total:,} tokens do not fit into {most} micro-batches of {limit:,} tokens on {ranks} ranks. "
-            "Allow more of one of the three."
+            f"{total:,} tokens do not fit into {counts[-1]} micro-batches of {limit:,} tokens on {ranks} "
+            "ranks. Allow more of one of the three."
         )
-    _even_out(units, bins, limit)
-    work = np.array([units.work[members].sum() for members in bins])
-    tokens = np.array([units.tokens[members].sum() for members in bins])
-    order = balanced(work, ranks)
-    sequences = [sorted(i for unit in members for i in units.members[unit]) for members in bins]
-    return Assignment([[sequences[bin_] for bin_ in own] for own in order], work[order], tokens[order])
+    _even_out(first, bins, limit, equal_counts)
+    work = np.array([first.work[members].sum(axis=0) for members in bins])
+    tokens = np.array([first.tokens[members].sum() for members in bins])
+    order = balanced(work.sum(axis=1), ranks)
+    sequences = [sorted(i for unit in members for i in first.members[unit]) for members in bins]
+    return Assignment(
+        [[sequences[bin_] for bin_ in own] for own in order],
+        (work if work.shape[1] > 1 else work[:, 0])[order],
+        tokens[order],
+        sorted(i for members in units.members[number:] for i in members),
+    )
 
 
 class _Units(NamedTuple):
     """Sequences, or groups that stay together."""
 
     tokens: Ints  # int64 (n,)
-    work: Floats  # float64 (n,)
+    work: Floats  # float64 (n, parts)
     members: list[list[int]]  # sequences
 
 
 def _units(
     lengths: Sequence[int] | NDArray[Any],
-    cost: Cost | CostModel,
+    cost: Cost | CostModel | NDArray[Any],
     groups: Sequence[Hashable] | None,
     prompts: Sequence[int] | NDArray[Any] | None,
 ) -> _Units:
@@ -155,11 +181,6 @@ def _units(
             raise PlanError(
                 f"{name} has {len(values)} values for {len(own)} sequences; it needs one for each."
             )
-
-    def work_of(tokens: Ints) -> Floats:
-        work = workload(cost, tokens) if isinstance(cost, CostModel) else cost(tokens)
-        return np.asarray(work, dtype=np.float64)
-
     members: dict[Hashable, list[int]] = {}
     for sequence, label in enumerate(labels):
         members.setdefault(label, []).append(sequence)
@@ -170,10 +191,25 @@ def _units(
     prompt = before[[some[0] for some in sequences]]
     if (before != prompt[unit]).any():
         raise PlanError("The answers of a group share their prompt, and some have prompts of other lengths.")
-    prompt_work = np.where(prompt > 0, work_of(np.maximum(prompt, 1)), 0.0)
-    answers = np.bincount(unit, work_of(before + own) - prompt_work[unit])
-    work: Floats = (answers + prompt_work).astype(np.float64)
-    if not (np.isfinite(work).all() and (work > 0).all()):
+    work = np.zeros((len(sequences), 1))
+    if callable(cost) or isinstance(cost, CostModel):
+
+        def work_of(tokens: Ints) -> Floats:
+            work = workload(cost, tokens) if isinstance(cost, CostModel) else cost(tokens)
+            return np.asarray(work, dtype=np.float64)
+
+        prompt_work = np.where(prompt > 0, work_of(np.maximum(prompt, 1)), 0.0)
+        work[:, 0] = np.bincount(unit, work_of(before + own) - prompt_work[unit]) + prompt_work
+    else:
+        given = np.asarray(cost, dtype=np.float64)
+        if given.ndim not in (1, 2) or len(given) != len(own) or prompts is not None:
+            raise PlanError(
+                "A cost in numbers needs one for each sequence, or a row of its parts; with prompts the cost "
+                "must be a function."
+            )
+        given = given.reshape(len(own), -1)
+        work = np.stack([np.bincount(unit, part) for part in given.T], axis=1)
+    if not (np.isfinite(work).all() and (work >= 0).all() and (work.sum(axis=1) > 0).all()):
         raise PlanError(
             "The cost must give every sequence a finite, positive work that grows with its tokens."
         )
@@ -189,56 +225,98 @@ def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: in
     return numbers.astype(np.int64)
 
 
-def _fewest_bins(units: _Units, ranks: int, limit: int, least: int, most: int) -> list[list[int]] | None:
-    """The units in the fewest micro-batches per rank, from `least` to `most`, that hold them, by bisection:
-    as if more micro-batches always held what fewer hold."""
-    best, middle = None, least
-    while least <= most:
-        if (bins := _dealt(units, ranks * middle, limit)) is not None:
-            best, most = bins, middle - 1
+def _most_units(units: _Units, count: int, limit: int, equal: bool) -> int:
+    """How many of the first units fit into `count` bins, by bisection."""
+    step = count if equal else 1
+    low, high = count // step, len(units.tokens) // step  # one unit in each bin fits
+    while low < high:
+        middle = (low + high + 1) // 2
+        some = _Units(units.tokens[: middle * step], units.work[: middle * step], [])
+        if _dealt(some, count, limit, equal) is None:
+            high = middle - 1
         else:
-            least = middle + 1
-        middle = (least + most) // 2
+            low = middle
+    return low * step
+
+
+def _fewest_bins(units: _Units, counts: list[int], limit: int, equal: bool) -> list[list[int]] | None:
+    """The units in the fewest bins that hold them, one of the rising `counts`, by bisection: as if more bins
+    always held what fewer hold."""
+    best, middle, low, high = None, 0, 0, len(counts) - 1
+    while low <= high:
+        if (bins := _dealt(units, counts[middle], limit, equal)) is not None:
+            best, high = bins, middle - 1
+        else:
+            low = middle + 1
+        middle = (low + high) // 2
     return best
 
 
-def _dealt(units: _Units, count: int, limit: int) -> list[list[int]] | None:
+def _dealt(units: _Units, count: int, limit: int, equal: bool) -> list[list[int]] | None:
     """The units in `count` bins of at most `limit` tokens, none empty; None if they do not fit."""
-    for falling in (units.work, units.tokens):
+    for falling in (units.work.sum(axis=1), units.tokens):
         order = np.argsort(-falling, kind="stable")
-        placed = Bins(count, limit).place(units.tokens[order], units.work[order])
-        if (placed != REMAINS).all() and len(np.unique(placed)) == count:
-            return [bin_.tolist() for bin_ in split(order, placed, count)]
+        if equal:
+            most = len(order) // count
+            placed = _place(np.ones_like(order), falling[order, None].astype(np.float64), count, most)
+        else:
+            placed = _place(units.tokens[order], units.work[order], count, limit)
+        if (placed == REMAINS).any() or len(np.unique(placed)) < count:
+            continue
+        bins = [bin_.tolist() for bin_ in split(order, placed, count)]
+        if not equal or max(int(units.tokens[bin_].sum()) for bin_ in bins) <= limit:
+            return bins
     return None
 
 
-def _even_out(units: _Units, bins: list[list[int]], limit: int) -> None:
-    """Swaps units of the heaviest and the lightest bin, or moves one, while their works get closer."""
-    loads = np.array([units.work[members].sum() for members in bins])
+def _place(tokens: Ints, work: Floats, count: int, limit: int) -> Ints:
+    """The bin of each unit, or `REMAINS`: that of least work with room for it, `limit` tokens in all.
+
+    Of several parts, that whose sums of squares, of each part and of all together, grow least.
+    """
+    if work.shape[1] == 1:
+        return Bins(count, limit).place(tokens, work[:, 0])
+    loads, filled = np.zeros((count, work.shape[1])), np.zeros(count, dtype=np.int64)
+    placed = np.full(len(tokens), REMAINS)
+    for unit, (length, parts) in enumerate(zip(tokens, work, strict=True)):
+        growth = np.where(filled + length <= limit, loads @ (parts + parts.mean()), np.inf)
+        if np.isfinite(growth).any():
+            placed[unit] = bin_ = growth.argmin()
+            loads[bin_] += parts
+            filled[bin_] += length
+    return placed
+
+
+def _even_out(units: _Units, bins: list[list[int]], limit: int, equal: bool) -> None:
+    """Swaps units of the heaviest and a light bin, or moves one, while that lowers the higher of the two."""
+    excess = np.array([units.work[members].sum(axis=0) for members in bins])
     filled = np.array([units.tokens[members].sum() for members in bins])
-    mean = loads.mean()
+    mean = excess.mean(axis=0)
+    excess -= mean
     for _ in range(SWAPS):
-        high, low = int(loads.argmax()), int(loads.argmin())
-        if loads[high] <= mean * (1 + ENOUGH):
+        high, part = np.unravel_index(excess.argmax(), excess.shape)
+        if excess[high, part] <= ENOUGH * mean.sum():
             return
-        gap = loads[high] - loads[low]
-        given, taken = np.array(_spread(bins[high])), np.array(_spread(bins[low]))
-        # The last column takes nothing back: a move.
-        moved = units.work[given][:, None] - np.append(units.work[taken], 0.0)
-        tokens = units.tokens[given][:, None] - np.append(units.tokens[taken], 0)
-        better = (moved > 0) & (moved < gap)
-        better &= (filled[low] + tokens <= limit) & (filled[high] - tokens <= limit)
-        if len(bins[high]) == 1:
-            better[:, -1] = False
-        if not better.any():
+        for low in excess[:, part].argsort()[:LIGHTEST]:
+            given, taken = np.array(_spread(bins[high])), np.array(_spread(bins[low]))
+            # The last column takes nothing back: a move.
+            nothing = np.zeros((1, excess.shape[1]))
+            moved = units.work[given][:, None] - np.concatenate([units.work[taken], nothing])
+            tokens = units.tokens[given][:, None] - np.append(units.tokens[taken], 0)
+            higher = np.maximum(excess[high] - moved, excess[low] + moved).max(axis=-1)
+            fits = (filled[low] + tokens <= limit) & (filled[high] - tokens <= limit)
+            if equal or len(bins[high]) == 1:
+                fits[:, -1] = False
+            row, column = np.unravel_index(np.where(fits, higher, np.inf).argmin(), fits.shape)
+            if fits[row, column] and higher[row, column] < excess[high, part]:
+                break
+        else:
             return
-        place = int(np.where(better, np.abs(moved - gap / 2), np.inf).argmin())
-        row, column = np.unravel_index(place, better.shape)
         _hand_over(int(given[row]), bins[high], bins[low])
         if column < len(taken):
             _hand_over(int(taken[column]), bins[low], bins[high])
         change = np.array([-1, 1])
-        loads[[high, low]] += change * moved[row, column]
+        excess[[high, low]] += change[:, None] * moved[row, column]
         filled[[high, low]] += change * tokens[row, column]
 
 

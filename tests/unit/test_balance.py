@@ -1,4 +1,4 @@
-"""The planner as a library: what must hold of any assignment, and how near the best it comes."""
+"""The planner as a library: what must hold of any assignment and epoch, and how near the best it comes."""
 
 import itertools
 import re
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import annotated_types
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,6 +69,76 @@ def test_it_is_near_the_best_of_all(lengths, ranks):
     assert plan.work.max() <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # Graham's bound of the first deal
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 500), min_size=12, max_size=80),
+    ranks=st.integers(1, 4),
+    micro_batches=st.integers(1, 3),
+    limit=st.integers(500, 3000),
+    equal=st.booleans(),
+)
+def test_what_finds_no_room_waits_and_the_earliest_do_not(lengths, ranks, micro_batches, limit, equal):
+    words = {"tokens_per_rank": limit, "may_wait": True, "equal_counts": equal}
+    plan = wlb_titan.balance(lengths, ranks=ranks, micro_batches=micro_batches, **words)
+    batches = list(itertools.chain(*plan.micro_batches))
+    dealt = sorted(itertools.chain(*batches))
+    assert dealt == list(range(len(dealt))) and plan.waiting == list(range(len(dealt), len(lengths)))
+    assert len(batches) == ranks * micro_batches and plan.tokens.max() <= limit
+    assert not equal or len({len(batch) for batch in batches}) == 1
+    if plan.waiting and not equal:  # one more would not have fitted
+        with pytest.raises(PlanError, match="do not fit into"):
+            wlb_titan.balance(
+                lengths[: len(dealt) + 1], ranks=ranks, micro_batches=micro_batches, tokens_per_rank=limit
+            )
+
+
+def test_every_part_of_the_work_is_even():
+    rng = np.random.default_rng(0)
+    text = rng.lognormal(6, 0.6, 1000)
+    images = rng.integers(100, 4000, 1000) * (rng.random(1000) < 0.3)
+    lengths = (text + images).astype(int) + 1
+    parts = np.stack([images, text + images], axis=1)
+    together = wlb_titan.balance(lengths, ranks=8, micro_batches=4, cost=parts.sum(axis=1))
+    apart = wlb_titan.balance(lengths, ranks=8, micro_batches=4, cost=parts)
+    assert apart.work.shape == (8, 4, 2) and together.work.shape == (8, 4)
+    again = np.array([[parts[batch].sum(axis=0) for batch in own] for own in together.micro_batches])
+    barriers = again.max(axis=0).sum() / again.mean(axis=0).sum()
+    assert together.imbalance < 1.002 < 1.02 < barriers and apart.imbalance < 1.01
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_an_epoch_has_every_sequence_once(data):
+    ranks, micro_batches, pool = (data.draw(st.integers(1, most)) for most in (4, 3, 3))
+    sequences = ranks * micro_batches * data.draw(st.integers(1, 6))
+    lengths = data.draw(st.lists(st.integers(1, 300), min_size=ranks, max_size=5 * sequences))
+    limit = data.draw(st.none() | st.integers(300, 1500))
+    words = {"ranks": ranks, "micro_batches": micro_batches, "sequences": sequences, "pool": pool}
+    sampler = wlb_titan.BalancedBatchSampler(lengths, tokens_per_rank=limit, **words)
+    epochs = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert len(sampler) == len(batches) and len(batches) % ranks == 0 and all(batches)
+        assert sorted([*itertools.chain(*batches), *sampler.left_out]) == list(range(len(lengths)))
+        assert limit is None or max(sum(lengths[i] for i in batch) for batch in batches) <= limit
+        assert not sampler.left_out or (limit and len(sampler.left_out) < ranks)
+        epochs.append(batches)
+    assert epochs[0] == epochs[2]
+
+
+def test_a_step_has_the_sequences_of_the_shuffle_and_a_pool_evens_out_more():
+    lengths = np.random.default_rng(0).lognormal(6, 1, 4000).astype(int) + 1
+    words = {"ranks": 4, "micro_batches": 2, "sequences": 40}
+    sampler, pooled = (wlb_titan.BalancedBatchSampler(lengths, pool=pool, **words) for pool in (1, 10))
+    order = np.random.default_rng([0, 0]).permutation(4000)
+    batches = list(sampler)
+    for number, step in enumerate(np.split(order, 100)):
+        assert sorted(itertools.chain(*batches[8 * number : 8 * number + 8])) == sorted(step.tolist())
+    assert len(pooled) == len(sampler) == 800
+    assert 1 <= pooled.imbalance < sampler.imbalance
+
+
 def test_a_shared_prompt_is_computed_once():
     costs = {"tokens": lambda tokens: tokens.astype(float), "model": Quadratic(1.0, 0.0)}
     for name, expected in (("tokens", 100 + 10 + 20), ("model", 100**2 + 110**2 - 100**2 + 120**2 - 100**2)):
@@ -95,6 +166,9 @@ def test_a_measured_cost_goes_through_its_points_and_grows_as_the_square():
         ({"lengths": [5] * 3, "ranks": 1, "groups": [1]}, "groups has 1 values"),
         ({"lengths": [5] * 2, "ranks": 1, "groups": [1, 1], "prompts": [3, 4]}, "share their prompt"),
         ({"lengths": [0.5], "ranks": 1}, "whole numbers"),
+        ({"lengths": [5] * 3, "ranks": 2, "equal_counts": True}, "3 sequences make no 2 ranks"),
+        ({"lengths": [5] * 3, "ranks": 1, "may_wait": True}, "must be a number"),
+        ({"lengths": [5] * 3, "ranks": 1, "cost": np.ones(2)}, "one for each sequence"),
         ({"lengths": [5], "ranks": 1, "cost": lambda tokens: tokens * 0.0}, "positive work"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -105,13 +179,17 @@ def test_what_cannot_be_is_said(arguments, said):
 
 
 @pytest.mark.slow
-def test_examples_of_the_page_run_and_import_neither_torch_nor_datasets():
-    """In a Python of their own, which has imported nothing yet."""
+def test_examples_of_the_page_run_where_nothing_is_but_numpy_and_annotated_types(tmp_path):
+    """In a Python of their own, which finds nothing else."""
+    root = Path(wlb_titan.__file__).parent
+    libraries = [Path(module.__file__).parent for module in (np, annotated_types)]
+    for folder in (root, *libraries, libraries[0].with_name("numpy.libs")):
+        (tmp_path / folder.name).symlink_to(folder)
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
-    examples = re.findall(r"\n\n```python\n(.*?)```", page, re.DOTALL)  # without those that are "not run"
-    assert ["balance(" in examples[0], "Job(" in examples[1]] == [True, True]
-    program = "".join([*examples, "import sys; print(*sys.modules)"])
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
-    assert not {"torch", "torchtitan", "datasets", "pyarrow"} & set(loaded.split())
+    examples = re.findall(r"\n\n```python\n(.*?)```", page, re.DOTALL)
+    assert [name in one for name, one in zip(("balance(", "Sampler(", "Job("), examples, strict=True)] == [
+        True
+    ] * 3
+    program = "".join([f"import sys; sys.path.append({str(tmp_path)!r})\n", *examples])
+    run = [sys.executable, "-I", "-S", "-c", program]
+    assert re.fullmatch(r"(1\.\d{3}\n){3}", subprocess.check_output(run, text=True))
