@@ -1,5 +1,4 @@
-"""`wlb.policy` chooses the classes of three sections, older words are refused with this one, and a file may extend
-several."""
+"""`wlb.policy` chooses the classes of three sections; older words are refused with it. `extends` takes a list."""
 
 from dataclasses import dataclass, field
 
