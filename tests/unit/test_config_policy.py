@@ -1,4 +1,7 @@
-"""`wlb.policy` chooses the classes of three sections; older words are refused with it. `extends` takes a list."""
+"""`wlb.policy` chooses the classes of three sections, and older words are refused with it.
+
+A file may extend several.
+"""
 
 from dataclasses import dataclass, field
 
