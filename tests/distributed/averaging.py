@@ -1,5 +1,4 @@
-"""Bases whose trainers write their weights at the end: of a job with the examples' `LocalSgd`, and of a naive
-reference that does the same in one process, replica by replica."""
+"""Bases whose trainers write their weights: with the examples' `LocalSgd`, and a naive reference of it."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -112,7 +111,5 @@ def _base(trainer, optimizer):
 
 
 sgd, adamw = partial(_base, WritingTrainer, "SGD"), partial(_base, WritingTrainer, "AdamW")
-reference_sgd, reference_adamw = (
-    partial(_base, ReferenceTrainer, "SGD"),
-    partial(_base, ReferenceTrainer, "AdamW"),
-)
+reference_sgd = partial(_base, ReferenceTrainer, "SGD")
+reference_adamw = partial(_base, ReferenceTrainer, "AdamW")

@@ -30,13 +30,8 @@ SAVED_IN_HF = ("--checkpoint.last_save_in_hf", "true", "--checkpoint.last_save_m
 UNSCALED = {"rope_type": "default", "rope_theta": 500000.0}
 
 
-def random_weights():
-    """Such that attention is far from uniform, or a wrong rotation would hardly show in the loss."""
-    random, weights = torch.Generator().manual_seed(0), {}
-    for name, weight in LlamaForCausalLM(LlamaConfig(**DESCRIPTION)).state_dict().items():
-        noise = torch.randn(weight.shape, generator=random)
-        weights[name] = 1 + 0.1 * noise if noise.ndim == 1 else noise * 2 * noise.shape[1] ** -0.5
-    return weights
+def loading(folder):
+    return "--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +39,11 @@ def published(lab):
     """A folder as it comes from the Hugging Face hub, with the tokenizer of the corpus."""
     folder = lab.folder / "published"
     folder.mkdir()
-    weights = random_weights()
+    # Such that attention is far from uniform, or a wrong rotation would hardly show in the loss.
+    random, weights = torch.Generator().manual_seed(0), {}
+    for name, weight in LlamaForCausalLM(LlamaConfig(**DESCRIPTION)).state_dict().items():
+        noise = torch.randn(weight.shape, generator=random)
+        weights[name] = 1 + 0.1 * noise if noise.ndim == 1 else noise * 2 * noise.shape[1] ** -0.5
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(DESCRIPTION))
     for file in (lab.corpus / "tokenizer").iterdir():
@@ -55,10 +54,7 @@ def published(lab):
 @pytest.mark.timeout(300)
 def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     folder, weights = published
-    words = [
-        *("--base", "bases:scaled_llama", "--training.steps", "2"),
-        *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
-    ]
+    words = ("--base", "bases:scaled_llama", "--training.steps", "2", *loading(folder))
     alone = lab.experiment("hf_one_process", *words, *layout(), *SAVED_IN_HF)
     parallel = lab.experiment("hf_tp2", *words, *layout("tp2"))
     lab.run(1, [alone])
@@ -86,22 +82,14 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
 @pytest.mark.timeout(300)
 def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     base = ("--base", "bases:qwen3_moe", "--checkpoint.export_dtype", "float32")
-    saved = lab.experiment(
-        "seed",
-        *base,
-        *layout(),
-        *("--training.steps", "1", "--optimizer.param_groups.0.optimizer_kwargs.lr", "0.0"),
-        *SAVED_IN_HF,
-    )
+    one_step = (*base, "--training.steps", "1")
+    unchanged = ("--optimizer.param_groups.0.optimizer_kwargs.lr", "0.0")
+    saved = lab.experiment("seed", *one_step, *layout(), *unchanged, *SAVED_IN_HF)
     saved.folder = lab.folder / "saved_in_hf"
     lab.run(1, [saved])
     published = saved.folder / "checkpoint" / "step-1"
-    loaded = lab.experiment(
-        "loaded_from_hf",
-        *base,
-        *(*layout("cp2"), "--parallelism.expert_parallel_degree", "2", "--training.steps", "1"),
-        *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(published)),
-    )
+    experts = (*layout("cp2"), "--parallelism.expert_parallel_degree", "2")
+    loaded = lab.experiment("loaded_from_hf", *one_step, *experts, *loading(published))
     (published / "config.json").write_text(json.dumps({"num_experts": 4}))
     lab.run(2, [loaded])
     assert loaded.losses() == pytest.approx(saved.losses(), rel=1e-5)
@@ -142,8 +130,7 @@ def first_step(words, rows, weight):
 
 
 def hugging_face(folder, step, weight, **description):
-    """Loss and gradients of Hugging Face's Llama in float64, document by document; of a model that is
-    described otherwise in some points."""
+    """Loss and gradients of Hugging Face's Llama, or one of another description, document by document."""
     description = {"dtype": torch.float64, "attn_implementation": "eager", **description}
     model = LlamaForCausalLM.from_pretrained(folder, **description)
     divisor = sum(
@@ -175,12 +162,9 @@ def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversa
     folder, _ = published
     experiments = {}
     for name, (learned, weight) in MASKED.items():
-        words = [
-            *("--base", "trainers:probed", "--training.steps", "1", "--wlb.loss_weight", weight),
-            *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
-            *(*lab.reading(conversations[learned]), *layout(name), "--checkpoint.enable", "true"),
-        ]
-        experiments[name] = lab.experiment(f"masked {name}", *words)
+        words = ("--base", "trainers:probed", "--training.steps", "1", "--checkpoint.enable", "true")
+        data = (*lab.reading(conversations[learned]), "--wlb.loss_weight", weight)
+        experiments[name] = lab.experiment(f"masked {name}", *words, *data, *loading(folder), *layout(name))
     for processes in (4, 2):
         lab.run(processes, [own for name, own in experiments.items() if ranks(name) == processes])
     for name, (learned, weight) in MASKED.items():

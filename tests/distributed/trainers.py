@@ -25,17 +25,13 @@ WEIGHTS = "weights.pt"  # of averaging.py
 WAITED = "waits-{rank}.jsonl"
 WAITS = {
     "aten._local_scalar_dense.default",  # item(), float(), a tensor as a condition
-    "aten.equal.default",
-    "aten.masked_select.default",
-    "aten.nonzero.default",
-    "aten.repeat_interleave.Tensor",
-    "aten._unique2.default",
+    *("aten.equal.default", "aten.masked_select.default", "aten.nonzero.default"),
+    *("aten.repeat_interleave.Tensor", "aten._unique2.default"),
 }
 
 
 def gathered(trainer, of, alike=False):
-    """`of(parameter)` of the whole model by name, on rank 0; None on the others. `alike`: ranks that have the
-    same parameter have the same there, bit by bit."""
+    """`of(parameter)` of the whole model by name, on rank 0, else None; bit by bit the same if `alike`."""
     mine = {clean(name): whole(of(p)) for part in trainer.model_parts for name, p in part.named_parameters()}
     everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everything)
@@ -146,13 +142,8 @@ class WatchingTrainer(Trainer):
         knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
         with noticed_by_cuda() as by_cuda, Watch() as watch:
             super().train_step(data_iterator)
-        record = {
-            "waits": watch.waits + by_cuda,
-            "operations": watch.operations,
-            "longest": self.planned.plan.longest,
-            "compiled": compiled,
-            "timeouts": timeouts,
-        }
+        record = {"waits": watch.waits + by_cuda, "operations": watch.operations, "compiled": compiled}
+        record |= {"longest": self.planned.plan.longest, "timeouts": timeouts}
         with (Path(self.config.dump_folder) / WAITED.format(rank=dist.get_rank())).open("a") as file:
             file.write(json.dumps(record) + "\n")
 

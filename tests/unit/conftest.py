@@ -30,6 +30,14 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def pytest_pycollect_makemodule(module_path):
+    """torchtitan picks its device as it is imported, which slow files do."""
+    if SLOW in module_path.read_text().splitlines():
+        from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+        use_cpu_without_accelerator()
+
+
 @pytest.fixture
 def forked_ranks(fork_server, tmp_path, monkeypatch):
     """`dryrun` and `rehearse` with ranks that are forked: each would import torchtitan for seconds."""

@@ -1,29 +1,23 @@
-"""What is settled before a job's first step: whether it fits its devices (or is refused with the arithmetic),
-how long ranks wait for one another, and the hardware planned for."""
+"""What is settled before a first step: whether it fits, how long ranks wait, for what hardware it plans."""
 
 from copy import deepcopy
 from dataclasses import replace
 
 import pytest
+import torch
+from torchtitan.distributed import ParallelDims
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-import torch  # noqa: E402
-from torchtitan.distributed import ParallelDims  # noqa: E402
-
-from wlb_titan.cost.cluster import load_cluster  # noqa: E402
-from wlb_titan.cost.models import rank_parameters  # noqa: E402
-from wlb_titan.errors import UserError  # noqa: E402
-from wlb_titan.memory.fits import USABLE  # noqa: E402
-from wlb_titan.memory.rank import Passes  # noqa: E402
-from wlb_titan.packing import POLICIES  # noqa: E402
-from wlb_titan.runtime import agreement  # noqa: E402
-from wlb_titan.runtime.job import job_of, model_shape  # noqa: E402
-from wlb_titan.runtime.memory import check_memory  # noqa: E402
-from wlb_titan.runtime.models.bases import base_config  # noqa: E402
-from wlb_titan.runtime.models.load import load_config  # noqa: E402
+from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.models import rank_parameters
+from wlb_titan.errors import UserError
+from wlb_titan.memory.fits import USABLE
+from wlb_titan.memory.rank import Passes
+from wlb_titan.packing import POLICIES
+from wlb_titan.runtime import agreement
+from wlb_titan.runtime.job import job_of, model_shape
+from wlb_titan.runtime.memory import check_memory
+from wlb_titan.runtime.models.bases import base_config
+from wlb_titan.runtime.models.load import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -49,12 +43,8 @@ def loaded(tmp_path_factory):
 PIPELINE = """
 base = "llama2_7b"
 wlb.cluster = "h100_roce"
-[training]
-seq_len = 32768
-local_batch_size = 8
-[parallelism]
-pipeline_parallel_degree = 4
-data_parallel_shard_degree = 1
+training = { seq_len = 32768, local_batch_size = 8 }
+parallelism = { pipeline_parallel_degree = 4, data_parallel_shard_degree = 1 }
 [wlb.packing]
 policy = "wlb"
 """
@@ -97,21 +87,15 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
 
 
 QWEN3 = "torchtitan.models.qwen3.config_registry:qwen3_"
-UNKNOWN_SCHEDULE = PIPELINE.replace(
-    "[parallelism]", '[parallelism]\npipeline_parallel_schedule = "LoopedBFS"'
-)
+LOOPED = PIPELINE.replace("parallelism = {", 'parallelism = { pipeline_parallel_schedule = "LoopedBFS",')
 
 
-@pytest.mark.parametrize(
-    "text", [UNKNOWN_SCHEDULE, f'base = "{QWEN3}moe_debug"'], ids=["schedule", "experts"]
-)
+@pytest.mark.parametrize("text", [LOOPED, f'base = "{QWEN3}moe_debug"'], ids=["schedule", "experts"])
 def test_what_is_not_known_is_not_refused(loaded, text):
     check_memory(loaded(text), 1)
 
 
-@pytest.mark.parametrize(
-    "base", ["llama3_debug", QWEN3 + "moe_debug", QWEN3 + "0_6b"], ids=["dense", "experts", "tied"]
-)
+@pytest.mark.parametrize("base", ["llama3_debug", QWEN3 + "moe_debug", QWEN3 + "0_6b"])
 def test_the_weights_are_those_of_the_model(base):
     model = base_config(base).model_spec.model
     with torch.device("meta"):
@@ -139,11 +123,8 @@ def config():
     return deepcopy(base_config("llama2_7b"))
 
 
-def test_a_small_job_keeps_the_default():
-    assert timeout(base_config("llama3_debug")) == 300
-
-
 def test_a_long_step_is_waited_for_and_longer_micro_batches_for_longer(config):
+    assert timeout(base_config("llama3_debug")) == 300  # a small job keeps the default
     config.training = replace(config.training, seq_len=2**20, local_batch_size=16)
     seconds = timeout(config)
     assert seconds > 300

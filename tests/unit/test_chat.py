@@ -7,6 +7,7 @@ from itertools import cycle
 import datasets
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from corpora import decode
 from tokenizers import AddedToken, Tokenizer
 
@@ -70,14 +71,10 @@ def write_lines(path, chats, **more):
 
 
 def prepare(tmp_path, tokenizer, template, chats=CHATS, source=None, **options):
-    settings = PrepareSettings(
-        source=source or write_lines(tmp_path / "chat.jsonl", chats),
-        tokenizer=with_template(tokenizer, template),
-        chat=True,
-        **options,
-    )
-    shutil.rmtree(tmp_path / "corpus", ignore_errors=True)
-    return prepare_corpus(settings, tmp_path / "corpus")
+    source, folder = source or write_lines(tmp_path / "chat.jsonl", chats), tmp_path / "corpus"
+    shutil.rmtree(folder, ignore_errors=True)
+    own = with_template(tokenizer, template)
+    return prepare_corpus(PrepareSettings(source=source, tokenizer=own, chat=True, **options), folder)
 
 
 def learned_texts(corpus):
@@ -91,9 +88,9 @@ def learned_texts(corpus):
     return [found[name] for name in sorted(found)]
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "by marks"])
-def test_the_assistant_s_turns_are_learned(tmp_path, tokenizer, template):
-    corpus = prepare(tmp_path, tokenizer, template)
+def test_the_assistant_s_turns_are_learned(tmp_path, tokenizer):
+    """By prefixes; the next test has marks."""
+    corpus = prepare(tmp_path, tokenizer, PLAIN)
     assert learned_texts(corpus) == ANSWERS
     whole = decode(tokenizer, corpus.tokens(0))
     assert whole.count("<|turn|>") == whole.count("<|end|>") == 4
@@ -133,10 +130,8 @@ def test_arguments_that_a_tool_call_does_not_have_are_not_learned(tmp_path, toke
     datasets.Dataset.from_dict({"messages": chats, "tools": tools}).to_parquet(tmp_path / "chat.parquet")
     corpus = prepare(tmp_path, tokenizer, WITH_TOOLS, source=f"parquet:{tmp_path}/chat.parquet")
     assert not any("null" in decode(tokenizer, corpus.tokens(row)) for row in range(2))
-    assert learned_texts(corpus) == [
-        ['I ask.{"city": "Rome"}<|end|>'],
-        ['I ask.{"unit": "km", "at": [{"a": 1}]}<|end|>'],
-    ]
+    answers = ['{"city": "Rome"}', '{"unit": "km", "at": [{"a": 1}]}']
+    assert learned_texts(corpus) == [[f"I ask.{answer}<|end|>"] for answer in answers]
 
 
 def test_a_null_that_a_line_of_json_spells_stays(tmp_path, tokenizer):
@@ -181,10 +176,10 @@ def test_long_conversations_are_left_out_and_counted(tmp_path, tokenizer):
         prepare(tmp_path, tokenizer, PLAIN, max_length=lengths[0] - 1)
 
 
-NO_LIST, NO_ROLE = "no list of messages", 'message 1 has no "role"'
+NO_ROLE = 'message 1 has no "role"'
 BAD = {
-    "text": ("hello", PLAIN, NO_LIST),
-    "no messages": ([], PLAIN, NO_LIST),
+    "text": ("hello", PLAIN, "no list of messages"),
+    "no messages": ([], PLAIN, "no list of messages"),
     "no role": ([{"content": "One?"}, *talk("a", "b")], PLAIN, f"{NO_ROLE}; it has content"),
     "another schema": ([{"from": "human", "value": "Hi"}], PLAIN, f"{NO_ROLE}; it has from, value"),
     "empty turn": (talk("Hi", " \n"), PLAIN, r"2 \(assistant\) has no text"),
@@ -210,20 +205,17 @@ def test_bad_conversations_end_the_preparation_with_file_and_line(name, tmp_path
     assert not (tmp_path / "corpus").exists()
 
 
-def test_the_command_shows_what_is_learned(tmp_path, tokenizer, capsys):
+def test_the_command_shows_what_is_learned(tmp_path, tokenizer):
     source = write_lines(tmp_path / "chat.jsonl", CHATS[1:])
     template = tmp_path / "template.jinja"
     template.write_text(MARKED)
     words = ["prepare", str(tmp_path / "c"), "--source", source, "--tokenizer", with_template(tokenizer, "")]
-    with pytest.raises(SystemExit) as end:
-        main([*words, "--chat", "--chat-template", str(template)])
-    assert not end.value.code
-    out = capsys.readouterr().out
-    assert "[Two<|end|>]" in out and "learned  " in out
+    prepared = CliRunner().invoke(main, [*words, "--chat", "--chat-template", str(template)])
+    assert prepared.exit_code == 0, prepared.output
+    assert "[Two<|end|>]" in prepared.stdout and "learned  " in prepared.stdout
     assert (Corpus.open(tmp_path / "c").tokenizer_path / "chat_template.jinja").is_file()
-    with pytest.raises(SystemExit):
-        main([*words, "--chat"])
-    assert "made with other settings: chat_template is" in capsys.readouterr().err
+    again = CliRunner().invoke(main, [*words, "--chat"])
+    assert again.exit_code == 2 and "made with other settings: chat_template is" in again.stderr
 
 
 @pytest.mark.slow

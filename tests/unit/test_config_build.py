@@ -1,6 +1,5 @@
 """TOML over a base, with small dataclasses in the place of torchtitan's."""
 
-import copy
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wlb_titan.config.build import dotted
 from wlb_titan.config.load import Resolved, resolve
 from wlb_titan.errors import ConfigError, UserError
 
@@ -38,18 +38,7 @@ class Square:
         corner: Circle.Config = field(default_factory=Circle.Config)
 
 
-def hidden():
-    @dataclass(kw_only=True, slots=True)
-    class Hidden(Circle.Config):
-        pass
-
-    return Hidden
-
-
-HIDDEN = hidden()
-
-
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Group:
     pattern: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -82,9 +71,7 @@ class Config:
     limit: float = 40.0
     options: dict[str, int] | None = None
     anything: Any = None
-    groups: list[Group] = field(
-        default_factory=lambda: [Group(pattern=".*", options={"lr": 1.0, "b": (1, 2)})]
-    )
+    groups: list[Group] = field(default_factory=lambda: [Group(".*", {"lr": 1.0, "b": (1, 2)})])
 
     def __post_init__(self):
         if isinstance(self.shape, Circle.Config) and self.shape.radius + self.inner.radius > self.limit:
@@ -98,13 +85,17 @@ def make_base(name: str) -> Config:
 
 
 def values_of(resolved: Resolved) -> dict[str, Any]:
-    return {".".join(map(str, entry.path)): entry.value for entry in resolved.entries}
+    return {dotted(entry.path): entry.value for entry in resolved.entries}
 
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Write the given files and load "train.toml" with command-line words."""
+    """Write the given files and load "train.toml" with command-line words; one class has no name."""
     monkeypatch.chdir(tmp_path)
+
+    @dataclass(kw_only=True, slots=True)
+    class Hidden(Circle.Config):
+        pass
 
     def load(*words: str, **files: str):
         for name, content in files.items():
@@ -112,12 +103,6 @@ def load(tmp_path, monkeypatch):
         return resolve("train.toml", words, make_base)
 
     return load
-
-
-def test_without_settings_the_base_comes_out(load):
-    resolved = load(train='base = "small"')
-    assert resolved.config == make_base("small")
-    assert set(resolved.provenance.values()) == {"base small"}
 
 
 # What parent.toml, train.toml and the command line say, between bars, and indented what comes of it.
@@ -257,8 +242,6 @@ training.steps = 0 | |
     parent.toml:2: training.steps = 0: expected an integer, at least 1.
 | limit = nan |
     train.toml:2: limit = nan: expected a number. Numbers are finite and have at most 64 bits.
-training = 3 | |
-    parent.toml:2: training = 3: expected a table.
 groups = 3 | |
     parent.toml:2: groups = 3: expected an array (each element a table).
 extends = "train.toml" | |
@@ -302,9 +285,10 @@ def test_a_rule_over_the_whole_names_the_place(load):
     )
 
 
-def test_values_that_toml_cannot_express_stay_the_base_s(load, tmp_path):
-    resolved = load(train='base = "small"\ntraining.steps = 3')
-    assert resolved.config.training.callback is len
+def test_without_settings_the_base_comes_out_with_what_toml_cannot_express(load):
+    resolved = load(train='base = "small"')
+    assert resolved.config == make_base("small")
+    assert set(resolved.provenance.values()) == {"base small"}
     written = resolved.to_toml()
     assert "# callback: a Python builtin_function_or_method, which only the base can give" in written
     assert load(train=written).config == resolved.config
@@ -353,12 +337,9 @@ def test_the_resolved_toml_loads_to_an_equal_configuration(tmp_path_factory, par
         parent = {key: value for key, value in parent.items() if not key.startswith("groups")}
     (folder / "parent.toml").write_text(toml_file(parent, 'base = "small"') + new_list)
     (folder / "child.toml").write_text(toml_file(child, 'extends = "parent.toml"'))
-    base = make_base("small")
-    before = copy.deepcopy(base)
-    resolved = resolve(
-        folder / "child.toml", [f"--{key}={toml(value)}" for key, value in words.items()], lambda name: base
-    )
-    assert base == before, "the base was changed"
+    base, command_line = make_base("small"), [f"--{key}={toml(value)}" for key, value in words.items()]
+    resolved = resolve(folder / "child.toml", command_line, lambda name: base)
+    assert base == make_base("small"), "the base was changed"
 
     (folder / "saved.toml").write_text(resolved.to_toml())
     again = resolve(folder / "saved.toml", [], make_base)

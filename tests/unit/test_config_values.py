@@ -11,16 +11,7 @@ from annotated_types import Ge, Gt, Interval, MinLen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.config.values import (
-    Mismatch,
-    convert,
-    describe,
-    expressed,
-    in_words,
-    key_text,
-    limits_of,
-    to_text,
-)
+from wlb_titan.config.values import Mismatch, convert, describe, expressed, key_text, to_text
 
 Rate = Annotated[float, Gt(0)]
 Share = Annotated[float, Interval(gt=0, lt=1)] | None
@@ -92,11 +83,6 @@ def test_what_a_hint_asks_for_and_what_is_refused(hint, words, wrong):
     for value in wrong:
         with pytest.raises(Mismatch):
             convert(value, hint)
-
-
-def test_limits_are_those_of_all_that_a_hint_allows():
-    assert in_words(limits_of(Lengths)) == "not empty and at least 2"
-    assert limits_of(dict[str, int] | None) == ()
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]))

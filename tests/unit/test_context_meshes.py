@@ -1,19 +1,14 @@
 """Every rank makes the same process groups, also those of ranks that share without it."""
 
 import pytest
+import torch.distributed as dist
+from torchtitan.distributed.utils import init_fake_mode
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-import torch.distributed as dist  # noqa: E402
-from torchtitan.distributed.utils import init_fake_mode  # noqa: E402
-
-from wlb_titan.context.strategy import STRATEGIES  # noqa: E402
-from wlb_titan.cost.degrees import Degrees  # noqa: E402
-from wlb_titan.job import Job  # noqa: E402
-from wlb_titan.packing import POLICIES  # noqa: E402
-from wlb_titan.runtime.meshes import Dims, context_meshes  # noqa: E402
+from wlb_titan.context.strategy import STRATEGIES
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.job import Job
+from wlb_titan.packing import POLICIES
+from wlb_titan.runtime.meshes import Dims, context_meshes
 
 pytestmark = pytest.mark.slow
 

@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-from wlb_titan.config.settings import CorpusSettings  # noqa: E402
-from wlb_titan.corpus.writer import write_synthetic_corpus  # noqa: E402
-from wlb_titan.cost.models import ModelShape  # noqa: E402
-from wlb_titan.job import Job  # noqa: E402
-from wlb_titan.packing import POLICIES  # noqa: E402
-from wlb_titan.runtime.data.dataloader import PlannedDataLoader  # noqa: E402
+from wlb_titan.config.settings import CorpusSettings
+from wlb_titan.corpus.writer import write_synthetic_corpus
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.job import Job
+from wlb_titan.packing import POLICIES
+from wlb_titan.runtime.data.dataloader import PlannedDataLoader
 
 pytestmark = pytest.mark.slow
 

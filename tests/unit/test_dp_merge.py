@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import LAYER, job, pairs
+from planning import CLUSTER, LAYER, pairs
 from slicing import PACKINGS, planner, run_through, sliced, slim
 
 from wlb_titan.context.strategy import STRATEGIES
@@ -27,11 +27,7 @@ from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
 ALWAYS, NEVER = PACKINGS["merged"], PACKINGS["slim"]
-
-
-def one_long(short=8, count=24):
-    """A document of the window, and short ones: a global batch of 4 windows."""
-    return [64] + [short] * count
+ONE_LONG = [64] + [8] * 24  # a document of the window, and short ones: a global batch of 4 windows
 
 
 def test_the_docstrings_example():
@@ -103,7 +99,7 @@ def test_ranks_with_nothing_else_fill_all_their_packs():
 
 def test_what_is_counted_is_the_same_as_without():
     degrees = Degrees(shard=4, context=2, pipeline=2)
-    made, without = (planner(one_long(), packing, degrees=degrees, seed=None) for packing in (ALWAYS, NEVER))
+    made, without = (planner(ONE_LONG, packing, degrees=degrees, seed=None) for packing in (ALWAYS, NEVER))
     plan, other = made.next(), without.next()
     assert not any(m.merged for m in other.micro_batches)
     merged = [m for m in plan.micro_batches if m.merged]
@@ -122,25 +118,24 @@ def test_what_is_counted_is_the_same_as_without():
 def test_strategies_that_divide_heads_are_refused_by_name(policy):
     made = {"degrees": Degrees(shard=2, context=2), "sharding": STRATEGIES.configure(policy)}
     with pytest.raises(PlanError, match=f"cannot share a document under .* {policy}, which"):
-        planner(one_long(), ALWAYS, **made)
-    plan = planner(one_long(), slim(), **made).next()
+        planner(ONE_LONG, ALWAYS, **made)
+    plan = planner(ONE_LONG, slim(), **made).next()
     assert not any(m.merged for m in plan.micro_batches)
 
 
-def predicted(packing, *, lengths=(), **changes):
+def predicted(packing, *, lengths=ONE_LONG, **changes):
     made = sliced(packing, **{"degrees": Degrees(shard=4, pipeline=2), **changes})
-    lengths = np.array(lengths or one_long())
-    return made, made.plans(Documents(lengths=lengths, seed=None), 1)
+    return made, made.plans(Documents(lengths=np.array(lengths), seed=None), 1)
 
 
 def test_a_shared_document_by_hand():
     """Two ranks and a document of 8 tokens, of which each has two chunks of 2."""
     node = Link(1e6, 1e-3)
-    cluster = replace(job().cluster, node=node)
     two_ranks = {"lengths": [8] + [2] * 4, "micro_batches": 2, "window": 8, "degrees": Degrees(shard=2)}
-    _, (plan,) = predicted(replace(ALWAYS, micropacks=1), cluster=cluster, **two_ranks)
+    _, (plan,) = predicted(replace(ALWAYS, micropacks=1), **two_ranks)
     assert not any(m.merged for m in plan.micro_batches)  # the other document would have no pack
-    made, (plan,) = predicted(replace(ALWAYS, micropacks=2), cluster=cluster, **two_ranks)
+    two_ranks["cluster"] = replace(CLUSTER, node=node)
+    made, (plan,) = predicted(replace(ALWAYS, micropacks=2), **two_ranks)
     first, last = plan.of_rank(0)
     assert first.merged == range(0, 2) and not last.merged and first.length == 4
     assert plan.of_rank(1)[0].length == 4 and plan.tokens == 16

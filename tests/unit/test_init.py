@@ -5,12 +5,8 @@ from click.testing import CliRunner
 
 from wlb_titan.commands.init import experiment
 from wlb_titan.commands.main import main
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-from wlb_titan.runtime.job import degrees_product  # noqa: E402
-from wlb_titan.runtime.models.load import load_config  # noqa: E402
+from wlb_titan.runtime.job import degrees_product
+from wlb_titan.runtime.models.load import load_config
 
 pytestmark = pytest.mark.slow
 

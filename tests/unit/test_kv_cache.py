@@ -52,11 +52,7 @@ def pieces(lengths, cuts):
 
 
 class Sliced:
-    """Attention of packs of slices, rows of (document, start, stop), of these documents.
-
-    Args:
-        cut: documents that another pass has in parts.
-    """
+    """Attention of packs, rows of (document, start, stop); another pass has documents of `cut` in parts."""
 
     def __init__(
         self, lengths, tensors, padding=0, cut=(), window=None, sinks=False, attend=sliced_attention
@@ -74,9 +70,8 @@ class Sliced:
         documents, prefix, stops = np.array(pack).T
         counts = stops - prefix
         in_parts = [d in self.cut or n < self.lengths[d] for d, n in zip(documents, counts, strict=True)]
-        rows = np.stack(
-            [np.where(in_parts, documents, -1), prefix, counts, np.take(self.lengths, documents)], axis=1
-        )
+        marked = np.where(in_parts, documents, -1)
+        rows = np.stack([marked, prefix, counts, np.take(self.lengths, documents)], axis=1)
         seg = torch.from_numpy(segments_after(segments(whole_sequence(counts), counts), counts, prefix))
         own = [torch.nn.functional.pad(x[here], (0, 0, 0, 0, 0, self.padding)) for x in self.tensors[:3]]
         numbers = torch.from_numpy(rows), self.cache.number, torch.tensor(layer)
@@ -98,8 +93,7 @@ class Sliced:
 
 
 def run(packs, lengths, tensors, order=None, again=False, **options):
-    """Outputs and gradients of all packs in the given order of backward passes; `again` computes their
-    forward passes twice."""
+    """Outputs and gradients of all packs, by this order of backward passes; `again`: two forward passes."""
     sliced, losses = Sliced(lengths, tensors, **options), []
     outputs = torch.empty_like(tensors[0])
     for pack in packs:

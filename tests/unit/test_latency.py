@@ -1,5 +1,4 @@
-"""The latency model: its counts against tiles drawn one by one and against the kernels' own tile lists, its
-time against a schedule of these tiles, its fit against known coefficients."""
+"""The latency model against tiles drawn one by one, the kernels' tile lists, and a schedule of its tiles."""
 
 import heapq
 from dataclasses import replace
@@ -86,8 +85,7 @@ def test_long_segments_are_tiled_as_the_kernels_do(policy):
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize(("longest", "error"), [(40, 0.2), (300, 0.1), (900, 0.1)])
 def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, window):
-    """On average over where tiles begin; documents far below a tile mostly just miss a round number of
-    blocks."""
+    """On average over where tiles begin; documents far below a tile mostly just miss a round number."""
     lengths = np.random.default_rng(longest).integers(1, longest, 60000 // longest)
     whole, tokens = layout.segments(layout.whole_sequence(lengths), lengths), int(lengths.sum())
     tiles, blocks, _ = blocks_of(whole, tokens, window)
@@ -159,7 +157,7 @@ def test_the_longest_tile_bounds_a_launch_that_has_few():
     assert (seconds[0] - launch) / (nearer - launch) == pytest.approx([2, 2], rel=0.01)
 
 
-def test_time_grows_with_heads_and_slowness_and_falls_with_units():
+def test_time_grows_with_heads_head_dim_and_slowness_and_falls_with_units():
     many = np.array([[n, 0, 3000] for n in range(50)])
     for latency in (planning.UNMERGED, hopper(128, 32, group=8)):
         slower = replace(latency, forward=latency.forward.slower(2), backward=latency.backward.slower(2))
@@ -170,6 +168,9 @@ def test_time_grows_with_heads_and_slowness_and_falls_with_units():
     most, least = replace(latency, units=66).seconds([many]), latency.seconds([many])
     launch = latency.fixed(np.array([0]))
     assert most - launch == pytest.approx(2 * (least - launch))
+    small, large = hopper(64, 8), hopper(128, 8)  # as published rates say
+    assert small.forward.block / large.forward.block == pytest.approx(648 / 497 / 2, abs=1e-3)
+    assert small.backward.block / large.backward.block == pytest.approx(561 / 474 / 2, abs=1e-3)
 
 
 def test_a_model_with_windows_has_the_time_of_its_mean_layer():
@@ -205,9 +206,3 @@ def test_fit_finds_the_coefficients_that_made_the_points(tiling):
     found = fit(noisy, 132, tiling)
     assert np.median(errors(found, noisy)) < 0.05
     assert min(getattr(found, name) for name in COEFFICIENTS) >= 0
-
-
-def test_head_dim_64_takes_what_published_rates_say():
-    small, large = hopper(64, 8), hopper(128, 8)
-    assert small.forward.block / large.forward.block == pytest.approx(648 / 497 / 2, abs=1e-3)
-    assert small.backward.block / large.backward.block == pytest.approx(561 / 474 / 2, abs=1e-3)

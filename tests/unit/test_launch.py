@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from forking import Rank, free_port
+from lab import make_corpus
 from torch.distributed.run import config_from_args, parse_args
 from torchx.runner import get_runner
 from torchx.schedulers.local_scheduler import SignalException
-from torchx.specs.file_linter import validate
 from wlb_titan.launch import in_torchx
 from wlb_titan.launch.elastic import Agent
 from wlb_titan.launch.job import AGENT, hosts_of
 
 from wlb_titan.commands.main import main
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.runtime.train import train
 
@@ -37,14 +36,13 @@ IMAGE = "example.com/wlb-titan:0.1.0"
 
 
 @pytest.fixture(autouse=True)
-def unchanged_process():
+def unchanged_process(monkeypatch):
     """TorchX and its components set handlers of signals and errors, which end with the test."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers, hook = {number: signal.getsignal(number) for number in numbers}, sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    sys.excepthook = hook
 
 
 def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
@@ -53,40 +51,28 @@ def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
         return runner.dryrun_component(component, arguments, scheduler=scheduler, cfg=cfg)
 
 
-def test_torchx_accepts_the_component():
-    assert validate(str(ROOT / "launch" / "components.py"), "train") == []
+LOSING_WORDS = f"--min_nodes 2 --nproc 1 -- {' '.join(SPREAD)} --training.global_batch_size 12"
+
+# Scheduler and arguments of `wlb.train` besides the image, and indented what of the job says them, or not.
+JOBS = f"""
+local_cwd --config CONFIG -- --training.steps 5
+    wlb-agent --rdzv_backend c10d; --nproc_per_node 4; --config CONFIG --training.steps 5
+local_cwd --nodes 4 --restarts 3 --config CONFIG {LOSING_WORDS}
+    wlb-agent --max_restarts 3 --rdzv_conf last_call_timeout=; --nnodes 2:4
+slurm --config SEVEN_B --nodes 8 --gpu 8
+    --nproc_per_node 8; --nnodes 8; --partition=gpu; gpus-per-task
+slurm --config SEVEN_B --nodes 8 --gpu 8 -- --wlb.device cpu
+    --partition=gpu; not gpus-per-task
+"""
 
 
-LOSING_WORDS = ("--min_nodes", "2", "--nproc", "1", "--", *SPREAD, "--training.global_batch_size", "12")
-
-# Scheduler, arguments of `wlb.train` besides the image, and what of the job says them, or does not ("not ").
-JOBS = {
-    "a process for each rank": (
-        *("local_cwd", ["--config", CONFIG, "--", "--training.steps", "5"]),
-        ["wlb-agent --rdzv_backend c10d", "--nproc_per_node 4", f"--config {CONFIG} --training.steps 5"],
-    ),
-    "hosts that may be lost": (
-        *("local_cwd", ["--nodes", "4", "--restarts", "3", "--config", CONFIG, *LOSING_WORDS]),
-        ["wlb-agent --max_restarts 3 --rdzv_conf last_call_timeout=", "--nnodes 2:4"],
-    ),
-    "ranks on the hosts of Slurm": (
-        *("slurm", ["--config", SEVEN_B, "--nodes", "8", "--gpu", "8"]),
-        ["--nproc_per_node 8", "--nnodes 8", "--partition=gpu", "gpus-per-task"],
-    ),
-    "no GPU for a job on the CPU": (
-        *("slurm", ["--config", SEVEN_B, "--nodes", "8", "--gpu", "8", "--", "--wlb.device", "cpu"]),
-        ["not gpus-per-task"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_what_torchx_submits(name):
-    scheduler, words, expected = JOBS[name]
+@pytest.mark.parametrize(("words", "expected"), re.findall(r"^(\S.*)\n    (.*)$", JOBS, re.MULTILINE))
+def test_what_torchx_submits(words, expected):
+    scheduler, *words = [{"CONFIG": CONFIG, "SEVEN_B": SEVEN_B}.get(word, word) for word in words.split()]
     cfg = {"partition": "gpu"} if scheduler == "slurm" else {}
     info = dryrun("wlb.train", ["--image", IMAGE, *words], scheduler, **cfg)
     said = str(info) if cfg else info._app.roles[0].args[-1]
-    for part in expected:
+    for part in expected.replace("CONFIG", CONFIG).split("; "):
         assert (part.removeprefix("not ") in said) == (not part.startswith("not "))
 
 
@@ -173,20 +159,15 @@ def test_each_process_wants_a_gpu(monkeypatch):
         train(CONFIG, ["--wlb.device", "auto"], rank=0, world_size=4, alarm=None)
 
 
-def test_a_rank_that_shall_use_the_cpu_hides_the_gpus_from_itself(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    seen = []
-
+@pytest.mark.parametrize(("device", "seen"), [("cpu", ""), ("auto", "0,1")])
+def test_a_rank_that_shall_use_the_cpu_hides_the_gpus_from_itself(monkeypatch, device, seen):
     def ask():
-        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(os.environ["CUDA_VISIBLE_DEVICES"])
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", ask)
-    for words in ([], ["--wlb.device", "auto"]):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-        with pytest.raises(KeyboardInterrupt):
-            train(CONFIG, words, rank=0, world_size=4, alarm=None)
-    assert seen == ["", "0,1"]
+    with pytest.raises(KeyboardInterrupt, match=f"^{seen}$"):
+        train(CONFIG, ["--wlb.device", device], rank=0, world_size=4, alarm=None)
 
 
 def test_a_missing_corpus_is_one_paragraph_and_exit_code_2(tmp_path, fork_server):
@@ -200,33 +181,24 @@ def test_a_missing_corpus_is_one_paragraph_and_exit_code_2(tmp_path, fork_server
 def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_path):
     """Its options are sbatch's, and run by bash with a Slurm that is not there, it starts the agent on each
     node in torchrun's words, and puts the job back only when its time is up."""
-    (tmp_path / "texts").mkdir()
-    for number in range(8):
-        (tmp_path / "texts" / f"{number}.txt").write_text(f"Text {number}, " + "word " * 50 * number)
-    prepare_corpus(PrepareSettings(source=f"text:{tmp_path / 'texts'}", vocab_size=300), tmp_path / "corpus")
+    make_corpus(tmp_path / "texts", tmp_path / "corpus")
+    corpus = ["--wlb.corpus.path", str(tmp_path / "corpus")]
     words = ["slurm", SEVEN_B, "--time", "8:00:00", "-o", "partition=gpu", "-o", "exclusive"]
-    script = CliRunner().invoke(main, [*words, "--wlb.corpus.path", str(tmp_path / "corpus")])
+    script = CliRunner().invoke(main, [*words, *corpus])
     assert script.exit_code == 0, script.output
     assert script.stderr == "", "nothing about this machine's CPU"
-    lines = [line.removeprefix("#SBATCH --") for line in script.stdout.splitlines() if "#SBATCH" in line]
-    options = dict(line.partition("=")[::2] for line in lines)
-    assert options == {
-        **{"job-name": "llama2_7b_128k", "nodes": "8", "ntasks-per-node": "1", "gpus-per-node": "8"},
-        **{"time": "8:00:00", "signal": "USR1@300", "requeue": "", "open-mode": "append"},
-        **{"output": "%x-%j.out", "partition": "gpu", "exclusive": ""},
-    }
-    words = ["slurm", CONFIG, "--gpus", "2", "--wlb.corpus.path", str(tmp_path / "corpus")]
-    on_cpu = CliRunner().invoke(main, words)
+    assert set(re.findall("^#SBATCH --(.*)", script.stdout, re.MULTILINE)) == set(SBATCH.split())
+    on_cpu = CliRunner().invoke(main, ["slurm", CONFIG, "--gpus", "2", *corpus])
     assert on_cpu.exit_code == 0, on_cpu.output
     assert "--nodes=2" in on_cpu.stdout and "--nproc_per_node 2" in on_cpu.stdout
-    assert "gpu" not in "".join(line for line in on_cpu.stdout.splitlines() if "#SBATCH" in line)
+    assert "gpu" not in "".join(re.findall("^#SBATCH.*", on_cpu.stdout, re.MULTILINE))
     for name, text in FAKE_SLURM.items():
         (tmp_path / name).write_text("#!/bin/bash\n" + text)
         (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     (tmp_path / "job.sbatch").write_text(script.stdout)
     for status in (0, 1, 75, 143):
         of_slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[1-8]", "STATUS": str(status)}
-        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         job = subprocess.run(["bash", "job.sbatch"], cwd=tmp_path, env=path | of_slurm)
         assert job.returncode == status
         assert (tmp_path / "requeued").exists() == (status == 75)
@@ -237,7 +209,7 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     assert (agent.nnodes, agent.nproc_per_node, agent.max_restarts) == ("8:8", "8", 0)
     assert (agent.rdzv_endpoint, agent.rdzv_id) == ("node1:24711", "4711.0")
     assert (agent.module, agent.training_script) == (True, "wlb_titan.runtime.train")
-    assert agent.training_script_args == ["--config", SEVEN_B, "--wlb.corpus.path", str(tmp_path / "corpus")]
+    assert agent.training_script_args == ["--config", SEVEN_B, *corpus]
 
 
 def test_the_agent_hands_on_what_torchrun_would():
@@ -277,6 +249,10 @@ else:
     os.kill(int(first.read_text()), signal.SIGUSR1)
     time.sleep(1)
 sys.exit({status})
+"""
+SBATCH = """
+job-name=llama2_7b_128k nodes=8 ntasks-per-node=1 gpus-per-node=8 time=8:00:00 signal=USR1@300 requeue
+open-mode=append output=%x-%j.out partition=gpu exclusive
 """
 FAKE_SLURM = {
     "srun": 'printf "%s\\n" "$@" > started; exit "$STATUS"',

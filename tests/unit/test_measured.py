@@ -1,6 +1,7 @@
 """Steps put together from measured passes: what was measured as predicted comes out as predicted."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -55,22 +56,19 @@ def documents():
 
 
 def ran(job, plan, number, of_all, factor=1.0, stages=None):
-    """What every context-parallel rank would measure of one step, if its passes took `factor` times what they
-    are predicted to without communication."""
+    """What every rank would measure of a step if passes took `factor` times their predicted computation."""
     each = len(plan.micro_batches) // job.degrees.data
+    kinds = "FIW" if job.schedule == "ZBVZeroBubble" else "FB"
     packs = [m for plan in of_all for m in plan.micro_batches]
     times = PassTimes(*pass_seconds(job.on(without_waiting(job.cluster)), packs)[..., None])
     found = []
-    for dp in range(job.degrees.data):
-        for cp in range(job.degrees.context):
-            passes = []
-            for stage in range(len(job.layers)) if stages is None else stages:
-                for index in range(each):
-                    place = number * len(plan.micro_batches) + dp * each + index
-                    for kind in "FB" if job.schedule != "ZBVZeroBubble" else "FIW":
-                        seconds = float(times.of(Action(kind, stage, place))[0])
-                        passes.append(Pass(kind, stage, index, 0.0, factor * seconds))
-            found.append(MeasuredStep(dp, cp, passes, 0.5))
+    for dp, cp in product(range(job.degrees.data), range(job.degrees.context)):
+        passes = []
+        for stage, index, kind in product(stages or range(len(job.layers)), range(each), kinds):
+            place = number * len(plan.micro_batches) + dp * each + index
+            seconds = float(times.of(Action(kind, stage, place))[0])
+            passes.append(Pass(kind, stage, index, 0.0, factor * seconds))
+        found.append(MeasuredStep(dp, cp, passes, 0.5))
     return found
 
 

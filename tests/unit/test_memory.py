@@ -44,7 +44,8 @@ def test_micro_batches_in_flight():
     assert peak_tokens("Interleaved1F1B", [8] * 4, ranks=2, chunks=2) == [5 * 8, 3 * 8]
 
 
-def test_each_term_of_one_job_by_hand():
+def test_activations_and_what_is_gathered_of_one_job_by_hand():
+    """Dry runs show the weights, the optimizer's state and the rotary factors."""
     settings = MemorySettings(checkpointing="full", loss_chunks=2, window=64)
     degrees = Degrees(tensor=2, context=2, pipeline=2, shard=2)
     facts = {"model": replace(MODEL, feed_forward=24), "settings": settings, "layers": [2, 2]}
@@ -52,10 +53,7 @@ def test_each_term_of_one_job_by_hand():
     # Two layers of attention, MLP and norms, and the embedding.
     weights = 2 * (4 * 8 * 8 + 3 * 8 * 24 + 2 * 8) + 8 * 32
     assert (first.parameters, last.parameters) == (weights, weights + 8)  # the head, and the last norm
-    shard = weights / (2 * 2 * 2)  # TP x CP x FSDP
-    # Gradients are reduced after the peak. Of rotary factors there is a complex table a layer, in float32.
-    assert (first.weights, first.optimizer, first.gradients) == (4 * shard, 8 * shard, 0)
-    assert (first.rotary, first.loss) == (2 * 64 * 4 * 4, 0)
+    assert (first.gradients, first.loss) == (0, 0)  # gradients are reduced after the peak
     # Whole weights in bfloat16, and one weight's gradient in bfloat16 and float32. The second backward pass
     # is the fullest here, as tokens are few: the whole gradients of the first are there, in float32.
     assert first.gathered == weights / 2 * (2 + 4) + 8 * 24 / 2 * (2 + 4)

@@ -91,8 +91,7 @@ def lowest_level(slots, works):
 )
 @settings(max_examples=40)
 def test_placing_against_every_placing(cut, alone, works):
-    if not cut and not alone:
-        alone = 1
+    alone += not cut and not alone
     slots = Slots(np.array([w for w, _ in cut] + [0.0] * alone), np.array([k for _, k in cut] + [1] * alone))
     works = np.array(sorted(works, reverse=True), dtype=float)
     best = lowest_level(slots, works)
@@ -140,16 +139,10 @@ def test_every_token_is_trained_once_and_no_pass_waits_for_ever(
     ranks, chunks = pipeline
     assume(ranks > 1 or name != "asymmetric")
     packing = replace(PACKINGS[name], micropacks=micropacks, slack=slack, tokens_in_flight=limit)
-    planned = planner(
-        [WINDOW, *lengths],
-        packing,
-        seed=None,
-        micro_batches=replicas,
-        degrees=Degrees(shard=replicas, context=context, pipeline=ranks),
-        schedule="Interleaved1F1B" if chunks > 1 else "1F1B",
-        chunks=chunks,
-        sharding=STRATEGIES.configure("hybrid"),
-    )
+    degrees = Degrees(shard=replicas, context=context, pipeline=ranks)
+    stages = {"schedule": "Interleaved1F1B" if chunks > 1 else "1F1B", "chunks": chunks}
+    job = {"micro_batches": replicas, "degrees": degrees, **stages}
+    planned = planner([WINDOW, *lengths], packing, seed=None, sharding=STRATEGIES.configure("hybrid"), **job)
     try:
         plans = [planned.next() for _ in range(2)]
     except PlanError as error:
@@ -169,8 +162,7 @@ def test_every_token_is_trained_once_and_no_pass_waits_for_ever(
 
 
 def test_a_plan_of_slices_as_json():
-    plan = planner([64, 10, 10, 10], seed=None, micro_batches=2).next()
-    plan = plan.to_json()
+    plan = planner([64, 10, 10, 10], seed=None, micro_batches=2).next().to_json()
     first = plan["micro_batches"][0]["documents"][0]
     assert first["prefix"] == 0 and first["total"] == 64 > first["length"]
     assert plan["order"][0][0][0] == "F0.0" and plan["order"][0][1][0] == "F0.1"

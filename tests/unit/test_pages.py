@@ -27,12 +27,12 @@ PAGES = {  # number of charts, titles of the sections after "Try next", the answ
 
 def test_an_answer_says_whether_it_can_be_told_from_nothing():
     plain = Estimate(2.0, 0.02)
-    certain, lost, hardly = (
-        gained("b", Estimate(2.1, error).over(plain), "a") for error in (0.02, 0.12, 0.07)
-    )
-    assert certain == "b does 1.05x ±0.01 the FLOPs a second of a"
-    assert lost == "b does 1.05x ±0.06 the FLOPs a second of a: no more than the scatter"
-    assert hardly == "b does 1.05x ±0.04 the FLOPs a second of a: hardly more than the scatter"
+    told = {
+        0.02: "b does 1.05x ±0.01 the FLOPs a second of a",
+        0.07: "b does 1.05x ±0.04 the FLOPs a second of a: hardly more than the scatter",
+        0.12: "b does 1.05x ±0.06 the FLOPs a second of a: no more than the scatter",
+    }
+    assert {error: gained("b", Estimate(2.1, error).over(plain), "a") for error in told} == told
     assert plain.over(plain).text(".2f", "x") == "1.00x"
     assert cost(0.43, 1.2) == "the largest remaining cost is the pipeline bubble (43%)."
     assert cost(0.02, 1.2) == "the largest remaining cost is the imbalance (1.20)."
@@ -115,14 +115,11 @@ RUNS = {"a<b": ("plain", 5, (1, 2)), "b": ("wlb", 6, (2, 3))}  # packing, speed,
 
 def _run(folder, policy, tflops, traced):
     (folder / "traces").mkdir(parents=True)
-    settings = {"wlb.corpus.path": "/data/of/mine/web", "wlb.packing.policy": policy}
-    lines = (f'{key} = "{value}"\n' for key, value in {"base": "llama3_debug", **settings}.items())
-    (folder / "config.toml").write_text("".join(lines))
+    settings = f'wlb.corpus.path = "/data/of/mine/web"\nwlb.packing.policy = "{policy}"\n'
+    (folder / "config.toml").write_text(f'base = "llama3_debug"\n{settings}')
     figures = {"measured_imbalance": 1.3, "loss": 2.0, "seconds": 2.0, "tokens_per_second": 1e3}
-    with (folder / "metrics.jsonl").open("w") as metrics:
-        for step in range(1, 9):
-            record = {"step": step, "steps": 1, "model_tflops": tflops + step % 3, **figures}
-            metrics.write(json.dumps(record) + "\n")
+    rates = ({"step": step, "steps": 1, "model_tflops": tflops + step % 3} for step in range(1, 9))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(rate | figures) + "\n" for rate in rates))
     for step in traced:
         spans = [Span("dp 0", "pp 0", "F0", 0, 1), Span("dp 0", "pp 1", "B0", 1, 1)]
         write_trace(spans, folder / "traces" / f"step-{step}.json")

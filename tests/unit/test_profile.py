@@ -30,11 +30,9 @@ from wlb_titan.job import Job
 pytestmark = pytest.mark.slow
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_profile.json"
-LINEAR = LinearProfile(
-    dtype="bfloat16",
-    matrices=[[1e9, 1e-5 + 1e9 / 4e14], [1e12, 1e-5 + 1e12 / 4e14]],
-    elements=[[1e6, 2e-6 + 1e6 / 2e12], [1e9, 2e-6 + 1e9 / 2e12]],
-)
+MATRICES = [[flops, 1e-5 + flops / 4e14] for flops in (1e9, 1e12)]
+ELEMENTS = [[bytes_, 2e-6 + bytes_ / 2e12] for bytes_ in (1e6, 1e9)]
+LINEAR = LinearProfile(dtype="bfloat16", matrices=MATRICES, elements=ELEMENTS)
 
 
 @pytest.fixture

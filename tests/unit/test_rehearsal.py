@@ -1,5 +1,4 @@
-"""`wlb-titan rehearse`: what a rank's collectives bring and count, what is measured of its steps, and its
-limits. Times are never asserted."""
+"""`wlb-titan rehearse`: what a rank's collectives bring and count, and what is measured of its steps."""
 
 import json
 import weakref
@@ -7,22 +6,17 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from wlb_titan.commands.lone_ranks import policy_words  # noqa: E402
-from wlb_titan.corpus.writer import write_synthetic_corpus  # noqa: E402
-from wlb_titan.cost.cluster import load_cluster  # noqa: E402
-from wlb_titan.job import Policy  # noqa: E402
-from wlb_titan.runtime.one_rank.rehearsal import ANSWER, STEP, Traffic, without_answers  # noqa: E402
-from wlb_titan.runtime.one_rank.trainer import OneRankTrainer  # noqa: E402
-from wlb_titan.simulator.measured import Pass  # noqa: E402
+from wlb_titan.commands.lone_ranks import policy_words
+from wlb_titan.corpus.writer import write_synthetic_corpus
+from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.job import Policy
+from wlb_titan.runtime.one_rank.rehearsal import ANSWER, STEP, Traffic, without_answers
+from wlb_titan.runtime.one_rank.trainer import OneRankTrainer
+from wlb_titan.simulator.measured import Pass
 
 pytestmark = pytest.mark.slow
 
@@ -138,18 +132,10 @@ def test_policies_are_passed_on_as_keys():
     assert policy_words([]) == []
 
 
-MISTAKES = {
-    "there is no folder /nowhere": ("--output", "/nowhere/x.json"),
-    "'7' is none of the job's 1 ranks": ("--rank", "7"),
-    "wlbb": ("--policies", "plain,wlbb"),
-}
-
-
-@pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes_are_refused(forked_ranks, job, message):
-    result = command("rehearse", job, *MISTAKES[message])
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
+def test_mistakes_are_refused(forked_ranks, job):
+    for words, message in ((("--output", "/nowhere/x.json"), "/nowhere"), (("--policies", "wlbb"), "wlbb")):
+        result = command("rehearse", job, *words)
+        assert result.exit_code == 2 and message in result.stderr, result.output
 
 
 def test_the_backward_pass_stays_in_the_thread_that_has_the_meshes():
@@ -168,8 +154,8 @@ def test_the_backward_pass_stays_in_the_thread_that_has_the_meshes():
         assert not torch._C._is_multithreading_enabled()
 
 
-def nothing(*shape, dtype=torch.float32):
-    return torch.full(shape, float("nan")) if dtype.is_floating_point else torch.full(shape, -1, dtype=dtype)
+def nothing(length, dtype=torch.float32):
+    return torch.full([length], float("nan") if dtype.is_floating_point else -1, dtype=dtype)
 
 
 @pytest.fixture
@@ -184,21 +170,15 @@ def group(traffic):
     return made
 
 
-GATHERED, DIFFERENT = [1, 2, 3] * 4, None
+GATHERED, DIFFERENT, OWN = [1, 2, 3] * 4, None, [1, 2, 0, 0]
 COLLECTIVES = {  # a call, and what it writes
     "all-gather": (lambda g, out, own: g.all_gather_single(out, own), GATHERED),
     "all-gather in place": (lambda g, out, own: g.all_gather_single(out, out[3:6].copy_(own)), GATHERED),
     "all-gather of a list": (lambda g, out, own: g.allgather([list(out.split(3))], [own]), GATHERED),
     "reduce-scatter": (lambda g, out, own: g.reduce_scatter_single(out[:2], torch.arange(8.0)), [2, 3]),
-    "all-to-all, more": (lambda g, out, own: g.all_to_all_single(out, own, [3] * 4, [1, 2, 0, 0]), GATHERED),
-    "all-to-all, fewer": (
-        lambda g, out, own: g.all_to_all_single(out[:2], own, [1, 1, 0, 0], [1, 2, 0, 0]),
-        [1, 2],
-    ),
-    "all-to-all of nothing": (
-        lambda g, out, own: g.all_to_all_single(out, own[:0], [3] * 4, [0] * 4),
-        [0] * 12,
-    ),
+    "all-to-all, more": (lambda g, out, own: g.all_to_all_single(out, own, [3] * 4, OWN), GATHERED),
+    "all-to-all, fewer": (lambda g, out, own: g.all_to_all_single(out[:2], own, [1, 1, 0, 0], OWN), [1, 2]),
+    "of nothing": (lambda g, out, own: g.all_to_all_single(out, own[:0], [3] * 4, [0] * 4), [0] * 12),
     "receive": (lambda g, out, own: g.recv([out], 0, 0), DIFFERENT),
     "broadcast": (lambda g, out, own: g.broadcast([out], dist.BroadcastOptions()), DIFFERENT),
     "scatter": (lambda g, out, own: g.scatter([out], [], dist.ScatterOptions()), DIFFERENT),
@@ -230,12 +210,8 @@ def test_bytes_are_those_of_the_larger_side(group, traffic):
     group.reduce_scatter_single(nothing(2), torch.zeros(8))
     group.send([torch.zeros(5, dtype=torch.bfloat16)], 0, 0)
     group.recv([nothing(5, dtype=torch.int64)], 0, 0)
-    assert traffic.asked == {
-        ("all-gather", "test"): (1, 48),
-        ("reduce-scatter", "test"): (1, 32),
-        ("send", "test"): (1, 10),
-        ("receive", "test"): (1, 40),
-    }
+    bytes_ = {"all-gather": 48, "reduce-scatter": 32, "send": 10, "receive": 40}
+    assert traffic.asked == {(kind, "test"): (1, size) for kind, size in bytes_.items()}
 
 
 def test_answers_are_taken_out_of_what_they_lie_in():

@@ -3,28 +3,23 @@
 import json
 from dataclasses import MISSING, fields, is_dataclass
 
+import datasets
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-import datasets  # noqa: E402
-
-from wlb_titan.commands.lone_ranks import LoneRanks  # noqa: E402
-from wlb_titan.commands.main import main  # noqa: E402
-from wlb_titan.config.documents import training_documents  # noqa: E402
-from wlb_titan.corpus.writer import long_tailed_lengths, write_synthetic_corpus  # noqa: E402
-from wlb_titan.cost.attention_kernels import Point  # noqa: E402
-from wlb_titan.cost.attention_latency import KernelCost, Tiling  # noqa: E402
-from wlb_titan.cost.profile import Entry, Profile  # noqa: E402
-from wlb_titan.runtime.data.dataloader import PlannedDataLoader, SharedAnswer  # noqa: E402
-from wlb_titan.runtime.job import job_of, model_shape, parallel_dims  # noqa: E402
-from wlb_titan.runtime.models.bases import base_config  # noqa: E402
-from wlb_titan.runtime.models.load import load_config  # noqa: E402
-from wlb_titan.simulator.choice import Scenario, choose  # noqa: E402
+from wlb_titan.commands.lone_ranks import LoneRanks
+from wlb_titan.commands.main import main
+from wlb_titan.config.documents import training_documents
+from wlb_titan.corpus.writer import long_tailed_lengths, write_synthetic_corpus
+from wlb_titan.cost.attention_kernels import Point
+from wlb_titan.cost.attention_latency import KernelCost, Tiling
+from wlb_titan.cost.profile import Entry, Profile
+from wlb_titan.runtime.data.dataloader import PlannedDataLoader, SharedAnswer
+from wlb_titan.runtime.job import job_of, model_shape, parallel_dims
+from wlb_titan.runtime.models.bases import base_config
+from wlb_titan.runtime.models.load import load_config
+from wlb_titan.simulator.choice import Scenario, choose
 
 pytestmark = pytest.mark.slow
 
@@ -33,18 +28,19 @@ WARM_UP, STEPS = 8, 2  # `simulate` leaves out the first ones
 
 FILE = """
 base = "llama3_debug"
+training = {{ seq_len = 768, local_batch_size = 2, global_batch_size = 8 }}
+[parallelism]
+pipeline_parallel_degree = 2
+context_parallel_degree = 2
+data_parallel_shard_degree = 2
 [wlb]
 device = "cpu"
 cluster = "h100_roce"
 trace_every = 5
 loss_weight = "conversation"
-[wlb.validation]
-hold_out = 0.05
-mask = "none"
-every = 7
-[wlb.attention]
-sm_margin = 8
-implementation = "reference"
+validation = {{ hold_out = 0.05, mask = "none", every = 7 }}
+attention = {{ sm_margin = 8, implementation = "reference" }}
+sharding = {{ profile = "{folder}/profile.json", policy = "{sharding}" }}
 [wlb.corpus]
 path = "not used"
 tokenizer = "{folder}/a/tokenizer"
@@ -66,20 +62,9 @@ cost_model = "{cost_model}"
 length_multiple = 24
 policy = "{policy}"
 {packing}
-[wlb.sharding]
-profile = "{folder}/profile.json"
-policy = "{sharding}"
 [wlb.pipeline]
 order = "{order}"
 {budget}
-[training]
-seq_len = 768
-local_batch_size = 2
-global_batch_size = 8
-[parallelism]
-pipeline_parallel_degree = 2
-context_parallel_degree = 2
-data_parallel_shard_degree = 2
 """
 # What each sets: keys of packing, the sharding, the order.
 CASES = {
@@ -158,12 +143,10 @@ def comparable(plan):
 
 def of_one_rank(plan, dp_rank):
     """A plan as this rank makes it, which divides no other's micro-batches."""
-    only_its_own = ("ranks", "sharding")
-    own = [
-        {k: v for k, v in m.items() if m["dp_rank"] == dp_rank or k not in only_its_own}
-        for m in plan["micro_batches"]
-    ]
-    return {**plan, "micro_batches": own}
+    for other in plan["micro_batches"]:
+        if other["dp_rank"] != dp_rank:
+            del other["ranks"], other["sharding"]
+    return plan
 
 
 @pytest.fixture
@@ -174,16 +157,11 @@ def one_process(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def short_trials(monkeypatch):
-    """`auto` tries every policy, with thresholds found in a sample: here in few steps, on few documents."""
-    monkeypatch.setattr("wlb_titan.simulator.choice.STEPS", 3)
-    monkeypatch.setattr("wlb_titan.documents.mixture.SAMPLE", 1 << 14)
-
-
-@pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("file", CASES, indirect=True)
 def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
+    # `auto` tries every policy, with thresholds found in a sample: here in few steps, on few documents.
+    monkeypatch.setattr("wlb_titan.simulator.choice.STEPS", 3)
+    monkeypatch.setattr("wlb_titan.documents.mixture.SAMPLE", 1 << 14)
     command("plan", file, "--steps", WARM_UP + STEPS, "--output", tmp_path / "plans.jsonl")
     planned = [comparable(json.loads(line)) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
     assert all("ranks" in m for plan in planned for m in plan["micro_batches"])

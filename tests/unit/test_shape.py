@@ -2,12 +2,8 @@
 
 import pytest
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-from wlb_titan.runtime.job import model_shape  # noqa: E402
-from wlb_titan.runtime.models.bases import base_config  # noqa: E402
+from wlb_titan.runtime.job import model_shape
+from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow
 

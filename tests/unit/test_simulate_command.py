@@ -11,6 +11,7 @@ import numpy as np
 import planning
 import pytest
 from click.testing import CliRunner
+from torchtitan.config import ParallelismConfig
 
 from wlb_titan.commands.command_line import load_job
 from wlb_titan.commands.main import main
@@ -20,17 +21,11 @@ from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
 from wlb_titan.job import Policy
 from wlb_titan.pipeline.schedule import layers_of_stages
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+from wlb_titan.runtime.checks import validate_inputs
+from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config
+from wlb_titan.runtime.pipeline.schedules import keys_of_stages, stage_names
 from wlb_titan.simulator.search import candidates
-
-use_cpu_without_accelerator()
-
-from torchtitan.config import ParallelismConfig  # noqa: E402
-
-from wlb_titan.runtime.checks import validate_inputs  # noqa: E402
-from wlb_titan.runtime.job import job_of, parallel_dims  # noqa: E402
-from wlb_titan.runtime.pipeline.schedules import keys_of_stages, stage_names  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

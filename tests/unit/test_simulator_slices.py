@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from planning import CLUSTER, FULL, MODEL, job
-from slicing import PACKINGS, sliced, slim
+from slicing import PACKINGS, run_through, sliced, slim
 
 from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
@@ -14,9 +14,10 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import SliceCache
-from wlb_titan.packing.predicted import pack_sizes
+from wlb_titan.packing.predicted import pack_sizes, pass_seconds, passing
 from wlb_titan.packing.slim.asymmetric import regrouped_times
 from wlb_titan.packing.slim.slices import piece_numbers
+from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import TOTAL, Action, MicroBatch, Plan
 from wlb_titan.simulator.replicas import check_slices, rank_memory
 from wlb_titan.simulator.step import simulate
@@ -28,44 +29,31 @@ def plans(simulated, steps=2):
     return simulated.plans(Documents(lengths=lengths), steps)
 
 
-def two_slices(first, rest):
-    """A document in two slices on two ranks."""
-    packs = tuple(
-        MicroBatch(np.array([[0, start, n, 0]]), np.array([[start, first + rest]]), length=n, index=place)
-        for place, (start, n) in enumerate(((0, first), (first, rest)))
-    )
+def two_slices():
+    """A document of 10 tokens in slices of 6 and 4 on two ranks."""
+    first = MicroBatch(np.array([[0, 0, 6, 0]]), np.array([[0, 10]]), length=6, index=0)
+    last = MicroBatch(np.array([[0, 6, 4, 0]]), np.array([[6, 10]]), length=4, index=1)
     order = ("F", 0), ("F", 1), ("B", 1), ("B", 0)
     flow = tuple(tuple(Action(kind, stage, place) for kind, place in order) for stage in range(2))
-    return Plan(0, packs, 0.0, flows=(flow,))
+    return Plan(0, (first, last), 0.0, flows=(flow,))
 
 
-def test_a_document_in_two_slices_by_hand():
-    simulated = job(degrees=Degrees(pipeline=2))
-    plan = two_slices(6, 4)
+def test_slices_do_the_work_of_their_document_once_one_after_the_other():
+    simulated, plan = job(degrees=Degrees(pipeline=2)), two_slices()
     prediction = simulate(simulated, [plan])
-    # Attention: 6 x 7 / 2 pairs and 6 x 4 + 4 x 5 / 2; all work once, as of the document of 10.
-    attention = np.array([21.0, 34.0]) * 2 * 1e-6
-    tokens = np.array([6.0, 4.0])
-    packs = (x[:, None] for x in (tokens, attention, 2 * attention))
-    times = pass_times(simulated, MicroBatches.imagined(simulated, *packs))
-    f, b = times.forward[:, :, 0], (times.inputs + times.weights)[:, :, 0]
-    first_done = f[0, 0]
-    last = max(first_done + f[1, 0], first_done + f[0, 1]) + f[1, 1]
-    back = last + b[1, 1]
-    end = max(back + b[1, 0], back + b[0, 1]) + b[0, 0]
+    # Attention: 6 x 7 / 2 pairs and 6 x 4 + 4 x 5 / 2.
+    assert passing(plan.packs, simulated).forward == pytest.approx([21 * 2e-6, 34 * 2e-6])
+    times = PassTimes(*pass_seconds(simulated, plan.packs)[..., None])
+    end = run_through(plan, 2, lambda _, action: float(times.of(action)[0]))
     assert prediction.pipeline[0] == pytest.approx(end)
     assert prediction.flops[0] == pytest.approx(MODEL.flops(np.array([10])))
     assert prediction.longest == 10 and prediction.tokens[0] == 10
 
 
 def walked(simulated, plan, dp_rank):
-    """What every pipeline rank has of keys and values, and of their gradients, by a walk that keeps the size
-    of every tensor.
-
-    Returns:
-        For each rank the bytes after each action, the most within each, and those of all moments: a backward
-        pass makes its gradients of prefixes layer by layer.
-    """
+    """Bytes of keys and values and of their gradients, by a walk that keeps the size of every tensor: of each
+    pipeline rank those after each action, the most within each, and those of all moments, as a backward pass
+    makes its gradients of prefixes layer by layer."""
     token = TokenBytes.of(simulated.model, simulated.degrees, simulated.memory)
     packs = plan.of_rank(dp_rank)
     numbers = piece_numbers(packs)
@@ -154,15 +142,12 @@ def test_the_timeline_is_as_long_as_the_step_and_names_slices(name):
     assert any("," in own for own in shown) == (name == "asymmetric")  # a document's end, another's begin
 
 
-@pytest.mark.parametrize(
-    "swapped, message", [((0, 1), "F1 of stage 0 before F0"), ((2, 3), "B0 of stage 0 before B1")]
-)
-def test_an_order_against_the_slices_is_refused(swapped, message):
-    plan = two_slices(6, 4)
+@pytest.mark.parametrize("one, said", [(0, "F1 of stage 0 before F0"), (2, "B0 of stage 0 before B1")])
+def test_an_order_against_the_slices_is_refused(one, said):
+    plan = two_slices()
     rank = list(plan.flows[0][0])
-    one, other = swapped
-    rank[one], rank[other] = rank[other], rank[one]
-    with pytest.raises(PlanError, match=message):
+    rank[one : one + 2] = reversed(rank[one : one + 2])
+    with pytest.raises(PlanError, match=said):
         check_slices((tuple(rank), plan.flows[0][1]), plan.of_rank(0))
 
 

@@ -5,25 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from slicing import PACKINGS, planner
 
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+from wlb_titan.runtime.step_trace import PassTimer, RankPasses, bubble, measured_imbalance, spans
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import rank_imbalance
-
-use_cpu_without_accelerator()
-
-import torch  # noqa: E402
-
-from wlb_titan.runtime.step_trace import (  # noqa: E402
-    PassTimer,
-    RankPasses,
-    bubble,
-    measured_imbalance,
-    spans,
-)
 
 pytestmark = pytest.mark.slow
 

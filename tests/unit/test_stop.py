@@ -2,17 +2,14 @@
 
 import queue
 import signal
+from itertools import count
 
 import pytest
 from torch.distributed import HashStore
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-from wlb_titan.errors import EXIT_AGAIN  # noqa: E402
-from wlb_titan.runtime import ends as alarm_module  # noqa: E402
-from wlb_titan.runtime.ends import Alarm, Stop  # noqa: E402
+from wlb_titan.errors import EXIT_AGAIN
+from wlb_titan.runtime import ends as alarm_module
+from wlb_titan.runtime.ends import Alarm, Stop
 
 pytestmark = pytest.mark.slow
 
@@ -21,16 +18,16 @@ PATIENCE = 60
 
 
 class Flaky:
-    """A store of which some calls raise: `fails` says so of each by name and number among all. `done`:
-    whether such a call is carried out all the same, and only its answer is lost."""
+    """A store of which some calls raise: `fails` says so by the names of all calls so far. `done`: those are
+    carried out all the same, and only their answer is lost."""
 
     def __init__(self, store, fails, done=False):
-        self._store, self._fails, self._done, self.calls = store, fails, done, 0
+        self._store, self._fails, self._done, self.calls = store, fails, done, []
 
     def __getattr__(self, name):
         def call(*arguments):
-            number, self.calls = self.calls, self.calls + 1
-            failed = self._fails(name, number)
+            self.calls.append(name)
+            failed = self._fails(self.calls)
             answer = getattr(self._store, name)(*arguments) if self._done or not failed else None
             if failed:
                 raise RuntimeError("the store does not answer")
@@ -39,16 +36,9 @@ class Flaky:
         return call
 
 
-def once(wanted):
-    """`fails` of the first call of a name, and all its calls."""
-    calls = []
-
-    def fails(name, number):
-        if name == wanted:
-            calls.append(number)
-        return calls == [number]
-
-    return fails, calls
+def first(name):
+    """`fails` of the first call of a name."""
+    return lambda calls: calls[-1] == name and calls.count(name) == 1
 
 
 def looked(stops, times=4):
@@ -74,12 +64,13 @@ def stopped(stores):
 @pytest.mark.parametrize("done", [False, True], ids=["not-done", "unanswered"])
 def test_whatever_call_of_the_store_fails_once_all_ranks_stop_after_the_same_step(done):
     for rank in range(RANKS):
-        shared, number, calls = HashStore(), 0, 1
-        while number < calls:
-            flaky = Flaky(shared, lambda name, call, number=number: call == number, done)
+        for number in count(1):
+            shared = HashStore()
+            flaky = Flaky(shared, lambda calls, number=number: len(calls) == number, done)
             ends = stopped([flaky if one == rank else shared for one in range(RANKS)])
             assert ends == [(EXIT_AGAIN, True, False)] * RANKS, (rank, number, ends)
-            shared, number, calls = HashStore(), number + 1, flaky.calls
+            if number > len(flaky.calls):
+                break
 
 
 def test_one_rank_needs_no_store():
@@ -124,29 +115,29 @@ def watching(monkeypatch):
 
 def test_a_failure_that_cannot_be_read_at_once_is_followed_all_the_same(watching):
     """The store knows that another rank has failed, and does not answer at first when it is asked why."""
-    shared, (fails, calls) = HashStore(), once("get")
-    shared.set("failed", '{"rank": 1, "host": "other", "message": "met its test"}')
-    alarm, ended = watching(Flaky(shared, fails))
+    flaky = Flaky(HashStore(), first("get"))
+    flaky.set("failed", '{"rank": 1, "host": "other", "message": "met its test"}')
+    alarm, ended = watching(flaky)
     with alarm:
         assert ended.get(timeout=PATIENCE) == alarm_module.EXIT_FAILED
-    assert len(calls) == 2
+    assert flaky.calls.count("get") == 2
 
 
 def test_a_signal_that_the_store_does_not_take_at_once_is_not_lost(watching):
-    shared, (fails, calls) = HashStore(), once("compare_set")
-    alarm, _ = watching(Flaky(shared, fails))
-    other = Stop(1, 2, shared)
+    shared = HashStore()
+    flaky, other = Flaky(shared, first("compare_set")), Stop(1, 2, shared)
+    alarm, _ = watching(flaky)
     with alarm:
         assert alarm.stop.goes_on(2) and other.goes_on(2)
         signal.raise_signal(signal.SIGUSR1)
-        while not other.status:
+        while not (other.status and alarm.stop.status):
             other.look()
         assert not alarm.stop.goes_on(3) and alarm.stop.status == EXIT_AGAIN
-    assert len(calls) == 2
+    assert flaky.calls.count("compare_set") == 2
 
 
 def test_a_store_that_is_gone_for_good_ends_the_rank(watching, monkeypatch):
     monkeypatch.setattr(alarm_module, "LOST", 0.0)
-    alarm, ended = watching(Flaky(HashStore(), lambda name, number: True))
+    alarm, ended = watching(Flaky(HashStore(), lambda calls: True))
     with alarm:
         assert ended.get(timeout=PATIENCE) == alarm_module.EXIT_FAILED

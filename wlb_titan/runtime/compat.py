@@ -16,8 +16,9 @@ Overridden or set on classes of torch and torchtitan, without an import, and cov
   asymmetric partition make logits that nobody needs.
 - `PipelineStage._user_meta`: all shapes, so that torch infers none.
   Without it: pass `input_args` and `output_args` to torch's constructor.
-- `PipelineScheduleMulti._initialize_stages`, `PipelineStage._inference_mode`: how a new schedule connects the
-  ranks of its stages. Without them: each step in slices waits for that.
+- `PipelineScheduleMulti._initialize_stages`, `_stages`, `_n_microbatches`, `PipelineStage._inference_mode`,
+  `_PipelineScheduleRuntime._prepare_schedule_with_comms`: how a new schedule connects the ranks of its stages
+  and what they run. Without them: each step in slices waits for that.
 - `CheckpointWrapper.checkpoint_fn`: sets the early stop that torchtitan leaves out. Without it: one more
   matrix product a layer.
 - `AllToAllTokenDispatcher._sync_token_count_exchange`: how many tokens go to which expert-parallel rank,
