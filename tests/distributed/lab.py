@@ -220,15 +220,12 @@ SHORT = {
     "ep": "--parallelism.expert_parallel_degree {}",
     "layers": "--base bases:layers{}",
     **{model: f"--base bases:{model}" for model in MODELS},
-    "slim": "--wlb.packing.policy slim --wlb.packing.micropacks {}",
-    "wlb": "--wlb.packing.policy wlb --wlb.packing.thresholds [300,450]",
-    "fixed_greedy": "--wlb.packing.policy fixed_greedy --wlb.packing.global_batches 2",
+    "slim": "--wlb.packing.micropacks {}",
+    "wlb": "--wlb.packing.thresholds [300,450]",
+    "fixed_greedy": "--wlb.packing.global_batches 2",
     # A gap that it reaches at once: it would find something else whenever the clock stopped it.
-    "fixed_solver": "--wlb.packing.policy fixed_solver --wlb.packing.gap 0.2",
-    "reversed": "--wlb.packing.policy toys:Reversed --wlb.packing.every 2",
-    "contiguous": "--wlb.sharding.policy toys:Contiguous",
-    "gather": "--wlb.sharding.policy own_policies.ulysses_gather:UlyssesGather",
-    "auto": "--wlb.packing.policy auto --wlb.sharding.policy auto",
+    "fixed_solver": "--wlb.packing.gap 0.2",
+    "reversed": "--wlb.packing.every 2",
     "merged": "--wlb.packing.dp_merge true",
     "asymmetric": "--wlb.packing.asymmetric true",
     "milp": "--wlb.packing.solver milp --wlb.packing.time_limit 0.5",
@@ -239,27 +236,38 @@ SHORT = {
     "whole_states": "--parallelism.enable_sequence_parallel false",
     "compiled": "--compile.enable true --compile.backend aot_eager",
     "bfloat16": "--training.mixed_precision_param bfloat16",
+    **{name: f"--parallelism.pipeline_parallel_schedule {name}" for name in TORCH_SCHEDULES},
 }
-OTHERS = {
-    "--wlb.packing.policy": ("plain", "wlb_lazy"),
-    "--wlb.sharding.policy": ("per_sequence", "per_document", "adaptive", "hybrid", "ulysses"),
-    "--wlb.pipeline.order": ("best", "shortest_first", "longest_first"),
-    "--parallelism.pipeline_parallel_schedule": TORCH_SCHEDULES,
+OWN = {
+    "reversed": "toys:Reversed",
+    "contiguous": "toys:Contiguous",
+    "gather": "own_policies.ulysses_gather:UlyssesGather",
 }
-MEANING = SHORT | {word: f"{option} {word}" for option, words in OTHERS.items() for word in words}
+POLICIES = (
+    ("plain", "wlb_lazy", "slim", "wlb", "fixed_greedy", "fixed_solver", "reversed", "auto"),
+    ("per_sequence", "per_document", "adaptive", "hybrid", "ulysses", "contiguous", "gather", "auto"),
+    ("best", "shortest_first", "longest_first"),
+)
+"""Words of the parts of `wlb.policy`."""
 
 
 def layout(text: str = "") -> list[str]:
     """Overrides of what words say, such as "pp2 dp2 layers4 Interleaved1F1B full". The step of the whole job
     has 4 micro-batches, or as many more as data-parallel ranks need."""
     degrees = dict.fromkeys(DEGREES, 1)
-    words = []
+    words, parts = [], ["", "", ""]
     for word in text.split():
-        name, number = re.fullmatch(r"([a-z]+)(\d+)", word).groups() if word not in MEANING else (word, "")
+        known = word in SHORT or any(word in names for names in POLICIES)
+        name, number = (word, "") if known else re.fullmatch(r"([a-z]+)(\d+)", word).groups()
+        named = [part for part, names in enumerate(POLICIES) if name in names]
+        for part in named:
+            parts[part] = OWN.get(name, name)
         if name in degrees:
             degrees[name] = int(number)
-        else:
-            words += MEANING[name].format(number).split()
+        elif not named or name in SHORT:
+            words += SHORT[name].format(number).split()
+    if any(parts):
+        words += ["--wlb.policy", "/".join(parts)]
     local = -(-4 // (degrees["dp"] * degrees["replicas"]))
     for name, degree in degrees.items():
         words += [f"--parallelism.{DEGREES[name]}", str(degree)]

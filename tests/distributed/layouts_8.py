@@ -9,15 +9,15 @@ import pytest
 from lab import Cases
 
 COMMON = (
-    *("--training.seq_len", "512", "--training.steps", "2", "--wlb.packing.policy", "wlb_lazy"),
-    *("--wlb.packing.cost_model", "quadratic:1,1000", "--wlb.sharding.policy", "hybrid"),
+    *("--training.seq_len", "512", "--training.steps", "2", "--wlb.policy", "wlb_lazy/hybrid"),
+    *("--wlb.packing.cost_model", "quadratic:1,1000"),
 )
 LAYOUTS = (
-    "pp2 cp2 tp2 layers4 best",
+    "pp2 cp2 tp2 layers4 wlb_lazy hybrid best",
     "dp2 replicas2 pp2 layers4 GPipe",
     "dp2 replicas2 cp2",
     "dp2 cp2 tp2",
-    "dp2 pp2 cp2 layers4 best",
+    "dp2 pp2 cp2 layers4 wlb_lazy hybrid best",
     "pp4 cp2 layers4",
     "dp2 pp2 tp2 layers4 ZBVZeroBubble full",
 )

@@ -9,7 +9,7 @@ from lab import going_on, layout
 
 from wlb_titan.corpus import Corpus
 
-STEPS = ("--training.steps", "6", "--wlb.packing.policy", "wlb_lazy")
+STEPS = ("--training.steps", "6", "--wlb.policy", "wlb_lazy")
 
 
 @pytest.fixture(scope="module")

@@ -78,12 +78,12 @@ def ends(job, experiment, *words):
     ("key", "told"),
     [
         ("wlb.corpus.path", ("corpus is ", " of 40 documents, not ", " of 400 documents")),
-        ("wlb.packing.policy", ("packing is WlbLazy.Config(", ", not Plain.Config(")),
+        ("wlb.policy", ("packing is WlbLazy.Config(", ", not Plain.Config(")),
     ],
 )
 def test_a_rank_with_other_settings_ends_the_job_before_a_step(lab, tmp_path, key, told):
     make_corpus(tmp_path / "other.jsonl", tmp_path / "other", [50] * 40)
-    other = {"wlb.corpus.path": str(tmp_path / "other"), "wlb.packing.policy": "wlb_lazy"}[key]
+    other = {"wlb.corpus.path": str(tmp_path / "other"), "wlb.policy": "wlb_lazy"}[key]
     experiment = lab.experiment(f"another_{key}", *LAYOUT)
     ends(lab.start(2, experiment, of_last=(f"--{key}", other)), experiment, *told)
     assert not experiment.metrics()
@@ -91,7 +91,7 @@ def test_a_rank_with_other_settings_ends_the_job_before_a_step(lab, tmp_path, ke
 
 def test_a_rank_that_plans_otherwise_ends_the_job_at_the_next_report(lab):
     """One step, which is not reported; the next ones are the same again."""
-    words = ("--wlb.packing.policy", "toys:ByRank", "--metrics.log_freq", "3", "--training.steps", "9")
+    words = ("--wlb.policy", "toys:ByRank", "--metrics.log_freq", "3", "--training.steps", "9")
     experiment = lab.experiment("by_rank", *LAYOUT, *words)
     ends(lab.start(2, experiment), experiment, "the digest of its steps")
     assert [record["step"] for record in experiment.metrics()] == [1]

@@ -123,7 +123,7 @@ def test_bfloat16_compiles_for_a_second_length(lab):
 
 def chosen(experiment):
     """The packing and the sharding policy that `auto` stood for, as the log says."""
-    (found,) = re.findall(r"auto is (\w+):(\w+), by predicted MFU", experiment.log.read_text())
+    (found,) = re.findall(r"auto is (\w+)/(\w+), by predicted MFU", experiment.log.read_text())
     return found
 
 
@@ -133,7 +133,7 @@ def test_auto_goes_on_with_what_it_chose_or_with_another(lab):
     whole = lab.experiment("auto", *words, *layout("cp2 auto"), "--checkpoint.interval", "1")
     lab.run(2, [whole])
     packing, sharding = chosen(whole)
-    for policy in (f"{packing}:{sharding}", "plain:per_sequence", "wlb_lazy:hybrid", "fixed_greedy:ulysses"):
+    for policy in (f"{packing}/{sharding}", "plain/per_sequence", "wlb_lazy/hybrid", "fixed_greedy/ulysses"):
         assert f"policy {policy}, step, s" in whole.log.read_text()
     words += going_on(whole, 1)
     another = "plain" if packing != "plain" else "wlb_lazy"

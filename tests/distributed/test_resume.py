@@ -63,7 +63,7 @@ def test_started_again_on_another_degree(lab, corpus, uninterrupted):
 
 def test_half_of_the_ranks_go_on_with_what_is_left(lab, corpus):
     """With thresholds and L_max that come out by themselves."""
-    wlb = (*corpus, *OVERRIDES, "--wlb.packing.policy", "wlb")
+    wlb = (*corpus, *OVERRIDES, "--wlb.policy", "wlb")
     whole = lab.experiment("on_two", *wlb, *layout("dp2"))
     lab.run(2, [whole])
     half = lab.experiment("on_one", *wlb, *layout(), *going_on(whole, 4))

@@ -25,7 +25,7 @@ def runs(lab):
     experiments = {
         name: lab.experiment(
             f"watched_{name}",
-            *("--base", "trainers:watched", "--wlb.packing.policy", "wlb_lazy", *layout(name), *words),
+            *("--base", "trainers:watched", "--wlb.policy", "wlb_lazy", *layout(name), *words),
             *("--training.steps", "3", "--metrics.log_freq", "100"),
         )
         for name, words in LAYOUTS.items()

@@ -117,7 +117,7 @@ def taken_for_granted(page: Path, folder: Path) -> None:
         gone = "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_debugmodel_mtp"
         files["long.toml"] = f'base = "{gone}"\n'
     if page.name == "packing.md":
-        files["train.toml"] = 'extends = "train_configs/cpu_balanced.toml"\n'
+        files["train.toml"] = 'extends = "train_configs/cpu_debug.toml"\n'
     if page.name == "simulator.md":
         files["lengths.txt"] = "".join(f"{500 + 37 * n % 90_000}\n" for n in range(4000))
     if page.name == "corpus.md":
@@ -131,7 +131,7 @@ def taken_for_granted(page: Path, folder: Path) -> None:
         for name in ("web", "books"):
             (folder / "data" / name).symlink_to("../outputs/corpus")
         (mixture,) = [text for text in tomls if "[[wlb.corpus.sources]]" in text]
-        files["mixture.toml"] = f'extends = "train_configs/cpu_balanced.toml"\n{mixture}'
+        files["mixture.toml"] = f'extends = "train_configs/cpu_debug.toml"\n{mixture}'
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)

@@ -19,7 +19,7 @@ SHIPPED = (ROOT / "wlb_titan" / "cost" / "clusters" / "h100_roce.toml").read_tex
 FILES = {
     "good.toml": 'base = "llama3_debug"\nwlb.corpus.path = "corpus"\ntraining.seq_len = 256\n',
     "table.toml": f'extends = "{ROOT / "train_configs" / "llama2_550m_64k.toml"}"\n',
-    "late.toml": 'extends = "good.toml"\n[wlb.packing]\npolicy = "wlb"\nthresholds = [300]\n',
+    "late.toml": 'extends = "good.toml"\nwlb.policy = "wlb"\nwlb.packing.thresholds = [300]\n',
     "deep.toml": 'base = "llama3_debug"\na = ' + "[" * 5000 + "]" * 5000,
     "digits.toml": 'base = "llama3_debug"\ntraining.steps = ' + "9" * 5000,
     "circle.toml": 'extends = "circle.toml"',
@@ -36,8 +36,8 @@ FILES = {
 
 PLAN = """
 --steps 0 | --steps HUGE | --gpus 0 | --report good.txt | --policy wlb | --tail drop | --wlb
---compare plain,nope -> no packing policy is called 'nope'
---compare plain,wlb --output x.jsonl -> plans of one policy
+--policies plain,nope -> no packing policy is called 'nope'
+--policies plain,wlb --output x.jsonl -> plans of one policy
 --output /nowhere/plan.jsonl -> --output: /nowhere/plan.jsonl cannot be written: there is no folder /nowhere
 --lengths nowhere.txt -> neither a distribution of lengths called 'nowhere.txt'
 --lengths . -> The file of lengths . cannot be read
@@ -54,34 +54,34 @@ PLAN = """
 --training.local_batch_size 100000 -> --lengths: The corpus has 3000 documents
 --training.local_batch_size HUGE | --training.seq_len HUGE | --wlb.corpus.seed -1
 --training.seqlen 5 -> Did you mean training.seq_len
---cluster nope | --wlb.sharding.policy nope | --wlb.pipeline.order nope
---wlb.packing.policy nope | --wlb.packing.tail nope
+--cluster nope | --wlb.policy plain/nope | --wlb.policy plain//nope
+--wlb.policy nope | --wlb.packing.tail nope
 --wlb.packing.cost_model nope | --wlb.packing.cost_model profile:/etc/passwd
 --wlb.packing.cost_model nope.json -> no cost model is called 'nope.json'
 --wlb.packing.cost_model quadratic:1,2,3 -> is malformed
 --wlb.packing.cost_model quadratic:x,y | --wlb.packing.cost_model quadratic:nan,1
 --wlb.packing.cost_model quadratic:0,0 | --wlb.packing.cost_model quadratic:1e308,1e308
---wlb.packing.policy wlb --wlb.packing.thresholds [64,32] -> 64, 32 are out of order
---wlb.packing.policy wlb --wlb.packing.thresholds [400] -> command line: wlb.packing.thresholds = [400]: The
---wlb.packing.policy wlb --wlb.packing.thresholds [0] | --wlb.packing.policy wlb --wlb.packing.thresholds 64
---wlb.packing.policy wlb --wlb.packing.queues 9
---wlb.packing.policy wlb --wlb.packing.max_length 100 -> 100 tokens, below the context window of 256
---wlb.packing.policy wlb_lazy --wlb.packing.tolerance nan
---wlb.packing.policy wlb_lazy --wlb.packing.max_delay -1
---wlb.packing.policy fixed_greedy --wlb.packing.global_batches 0
---wlb.packing.policy fixed_greedy --wlb.packing.global_batches HUGE
---wlb.packing.policy fixed_solver --wlb.packing.time_limit 0
---wlb.packing.policy fixed_solver --wlb.packing.gap 2
+--wlb.policy wlb --wlb.packing.thresholds [64,32] -> 64, 32 are out of order
+--wlb.policy wlb --wlb.packing.thresholds [400] -> command line: wlb.packing.thresholds = [400]: The
+--wlb.policy wlb --wlb.packing.thresholds [0] | --wlb.policy wlb --wlb.packing.thresholds 64
+--wlb.policy wlb --wlb.packing.queues 9
+--wlb.policy wlb --wlb.packing.max_length 100 -> 100 tokens, below the context window of 256
+--wlb.policy wlb_lazy --wlb.packing.tolerance nan
+--wlb.policy wlb_lazy --wlb.packing.max_delay -1
+--wlb.policy fixed_greedy --wlb.packing.global_batches 0
+--wlb.policy fixed_greedy --wlb.packing.global_batches HUGE
+--wlb.policy fixed_solver --wlb.packing.time_limit 0
+--wlb.policy fixed_solver --wlb.packing.gap 2
 --parallelism.context_parallel_degree 300 | --parallelism.data_parallel_shard_degree 0
 --parallelism.pipeline_parallel_degree 100
 --parallelism.data_parallel_shard_degree 3 --training.global_batch_size 4 -> 4 micro-batches cannot be shared
 """
 SIMULATE = """
---policies plain:nope | --policies plain:adaptive:best:more | --gpus 0 | --steps 0 | --chunks 2
+--policies plain/nope | --policies plain/adaptive/best/more | --gpus 0 | --steps 0 | --chunks 2
 --policies plane -> no packing policy is called 'plane'
 --trace /nowhere/trace.json -> --trace: /nowhere/trace.json cannot be written: there is no folder
 --report good.txt -> is a file
---routing-imbalance 0 | --wlb.sharding.profile nope | --search --gpus 0
+--routing-imbalance 0 | --wlb.context.profile nope | --search --gpus 0
 --search --trace t.json -> --trace draw policies; leave out --search
 --search --gpus 1 --base llama2_7b -> Nothing fits 1 GPUs
 --gpus 100 -> 100 processes do not fit the degrees
@@ -89,7 +89,7 @@ SIMULATE = """
 --parallelism.pipeline_parallel_degree 1000 | --parallelism.pipeline_parallel_degree HUGE
 --parallelism.pipeline_parallel_schedule nope | --activation_checkpoint.class nope
 --training.global_batch_size 3 | --training.seq_len HUGE | --training.seq_len many | --wlb.corpus.seed -1
---wlb.packing.policy wlb --wlb.packing.max_length 1
+--wlb.policy wlb --wlb.packing.max_length 1
 --cluster tpu -> cluster file tpu cannot be read
 --cluster empty_cluster.toml -> [gpu] memory is missing
 --cluster broken_cluster.toml -> is not TOML
@@ -99,7 +99,7 @@ SIMULATE = """
 OTHERS = """
 nope | plan | plan nowhere.toml | simulate | simulate nowhere.toml
 simulate --config good.toml -> It comes first, without an option's name: main simulate FILE
-plan late.toml --lengths good.txt -> late.toml:4: wlb.packing.thresholds = [300]: The
+plan late.toml --lengths good.txt -> late.toml:3: wlb.packing.thresholds = [300]: The
 config check nowhere.toml | config check good.txt | config check . | config check /dev/null
 config check deep.toml | config check digits.toml | config check latin.toml | config check circle.toml
 config check array.toml | config check dotted.toml | config check good.toml training.steps 5

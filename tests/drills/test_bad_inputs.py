@@ -122,7 +122,7 @@ def test_every_key_in_every_wrong_way(schema, corpus, tmp_path):
 # Settings that are in range each, and the key by which the planner, the optimizer or the corpus refuses them.
 # More stand in test_bad_commands.py.
 WHOLE = """
-wlb.packing.policy = "wlb_lazy"; wlb.packing.max_length = 100      -> wlb.packing.max_length
+wlb.policy = "wlb_lazy"; wlb.packing.max_length = 100              -> wlb.packing.max_length
 wlb.corpus.path = "/"                                              -> wlb.corpus.path
 wlb.corpus.tokenizer = "/nowhere"                                  -> wlb.corpus.tokenizer
 wlb.corpus.sources = [{path = "/nowhere"}]                         -> wlb.corpus.sources.0.path

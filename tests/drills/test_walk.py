@@ -53,16 +53,16 @@ def test_the_walk(tmp_path, monkeypatch):
     (command,) = re.findall(r"<pre>(wlb-titan simulate [^<]*)", Path("outputs/plan/report.html").read_text())
     assert command == "wlb-titan simulate job.toml"
     simulated = says(*command.split()[1:], "--steps", 4)
-    assert "plain:per_sequence" in simulated and "wlb_lazy:per_sequence" in simulated
-    simulated = says("simulate", "job.toml", "--steps", 2, "--policies", "plain,wlb:adaptive,wlb_lazy")
-    assert "wlb:adaptive" in simulated
+    assert "plain/per_sequence" in simulated and "wlb_lazy/per_sequence" in simulated
+    simulated = says("simulate", "job.toml", "--steps", 2, "--policies", "plain,wlb/adaptive,wlb_lazy")
+    assert "wlb/adaptive" in simulated
 
     traced = says("dryrun", "job.toml", *SMALL, "--device-gib", 80)
-    assert re.search(r"Step \d+ of job.toml under wlb_lazy:per_sequence, .* longest micro-batch", traced)
+    assert re.search(r"Step \d+ of job.toml under wlb_lazy/per_sequence, .* longest micro-batch", traced)
     assert "it fits" in traced
     measured = says("rehearse", "job.toml", *SMALL, "--rank", "first", "--steps", 1)
     assert "all 4 passes" in measured if processes == 2 else "passes" in measured
-    assert "wlb_lazy:per_sequence" in measured and "Peak" not in measured, "the process' own on a CPU"
+    assert "wlb_lazy/per_sequence" in measured and "Peak" not in measured, "the process' own on a CPU"
 
     log, metrics = tmp_path / "train.log", tmp_path / "outputs" / "first" / "metrics.jsonl"
     run = started(log, "train", "job.toml", *SMALL)

@@ -11,21 +11,21 @@ from lab import first_failure, layout, lines_of, ranks
 from trainers import WAITED
 
 COMMON = (
-    *("--training.steps", "3", "--wlb.packing.policy", "wlb_lazy", "--metrics.log_freq", "1"),
-    *("--wlb.packing.cost_model", "quadratic:1,1000", "--wlb.sharding.policy", "hybrid"),
+    *("--training.steps", "3", "--wlb.policy", "wlb_lazy/hybrid", "--metrics.log_freq", "1"),
+    *("--wlb.packing.cost_model", "quadratic:1,1000"),
 )
 STAGES = "--parallelism.module_fqns_per_model_part"
 HEAD_APART = (STAGES, '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]')
 THREE = (STAGES, '[["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "lm_head"]]')
-WITHIN = ("--wlb.sharding.within", "2")
-SLIM = "slim6 1F1B"
+WITHIN = ("--wlb.context.within", "2")
+SLIM = "slim6 hybrid 1F1B"
 # name as of `lab.layout` -> other overrides
 LAYOUTS = {
     **dict.fromkeys(("cp2", "dp2", "pp2", "tp2", "pp2 cp2", "dp2 cp2", "cp2 tp2"), ()),
     # Groups that only some of the ranks are in, or ask for.
     "cp4": (),
-    "cp4 gather": WITHIN,
-    "pp2 cp2 gather": (*WITHIN, *HEAD_APART, "--checkpoint.async_mode", "async"),
+    "cp4 wlb_lazy gather": WITHIN,
+    "pp2 cp2 wlb_lazy gather": (*WITHIN, *HEAD_APART, "--checkpoint.async_mode", "async"),
     f"dp3 {SLIM} merged": ("--training.local_batch_size", "1"),
     f"pp2 cp2 {SLIM} asymmetric full": (),
     # The one in the middle sends to one rank and receives from another.

@@ -9,7 +9,7 @@ from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.memory import planned_memory
 from wlb_titan.runtime.models.load import load_config
 
-LAZY = ("--wlb.packing.policy", "wlb_lazy", "--wlb.packing.cost_model", "quadratic:1,1000")
+LAZY = ("--wlb.policy", "wlb_lazy", "--wlb.packing.cost_model", "quadratic:1,1000")
 FRESH = ("--checkpoint.enable", "false", "--checkpoint.initial_load_path", "none")
 
 
@@ -40,11 +40,11 @@ def test_killed_and_started_again(lab):
 
 
 MEMORY = {
-    "plain": ("--wlb.packing.policy", "plain"),
-    "none": ("--wlb.packing.policy", "plain", "--activation_checkpoint", "none"),
-    "full": ("--wlb.packing.policy", "plain", "--activation_checkpoint.class", "FullAC"),
+    "plain": ("--wlb.policy", "plain"),
+    "none": ("--wlb.policy", "plain", "--activation_checkpoint", "none"),
+    "full": ("--wlb.policy", "plain", "--activation_checkpoint.class", "FullAC"),
     "wlb_lazy": LAZY,
-    "slim": ("--wlb.packing.policy", "slim"),
+    "slim": ("--wlb.policy", "slim"),
 }
 
 

@@ -9,8 +9,8 @@ BASES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3"
 # The blocks of gpt-oss as torchtitan checkpoints the real model's, also where a small one stands in for it.
 COMPILED = {"llama": (), "gpt_oss": ("--activation_checkpoint.class", "FullAC"), "deepseek_v3": ()}
 PACKING = {
-    "wlb_lazy": ("--wlb.packing.policy", "wlb_lazy", "--wlb.packing.cost_model", "quadratic:1,1000"),
-    "slim": ("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "8"),
+    "wlb_lazy": ("--wlb.policy", "wlb_lazy", "--wlb.packing.cost_model", "quadratic:1,1000"),
+    "slim": ("--wlb.policy", "slim", "--wlb.packing.micropacks", "8"),
 }
 LOSS, GRADIENTS = 5e-3, 5e-2  # relative differences; products in another order round to other numbers
 

@@ -67,7 +67,7 @@ def make_planner(
 ):
     """A planner of a job with these policies, by name or with their settings."""
     packing = POLICIES.configure(packing) if isinstance(packing, str) else packing
-    policies = {"packing": replace(packing, cost_model=cost), "sharding": STRATEGIES.configure(sharding)}
+    policies = {"packing": replace(packing, cost_model=cost), "context": STRATEGIES.configure(sharding)}
     degrees = Degrees(shard=data_parallel, context=context_parallel, pipeline=pipeline_parallel)
     corpus = {"seed": seed, "sources": tuple(sources), "fingerprint": fingerprint}
     documents = Documents(lengths=np.asarray(lengths), **corpus)

@@ -106,7 +106,7 @@ def share(micro_batch, tensor_ranks, rank):
 def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
     lengths = np.random.default_rng(context + tensor).integers(2, 90, size=40)
     degrees = Degrees(pipeline=2, context=context)
-    facts = {"degrees": degrees, "sharding": STRATEGIES.configure("per_document"), "multiple": tensor}
+    facts = {"degrees": degrees, "context": STRATEGIES.configure("per_document"), "multiple": tensor}
     planned = planner(lengths, APART, **facts)
     ranks = context * tensor
     for _ in range(2):

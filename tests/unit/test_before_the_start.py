@@ -42,11 +42,9 @@ def loaded(tmp_path_factory):
 
 PIPELINE = """
 base = "llama2_7b"
-wlb.cluster = "h100_roce"
+wlb = { cluster = "h100_roce", policy = "wlb" }
 training = { seq_len = 32768, local_batch_size = 8 }
 parallelism = { pipeline_parallel_degree = 4, data_parallel_shard_degree = 1 }
-[wlb.packing]
-policy = "wlb"
 """
 
 

@@ -79,7 +79,7 @@ long_share = 0.9
 def test_plan_shows_what_a_mixture_does(write, tmp_path):
     path = write(SMALL + MIXTURE)
     assert run("config", "check", path).exit_code == 0
-    planned = run("plan", path, "--compare", "plain,wlb_lazy", "--steps", 20, "--report", tmp_path / "r")
+    planned = run("plan", path, "--policies", "plain,wlb_lazy", "--steps", 20, "--report", tmp_path / "r")
     assert planned.exit_code == 0, planned.output
     output = " ".join(planned.output.split())
     assert "a mixture of short, long: 360 documents" in output and "90.0% from the" in output

@@ -53,7 +53,7 @@ def test_what_travels_is_weighed(job):
     for longest, best in ((1024, "hybrid"), (16384, "ulysses")):
         short = Documents(lengths=LENGTHS.clip(max=longest), seed=0)
         choice = choose(slow.under(Policy("wlb_lazy", "auto")), short)
-        assert choice.job.policy.sharding == best
+        assert choice.job.policy.context == best
 
 
 def test_a_large_job_is_tried_on_some_of_its_data_parallel_ranks(monkeypatch):
@@ -101,7 +101,7 @@ def test_what_cannot_run_is_named(job):
     few_heads = replace(job, degrees=Degrees(tensor=16, context=4, shard=4))  # of 32 heads: 2 on a rank
     found = choose(few_heads, DOCUMENTS)
     refused = {str(one.policy): one.problem for one in found.candidates if one.problem}
-    assert set(refused) == {"plain:ulysses", "fixed_greedy:ulysses", "wlb:ulysses", "wlb_lazy:ulysses"}
+    assert set(refused) == {"plain/ulysses", "fixed_greedy/ulysses", "wlb/ulysses", "wlb_lazy/ulysses"}
     assert all("cannot share 2 query heads" in problem for problem in refused.values())
 
 
@@ -123,7 +123,7 @@ def test_settings_that_candidates_have_are_passed_on(job):
 
 def test_without_context_parallelism_there_is_one_sharding():
     job = Job(window=4096, micro_batches=4, degrees=Degrees(shard=4)).under(AUTO)
-    assert {one.policy.sharding for one in choose(job, DOCUMENTS).candidates} == {"per_sequence"}
+    assert {one.policy.context for one in choose(job, DOCUMENTS).candidates} == {"per_sequence"}
 
 
 def test_a_solver_and_auto_do_not_go_together(job):
@@ -189,7 +189,7 @@ def test_nothing_is_faster_than_the_bound_by_which_it_is_planned(scenario, monke
     monkeypatch.setattr(searching, "LEAST", 10**6)
     found = search(apart, 4, [Policy("wlb_lazy", "hybrid")], steps=1).found
     window = searching._average_window(apart)
-    bounds = [searching._if_balanced(replace(one.job, sharding=slow.sharding), window) for one in found]
+    bounds = [searching._if_balanced(replace(one.job, context=slow.context), window) for one in found]
     assert all(one.flops_per_second <= most for one, most in zip(found, bounds, strict=True))
     assert any(one.job.degrees.context > 1 for one in found)
 

@@ -14,7 +14,7 @@ from wlb_titan.commands.main import main
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.trace import Span, read_trace, write_trace
 
-CONFIG = 'base = "llama3_debug" # a.toml:1\ndump_folder = "{name}"\n[wlb.packing]\npolicy = "{policy}"\n'
+CONFIG = 'base = "llama3_debug" # a.toml:1\ndump_folder = "{name}"\n[wlb]\npolicy = "{policy}"\n'
 
 
 def record(step, loss=2.0, seconds=2.0, rate=100.0, steps=1, **more):
@@ -124,7 +124,7 @@ def test_what_differs_comes_first(folder):
     a = folder("a", [record(1)])
     b = folder("b", [record(1)], policy="wlb_lazy", config=more)
     runs = open_runs([a, b])
-    assert differences(runs) == {"wlb.packing.policy": ["plain", "wlb_lazy"], "training.steps": [None, 5]}
+    assert differences(runs) == {"wlb.policy": ["plain", "wlb_lazy"], "training.steps": [None, 5]}
     text = output(a, b)
     assert text.index('"wlb_lazy"') < text.index("tokens a second")
     assert "dump_folder" not in text

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from lab import make_corpus
 
 from wlb_titan.commands.main import main
-from wlb_titan.config.build import dotted
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.memory.fits import USABLE_IN_SLICES
@@ -31,8 +30,8 @@ optimizer.lr = 3e-4
     t.toml:2: optimizer.lr = 0.0003: ... Did you mean optimizer.param_groups.0.optimizer_kwargs.lr?
 [paralelism]; tensor_parallel_degree = 2
     t.toml:2: [paralelism]: ... Did you mean parallelism?
-wlb.sharding.policy = "per_documents"
-    t.toml:2: wlb.sharding.policy =  ... Did you mean 'per_document'?
+wlb.policy = "plain/per_documents"
+    t.toml:2: wlb.policy =  ... Did you mean 'per_document'?
 compile.enable_async_tensor_parallel = true
     t.toml:2: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP
 [checkpoint]; interval = 0; enable = true
@@ -46,9 +45,9 @@ loss.class = "torchtitan.tools.profiler:Profiler"
     Profiler' is no configuration of the kind torchtitan.components.loss:BaseLoss
 optimizer.param_groups.1.optimizer_kwargs.lr = 1.0
     t.toml:2: optimizer.param_groups.1: ... has 1 element(s)
-wlb.pipeline.order = "best"; parallelism.pipeline_parallel_degree = 2; \
+wlb.policy = "plain//best"; parallelism.pipeline_parallel_degree = 2; \
 parallelism.pipeline_parallel_schedule = "LoopedBFS"; training.local_batch_size = 8
-    t.toml:2: wlb.pipeline.order = "best": ... the schedule is LoopedBFS ... 'longest_first'
+    t.toml:2: wlb.policy = "plain/per_sequence/best": ... the schedule is LoopedBFS ... 'longest_first'
 training.disable_cuda_graphs = false
     t.toml:2: training.disable_cuda_graphs = false: a CUDA graph replays one length
 wlb.device = "cpu"; wlb.attention.implementation = "triton"
@@ -58,7 +57,7 @@ training.mixed_precision_param = "bfloat16"; wlb.attention.implementation = "glu
 training.mixed_precision_param = "float32"; wlb.attention.implementation = "triton"
     t.toml:2: training.mixed_precision_param = "float32":  ... set it to "bfloat16"
 parallelism.context_parallel_load_balancer = "ptrr"
-    t.toml:2: parallelism.context_parallel_load_balancer =  ... no effect ... wlb.sharding.policy
+    t.toml:2: parallelism.context_parallel_load_balancer =  ... no effect ... wlb.policy
 validator.class = "torchtitan.components.validate:Validator"
     t.toml:2: validator.class =  ... is no configuration of the kind wlb_titan.runtime.validator:Validator
 checkpoint.initial_load_path = "/weights"
@@ -68,14 +67,14 @@ override.imports = ["toys_override.with_varlen"]
     layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen
 override.imports = ["nowhere.at_all"]
     t.toml:2: override.imports =  ... nowhere
-wlb.packing.policy = "slim"; wlb.packing.micropacks = 1; parallelism.pipeline_parallel_degree = 2
+wlb.policy = "slim"; wlb.packing.micropacks = 1; parallelism.pipeline_parallel_degree = 2
     t.toml:3: wlb.packing.micropacks = 1: 1 MicroPacks are fewer than the 2 pipeline stages
-wlb.packing.policy = "slim"; wlb.packing.asymmetric = true; parallelism.pipeline_parallel_degree = 2
+wlb.policy = "slim"; wlb.packing.asymmetric = true; parallelism.pipeline_parallel_degree = 2
     t.toml:3: wlb.packing.asymmetric = true: ... It is for jobs that need a pipeline and full checkpointing
-wlb.packing.policy = "slim"; wlb.packing.dp_merge = true; wlb.sharding.policy = "ulysses"; \
+wlb.policy = "slim/ulysses"; wlb.packing.dp_merge = true; \
 parallelism.pipeline_parallel_degree = 2; parallelism.context_parallel_degree = 2
     t.toml:3: wlb.packing.dp_merge = true: Data-parallel ranks cannot share ... ulysses, which
-wlb.packing.policy = "slim"; activation_checkpoint.class = "FullAC"; \
+wlb.policy = "slim"; activation_checkpoint.class = "FullAC"; \
 parallelism.pipeline_parallel_degree = 2; parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"
     t.toml:5: parallelism.pipeline_parallel_schedule =  ... ZBVZeroBubble, in whose order
 wlb.validation.path = "a"; wlb.validation.hold_out = 0.1
@@ -154,7 +153,7 @@ def test_what_is_right_is_told_in_a_line(here):
 
 def test_what_is_shown_has_its_origin_and_loads_to_the_same(here):
     (here / "t.toml").write_text(BASE + "\n[training]\nseq_len = 2048")
-    words = "--training.steps 5 --wlb.packing.policy wlb --wlb.packing.thresholds [64] --changed"
+    words = "--training.steps 5 --wlb.policy wlb --wlb.packing.thresholds [64] --changed"
     changed = [" ".join(line.split()) for line in run(f"show t.toml {words}").stdout.splitlines()]
     assert "thresholds = [64] # command line; at least 2" in changed
     assert changed[2:5] == [
@@ -182,14 +181,6 @@ def test_the_files_that_come_with_the_project_are_saved_as_they_are(here, file):
     assert list(again.provenance) == list(resolved.provenance)
 
 
-def test_the_balanced_file_changes_the_balance_only():
-    files = (REPOSITORY / "train_configs" / f"llama2_7b_128k{end}.toml" for end in ("", "_balanced"))
-    before, after = ({dotted(one.path): one.value for one in load_config(file).entries} for file in files)
-    wlb = {"wlb.packing.policy", "wlb.sharding.policy", "wlb.pipeline.order"}
-    changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
-    assert changed == {*wlb, "dump_folder", "parallelism.pipeline_parallel_schedule"}
-
-
 @pytest.mark.parametrize("file", REPOSITORY.glob("train_configs/llama2_*.toml"), ids=lambda path: path.stem)
 def test_stages_of_table_1_are_as_equal_as_layers_allow(file):
     config = load_config(file).config
@@ -215,13 +206,13 @@ def test_the_examples_of_the_documentation_load(here, example):
 GIB = 2**30
 PIPELINE = """
 base = "llama2_7b"
-wlb.cluster = "h100_roce"
 training = {seq_len = 32768, local_batch_size = 8}
 [parallelism]
 pipeline_parallel_degree = 4
 data_parallel_shard_degree = 1
 pipeline_parallel_schedule = "1F1B"
-[wlb.packing]
+[wlb]
+cluster = "h100_roce"
 policy = "slim"
 """
 

@@ -25,7 +25,7 @@ CASES = {
 
 def made(rank, degrees, packing, sharding):
     """The ranks of a rank's meshes, and how many groups it took part in making."""
-    job = Job(window=4096, micro_batches=12, degrees=degrees, packing=packing, sharding=sharding)
+    job = Job(window=4096, micro_batches=12, degrees=degrees, packing=packing, context=sharding)
     init_fake_mode(degrees.ranks, rank=rank)
     sizes = {"cp": degrees.context, "tp": degrees.tensor, "pp": degrees.pipeline, "ep": 1}
     dims = Dims(dp_replicate=1, dp_shard=degrees.shard, world_size=degrees.ranks, **sizes)

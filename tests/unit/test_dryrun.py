@@ -147,10 +147,10 @@ def whole_weights(rank):
 
 SHARERS = "dp_shard_cp, 4 ranks"
 GPU = ("--device-gib", 80)
-BALANCED = ("--policy", "wlb_lazy:hybrid:best", SCHEDULE, "Interleaved1F1B")
-HYBRID = ("--wlb.packing.policy", "wlb_lazy", "--wlb.sharding.policy", "hybrid")
+BALANCED = ("--wlb.policy", "wlb_lazy/hybrid/best", SCHEDULE, "Interleaved1F1B")
+HYBRID = ("--wlb.policy", "wlb_lazy/hybrid")
 GATHERED = (*HYBRID, CP, 4, SHARD, 2, "--training.global_batch_size", 4, "--rank", "first", "--step", 9)
-SLIM = ("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", 6, "--wlb.packing.slack", 0)
+SLIM = ("--wlb.policy", "slim", "--wlb.packing.micropacks", 6, "--wlb.packing.slack", 0)
 # What bounds the plan is the GPU that is asked for, and not the CPU at hand, which these steps would not fit.
 SLICES = (*SLIM, CP, 2, "--rank", "first", "--step", 4, *GPU)
 SHARED = ("--wlb.packing.dp_merge", "true", "--wlb.packing.cost_model", "quadratic:1,200")
@@ -166,8 +166,18 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     "zero_bubble_full": (TABLE_1, (SCHEDULE, "ZBVZeroBubble", *FULL, "--rank", "first"), 0.05, None),
     "zero_bubble_none": (TABLE_1, (SCHEDULE, "ZBVZeroBubble", *NONE, "--rank", "last"), 0.05, None),
     # 3 heads for each of two ranks; 2 for the first two of four, and 1 for the others.
-    "ulysses_2": (TABLE_1, (CP, 2, "--policy", "plain:ulysses", "--rank", "first", *GPU), 0.05, ulysses(3)),
-    "ulysses_4": (TABLE_1, (CP, 4, "--policy", "plain:ulysses", "--rank", "first", *GPU), 0.05, ulysses(2)),
+    "ulysses_2": (
+        TABLE_1,
+        (CP, 2, "--wlb.policy", "plain/ulysses", "--rank", "first", *GPU),
+        0.05,
+        ulysses(3),
+    ),
+    "ulysses_4": (
+        TABLE_1,
+        (CP, 4, "--wlb.policy", "plain/ulysses", "--rank", "first", *GPU),
+        0.05,
+        ulysses(2),
+    ),
     "gathered": (LONG, GATHERED, 0.04, gathered(2)),
     "gathered_none": (LONG, (*GATHERED, *NONE), 0.04, gathered(1)),
     # On four layers, where the layer at hand counts for much.
@@ -200,13 +210,13 @@ def test_the_predicted_peak_is_the_traced_one(dryrun, case):
 
 @pytest.mark.parametrize("packing", ["fixed_solver", "slim --wlb.packing.solver milp"])
 def test_a_solver_is_asked_by_a_rank_that_is_alone(dryrun, packing):
-    words = (CP, 1, "--wlb.packing.policy", *packing.split(), "--wlb.packing.time_limit", 1)
+    words = (CP, 1, "--wlb.policy", *packing.split(), "--wlb.packing.time_limit", 1)
     _, (rank,) = dryrun(SMALL, "--rank", "last", "--step", 1, *words)
     assert rank["traced_gib"] > 0
 
 
 def test_a_rank_that_fails_says_how_and_the_command_fails(dryrun):
-    short = ("--wlb.packing.policy", "wlb", "--wlb.packing.max_length", 200)
+    short = ("--wlb.policy", "wlb", "--wlb.packing.max_length", 200)
     result, _ = dryrun(SMALL, "--step", 9, "--rank", "first,3", *short, exits=1)
     assert "Rank 0 of 8 fails" in result.stdout and "Rank 3 of 8 fails" in result.stdout
     assert "max_length is 200 tokens, below the context window of 256" in result.stdout
@@ -217,8 +227,8 @@ def test_a_rank_that_fails_says_how_and_the_command_fails(dryrun):
     [
         (["--rank", "8"], "'8' is none of the job's 8 ranks"),
         (["--rank", "0,middle"], "'middle' is none"),
-        (["--policy", "wlb:hybrid:best:x"], "too many parts"),
-        (["--policy", "wlbb"], "wlbb"),
+        (["--wlb.policy", "wlb/hybrid/best/x"], "too many parts"),
+        (["--wlb.policy", "wlbb"], "wlbb"),
         (["--world-size", "12"], "12 processes do not fit"),
         (["--parallelism.nonsense", "1"], "nonsense"),
     ],
@@ -231,11 +241,11 @@ def test_mistakes_are_refused_before_anything_starts(dryrun, words, message):
 def test_without_a_step_the_fullest_is_run(dryrun):
     """The longest micro-batch of the first 24 steps, on both ends of its pipeline; the output says so."""
     shadow = ("--wlb.packing.shadow", "true")  # of the file: what --policy names is trained
-    words = (SHARD, 2, *shadow, "--policy", "wlb_lazy", *GPU)
+    words = (SHARD, 2, *shadow, "--wlb.policy", "wlb_lazy", *GPU)
     result, (first, last) = dryrun(SMALL, *words)
     assert "log-normal" in result.stderr  # there is no corpus
     assert "it fits" in result.stdout
-    rule = r"Step (\d+) of .* under wlb_lazy:per_sequence, .* longest .*, ([\d,]+) tokens"
+    rule = r"Step (\d+) of .* under wlb_lazy/per_sequence, .* longest .*, ([\d,]+) tokens"
     said = re.search(rule, result.stdout)
     step, longest = int(said[1]), int(said[2].replace(",", ""))
     assert max(first["lengths"]) == longest and first["lengths"] == last["lengths"]
@@ -274,7 +284,7 @@ time.sleep(600)
 def test_the_corpus_is_used_where_there_is_one(in_new_processes, tmp_path):
     """By a process of its own: everywhere else ranks are forked."""
     write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
-    words = ("--policy", "plain:per_document", "--step", 1, "--rank", "last")
+    words = ("--wlb.policy", "plain/per_document", "--step", 1, "--rank", "last")
     result, (rank,) = in_new_processes(SMALL, "--wlb.corpus.path", tmp_path / "corpus", *words)
     assert "no corpus" not in result.stderr
     assert (rank["rank"], rank["lengths"]) == (7, [256] * 4)

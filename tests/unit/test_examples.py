@@ -53,25 +53,26 @@ def lengths(tmp_path):
 
 def test_plan_finds_them(command, lengths):
     words = "--training.seq_len 4096 --steps 5 --parallelism.context_parallel_degree 4"
-    words += " --wlb.packing.policy reversed --wlb.packing.every 2 --wlb.packing.cost_model tokens"
-    words += " --wlb.sharding.policy ulysses_gather"
+    words += " --wlb.policy reversed/ulysses_gather --wlb.packing.every 2 --wlb.packing.cost_model tokens"
     result = command("plan", CPU, "--lengths", lengths, *words.split())
     assert result.exit_code == 0, result.stderr
     assert "Work by tokens." in result.stdout
-    assert "reversed" in {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
+    assert "reversed/ulysses_gather" in {
+        line.split()[0] for line in result.stdout.splitlines() if line.strip()
+    }
 
 
 def test_auto_and_simulate_have_them_among_the_candidates(command, lengths):
-    words = ("--training.seq_len", 4096, "--steps", 2, "--policies", "auto:auto")
+    words = ("--training.seq_len", 4096, "--steps", 2, "--policies", "auto/auto")
     result = command("simulate", TABLE_1, "--lengths", lengths, *words)
     assert result.exit_code == 0, result.stderr
     for sharding in ("contiguous", "round_robin", "ulysses_gather"):
-        assert f"reversed:{sharding}" in result.stdout
+        assert f"reversed/{sharding}" in result.stdout
 
 
 def test_their_keys_are_toml_keys(command, tmp_path):
     text = 'base = "llama3_debug"\nparallelism.context_parallel_degree = 4\n[wlb]\n'
-    text += 'packing = {policy = "reversed", every = 3}\nsharding.policy = "ulysses_gather"\nsharding.'
+    text += 'packing.every = 3\npolicy = "reversed/ulysses_gather"\ncontext.'
 
     def show(line):
         (tmp_path / "own.toml").write_text(f"{text}{line}\n")
@@ -80,5 +81,5 @@ def test_their_keys_are_toml_keys(command, tmp_path):
     shown, refused = show("within = 4"), show("within = 3")
     assert (shown.exit_code, refused.exit_code) == (0, 2), shown.stderr
     assert "within = 4" in shown.stdout and "every = 3" in shown.stdout
-    assert "own.toml:6: wlb.sharding.within = 3: 4 context-parallel ranks cannot be divided" in refused.stderr
-    assert "Did you mean wlb.sharding.within?" in show("witin = 2").stderr
+    assert "own.toml:6: wlb.context.within = 3: 4 context-parallel ranks cannot be divided" in refused.stderr
+    assert "Did you mean wlb.context.within?" in show("witin = 2").stderr

@@ -131,7 +131,7 @@ def test_it_reaches_every_call(on_hopper, sliced, compiled):
 def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, expected):
     heads = replace(planning.MODEL, heads=24, kv_heads=8, head_dim=64, windows=((512, 2), (128, 1)))
     sharding = STRATEGIES.configure(policy, **settings)
-    job = planning.job(window=1024, model=heads, degrees=Degrees(tensor=2, context=4), sharding=sharding)
+    job = planning.job(window=1024, model=heads, degrees=Degrees(tensor=2, context=4), context=sharding)
     shapes = [implementation.attention_shape(job, rank) for rank in range(4)]
     assert [(shape.q_heads, shape.kv_heads) for shape in shapes] == expected
     assert implementation.windows(job) == [None, 512, 128]

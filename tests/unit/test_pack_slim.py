@@ -142,7 +142,7 @@ def test_every_token_is_trained_once_and_no_pass_waits_for_ever(
     degrees = Degrees(shard=replicas, context=context, pipeline=ranks)
     stages = {"schedule": "Interleaved1F1B" if chunks > 1 else "1F1B", "chunks": chunks}
     job = {"micro_batches": replicas, "degrees": degrees, **stages}
-    planned = planner([WINDOW, *lengths], packing, seed=None, sharding=STRATEGIES.configure("hybrid"), **job)
+    planned = planner([WINDOW, *lengths], packing, seed=None, context=STRATEGIES.configure("hybrid"), **job)
     try:
         plans = [planned.next() for _ in range(2)]
     except PlanError as error:

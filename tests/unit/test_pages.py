@@ -96,7 +96,7 @@ def pages(tmp_path_factory):
     lengths.write_text("".join(f"{length}\n" for length in drawn))
     common = [FILE, "--lengths", lengths, "--steps", 6, "--training.seq_len", 4096, *PIPELINE]
     commands = {
-        "plan": ["plan", *common, "--compare", "plain,wlb,wlb_lazy"],
+        "plan": ["plan", *common, "--policies", "plain,wlb,wlb_lazy"],
         "simulate": ["simulate", *common, "--policies", "plain,wlb,wlb_lazy"],
         "compare": ["compare", *(_run(folder / name, *facts) for name, facts in RUNS.items())],
     }
@@ -115,7 +115,7 @@ RUNS = {"a<b": ("plain", 5, (1, 2)), "b": ("wlb", 6, (2, 3))}  # packing, speed,
 
 def _run(folder, policy, tflops, traced):
     (folder / "traces").mkdir(parents=True)
-    settings = f'wlb.corpus.path = "/data/of/mine/web"\nwlb.packing.policy = "{policy}"\n'
+    settings = f'wlb.corpus.path = "/data/of/mine/web"\nwlb.policy = "{policy}"\n'
     (folder / "config.toml").write_text(f'base = "llama3_debug"\n{settings}')
     figures = {"measured_imbalance": 1.3, "loss": 2.0, "seconds": 2.0, "tokens_per_second": 1e3}
     rates = ({"step": step, "steps": 1, "model_tflops": tflops + step % 3} for step in range(1, 9))

@@ -49,8 +49,8 @@ def plans_of(lengths, tmp_path):
 @pytest.mark.parametrize("policy", ["plain", "fixed_greedy", "wlb", "wlb_lazy"])
 def test_a_plan_says_where_every_token_of_its_documents_goes(lengths, plans_of, policy):
     degrees = "--parallelism.data_parallel_shard_degree 2 --parallelism.context_parallel_degree 2"
-    words = f"--training.local_batch_size 2 {degrees} --wlb.sharding.policy per_document"
-    plans = plans_of(30, "--wlb.packing.policy", policy, *words.split())
+    words = f"--training.local_batch_size 2 {degrees} --wlb.policy {policy}/per_document"
+    plans = plans_of(30, *words.split())
     document_lengths = [int(line) for line in lengths.read_text().split()]
     assert [plan["iteration"] for plan in plans] == list(range(30))
     for plan in plans:
@@ -90,7 +90,7 @@ def test_a_file_of_lengths_is_the_stream_itself_unless_a_seed_is_given(lengths, 
 
 
 def test_a_comparison_has_a_row_for_each_policy(lengths):
-    said = run(lengths, *ARGUMENTS, "--compare", "plain,wlb,wlb_lazy", "--steps", 40)
+    said = run(lengths, *ARGUMENTS, "--policies", "plain,wlb,wlb_lazy", "--steps", 40)
     assert "3,000 documents" in said and "longer than the window and cut" in said
     imbalance = {name: float(x) for name, x in re.findall(r"^\s*(plain|wlb\w*)\s+([\d.]+)", said, re.M)}
     assert imbalance["plain"] > 1.1 > imbalance["wlb_lazy"] >= 1
@@ -100,7 +100,7 @@ def test_a_comparison_has_a_row_for_each_policy(lengths):
 def test_what_was_left_out_how_good_a_solver_is_and_few_steps_are_told(lengths):
     drop = ("--wlb.packing.tail", "drop", "--steps", 10)
     assert re.search(r"plain: [\d,]+ tokens were left out", run(lengths, *ARGUMENTS, *drop))
-    solver = ("--wlb.packing.policy", "fixed_solver", "--wlb.packing.time_limit", 2, "--steps", 2)
+    solver = ("--wlb.policy", "fixed_solver", "--wlb.packing.time_limit", 2, "--steps", 2)
     assert "the solver's packings are" in run(lengths, *ARGUMENTS, *solver)
     assert "±" in run(lengths, *SHORT, "--steps", 5), "the standard error"
     assert "±" not in run(lengths, *SHORT, "--steps", 1)

@@ -51,7 +51,7 @@ def test_policies_of_entry_points_come_in_one_order_on_all_hosts(monkeypatch):
         monkeypatch.setattr(plugins, "entry_points", lambda group, listing=listing: listing)
         assert POLICIES.names[-2:] == ("a_own", "b_own") == tuple(POLICIES.candidates[-2:])
     assert POLICIES.configure("b_own", every=3).name == "a_own"  # the first name of the class
-    assert Policy.parse("b_own:hybrid").packing == "b_own"
+    assert Policy.parse("b_own/hybrid").packing == "b_own"
     plugins._installed.cache_clear()
 
 

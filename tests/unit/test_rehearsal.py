@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from wlb_titan.commands.lone_ranks import policy_words
 from wlb_titan.corpus.writer import write_synthetic_corpus
 from wlb_titan.cost.cluster import load_cluster
-from wlb_titan.job import Policy
 from wlb_titan.runtime.one_rank.rehearsal import ANSWER, STEP, Traffic, without_answers
 from wlb_titan.runtime.one_rank.trainer import OneRankTrainer
 from wlb_titan.simulator.measured import Pass
@@ -27,11 +25,11 @@ training = {{ seq_len = 256, local_batch_size = 2 }}
 """
 PP, CP, TP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor"))
 DP = "--parallelism.data_parallel_shard_degree"
-SLIM = ("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "4")
+SLIM = ("--wlb.policy", "slim", "--wlb.packing.micropacks", "4")
 JOBS = {  # what changes the job, and the kinds of its passes
     "pipeline, context and tensor": ((PP, 2, CP, 2, TP, 2), ["F", "B", "L"]),
     "data": ((DP, 2), ["FB"]),
-    "ulysses": ((CP, 2, "--wlb.sharding.policy", "ulysses"), ["FB"]),
+    "ulysses": ((CP, 2, "--wlb.policy", "plain/ulysses"), ["FB"]),
     "slices": ((PP, 2, CP, 2, *SLIM), ["F", "B", "L"]),
     "slices, shared": ((DP, 2, "--wlb.packing.dp_merge", "true", *SLIM), ["F", "B"]),
 }
@@ -98,11 +96,11 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(written, job, 
 def test_the_report_the_table_and_the_policies(written, job, tmp_path):
     rehearsed, said = written(
         *("rehearse", job, "--rank", "all-stages", "--steps", 2, "--step", 3, PP, 2, "--report", tmp_path),
-        *("--policies", "plain:per_sequence:as_packed,wlb_lazy:per_sequence:best"),
-        *("--wlb.pipeline.order", "best"),  # of the file, which is not that of the first
+        *("--policies", "plain/per_sequence/as_packed,wlb_lazy/per_sequence/best"),
+        *("--wlb.policy", "wlb//best"),  # of the file, which is neither
     )
     plain, lazy = rehearsed["policies"]
-    assert (plain["policy"], lazy["policy"]) == ("plain:per_sequence", "wlb_lazy:per_sequence:best")
+    assert (plain["policy"], lazy["policy"]) == ("plain/per_sequence", "wlb_lazy/per_sequence/best")
     for one in (plain, lazy):
         assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
         assert len(one["rehearsed"]["seconds"]) == len(one["predicted"]["seconds"]) == 2
@@ -113,23 +111,13 @@ def test_the_report_the_table_and_the_policies(written, job, tmp_path):
             assert seconds >= max(own) * (1 - 1e-9)
     assert "all 8 passes" in said and "±" in said
     page = (tmp_path / "report.html").read_text()
-    assert "plain:per_sequence, rehearsed: " in page and 'class="answer">' in page
+    assert "plain/per_sequence, rehearsed: " in page and 'class="answer">' in page
 
 
 def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
     result = command("rehearse", job, "--rank", "first", "--base", "llama2_70b")
     assert result.exit_code == 1
     assert "cannot fit" in result.stdout and "tokens in flight" in result.stdout
-
-
-def test_policies_are_passed_on_as_keys():
-    """All three, so that none is the file's: also where a class is named in full."""
-    policy = Policy("own.packing:Reversed", "per_sequence", "as_packed")
-    assert policy_words(policy) == [
-        *("--wlb.packing.policy", "own.packing:Reversed", "--wlb.sharding.policy", "per_sequence"),
-        *("--wlb.pipeline.order", "as_packed", "--wlb.packing.shadow", "false"),
-    ]
-    assert policy_words([]) == []
 
 
 def test_mistakes_are_refused(forked_ranks, job):

@@ -40,7 +40,8 @@ trace_every = 5
 loss_weight = "conversation"
 validation = {{ hold_out = 0.05, mask = "none", every = 7 }}
 attention = {{ sm_margin = 8, implementation = "reference" }}
-sharding = {{ profile = "{folder}/profile.json", policy = "{sharding}" }}
+context = {{ profile = "{folder}/profile.json" }}
+policy = "{policy}/{sharding}/{order}"
 [wlb.corpus]
 path = "not used"
 tokenizer = "{folder}/a/tokenizer"
@@ -60,10 +61,8 @@ path = "{folder}/b"
 [wlb.packing]
 cost_model = "{cost_model}"
 length_multiple = 24
-policy = "{policy}"
 {packing}
 [wlb.pipeline]
-order = "{order}"
 {budget}
 """
 # What each sets: keys of packing, the sharding, the order.
@@ -175,7 +174,7 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     monkeypatch.setattr(Scenario, "simulate", simulate)
     config = configuration(file)
-    policy = ":".join((config.wlb.packing.name, config.wlb.sharding.name, config.wlb.pipeline.name))
+    policy = "/".join((config.wlb.packing.name, config.wlb.context.name, config.wlb.pipeline.name))
     command("simulate", file, "--policies", policy, "--steps", STEPS)
     assert simulated[0] == planned[WARM_UP:]
 

@@ -62,7 +62,7 @@ def run(*arguments, code=0):
 
 
 def test_a_table_has_a_row_for_each_policy_and_a_timeline_the_passes(lengths, tmp_path):
-    policies = ["plain:per_sequence", "fixed_greedy:per_sequence", "wlb:adaptive", "wlb_lazy:hybrid:best"]
+    policies = ["plain/per_sequence", "fixed_greedy/per_sequence", "wlb/adaptive", "wlb_lazy/hybrid/best"]
     drawn = ["--trace", tmp_path / "t.json"]
     said = run(*SMALL, "--lengths", lengths, "--policies", ",".join(policies), *drawn)
     assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 ranks" in said
@@ -80,7 +80,7 @@ def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(leng
 
 
 def test_search_ranks_what_fits(lengths):
-    policies = "plain,wlb_lazy:adaptive"
+    policies = "plain,wlb_lazy/adaptive"
     said = run(*SMALL, "--lengths", lengths, "--search", "--gpus", 8, "--policies", policies)
     shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", said, re.M)]
     assert len(shares) > 3 and shares == sorted(shares, reverse=True)
@@ -88,7 +88,7 @@ def test_search_ranks_what_fits(lengths):
 
 
 def test_search_says_what_the_best_gains_over_the_degrees_that_are_typed():
-    words = ["--lengths", "web", "--search", "--policies", "plain,wlb_lazy:adaptive"]
+    words = ["--lengths", "web", "--search", "--policies", "plain,wlb_lazy/adaptive"]
     said = run(*SMALL, *words, "--parallelism.tensor_parallel_degree", 4)
     times = r"\d\.\d\dx"
     gain = rf"does {times} the FLOPs and {times} the tokens a second of the configured job at its best \(TP 4"
@@ -96,9 +96,9 @@ def test_search_says_what_the_best_gains_over_the_degrees_that_are_typed():
 
 
 def test_the_winner_of_a_search_is_told_as_overrides(config):
-    words = ["--training.global_batch_size", 8, "--policies", "plain,wlb_lazy:hybrid:best", "--steps", 2]
+    words = ["--training.global_batch_size", 8, "--policies", "plain,wlb_lazy/hybrid/best", "--steps", 2]
     said = run(config, "--search", "--gpus", 8, *words)
-    degrees, policy = re.search(r"^\s+(TP .*?DP \d+)\s.*?(\w+:\w+(:best)?)", said, re.M).group(1, 2)
+    degrees, policy = re.search(r"^\s+(TP .*?DP \d+)\s.*?(\w+/\w+(/best)?)", said, re.M).group(1, 2)
     overrides = shlex.split(re.search(r"^To run it: (.*)$", said, re.M)[1])
     resolved = load_config(config, ["--training.global_batch_size", "8", *overrides], world_size=8)
     resolved.check(validate_inputs)
@@ -137,8 +137,8 @@ def test_a_profile_is_what_attention_takes(tmp_path):
         entries = [Entry(128, 1, "bfloat16", direction, cost, (), name) for direction, cost in costs.items()]
         file = tmp_path / f"{name}.json"
         Profile("some GPU", kernel.units, "", tuple(entries)).save(file)
-        said = run(*SMALL, "--lengths", "code", "--policies", "plain", "--wlb.sharding.profile", file)
-        seconds.append(float(re.search(r"plain:per_sequence\s+(\S+)", said)[1]))
+        said = run(*SMALL, "--lengths", "code", "--policies", "plain", "--wlb.context.profile", file)
+        seconds.append(float(re.search(r"plain/per_sequence\s+(\S+)", said)[1]))
     assert seconds[0] < seconds[1]
 
 
@@ -165,9 +165,9 @@ def test_the_shipped_files_are_the_rows_of_table_1(row):
 
 
 def test_the_files_own_policies_are_compared_with_plain(config):
-    own = ("--wlb.packing.policy", "wlb_lazy", "--wlb.sharding.policy", "ulysses")
+    own = ("--wlb.policy", "wlb_lazy/ulysses")
     said = run(config, "--steps", 1, "--gpus", 4, *own)
-    assert re.findall(r"^ +(\w+:\w+)", said, re.M) == ["plain:per_sequence", "wlb_lazy:ulysses"]
+    assert re.findall(r"^ +(\w+/\w+)", said, re.M) == ["plain/per_sequence", "wlb_lazy/ulysses"]
     assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 ranks, 1F1B, selective checkpointing" in said
     assert "4 micro-batches a step, context window 8,192" in said
 
@@ -176,15 +176,15 @@ def test_a_policy_that_is_not_possible_is_a_row_with_a_note(config):
     """All but few documents are as long as the window, so that no thresholds let outliers leave."""
     long = ["--training.seq_len", 64, "--steps", 1]
     said = run(config, *long, "--policies", "plain,wlb,wlb_lazy")
-    assert re.search(r"^ +wlb:per_sequence +–", said, re.M)
-    assert "wlb:per_sequence is not possible here: No thresholds for 2 queues" in said
-    assert "No thresholds for 2 queues" in run(config, *long, "--wlb.packing.policy", "wlb", code=2)
+    assert re.search(r"^ +wlb/per_sequence +–", said, re.M)
+    assert "wlb/per_sequence is not possible here: No thresholds for 2 queues" in said
+    assert "No thresholds for 2 queues" in run(config, *long, "--wlb.policy", "wlb", code=2)
 
 
 def test_policies_are_written_as_they_are_typed():
-    """Full class names, too; sharding as the file has it, where none is typed."""
-    assert str(Policy.parse("plain")) == "plain:per_sequence"
-    lazy, own = "wlb_lazy:hybrid:best", "toys:Reversed:hybrid"
+    """Full class names, too; the default where a part is left out."""
+    assert str(Policy.parse("plain")) == "plain/per_sequence"
+    lazy, own = "wlb_lazy/hybrid/best", "toys:Reversed/hybrid"
     assert (str(Policy.parse(lazy)), str(Policy.parse(own))) == (lazy, own)
     assert Policy.parse(own) == Policy("toys:Reversed", "hybrid")
 
