@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wlb_titan.balancing import Assignment, balance, causal, measured
+    from wlb_titan.balancing import Assignment, balance, causal
     from wlb_titan.sampler import BalancedBatchSampler
 
-__all__ = ["Assignment", "BalancedBatchSampler", "balance", "causal", "measured"]
+__all__ = ["Assignment", "BalancedBatchSampler", "balance", "causal"]
 __version__ = "0.1.0"
 
 

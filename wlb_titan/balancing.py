@@ -63,23 +63,6 @@ def causal(hidden: int = 4096) -> Cost:
     return lambda tokens: tokens + np.square(tokens, dtype=np.float64) / (12 * hidden)
 
 
-def measured(tokens: Sequence[float], seconds: Sequence[float]) -> Cost:
-    """Work from the seconds of sequences of ascending tokens: linear between them, quadratic beyond."""
-    x, y = np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    if x.shape != y.shape or x.ndim != 1 or not len(x) or not (np.diff(x, prepend=0) > 0).all():
-        raise PlanError("A measured cost needs as many times as tokens, and tokens that ascend.")
-    if not (np.diff(y, prepend=0) >= 0).all() or not np.isfinite(y).all() or y[-1] <= 0:
-        raise PlanError("A measured cost needs times that do not fall as the tokens rise.")
-    known_x, known_y = np.append(0.0, x), np.append(0.0, y)
-
-    def cost(lengths: Ints) -> Floats:
-        beyond = np.maximum(lengths / x[-1], 1.0)
-        seconds: Floats = np.interp(lengths, known_x, known_y) * beyond**2
-        return seconds
-
-    return cost
-
-
 def balance(
     lengths: Sequence[int] | NDArray[Any],
     *,

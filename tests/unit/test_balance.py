@@ -150,11 +150,6 @@ def test_a_shared_prompt_is_computed_once():
         assert plan.tokens[place] == 130
 
 
-def test_a_measured_cost_goes_through_its_points_and_grows_as_the_square():
-    cost = wlb_titan.measured([100, 200], [1.0, 3.0])
-    assert cost(np.array([50, 100, 150, 200, 400])).tolist() == [0.5, 1.0, 2.0, 3.0, 12.0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -16,7 +16,7 @@ from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.simulator import search as searching
-from wlb_titan.simulator.choice import Scenario, choose, network_sensitivity, predicted
+from wlb_titan.simulator.choice import Scenario, choose, predicted
 from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, pipeline_words, search
 
 LENGTHS = np.random.default_rng(0).lognormal(6.5, 1.6, 4000).clip(16, 16384).astype(np.int64)
@@ -218,11 +218,3 @@ def test_search_finds_the_fastest_that_fits(scenario):
     with pytest.raises(PlanError, match="Nothing fits 4 GPUs"):
         tiny = scenario.job.on(replace(scenario.job.cluster, memory=1e8))
         search(scenario.on(tiny), 4, [PLAIN], steps=1)
-
-
-def test_a_slower_network_costs_time_where_it_is_used(scenario):
-    plans = {PLAIN: scenario.plans(PLAIN, 2, warm_up=0)}
-    now = network_sensitivity(scenario, plans, 1.0)[PLAIN]
-    assert network_sensitivity(scenario, plans, 4.0)[PLAIN] == pytest.approx(now)  # 4 GPUs in one node
-    apart = scenario.on(scenario.job.on(replace(scenario.job.cluster, gpus_per_node=1)))
-    assert network_sensitivity(apart, plans, 4.0)[PLAIN] < network_sensitivity(apart, plans, 1.0)[PLAIN]

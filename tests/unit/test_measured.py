@@ -19,8 +19,6 @@ from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Action
 from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
 from wlb_titan.simulator.step import simulate
-from wlb_titan.simulator.timeline import step_timeline
-from wlb_titan.simulator.trace import MEASURED
 
 MODEL = ModelShape(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, feed_forward=128, vocabulary=512)
 WINDOW = 4096
@@ -78,7 +76,6 @@ def test_what_was_measured_as_predicted_comes_out_as_predicted(name, documents):
     plans = job.plans(documents, 2)
     alone = simulate(job, plans)
     found = measured(job, plans, [ran(job, plan, k, plans) for k, plan in enumerate(plans)])
-    assert all(one.known.all() for one in found)
     together = simulate(job, plans, found)
     # Every context-parallel rank is as slow as the slowest here, whose backward passes have other shares.
     near = {"rtol": 1e-7 if job.degrees.context == 1 else 2e-3}
@@ -89,7 +86,7 @@ def test_what_was_measured_as_predicted_comes_out_as_predicted(name, documents):
 
 @pytest.mark.parametrize("name", ["pipeline", "slices", "asymmetric"])
 def test_stages_that_did_not_run_take_what_a_like_stage_took(name, documents):
-    """One stage measured three times as slow: so are all, and only its own passes are called measured."""
+    """One stage measured three times as slow: so are all."""
     job = job_of(name)
     plans = job.plans(documents, 2)
     last = len(job.layers) - 1
@@ -99,10 +96,6 @@ def test_stages_that_did_not_run_take_what_a_like_stage_took(name, documents):
     )
     near, expected = (simulate(job, plans, each).seconds for each in (found, everywhere))
     np.testing.assert_allclose(near, expected)
-    assert all(one.known[[0, last]].all() and one.known[1:last].sum() == 0 for one in found)
-    spans = step_timeline(job, plans[1], measured=found[1])
-    for span in spans:
-        assert (span.args["time"] == MEASURED) == (span.args["stage"] in (0, last))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("pipeline", "F"), ("asymmetric", "B")])
@@ -124,7 +117,6 @@ def test_a_replica_that_did_not_run_takes_what_is_predicted_times_how_slow_the_o
     ranks = ran(job, plans[0], 0, plans, 2.0)
     (expected,) = measured(job, plans, [ranks])
     (found,) = measured(job, plans, [[rank for rank in ranks if rank.dp == 0]])
-    assert found.known.tolist() == [[True] * 4 + [False] * 4]
     np.testing.assert_allclose(found.seconds, expected.seconds)
 
 

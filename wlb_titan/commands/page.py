@@ -19,7 +19,7 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.commands.command_line import Rows, describe_job, writing
-from wlb_titan.simulator.trace import MEASURED, Span
+from wlb_titan.simulator.trace import Span
 from wlb_titan.summary import Estimate
 
 if TYPE_CHECKING:
@@ -171,8 +171,7 @@ def _grid(share: float, point: Floats) -> str:
 def pipelines(timelines: Mapping[str, Sequence[Span]]) -> str:
     """A step's passes to scale: a picture for each policy or run, a row for each rank, a box for each pass.
 
-    Documents differ between policies, so times are relative to a rank's work. Passes that did not run
-    themselves, where others did, are pale.
+    Documents differ between policies, so times are relative to a rank's work.
     """
     works = {
         name: sum(s.duration for s in own) / len({s.track for s in own}) for name, own in timelines.items()
@@ -206,10 +205,9 @@ def _box(span: Span, left: float, width: float, top: float) -> str:
     number = span.name.removeprefix(_kind(span))
     facts = {"ms": f"{span.duration * 1e3:.4g}", **span.args}
     title = "\n".join([f"{name} {number}", *(f"{key}: {value}" for key, value in facts.items())])
-    pale = "" if facts.get("time", MEASURED) == MEASURED else ' opacity="0.45"'
     shown = number if width > DIGIT * len(number) else ""
     return (
-        f"<g{pale}><title>{html.escape(title)}</title>"
+        f"<g><title>{html.escape(title)}</title>"
         f'<rect x="{left:.3f}%" y="{top}" width="{width:.3f}%" height="{LINE - 3}" fill="{color}"/>'
         f'<text class="number" x="{left + width / 2:.3f}%" y="{top + 15}">{shown}</text></g>'
     )

@@ -18,31 +18,18 @@ from wlb_titan.commands.command_line import (
     POSITIVE,
     Rows,
     describe_job,
-    report_option,
     say,
     show_table,
     write_json,
 )
 from wlb_titan.commands.lone_ranks import DEFAULT_STEP, LoneRanks, of_ranks, print_rank, rank_numbers
-from wlb_titan.commands.page import (
-    PASSES,
-    command,
-    cost,
-    described,
-    gained,
-    pipelines,
-    section,
-    table,
-    write_page,
-)
+from wlb_titan.commands.page import PASSES
 from wlb_titan.commands.simulate import speedup
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.measured import MeasuredPasses, MeasuredStep, Pass, measured
 from wlb_titan.simulator.step import Prediction, simulate
-from wlb_titan.simulator.timeline import step_timeline
-from wlb_titan.simulator.trace import Span
 from wlb_titan.summary import Estimate
 
 
@@ -83,7 +70,6 @@ class Rehearsal:
 )
 @click.option("--steps", type=POSITIVE, default=3, help="Measured steps.")
 @click.option("--at-once", type=POSITIVE, default=1, help="Ranks to run at the same time on the device.")
-@report_option
 def rehearse(
     file: Path,
     overrides: tuple[str, ...],
@@ -94,7 +80,6 @@ def rehearse(
     world_size: int | None,
     at_once: int,
     output: Path | None,
-    report: Path | None,
 ) -> None:
     """Measure FILE's job on this device, whatever number of devices it is for.
 
@@ -132,8 +117,6 @@ def rehearse(
         show_table(table_rows(results))
     if output is not None:
         write_json(output, {"file": str(file), "policies": list(map(_record, results))})
-    if report is not None:
-        click.echo(f"Report: {write_report(report, results, [str(file), *overrides])}")
     if any("error" in rank for one in results for rank in one.ranks):
         sys.exit(1)
 
@@ -206,44 +189,4 @@ def what_it_ran(rank: dict[str, Any]) -> str:
     return (
         f" on {rank['device']}: {runs}, all {len(passes)} passes of all micro-batches. Seconds a step: "
         f"{took}, optimizer {optimizer:.3f}.{peak}"
-    )
-
-
-TOGETHER = "Passes as measured, communication as the cluster's file has it; ± is the standard error."
-STEP = "A row is a pipeline rank, a box a pass: strong where it was measured, pale where a like pass was."
-
-
-def write_report(folder: Path, results: Sequence[Rehearsal], typed: Sequence[str]) -> Path:
-    rows, answer = table_rows(results), "No rank came through."
-    timelines: dict[str, list[Span]] = {}
-    if ran := [one for one in results if one.measured]:
-        gains = [speedup(one.rehearsed, ran[0].rehearsed) for one in ran]
-        gain, best = max(zip(gains, ran, strict=True), key=lambda pair: pair[0].value)
-        answer = f"{gained(best.policy, gain, ran[0].policy)}; {cost(best.rehearsed.bubble, None)}"
-    for one in ran:
-        number = int(abs(one.rehearsed.seconds - one.rehearsed.seconds.mean()).argmin())
-        assert one.measured is not None
-        for kind, found in (("rehearsed", one.measured[number]), ("predicted", None)):
-            timelines[f"{one.policy}, {kind}"] = step_timeline(one.job, one.plans[number], measured=found)
-    ranks = [
-        {"rank": f"{rank['rank']}, {one.policy}", "what it ran": rank.get("error") or what_it_ran(rank)}
-        for one in results
-        for rank in one.ranks
-    ]
-    corpus, about = described(results[0].job, results[0].documents)
-    search = command("simulate", typed, "--search")
-    return write_page(
-        folder,
-        title=f"Rehearsed on one device: {corpus}",
-        answer=answer,
-        about=about,
-        cards=rows,
-        figure="speedup",
-        facts=("step, s", "predicted s", "bubble", "MFU", "tokens/s"),
-        tries=[("What other degrees and schedules are predicted to be worth:", search)],
-        sections=[
-            section("Steps put together", TOGETHER, table(rows)),
-            section("A typical step, of the slowest replica", STEP, pipelines(timelines)),
-            section("Ranks", "Each ran alone.", table(ranks)),
-        ],
     )

@@ -45,14 +45,13 @@ from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.choice import Scenario, network_sensitivity
+from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import step_timeline
 from wlb_titan.simulator.trace import Span, write_trace
 from wlb_titan.summary import Estimate
 
-SLOWER = 2.0  # the network, in the sensitivity column
 SEARCH_SECONDS = 300.0
 SHOWN = 12  # candidates of a search
 
@@ -107,8 +106,7 @@ def simulate(
 
     The speedup of a policy is in FLOPs a second: tokens of documents that are cut are cheaper.
 
-    The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
-    the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
+    The bubble is the share of a step in which a rank waits. docs/simulator.md explains the model.
     """
     if search and (report or trace):
         raise PlanError("--report and --trace draw policies; leave out --search.")
@@ -172,8 +170,7 @@ def table_rows(
     scenario: Scenario, plans: Plans, predictions: Predictions, impossible: Mapping[Policy, UserError]
 ) -> Rows:
     """A row for each policy, for the console and the page; impossible ones have no figures."""
-    slower = network_sensitivity(scenario, plans, SLOWER)
-    first, base = next(iter(predictions.items()))
+    base = next(iter(predictions.values()))
     rows = [
         {
             "policy": str(policy),
@@ -181,7 +178,6 @@ def table_rows(
             "on rank": f"{one.peak_memory.rank}",
             "speedup": speedup(one, base).text(".3f", "x"),
             "in tokens": f"{one.tokens_per_second / base.tokens_per_second:.3f}x",
-            "slow net": f"{slower[policy] / slower[first]:.3f}x",
         }
         for policy, one in predictions.items()
     ]

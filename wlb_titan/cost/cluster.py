@@ -71,11 +71,6 @@ class Cluster:
         near = bytes_ * (inside - 1) / ranks / self.node.bandwidth
         return max(near, bytes_ * (ranks - inside) / ranks / self.network.bandwidth)
 
-    def slower_network(self, factor: float) -> Cluster:
-        """This cluster with `factor` times the network's latency, and its bandwidth divided by `factor`."""
-        network = Link(self.network.bandwidth / factor, self.network.latency * factor)
-        return replace(self, name=f"{self.name}, network {factor:g}x slower", network=network)
-
 
 TEXTS = ("name", "[gpu] attention_profile", "[gpu] device")
 FIGURES: dict[str, Field[Any]] = {

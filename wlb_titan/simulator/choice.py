@@ -72,14 +72,6 @@ class Scenario:
         return replace(self, job=job)
 
 
-def network_sensitivity(
-    scenario: Scenario, plans: dict[Policy, list[Plan]], factor: float
-) -> dict[Policy, float]:
-    """FLOP/s of each policy's plans when the network between nodes is `factor` times slower."""
-    slower = scenario.on(scenario.job.on(scenario.job.cluster.slower_network(factor)))
-    return {policy: slower.simulate(policy, planned).flops_per_second for policy, planned in plans.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A policy that `auto` may stand for, and its predicted steps; nan where it cannot run."""

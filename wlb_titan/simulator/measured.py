@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.arrays import Bools, Floats
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.job import Job
 from wlb_titan.packing.predicted import pass_seconds
@@ -60,7 +60,6 @@ class MeasuredPasses:
     """Replaces the predicted passes of one step, with its micro-batches in the plan's order."""
 
     seconds: Floats  # (3, stages, micro-batches), as of `pass_seconds`
-    known: Bools  # (stages, micro-batches): whether a rank with this pass ran
     optimizer: float  # seconds, of the slowest rank that ran
     rest: Job  # without the communication that was counted
 
@@ -84,12 +83,11 @@ def measured(
     passes = found.scaled(slowest)
     seconds = np.stack([_filled(*one, job.layers) for one in zip(passes, slowest, strict=True)])
     seconds += waiting - slowest
-    known: Bools = np.asarray(np.isfinite(passes).any(axis=0))
     result = []
     for number, ranks in enumerate(steps):
         own = np.array(step) == number
         optimizer = max(rank.optimizer for rank in ranks)
-        result.append(MeasuredPasses(seconds[:, :, own], known[:, own], optimizer, rest))
+        result.append(MeasuredPasses(seconds[:, :, own], optimizer, rest))
     return result
 
 

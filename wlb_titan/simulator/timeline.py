@@ -9,23 +9,16 @@ import numpy as np
 from wlb_titan.job import Job
 from wlb_titan.packing.slim.slices import kind
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.simulator.measured import MeasuredPasses
 from wlb_titan.simulator.replicas import step_ends, step_passes
-from wlb_titan.simulator.trace import MEASURED, Span
+from wlb_titan.simulator.trace import Span
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
-def step_timeline(
-    job: Job,
-    plan: Plan,
-    name: str = "step",
-    dp_rank: int | None = None,
-    measured: MeasuredPasses | None = None,
-) -> list[Span]:
+def step_timeline(job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None) -> list[Span]:
     """A span for each pass of one data-parallel replica, by default the slowest, on its pipeline rank's
-    track. `measured` passes replace predicted ones; those of ranks that ran say so."""
-    passes = step_passes(job, plan, measured)
+    track."""
+    passes = step_passes(job, plan)
     of_replicas = step_ends(job, plan, passes)
     if dp_rank is None:
         dp_rank = int(np.argmax([ends.max(axis=0).sum() for _, ends in of_replicas]))
@@ -33,7 +26,6 @@ def step_timeline(
     begins = np.cumsum(ends.max(axis=0)) - ends.max(axis=0)
     times, micro_batches = passes.of(dp_rank), plan.of_rank(dp_rank)
     n = len(micro_batches) // passes.runs
-    known = None if measured is None else measured.known[:, dp_rank * len(micro_batches) :]
     spans = []
     for rank in range(job.degrees.pipeline):
         numbers = [i for i, a in enumerate(graph.actions) if job.shape.rank_of(a.stage) == rank]
@@ -42,10 +34,7 @@ def step_timeline(
                 action, end = graph.actions[number], float(ends[number, run])
                 seconds = float(times.of(action)[run])
                 place = run * n + action.place
-                facts: dict[str, Any] = {"pass": NAMES[action.kind], "stage": action.stage}
-                if known is not None:
-                    facts["time"] = MEASURED if known[action.stage, place] else "of a like pass"
-                facts |= _facts(micro_batches[place])
+                facts = {"pass": NAMES[action.kind], "stage": action.stage, **_facts(micro_batches[place])}
                 start = begin + end - seconds
                 spans.append(Span(name, f"pp {rank}", f"{action.kind}{place}", start, seconds, facts))
     return spans

@@ -15,8 +15,6 @@ from wlb_titan.errors import UserError
 
 COMPUTED = "processor_seconds"  # argument of a span: its thread's own time on a CPU, without waiting
 
-MEASURED = "measured"  # value of the argument `time` of a pass that ran, where others did not
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
