@@ -48,10 +48,8 @@ class Key:
 def schema(tmp_path_factory):
     """All settings, also those of every packing policy, strategy and order."""
     file = tmp_path_factory.mktemp("schema") / "a.toml"
-    sections = {"packing": POLICIES, "sharding": STRATEGIES, "pipeline": ORDERS}
-    lines = [
-        f'wlb.{one}.{family.key} = "{name}"' for one, family in sections.items() for name in family.names
-    ]
+    families = (("", POLICIES), ("plain/", STRATEGIES), ("plain//", ORDERS))
+    lines = [f'wlb.policy = "{before}{name}"' for before, family in families for name in family.names]
     keys: dict[str, Key] = {}
     for chosen in ("", *lines):
         file.write_text(f'base = "llama3_debug"\n{chosen}\n')

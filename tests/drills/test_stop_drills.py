@@ -68,7 +68,8 @@ def test_a_second_signal_ends_at_once(ground):
     job.signal(signal.SIGTERM, 0)
     time.sleep(ONE_REQUEST + 0.5)
     job.signal(signal.SIGTERM, 0)
-    job.await_(lambda: not (Path("/proc") / str(job.processes[0]) / "cmdline").read_bytes())
+    command = Path("/proc") / str(job.processes[0]) / "cmdline"
+    job.await_(lambda: not command.exists() or not command.read_bytes())
     job.signal(signal.SIGCONT, 1)
     assert job.wait() == [143, 1], job.log()
     assert "Stopped after step" not in job.log() and not (job.folder / "checkpoint").exists()

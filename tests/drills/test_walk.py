@@ -49,7 +49,7 @@ def test_the_walk(tmp_path, monkeypatch):
     assert f"TP 1 x CP 1 x PP 1 x DP {processes} = {processes} processes, seq_len 2048, 20 steps" in checked
 
     planned = says("plan", "job.toml", "--steps", 20, "--report", "outputs/plan")
-    assert re.search(r"wlb_lazy 1\.0\d+", planned)
+    assert re.search(r"wlb_lazy/per_sequence +1\.0\d+", planned)
     (command,) = re.findall(r"<pre>(wlb-titan simulate [^<]*)", Path("outputs/plan/report.html").read_text())
     assert command == "wlb-titan simulate job.toml"
     simulated = says(*command.split()[1:], "--steps", 4)

@@ -77,7 +77,7 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     enough = max(rank.total for rank in job.fitting.peak(Passes.of([2 * window] * 8))) / USABLE + GIB
     assert window < bounded(0.8) < bounded(1) == bounded(4) == 2 * window
     assert bounded(0.1) == window  # which training refuses
-    assert bounded(0.8, PIPELINE + f"max_length = {window + 4096}\n") == window + 4096
+    assert bounded(0.8, PIPELINE + f"wlb.packing.max_length = {window + 4096}\n") == window + 4096
     # Without a device but the CPU there is nothing to fill, but where its memory is said.
     on_cpu = PIPELINE.replace("h100_roce", "cpu")
     assert loaded(on_cpu).longest_micro_batch == 2 * window
@@ -106,7 +106,7 @@ def test_the_weights_are_those_of_the_model(base):
 def test_a_gpu_that_no_cluster_knows_counts_with_its_own_memory(loaded, monkeypatch):
     gpu = "NVIDIA RTX A6000", 48 * GIB
     monkeypatch.setattr("wlb_titan.runtime.job.gpu_at_hand", lambda device: gpu)
-    own, named = loaded(PIPELINE.replace('wlb.cluster = "h100_roce"', "")), loaded(PIPELINE)
+    own, named = loaded(PIPELINE.replace('cluster = "h100_roce", ', "")), loaded(PIPELINE)
     assert (own.cluster.memory, named.cluster.memory) == (48 * GIB, load_cluster("h100_roce").memory)
     assert own.overlap and "RTX A6000" in own.cluster.name
 

@@ -143,7 +143,7 @@ def test_what_is_right_is_told_in_a_line(here):
     assert result.exit_code == 0, result.output
     assert result.stdout == (
         "OK t.toml: model llama debug, TP 1 x CP 1 x PP 2 x DP 4 = 8 processes, seq_len 2048, 7 steps, "
-        "packing plain, sharding per_sequence\n"
+        "policy plain/per_sequence\n"
     )
     assert "DP 1 = 2 processes or a multiple," in run("check t.toml").stdout
     (here / "own.toml").write_text(content + '\n[[wlb.dimensions]]\nname = "toys:Apart"\ndegree = 2')
@@ -224,7 +224,7 @@ def job_in(folder, text):
 
 
 def test_memory_bounds_the_tokens_in_flight(here):
-    assert job_in(here, PIPELINE + "tokens_in_flight = 40000").most_in_flight == 40000
+    assert job_in(here, PIPELINE + "packing.tokens_in_flight = 40000").most_in_flight == 40000
     job = job_in(here, PIPELINE)
     device = max(rank.total for rank in job.fitting.document(8 * 32768)) * 0.8
     job = job.on(replace(job.cluster, memory=device))
@@ -256,5 +256,5 @@ def test_a_document_that_fits_in_no_order_is_refused(here):
 
 def test_packs_of_their_own_for_backward_passes_take_the_place_of_full_checkpointing(here):
     full = '\n[activation_checkpoint]\nclass = "FullAC"'
-    assert job_in(here, PIPELINE + "asymmetric = true" + full).packing.regroups
+    assert job_in(here, PIPELINE + "packing.asymmetric = true" + full).packing.regroups
     assert not job_in(here, PIPELINE + full).packing.regroups

@@ -240,8 +240,7 @@ def test_mistakes_are_refused_before_anything_starts(dryrun, words, message):
 
 def test_without_a_step_the_fullest_is_run(dryrun):
     """The longest micro-batch of the first 24 steps, on both ends of its pipeline; the output says so."""
-    shadow = ("--wlb.packing.shadow", "true")  # of the file: what --policy names is trained
-    words = (SHARD, 2, *shadow, "--wlb.policy", "wlb_lazy", *GPU)
+    words = (SHARD, 2, "--wlb.policy", "wlb_lazy", *GPU)
     result, (first, last) = dryrun(SMALL, *words)
     assert "log-normal" in result.stderr  # there is no corpus
     assert "it fits" in result.stdout

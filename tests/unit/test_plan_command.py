@@ -92,14 +92,16 @@ def test_a_file_of_lengths_is_the_stream_itself_unless_a_seed_is_given(lengths, 
 def test_a_comparison_has_a_row_for_each_policy(lengths):
     said = run(lengths, *ARGUMENTS, "--policies", "plain,wlb,wlb_lazy", "--steps", 40)
     assert "3,000 documents" in said and "longer than the window and cut" in said
-    imbalance = {name: float(x) for name, x in re.findall(r"^\s*(plain|wlb\w*)\s+([\d.]+)", said, re.M)}
+    imbalance = {
+        name: float(x) for name, x in re.findall(r"^\s*(plain|wlb\w*)/per_sequence\s+([\d.]+)", said, re.M)
+    }
     assert imbalance["plain"] > 1.1 > imbalance["wlb_lazy"] >= 1
     assert imbalance["plain"] > imbalance["wlb"]
 
 
 def test_what_was_left_out_how_good_a_solver_is_and_few_steps_are_told(lengths):
     drop = ("--wlb.packing.tail", "drop", "--steps", 10)
-    assert re.search(r"plain: [\d,]+ tokens were left out", run(lengths, *ARGUMENTS, *drop))
+    assert re.search(r"plain/per_sequence: [\d,]+ tokens were left out", run(lengths, *ARGUMENTS, *drop))
     solver = ("--wlb.policy", "fixed_solver", "--wlb.packing.time_limit", 2, "--steps", 2)
     assert "the solver's packings are" in run(lengths, *ARGUMENTS, *solver)
     assert "±" in run(lengths, *SHORT, "--steps", 5), "the standard error"

@@ -279,7 +279,7 @@ def test_a_micro_batch_with_fewer_tokens_than_ranks_is_refused():
 
 @pytest.mark.parametrize("policy", SHARDINGS)
 def test_the_planner_shards_by_the_settings(policy):
-    policies = {"sharding": STRATEGIES.configure(policy), "attention": planning.UNMERGED}
+    policies = {"context": STRATEGIES.configure(policy), "attention": planning.UNMERGED}
     job = Job(window=4096, micro_batches=4, degrees=Degrees(context=4, shard=2), **policies)
     plan = job.planner(Documents(lengths=np.random.default_rng(1).integers(1, 900, 300))).next()
     for micro_batch in plan.micro_batches:

@@ -16,6 +16,7 @@ from wlb_titan.commands.command_line import (
     resolved_job,
 )
 from wlb_titan.cost.degrees import Degrees
+from wlb_titan.job import Policy
 
 
 @click.group()
@@ -77,5 +78,5 @@ def summary(config: Any, degrees: Degrees, world_size: int | None) -> str:
     return (
         f"model {config.model_spec.name} {config.model_spec.flavor}, {degrees} = {degrees.ranks} processes"
         f"{' or a multiple' if open_degree else ''}, seq_len {config.training.seq_len}, {length}, "
-        f"policy {'/'.join((wlb.packing.name, wlb.context.name, wlb.pipeline.name))}"
+        f"policy {Policy(wlb.packing.name, wlb.context.name, wlb.pipeline.name)}"
     )

@@ -61,7 +61,7 @@ class UlyssesGather(ContextStrategy):
             raise PlanError(
                 f"{self.ranks} context-parallel ranks cannot be divided into groups of {self._within}; set "
                 f"within to a divisor of {self.ranks}.",
-                setting="sharding.within",
+                setting="context.within",
             )
         head_shares(model.heads // tensor, model.kv_heads // tensor, self._within)
 
