@@ -42,9 +42,11 @@ def loaded(tmp_path_factory):
 
 PIPELINE = """
 base = "llama2_7b"
-wlb = { cluster = "h100_roce", policy = "wlb" }
 training = { seq_len = 32768, local_batch_size = 8 }
 parallelism = { pipeline_parallel_degree = 4, data_parallel_shard_degree = 1 }
+[wlb]
+cluster = "h100_roce"
+policy = "wlb"
 """
 
 
@@ -77,7 +79,7 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     enough = max(rank.total for rank in job.fitting.peak(Passes.of([2 * window] * 8))) / USABLE + GIB
     assert window < bounded(0.8) < bounded(1) == bounded(4) == 2 * window
     assert bounded(0.1) == window  # which training refuses
-    assert bounded(0.8, PIPELINE + f"wlb.packing.max_length = {window + 4096}\n") == window + 4096
+    assert bounded(0.8, PIPELINE + f"packing.max_length = {window + 4096}\n") == window + 4096
     # Without a device but the CPU there is nothing to fill, but where its memory is said.
     on_cpu = PIPELINE.replace("h100_roce", "cpu")
     assert loaded(on_cpu).longest_micro_batch == 2 * window
@@ -106,7 +108,7 @@ def test_the_weights_are_those_of_the_model(base):
 def test_a_gpu_that_no_cluster_knows_counts_with_its_own_memory(loaded, monkeypatch):
     gpu = "NVIDIA RTX A6000", 48 * GIB
     monkeypatch.setattr("wlb_titan.runtime.job.gpu_at_hand", lambda device: gpu)
-    own, named = loaded(PIPELINE.replace('cluster = "h100_roce", ', "")), loaded(PIPELINE)
+    own, named = loaded(PIPELINE.replace('cluster = "h100_roce"', "")), loaded(PIPELINE)
     assert (own.cluster.memory, named.cluster.memory) == (48 * GIB, load_cluster("h100_roce").memory)
     assert own.overlap and "RTX A6000" in own.cluster.name
 
