@@ -197,7 +197,7 @@ def test_bytes_are_those_of_the_larger_side(group, traffic):
     group.send([torch.zeros(5, dtype=torch.bfloat16)], 0, 0)
     group.recv([nothing(5, dtype=torch.int64)], 0, 0)
     bytes_ = {"all-gather": 48, "reduce-scatter": 32, "send": 10, "receive": 40}
-    assert traffic.asked == {(kind, "test"): (1, size) for kind, size in bytes_.items()}
+    assert traffic.asked == [(kind, "test", size) for kind, size in bytes_.items()]
 
 
 def test_answers_are_taken_out_of_what_they_lie_in():

@@ -25,8 +25,6 @@ from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from wlb_titan.simulator.choice import Choice
 
 OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}
@@ -110,24 +108,19 @@ def of_file(command: Command) -> Command:
 
 def of_job(command: Command) -> Command:
     """Arguments and options that `load_job` takes."""
-    options = (
-        of_file,
-        click.option(
-            "--lengths",
-            metavar="|".join([*NAMED, "FILE"]),
-            help="Documents of these lengths instead of a corpus: a named distribution (docs/simulator.md), "
-            "or a text file with one document's length in tokens a line.",
-        ),
-        click.option(
-            "--cluster",
-            metavar="NAME|FILE.toml",
-            help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster]",
-        ),
-        click.option("--gpus", type=MANY, help="GPUs of the job."),
+    lengths = click.option(
+        "--lengths",
+        metavar="|".join([*NAMED, "FILE"]),
+        help="Documents of these lengths instead of a corpus: a named distribution (docs/simulator.md), "
+        "or a text file with one document's length in tokens a line.",
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    cluster = click.option(
+        "--cluster",
+        metavar="NAME|FILE.toml",
+        help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster]",
+    )
+    gpus = click.option("--gpus", type=MANY, help="GPUs of the job.")
+    return of_file(lengths(cluster(gpus(command))))
 
 
 report_option = click.option(
@@ -221,12 +214,6 @@ LEFT = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over
 """Headings of words, aligned left; figures are aligned right."""
 
 
-def make_console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
-
-
 def say(*lines: str) -> None:
     for line in lines:
         click.echo(line)
@@ -234,18 +221,17 @@ def say(*lines: str) -> None:
 
 def show_table(rows: Rows) -> None:
     """Prints a table, whole also where a terminal has less room."""
-    import rich.box
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=rich.box.SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD)
     for heading in rows[0]:
         table.add_column(Text(heading), justify="left" if heading in LEFT else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row.values()))  # as they are: brackets are no markup
-    console = make_console()
-    console.width = WIDE
-    console.print(table)
+    Console(width=WIDE, highlight=False).print(table)
 
 
 def print_choice(choice: Choice) -> None:

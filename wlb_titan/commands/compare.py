@@ -19,16 +19,7 @@ import numpy as np
 
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
-from wlb_titan.commands.page import (
-    command,
-    cost,
-    gained,
-    lines,
-    pipelines,
-    section,
-    table,
-    write_page,
-)
+from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
 from wlb_titan.config.sources import read_sources
 from wlb_titan.config.values import shown
 from wlb_titan.errors import UserError
@@ -133,9 +124,6 @@ class Run:
     def traced(self) -> list[int]:
         names = [path.stem.removeprefix("step-") for path in (self.folder / TRACES).glob("step-*.json")]
         return sorted(map(int, filter(str.isdecimal, names)))
-
-    def trace(self, step: int) -> list[Span]:
-        return read_trace(self.folder / TRACES / f"step-{step}.json")
 
 
 def open_runs(folders: Sequence[Path]) -> list[Run]:
@@ -290,6 +278,6 @@ def traced_steps(runs: Sequence[Run]) -> dict[str, list[Span]]:
     timelines = {}
     for run in traced:
         step = max(common or run.traced)
-        spans = run.trace(step)
+        spans = read_trace(run.folder / TRACES / f"step-{step}.json")
         timelines[f"{run.name}, step {step}"] = [s for s in spans if s.process == spans[0].process]
     return timelines

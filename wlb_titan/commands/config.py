@@ -7,14 +7,7 @@ from typing import Any
 
 import click
 
-from wlb_titan.commands.command_line import (
-    OVERRIDABLE,
-    POSITIVE,
-    Size,
-    load,
-    of_file,
-    resolved_job,
-)
+from wlb_titan.commands.command_line import OVERRIDABLE, POSITIVE, Size, load, of_file, resolved_job
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.job import Policy
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,14 +23,12 @@ from wlb_titan.commands.lone_ranks import (
     rank_numbers,
 )
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device, cluster_of_gpu
+from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
+from wlb_titan.plan import MicroBatch
 from wlb_titan.simulator.calls import RankCalls, unmet
-
-if TYPE_CHECKING:
-    from wlb_titan.documents import Documents
-    from wlb_titan.plan import MicroBatch
 
 PLANNED = 24
 """As many steps as `auto` plans; the fullest is run. Queues of balancing policies fill in 8."""
@@ -91,8 +89,7 @@ def dryrun(
         if ranks == "all":
             same = alike(job, job.plans(lone.documents, 1, after=step - 1)[0])
             numbers = sorted(set(same.values()))
-        options = {"step": step, "device_bytes": job.cluster.memory}
-        results = lone.run("dryrun", numbers, os.cpu_count() or 1, **options)
+        results = lone.run("dryrun", numbers, os.cpu_count() or 1, step=step, device_bytes=job.cluster.memory)
     calls = {one["rank"]: RankCalls.from_json(one.pop("calls")) for one in results if "calls" in one}
     if output is not None:
         write_json(output, results)
@@ -163,12 +160,8 @@ def _parameters(result: dict[str, Any]) -> str:
 def _print_memory_and_collectives(result: dict[str, Any]) -> None:
     show_table(memory_rows(result))
     say("The largest tensors at the traced peak:")
-    say(
-        *(
-            f"  {one['gib']:8.3f} GiB  {one['tensors']:4} x {one['what']}"
-            for one in result["largest"][:LARGEST]
-        )
-    )
+    for one in result["largest"][:LARGEST]:
+        say(f"  {one['gib']:8.3f} GiB  {one['tensors']:4} x {one['what']}")
     if result["collectives"]:
         show_table(collective_rows(result["collectives"]))
 
@@ -176,20 +169,15 @@ def _print_memory_and_collectives(result: dict[str, Any]) -> None:
 def memory_rows(result: dict[str, Any]) -> Rows:
     """GiB at the peak by term, predicted and traced, with their sums last. The trace does not tell the loss
     from the passes around it."""
-    predicted, traced = dict(result["predicted"]), dict(result["traced"])
+    predicted, traced = result["predicted"], result["traced"]
     terms = sorted({*predicted, *traced}, key=lambda term: -traced.get(term, 0.0))
-    predicted["total"], traced["total"] = mine, found = result["predicted_gib"], result["traced_gib"]
-    rows = [
-        {
-            "memory": term,
-            "predicted GiB": _gib(predicted.get(term)),
-            "traced GiB": _gib(traced.get(term)),
-            "difference": "",
-        }
-        for term in [*terms, "total"]
+    figures = [(term, predicted.get(term), traced.get(term), "") for term in terms]
+    total, peak = result["predicted_gib"], result["traced_gib"]
+    figures.append(("total", total, peak, f"{total / peak - 1:+.1%}" if total and peak else ""))
+    return [
+        {"memory": term, "predicted GiB": _gib(mine), "traced GiB": _gib(found), "difference": difference}
+        for term, mine, found, difference in figures
     ]
-    rows[-1]["difference"] = f"{mine / found - 1:+.1%}" if mine and found else ""
-    return rows
 
 
 def _gib(value: float | None) -> str:

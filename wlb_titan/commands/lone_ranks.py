@@ -14,21 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import numpy as np
 
 from wlb_titan.commands.command_line import POSITIVE, Command, json_option, load, of_file, print_choice, say
+from wlb_titan.config.load import Resolved
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
+from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
-
-if TYPE_CHECKING:
-    from wlb_titan.config.load import Resolved
-    from wlb_titan.cost.degrees import Degrees
-    from wlb_titan.documents import Documents
-    from wlb_titan.job import Job
-    from wlb_titan.simulator.calls import RankCalls
+from wlb_titan.simulator.calls import RankCalls
 
 PROCESS = "wlb_titan.runtime.one_rank.process"
 DEFAULT_RANKS = "first,last"
@@ -157,18 +155,14 @@ def _under(policy: str | None) -> list[str]:
     return ["--wlb.policy", policy, "--wlb.packing.shadow", "false"] if policy else []
 
 
-def place(result: Mapping[str, Any]) -> str:
-    """Where a rank that ran is on each axis."""
-    return ", ".join(f"{axis} {number}" for axis, number in result["coordinates"].items()) or "alone"
-
-
 def print_rank(result: dict[str, Any], world_size: int, said: Callable[[dict[str, Any]], str]) -> None:
     """Prints what is `said` of a rank that came through, or its error."""
     name = f"\nRank {result['rank']} of {world_size}"
     if "error" in result:
         say(f"{name} fails:", f"{result.get('traceback', '')}{result['error']}")
     else:
-        say(f"{name} ({place(result)}){said(result)}")
+        place = ", ".join(f"{axis} {number}" for axis, number in result["coordinates"].items()) or "alone"
+        say(f"{name} ({place}){said(result)}")
 
 
 def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
@@ -277,8 +271,6 @@ def calls_of_all(
 def _moved(calls: RankCalls, from_: int, to: int, layout: Mapping[str, int]) -> RankCalls:
     """The calls of rank `from_`, as `to` makes them. A group keeps its ranks' places on the axes along which
     they differ, and takes those of `to` on the others."""
-    if from_ == to:
-        return calls
     shape = tuple(layout.values())
     places = np.array(np.unravel_index([from_, to], shape))
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from wlb_titan.commands.command_line import NUMBER, POSITIVE, make_console, say, show_table
+from wlb_titan.commands.command_line import NUMBER, POSITIVE, say, show_table
 from wlb_titan.corpus.corpus import PREPARATION_FILE, UNREADABLE_FILE, Corpus
 from wlb_titan.corpus.prepare import PrepareSettings, Report, prepare_corpus
 from wlb_titan.corpus.sources import SOURCES
@@ -145,7 +145,7 @@ def show_sample(corpus: Corpus) -> None:
     length = min(int(corpus.lengths[0]), SAMPLE_TOKENS)
     tokens, learned = corpus.tokens(0, 0, length).tolist(), corpus.learned(0, 0, length).tolist()
     say(f"\nThe beginning of {corpus.source(0)}; what is learned is green:\n")
-    console, text = make_console(), Text()
+    console, text = Console(highlight=False), Text()
     for on, run in groupby(zip(learned, tokens, strict=True), key=itemgetter(0)):
         piece = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
         marked = piece if console.is_terminal or not on else f"[{piece}]"

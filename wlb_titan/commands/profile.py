@@ -24,7 +24,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan import __version__
 from wlb_titan.commands.command_line import Output, TomlFile, resolved_job, say, show_table
-from wlb_titan.cost.profile import AttentionShape, Entry, LinearProfile, Profile, fitted
+from wlb_titan.cost.profile import AttentionShape, Entry, LinearProfile, Profile, fitted, rate
 from wlb_titan.kernels import record, varlen_attention
 from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.implementations import units as device_units
@@ -187,7 +187,7 @@ def _print(result: Profile) -> None:
     assert result.linear is not None
     click.echo(
         f"Matrix products and element-wise operators, {result.linear.dtype}: [gpu] linear_flops = "
-        f"{result.linear.matrix_flops:.3g}, memory_bandwidth = {result.linear.element_bandwidth:.3g}"
+        f"{rate(result.linear.matrices):.3g}, memory_bandwidth = {rate(result.linear.elements):.3g}"
     )
 
 

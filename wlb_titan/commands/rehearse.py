@@ -45,10 +45,6 @@ class Rehearsal:
     measured: Sequence[MeasuredPasses] | None
     """Of each step; None where no rank came through."""
 
-    @property
-    def policy(self) -> str:
-        return str(self.job.policy)
-
     @cached_property
     def rehearsed(self) -> Prediction:
         """The steps with the measured passes."""
@@ -103,13 +99,7 @@ def rehearse(
             if not results:
                 say(describe_job(job, lone.documents))
             click.echo(f"{job.policy}: rank {', '.join(map(str, numbers))} ...", err=True)
-            found = lone.run(
-                "rehearse",
-                numbers,
-                at_once,
-                first=first,
-                steps=steps,
-            )
+            found = lone.run("rehearse", numbers, at_once, first=first, steps=steps)
             for rank in found:
                 print_rank(rank, job.degrees.ranks, what_it_ran)
             results.append(_put_together(lone, plans, found))
@@ -143,7 +133,7 @@ def table_rows(results: Sequence[Rehearsal]) -> Rows:
     ran = [one for one in results if one.measured]
     return [
         {
-            "policy": one.policy,
+            "policy": str(one.job.policy),
             "step, s": f"{one.rehearsed.seconds.mean():.3f}",
             "predicted s": f"{one.predicted.seconds.mean():.3f}",
             "tokens/s": Estimate.rate(one.rehearsed.tokens, one.rehearsed.seconds).text(",.0f"),
@@ -157,7 +147,7 @@ def table_rows(results: Sequence[Rehearsal]) -> Rows:
 
 def _record(one: Rehearsal) -> dict[str, Any]:
     return {
-        "policy": one.policy,
+        "policy": str(one.job.policy),
         "degrees": str(one.job.degrees),
         "cluster": one.job.cluster.name,
         "documents": one.documents.name,

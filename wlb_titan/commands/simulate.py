@@ -124,7 +124,7 @@ def simulate(
         for choice in choices:
             print_choice(choice)
         say(describe_job(scenario.job, scenario.documents))
-        rows = table_rows(scenario, plans, predictions, impossible)
+        rows = table_rows(predictions, impossible)
         show_table(rows)
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
         notes += what_to_know(predictions)
@@ -166,9 +166,7 @@ def _predicted(
     return plans, predictions, impossible
 
 
-def table_rows(
-    scenario: Scenario, plans: Plans, predictions: Predictions, impossible: Mapping[Policy, UserError]
-) -> Rows:
+def table_rows(predictions: Predictions, impossible: Mapping[Policy, UserError]) -> Rows:
     """A row for each policy, for the console and the page; impossible ones have no figures."""
     base = next(iter(predictions.values()))
     rows = [

@@ -92,12 +92,7 @@ def slurm(
     from wlb_titan.launch.job import AGENT, PROGRAM, hosts_of, restart_words
 
     nodes, processes, on_cpu = hosts_of(
-        str(file),
-        overrides,
-        nodes=nodes,
-        min_nodes=min_nodes,
-        processes=gpus if nodes else 0,
-        at_most=gpus,
+        str(file), overrides, nodes=nodes, min_nodes=min_nodes, processes=gpus if nodes else 0, at_most=gpus
     )
     survives = min_nodes not in (0, nodes)
     options = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.sources import Source
-from wlb_titan.corpus.tokenizer import TOKENIZER_FILE, Document, LeftOut
+from wlb_titan.corpus.tokenizer import TOKENIZER_FILE, Document, LeftOut, batched
 from wlb_titan.errors import CorpusError
 
 AT_ONCE = 256  # conversations tokenized together
@@ -129,8 +128,7 @@ def conversations(
     source: Source, order: Ints, template: ChatTemplate, left_out: LeftOut, longest: int | None
 ) -> Iterator[Document]:
     """Like `tokenized`, without conversations of more than `longest` tokens."""
-    places = iter(enumerate(order))
-    while batch := list(islice(places, AT_ONCE)):
+    for batch in batched(enumerate(order), lambda place: 1, AT_ONCE):
         rendered = [template.document(source, document) for _, document in batch]
         texts = [text for text, _ in rendered]
         encodings = template.tokenizer.encode_batch(texts, add_special_tokens=False)

@@ -62,10 +62,6 @@ class PrepareSettings:
     def spec(self) -> SourceSpec:
         return SourceSpec.parse(self.source, "messages" if self.chat else "text")
 
-    @property
-    def template_file(self) -> Path | None:
-        return Path(self.chat_template) if self.chat_template else None
-
 
 def prepare_corpus(
     settings: PrepareSettings, output: str | Path, *, report: Report = lambda what, done, total: None
@@ -116,7 +112,7 @@ def _changed_tokenizer(settings: PrepareSettings, copies: Path) -> list[str]:
     """The files of the user's tokenizer that differ from the corpus's."""
     if settings.tokenizer is None:
         return []
-    files = tokenizer_files(Path(settings.tokenizer), settings.template_file)
+    files = tokenizer_files(Path(settings.tokenizer), settings.chat_template)
     return [
         f"{path} was another file then"
         for name, path in files.items()
@@ -132,7 +128,7 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
 
     report("Preparing the tokenizer", 0, 0)
     if settings.tokenizer is not None:
-        copy_tokenizer(Path(settings.tokenizer), folder / TOKENIZER_FOLDER, settings.template_file)
+        copy_tokenizer(Path(settings.tokenizer), folder / TOKENIZER_FOLDER, settings.chat_template)
     else:
         vocabulary = settings.vocab_size or DEFAULT_VOCAB_SIZE
         train_tokenizer(training_texts(source, order), vocabulary, folder / TOKENIZER_FOLDER)
@@ -158,9 +154,7 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
         (folder / UNREADABLE_FILE).write_text(lines, encoding="utf-8")
     shutil.rmtree(cache, ignore_errors=True)
     Preparation(
-        documents=written.documents,
-        tokens=written.tokens,
-        learned_tokens=written.learned,
+        **written._asdict(),
         empty_documents=left_out.empty,
         long_documents=left_out.long,
         unreadable=len(unreadable),

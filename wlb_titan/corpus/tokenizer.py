@@ -75,14 +75,14 @@ def _end_of_text(config: Path) -> str:
         ) from error
 
 
-def tokenizer_files(folder: Path, template: Path | None = None) -> dict[str, Path]:
+def tokenizer_files(folder: Path, template: str | None = None) -> dict[str, Path]:
     """The files that a corpus copies, by their names there; `template` replaces the chat template."""
     there = {name: folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, *BESIDE)}
     files = {name: path for name, path in there.items() if path.is_file()}
-    return files if template is None else files | {TEMPLATE_FILE: template}
+    return files | {TEMPLATE_FILE: Path(template)} if template else files
 
 
-def copy_tokenizer(source: Path, folder: Path, template: Path | None = None) -> None:
+def copy_tokenizer(source: Path, folder: Path, template: str | None = None) -> None:
     CorpusTokenizer(source)  # complains, before anything is copied, if the tokenizer cannot be used
     folder.mkdir()
     for name, path in tokenizer_files(source, template).items():

@@ -57,7 +57,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 class Written(NamedTuple):
     documents: int
     tokens: int
-    learned: int | None  # tokens; None without masks
+    learned_tokens: int | None  # None without masks
 
 
 def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool = False) -> Written:
@@ -124,8 +124,7 @@ def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
         written = write_documents(folder, documents)
         tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
         Preparation(
-            documents=written.documents,
-            tokens=written.tokens,
+            **written._asdict(),
             vocab_size=tokenizer.vocab_size,
             end_of_text=tokenizer.end_of_text,
             settings={"source": "synthetic"},

@@ -128,14 +128,6 @@ class LinearProfile:
     matrices: Line  # FLOPs
     elements: Line  # bytes
 
-    @property
-    def matrix_flops(self) -> float:
-        return rate(self.matrices)
-
-    @property
-    def element_bandwidth(self) -> float:
-        return rate(self.elements)
-
 
 def rate(points: Line) -> float:
     """Units a second, beside a fixed part of the seconds, by least squares of relative errors.
@@ -176,13 +168,6 @@ class Profile:
             windows=shape.windows,
             group=shape.group,
         )
-
-    def on(self, cluster: Cluster) -> Cluster:
-        """The cluster at the measured rates; unchanged where only attention was measured."""
-        if self.linear is None:
-            return cluster
-        flops, bandwidth = self.linear.matrix_flops, self.linear.element_bandwidth
-        return replace(cluster, linear_flops=flops, memory_bandwidth=bandwidth)
 
     def save(self, path: Path) -> None:
         entries = [entry.to_json() for entry in self.entries]
@@ -243,9 +228,12 @@ def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) ->
 
 
 def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
-    """The cluster at the rates of the profile that [wlb.context] or the cluster names, if any."""
+    """The cluster at the rates of the profile that [wlb.context] or the cluster names, where it has any."""
     name = profile or cluster.attention_profile
-    return Profile.load(Path(name)).on(cluster) if name else cluster
+    linear = Profile.load(Path(name)).linear if name else None
+    if linear is None:
+        return cluster
+    return replace(cluster, linear_flops=rate(linear.matrices), memory_bandwidth=rate(linear.elements))
 
 
 def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:

@@ -116,7 +116,6 @@ class TokenSeconds:
     matrices: float  # products
     elements: float  # element-wise operators
     tensor: float  # collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer
-    context: float  # collectives of context parallelism that move all tokens
     experts: float  # the part of `matrices` in routed experts that get equally many tokens
     head: float  # the product with the vocabulary, on the last stage
 
@@ -134,7 +133,6 @@ class TokenSeconds:
             matrices=2.0 * layer / ranks / cluster.linear_flops,
             elements=BYTES * elements / ranks / cluster.memory_bandwidth,
             tensor=BYTES * shared / cluster.link(tensor).bandwidth,
-            context=job.exchanging.always.moving,
             experts=6.0 * shape.hidden * shape.routed_width / ranks / cluster.linear_flops,
             head=2.0 * head / ranks / cluster.linear_flops,
         )
@@ -156,7 +154,8 @@ class Analytic(CostModel):
         self._backward = attention * ATTENTION_BACKWARD / cluster.attention_backward_flops
         self._squares = job.model.squares
         computed = (token.matrices + token.elements) * job.model.layers + token.head
-        communicated = (token.tensor + token.context) * job.model.layers
+        # In context parallelism only what always moves.
+        communicated = (token.tensor + job.exchanging.always.moving) * job.model.layers
         self.linear_forward = computed + communicated  # W_l of one token, seconds
         self.linear_backward = LINEAR_BACKWARD * computed + communicated
 

@@ -98,6 +98,7 @@ class DryTrainer(OneRankTrainer):
         alive = trace.now().terms
         beside = {term: alive[term] for term in ("optimizer", "dimensions") if alive.get(term)}
         traced = self._passes.terms | beside
+        asked = [(call.kind, group, max(call.sent, call.received)) for group, call in calls.calls]
         return {
             **self._facts(),
             "lengths": [m.length for m in mine],
@@ -109,7 +110,7 @@ class DryTrainer(OneRankTrainer):
                 for size, number, what in self._passes.largest
             ],
             **self._predicted(planned.plan),
-            "collectives": self._collectives(calls.collectives),
+            "collectives": self._collectives(asked),
             "calls": vars(calls.of_rank()),
             "seconds": time.perf_counter() - begin,
         }

@@ -249,15 +249,6 @@ class CallLog:
         root = next((given[key] for key in PEERS if key in given), -1)
         self.add(kind, _group(given.values()), read, written, root)
 
-    @property
-    def collectives(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Number, and bytes of the larger of input and output, by kind and group."""
-        found: dict[tuple[str, str], tuple[int, int]] = {}
-        for group, call in self.calls:
-            number, total = found.get((call.kind, group), (0, 0))
-            found[call.kind, group] = number + 1, total + max(call.sent, call.received)
-        return found
-
     def of_rank(self) -> RankCalls:
         """The calls to groups of several ranks, and these groups."""
         made, ranks = groups_made()

@@ -14,12 +14,9 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wlb_titan.errors import UserError
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.one_rank.trainer import OneRankTrainer
 
 
 def main() -> None:
@@ -40,7 +37,13 @@ def main() -> None:
 def result(
     run: str, *, file: str, overrides: list[str], rank: int, world_size: int, **keywords: Any
 ) -> dict[str, Any]:
-    become_rank(rank, world_size)
+    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+    from wlb_titan.runtime.train import allow_segments_to_grow
+
+    # What a launcher would tell torch and torchtitan, before torchtitan is imported.
+    allow_segments_to_grow()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    use_cpu_without_accelerator()
     import torch
 
     from wlb_titan.runtime.models.load import load_config
@@ -52,21 +55,12 @@ def result(
     logging.getLogger().setLevel(logging.ERROR)
     config = load_config(file, overrides, world_size=world_size).config
     kind: Any = {"dryrun": DryTrainer, "rehearse": RehearsalTrainer}[run]
-    trainer: OneRankTrainer = kind(config, rank=rank, world_size=world_size, **keywords)
+    trainer = kind(config, rank=rank, world_size=world_size, **keywords)
     try:
-        return trainer.run()
+        found: dict[str, Any] = trainer.run()
+        return found
     finally:
         trainer.close()
-
-
-def become_rank(rank: int, world_size: int) -> None:
-    """Tells torch and torchtitan what a launcher would. Call it before torchtitan is imported."""
-    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-    from wlb_titan.runtime.train import allow_segments_to_grow
-
-    allow_segments_to_grow()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-    use_cpu_without_accelerator()
 
 
 if __name__ == "__main__":

@@ -137,18 +137,18 @@ class RehearsalTrainer(OneRankTrainer):
 class Traffic:
     """What a rank asks of its process groups, and what they answer.
 
-    The groups are torch's fake ones, which repeat this rank's own data where they can. Hooks count each call,
+    The groups are torch's fake ones, which repeat this rank's own data where they can. Hooks note each call,
     measure the answer, and make up what only another rank has.
 
     Attributes:
-        asked: number of calls, and bytes of the larger of input and output, by kind and name of group.
+        asked: kind, name of group, and bytes of the larger of input and output of each call.
         timer: measures answers on the passes' own stream while it is on.
         wait: is called before a measured answer ends, with kind, name of group and bytes; returns the
             seconds that the job waits in its place.
     """
 
     def __init__(self) -> None:
-        self.asked: dict[tuple[str, str], tuple[int, int]] = {}
+        self.asked: list[tuple[str, str, int]] = []
         self.timer: PassTimer | None = None
         self.wait: Callable[[str, str, int], float] = lambda kind, group, bytes_: 0.0
         self._call: Any = None
@@ -168,13 +168,11 @@ class Traffic:
     def _after(self, group: dist.ProcessGroup, _: Any) -> None:
         call, self._call = self._call, None  # it would keep the tensors
         kind = kind_of(call.name.name)
-        if kind in (None, "barrier"):
+        if kind is None or kind == "barrier":
             return
         sent, received = call.input_tensors, call.output_tensors
-        key = kind, group.group_name
-        bytes_ = max(bytes_of(sent), bytes_of(received))
-        number, total = self.asked.get(key, (0, 0))
-        self.asked[key] = number + 1, total + bytes_
+        asked = kind, group.group_name, max(bytes_of(sent), bytes_of(received))
+        self.asked.append(asked)
         with torch.no_grad():
             if kind == "all-to-all":
                 for source, target in zip(sent, received, strict=True):
@@ -183,7 +181,7 @@ class Traffic:
             elif kind == RECEIVE or (kind in ("broadcast", "scatter") and call.root != group.rank()):
                 make_up(received or sent)
         if self._begin is not None:
-            self.timer.keep(ANSWER, self._begin, waited=self.wait(*key, bytes_))
+            self.timer.keep(ANSWER, self._begin, waited=self.wait(*asked))
 
 
 def repeat(source: torch.Tensor, target: torch.Tensor) -> None:

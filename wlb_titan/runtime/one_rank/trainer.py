@@ -5,7 +5,7 @@ Model, stages, data and schedule are the job's own; the process group answers ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -44,10 +44,6 @@ class OneRankTrainer(Trainer):
         )
 
     def start_group(self) -> None:
-        raise NotImplementedError
-
-    def run(self) -> dict[str, Any]:
-        """Runs planned steps, and returns what is to be known of them, for JSON."""
         raise NotImplementedError
 
     def init_distributed(self) -> ParallelDims:
@@ -99,13 +95,14 @@ class OneRankTrainer(Trainer):
         terms = {term: getattr(mine, term) / GIB for term in TERMS if getattr(mine, term)}
         return {"predicted_gib": mine.total / GIB, "predicted": terms}
 
-    def _collectives(self, counted: Mapping[tuple[str, str], tuple[int, int]]) -> list[dict[str, Any]]:
-        """Collectives by kind and mesh axis, largest first; with predictions for dimensions that meet."""
+    def _collectives(self, calls: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
+        """Collectives by kind and mesh axis, largest first; with predictions for dimensions that meet. A call
+        is its kind, group, and bytes of the larger of input and output."""
         found: dict[tuple[str, str], tuple[int, int]] = {}
-        for (kind, group), (number, size) in counted.items():
+        for kind, group, size in calls:
             key = kind, self._axes.get(group) or self._named_by_ranks(group)
-            before = found.get(key, (0, 0))
-            found[key] = before[0] + number, before[1] + size
+            number, total = found.get(key, (0, 0))
+            found[key] = number + 1, total + size
         entries = [
             {"kind": kind, "over": axis, "number": number, "gib": size / GIB}
             for (kind, axis), (number, size) in sorted(found.items(), key=lambda entry: -entry[1][1])
