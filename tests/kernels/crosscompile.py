@@ -166,7 +166,7 @@ def _ptxas(ptx: str, target: GPUTarget) -> str:
     """Messages of the assembler that Triton itself would call for this target."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     newer = folder / "ptxas-blackwell"
-    use_newer = newer.exists() and target.arch >= 90 and triton.__version__ >= "3.9"
+    use_newer = newer.exists() and target.arch >= (90 if triton.__version__ >= "3.9" else 100)
     arch = f"sm_{target.arch}a" if target.arch >= 90 else f"sm_{target.arch}"
     options = ["--regAllocOptLevel=2"] if triton.__version__ >= "3.7" else []
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
