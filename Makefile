@@ -110,7 +110,7 @@ $(PEERS)/.ready: tests/integrations/requirements.txt $(READY)
 	@touch $@
 
 test-integrations: $(PEERS)/.ready
-	PYTHONPATH=$(PEERS) $(BIN)/pytest -s tests/integrations
+	PYTHONPATH=$(CURDIR)/$(PEERS) $(BIN)/pytest -s tests/integrations
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
