@@ -18,6 +18,7 @@ micro-batches become even in each part, and a part counts for as much as there i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -209,17 +210,15 @@ def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: in
 
 
 def _most_units(units: _Units, count: int, limit: int, equal: bool) -> int:
-    """How many of the first units fit into `count` bins, by bisection."""
+    """How many of the first units fit into `count` bins, by bisection; one in each bin does."""
+
+    def too_many(number: int) -> bool:
+        some = _Units(units.tokens[:number], units.work[:number], [])
+        return _dealt(some, count, limit, equal) is None
+
     step = count if equal else 1
-    low, high = count // step, len(units.tokens) // step  # one unit in each bin fits
-    while low < high:
-        middle = (low + high + 1) // 2
-        some = _Units(units.tokens[: middle * step], units.work[: middle * step], [])
-        if _dealt(some, count, limit, equal) is None:
-            high = middle - 1
-        else:
-            low = middle
-    return low * step
+    more = range(count + step, len(units.tokens) + 1, step)
+    return count + step * bisect_left(more, True, key=too_many)
 
 
 def _fewest_bins(units: _Units, counts: list[int], limit: int, equal: bool) -> list[list[int]] | None:

@@ -67,6 +67,7 @@ class BalancedBatchSampler:
         self.ranks, self.micro_batches, self._sequences = ranks, micro_batches, sequences
         self._tokens_per_rank, self._pool, self._seed = tokens_per_rank, pool, seed
         self._cost = causal() if cost is None else cost
+        self._epoch: int | None = None
         self.set_epoch(0)
 
     @property
@@ -76,6 +77,8 @@ class BalancedBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Plans this epoch: other shuffles, the same on every process."""
+        if epoch == self._epoch:  # accelerate says it again whenever it begins
+            return
         rng = np.random.default_rng([self._seed, epoch])
         self._plans: list[Assignment] = []
         self._batches: list[list[int]] = []
@@ -95,7 +98,7 @@ class BalancedBatchSampler:
             # Simultaneous micro-batches are alike, and each step gets some of all weights.
             for number in rng.permutation(len(plan.micro_batches[0])):
                 self._batches += [taken[own[number]].tolist() for own in plan.micro_batches]
-        self.left_out = left.tolist()
+        self.left_out, self._epoch = left.tolist(), epoch
 
     def _planned(self, taken: Ints, micro_batches: int) -> Assignment:
         function = callable(self._cost) or isinstance(self._cost, CostModel)
