@@ -9,15 +9,14 @@ from typing import Optional
 import torchx.specs as specs
 from torchx.components import dist
 from wlb_titan.launch import in_torchx
-from wlb_titan.launch.job import PROGRAM, hosts_of, restart_words
+from wlb_titan.launch.job import PROGRAM, hosts_of
 
 
 def train(
     *overrides: str,
     config: str,
-    nodes: int = 1,
-    min_nodes: int = 0,
-    nproc: int = 0,
+    nnodes: str = "1",
+    nproc_per_node: int = 0,
     image: str = ".",
     name: str = "wlb-train",
     h: Optional[str] = None,
@@ -25,16 +24,15 @@ def train(
     gpu: int = 0,
     memMB: int = 8192,
     max_retries: int = 0,
-    restarts: int = 0,
+    max_restarts: int = 0,
 ) -> specs.AppDef:
     """Trains a model as a TOML file says. Options after `--` override its keys: `-- --training.steps 5`.
 
     Args:
         overrides: keys that win over the file, such as --training.steps 5
         config: TOML file of the experiment
-        nodes: number of hosts
-        min_nodes: with how many of them it goes on when others are lost; 0 for all
-        nproc: processes on each host; 0 takes as many as the configured parallel degrees need
+        nnodes: number of hosts, or MIN:N when it goes on with MIN of them if others are lost
+        nproc_per_node: processes on each host; 0 takes as many as the configured parallel degrees need
         image: container image of the job, for schedulers that run containers; . is the current folder
         name: name of the job
         h: named resource of a host, instead of cpu, gpu and memMB
@@ -42,16 +40,15 @@ def train(
         gpu: GPUs a host, as the scheduler is to reserve them; none where wlb.device = "cpu"
         memMB: memory a host in MiB
         max_retries: how often the scheduler starts a failed job again
-        restarts: how often the hosts start their processes again, from the newest checkpoint
+        max_restarts: how often the hosts start their processes again, from the newest checkpoint
     """
     with in_torchx.refusals():
         in_torchx.refuse_docker(image)
         hosts = hosts_of(
             config,
             overrides,
-            nodes=nodes,
-            min_nodes=min_nodes,
-            processes=nproc,
+            nnodes=nnodes,
+            processes=nproc_per_node,
             is_here=image == in_torchx.HERE,
             runs_here=in_torchx.runs_here(),
         )
@@ -67,7 +64,7 @@ def train(
         cpu=cpu,
         gpu=0 if hosts.on_cpu else gpu,
         memMB=memMB,
-        j=f"{min_nodes or nodes}:{nodes}x{hosts.processes}",
+        j=f"{hosts.fewest}:{hosts.nodes}x{hosts.processes}",
         max_retries=max_retries,
     )
-    return in_torchx.with_our_agent(app, image, restart_words(nodes, min_nodes, restarts))
+    return in_torchx.with_our_agent(app, image, hosts.restart_words(max_restarts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,30 +16,37 @@ LAST_CALL = 10
 
 
 class Hosts(NamedTuple):
-    """Hosts of a job, processes on each, and whether these want the CPU even where there are GPUs."""
+    """Hosts of a job."""
 
+    fewest: int
+    """With which it goes on when others are lost."""
     nodes: int
     processes: int
+    """On each host."""
     on_cpu: bool
+    """Whether processes want the CPU even where there are GPUs."""
+
+    def restart_words(self, max_restarts: int) -> list[str]:
+        """The agent's words for a job that goes on when a host or rank is lost; none where it does not."""
+        if not max_restarts and self.fewest == self.nodes:
+            return []
+        return ["--max_restarts", str(max_restarts), "--rdzv_conf", f"last_call_timeout={LAST_CALL}"]
 
 
 def hosts_of(
     config: str,
     overrides: Sequence[str] = (),
     *,
-    nodes: int = 1,
-    min_nodes: int = 0,
+    nnodes: str | None = "1",
     processes: int = 0,
-    at_most: int = 0,
     is_here: bool = True,
     runs_here: bool = False,
 ) -> Hosts:
     """Checks an experiment before it is started or submitted, and sizes its job.
 
     Args:
-        nodes: 0 for as few as `at_most` processes on each allow.
-        min_nodes: hosts with which it goes on when others are lost; 0 for all.
-        processes: on each host; 0 for as many as the parallel degrees need.
+        nnodes: number of hosts, or MIN:N; None for as few as the degrees need.
+        processes: on each host, at most without `nnodes`; 0 for as many as the degrees need.
         is_here: whether the job will see this machine's files, so that the corpus can be checked.
         runs_here: whether it will find this machine's GPUs.
     """
@@ -49,11 +57,9 @@ def hosts_of(
     from wlb_titan.runtime.job import degrees_product
     from wlb_titan.runtime.models.load import load_config
 
-    if nodes < (0 if at_most else 1) or processes < 0 or not 0 <= min_nodes <= (nodes or min_nodes):
-        raise UserError(
-            "--nodes is at least 1, --min-nodes at most as many, and --nproc at least 0 (as many as are "
-            f"needed); got {nodes}, {min_nodes} and {processes}."
-        )
+    if processes < 0:
+        raise UserError(f"--nproc-per-node: at least 0 (as many as are needed); got {processes}.")
+    fewest, nodes = (0, 0) if nnodes is None else _range(nnodes)
     world_size = nodes * processes
     if not runs_here and _takes_the_cpu_at_hand(config, overrides):
         overrides = [*overrides, "--wlb.cluster", UNKNOWN]
@@ -62,12 +68,23 @@ def hosts_of(
         resolved.check(lambda config: validate_files(config, world_size or None))
     if not world_size:
         world_size = degrees_product(resolved.config)
-        nodes = nodes or -(-world_size // at_most)
+        nodes = nodes or -(-world_size // processes)
+        fewest = fewest or nodes
         if world_size % nodes != 0:
-            raise UserError(f"--nodes: {world_size} processes do not spread evenly over {nodes} hosts.")
-    for fewer in range(min_nodes or nodes, nodes):
+            raise UserError(f"--nnodes: {world_size} processes do not spread evenly over {nodes} hosts.")
+    for fewer in range(fewest, nodes):
         _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
-    return Hosts(nodes, world_size // nodes, on_cpu=resolved.config.wlb.device == "cpu")
+    return Hosts(fewest, nodes, world_size // nodes, on_cpu=resolved.config.wlb.device == "cpu")
+
+
+def _range(nnodes: str) -> tuple[int, int]:
+    """Least and most hosts of torchrun's `N` or `MIN:N`."""
+    match = re.fullmatch(r"(?:(\d+):)?(\d+)", nnodes)
+    most = int(match[2]) if match else 0
+    fewest = int(match[1] or most) if match else 0
+    if not 1 <= fewest <= most:
+        raise UserError(f"--nnodes: a number of hosts, or MIN:N, each at least 1; got {nnodes!r}.")
+    return fewest, most
 
 
 def _takes_the_cpu_at_hand(config: str, overrides: Sequence[str]) -> bool:
@@ -87,16 +104,9 @@ def _check_fewer(config: str, overrides: Sequence[str], world_size: int, fewer: 
     try:
         resolved = load_config(config, overrides, world_size=fewer)
     except UserError as error:
-        raise UserError(f"With {fewer} processes, which --min-nodes allows to be left: {error}") from error
+        raise UserError(f"With {fewer} processes, which --nnodes allows to be left: {error}") from error
     if resolved.config.training.global_batch_size <= 0:
         raise UserError(
             "training.global_batch_size: set it where hosts may be lost. Without it a step of "
             f"{fewer} processes would have fewer micro-batches than one of {world_size}."
         )
-
-
-def restart_words(nodes: int, min_nodes: int, restarts: int) -> list[str]:
-    """The agent's words for a job that goes on when a host or rank is lost; none where it does not."""
-    if not restarts and (min_nodes or nodes) == nodes:
-        return []
-    return ["--max_restarts", str(restarts), "--rdzv_conf", f"last_call_timeout={LAST_CALL}"]

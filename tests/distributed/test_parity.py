@@ -1,7 +1,14 @@
 """Five steps, with optimizer and validation, are those of one process under all kinds of parallelism."""
 
+import inspect
+import re
+
 import pytest
 from lab import layout
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchtitan.components import metrics as titan
+
+from wlb_titan.runtime.metrics import IN_TORCHTITAN
 
 # The last stage of a V is on the first rank. A layer a stage, and the ends without one.
 V = "pp2 cp2 DualPipeV"
@@ -32,16 +39,30 @@ def test_steps_and_validation_are_those_of_one_process(runs, name):
     assert [record["step"] for record in mine.validation()] == [1, 5]
 
 
-def test_a_validation_between_two_reports_is_no_time_of_steps(lab):
+@pytest.fixture(scope="module")
+def clocked(lab):
     experiment = lab.experiment(
         "clocked",
         *("--base", "trainers:clocked", "--training.steps", "6", "--metrics.log_freq", "2"),
         *("--wlb.validation.hold_out", "0.1", "--wlb.validation.every", "3"),
+        *("--metrics.enable_tensorboard", "true"),
     )
     lab.run(1, [experiment])
-    assert [record["step"] for record in experiment.validation()] == [1, 3, 6]
-    records = experiment.metrics()
+    return experiment
+
+
+def test_a_validation_between_two_reports_is_no_time_of_steps(clocked):
+    assert [record["step"] for record in clocked.validation()] == [1, 3, 6]
+    records = clocked.metrics()
     assert [(record["step"], record["seconds"]) for record in records] == [(s, 1.0) for s in (1, 2, 4, 6)]
+
+
+def test_dashboards_made_for_torchtitan_show_a_run(clocked):
+    events = EventAccumulator(str(next(clocked.folder.rglob("events.*")))).Reload()
+    theirs = set(re.findall('"(.+?)": ', inspect.getsource(titan.MetricsProcessor.log)))
+    assert set(events.Tags()["scalars"]) >= {*IN_TORCHTITAN.values(), "throughput(tps)"} <= theirs
+    ours = [record["loss"] for record in clocked.metrics()]
+    assert [event.value for event in events.Scalars("loss_metrics/global_avg_loss")] == pytest.approx(ours)
 
 
 def test_something_is_learned_and_the_resolved_configuration_saved(runs):

@@ -35,7 +35,7 @@ FILES = {
 }
 
 PLAN = """
---steps 0 | --steps HUGE | --gpus 0 | --report good.txt | --policy wlb | --tail drop | --wlb
+--steps 0 | --steps HUGE | --world-size 0 | --report good.txt | --policy wlb | --tail drop | --wlb
 --policies plain,nope -> no packing policy is called 'nope'
 --policies plain,wlb --output x.jsonl -> plans of one policy
 --output /nowhere/plan.jsonl -> --output: /nowhere/plan.jsonl cannot be written: there is no folder /nowhere
@@ -77,14 +77,14 @@ PLAN = """
 --parallelism.data_parallel_shard_degree 3 --training.global_batch_size 4 -> 4 micro-batches cannot be shared
 """
 SIMULATE = """
---policies plain/nope | --policies plain/adaptive/best/more | --gpus 0 | --steps 0 | --chunks 2
+--policies plain/nope | --policies plain/adaptive/best/more | --world-size 0 | --steps 0 | --chunks 2
 --policies plane -> no packing policy is called 'plane'
 --trace /nowhere/trace.json -> --trace: /nowhere/trace.json cannot be written: there is no folder
 --report good.txt -> is a file
---routing-imbalance 0 | --wlb.context.profile nope | --search --gpus 0
+--routing-imbalance 0 | --wlb.context.profile nope | --search --world-size 0
 --search --trace t.json -> --trace draw policies; leave out --search
---search --gpus 1 --base llama2_7b -> Nothing fits 1 GPUs
---gpus 100 -> 100 processes do not fit the degrees
+--search --world-size 1 --base llama2_7b -> Nothing fits 1 GPUs
+--world-size 100 -> 100 processes do not fit the degrees
 --parallelism.tensor_parallel_degree 3 | --parallelism.context_parallel_degree 7
 --parallelism.pipeline_parallel_degree 1000 | --parallelism.pipeline_parallel_degree HUGE
 --parallelism.pipeline_parallel_schedule nope | --activation_checkpoint.class nope
@@ -98,7 +98,7 @@ SIMULATE = """
 """
 OTHERS = """
 nope | plan | plan nowhere.toml | simulate | simulate nowhere.toml
-simulate --config good.toml -> It comes first, without an option's name: main simulate FILE
+simulate --confg good.toml -> It comes first, or after --config: main simulate FILE
 plan late.toml --lengths good.txt -> late.toml:3: wlb.packing.thresholds = [300]: The
 config check nowhere.toml | config check good.txt | config check . | config check /dev/null
 config check deep.toml | config check digits.toml | config check latin.toml | config check circle.toml

@@ -135,7 +135,7 @@ def test_what_is_wrong_is_told_in_one_paragraph(here, written, said):
     assert [part for part in " ".join(said.split()).split(" ... ") if part not in result.stderr] == []
 
 
-def test_what_is_right_is_told_in_a_line(here):
+def test_what_is_right_is_told_in_a_line(here, monkeypatch):
     make_corpus(here / "texts", here / "corpus")
     content = BASE + 'wlb.corpus.path = "corpus"\nparallelism.pipeline_parallel_degree = 2'
     (here / "t.toml").write_text(content)
@@ -143,8 +143,15 @@ def test_what_is_right_is_told_in_a_line(here):
     assert result.exit_code == 0, result.output
     assert result.stdout == (
         "OK t.toml: model llama debug, TP 1 x CP 1 x PP 2 x DP 4 = 8 processes, seq_len 2048, 7 steps, "
-        "policy plain/per_sequence\n"
+        "policy plain/per_sequence, attention reference, allocator expandable_segments:True\n"
     )
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    said = run("check t.toml --training.mixed_precision_param bfloat16 --base qwen3_8b").stdout
+    assert "gluon on Hopper and triton on other GPUs, allocator max_split_size_mb:64\n" in said
+    said = run("check t.toml --wlb.attention.implementation reference").stdout
+    assert "attention reference, allocator" in said
+    assert run("check --wlb.device cpu --config t.toml").stdout.endswith("attention reference\n")
+    assert run("check --config=t.toml --gpus 8").stderr.endswith("--help lists the command's own options.\n")
     assert "DP 1 = 2 processes or a multiple," in run("check t.toml").stdout
     (here / "own.toml").write_text(content + '\n[[wlb.dimensions]]\nname = "toys:Apart"\ndegree = 2')
     said = run("check own.toml --world-size 8 --wlb.epochs 1").stdout

@@ -51,17 +51,17 @@ def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
         return runner.dryrun_component(component, arguments, scheduler=scheduler, cfg=cfg)
 
 
-LOSING_WORDS = f"--min_nodes 2 --nproc 1 -- {' '.join(SPREAD)} --training.global_batch_size 12"
+LOSING_WORDS = f"--nnodes 2:4 --nproc_per_node 1 -- {' '.join(SPREAD)} --training.global_batch_size 12"
 
 # Scheduler and arguments of `wlb.train` besides the image, and indented what of the job says them, or not.
 JOBS = f"""
 local_cwd --config CONFIG -- --training.steps 5
     wlb-agent --rdzv_backend c10d; --nproc_per_node 4; --config CONFIG --training.steps 5
-local_cwd --nodes 4 --restarts 3 --config CONFIG {LOSING_WORDS}
+local_cwd --max_restarts 3 --config CONFIG {LOSING_WORDS}
     wlb-agent --max_restarts 3 --rdzv_conf last_call_timeout=; --nnodes 2:4
-slurm --config SEVEN_B --nodes 8 --gpu 8
+slurm --config SEVEN_B --nnodes 8 --gpu 8
     --nproc_per_node 8; --nnodes 8; --partition=gpu; gpus-per-task
-slurm --config SEVEN_B --nodes 8 --gpu 8 -- --wlb.device cpu
+slurm --config SEVEN_B --nnodes 8 --gpu 8 -- --wlb.device cpu
     --partition=gpu; not gpus-per-task
 """
 
@@ -111,16 +111,19 @@ def test_docker_is_refused_in_plain_words_where_no_image_was_named(monkeypatch, 
     in_torchx.refuse_docker(IMAGE)
 
 
-LOSING = {"nodes": 4, "min_nodes": 2, "processes": 1}
+LOSING = {"nnodes": "2:4", "processes": 1}
 
 
 @pytest.mark.parametrize(
     ("words", "hosts", "message"),
     [
-        ([], {"nodes": 3}, "4 processes do not spread evenly over 3 hosts"),
+        ([], {"nnodes": "3"}, "4 processes do not spread evenly over 3 hosts"),
+        ([], {"nnodes": "4:2"}, "--nnodes: a number of hosts, or MIN:N, each at least 1; got '4:2'"),
+        ([], {"nnodes": "two"}, "got 'two'"),
+        ([], {"processes": -1}, "--nproc-per-node: at least 0"),
         ([], {"processes": 3}, "3 processes do not fit the degrees"),
         (SPREAD, LOSING, "training.global_batch_size: set it where hosts may be lost"),
-        ([*SPREAD, "--training.global_batch_size", "8"], LOSING, "With 3 processes, which --min-nodes"),
+        ([*SPREAD, "--training.global_batch_size", "8"], LOSING, "With 3 processes, which --nnodes"),
     ],
 )
 def test_hosts_on_which_a_job_cannot_run_are_refused(words, hosts, message):
@@ -187,7 +190,7 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     assert script.exit_code == 0, script.output
     assert script.stderr == "", "nothing about this machine's CPU"
     assert set(re.findall("^#SBATCH --(.*)", script.stdout, re.MULTILINE)) == set(SBATCH.split())
-    on_cpu = CliRunner().invoke(main, ["slurm", CONFIG, "--gpus", "2", *corpus])
+    on_cpu = CliRunner().invoke(main, ["slurm", CONFIG, "--nproc-per-node", "2", *corpus])
     assert on_cpu.exit_code == 0, on_cpu.output
     assert "--nodes=2" in on_cpu.stdout and "--nproc_per_node 2" in on_cpu.stdout
     assert "gpu" not in "".join(re.findall("^#SBATCH.*", on_cpu.stdout, re.MULTILINE))

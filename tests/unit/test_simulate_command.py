@@ -81,7 +81,7 @@ def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(leng
 
 def test_search_ranks_what_fits(lengths):
     policies = "plain,wlb_lazy/adaptive"
-    said = run(*SMALL, "--lengths", lengths, "--search", "--gpus", 8, "--policies", policies)
+    said = run(*SMALL, "--lengths", lengths, "--search", "--world-size", 8, "--policies", policies)
     shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", said, re.M)]
     assert len(shares) > 3 and shares == sorted(shares, reverse=True)
     assert "degrees are of other GPUs" in said
@@ -97,7 +97,7 @@ def test_search_says_what_the_best_gains_over_the_degrees_that_are_typed():
 
 def test_the_winner_of_a_search_is_told_as_overrides(config):
     words = ["--training.global_batch_size", 8, "--policies", "plain,wlb_lazy/hybrid/best", "--steps", 2]
-    said = run(config, "--search", "--gpus", 8, *words)
+    said = run(config, "--search", "--world-size", 8, *words)
     degrees, policy = re.search(r"^\s+(TP .*?DP \d+)\s.*?(\w+/\w+(/best)?)", said, re.M).group(1, 2)
     overrides = shlex.split(re.search(r"^To run it: (.*)$", said, re.M)[1])
     resolved = load_config(config, ["--training.global_batch_size", "8", *overrides], world_size=8)
@@ -166,7 +166,7 @@ def test_the_shipped_files_are_the_rows_of_table_1(row):
 
 def test_the_files_own_policies_are_compared_with_plain(config):
     own = ("--wlb.policy", "wlb_lazy/ulysses")
-    said = run(config, "--steps", 1, "--gpus", 4, *own)
+    said = run(config, "--steps", 1, "--world-size", 4, *own)
     assert re.findall(r"^ +(\w+/\w+)", said, re.M) == ["plain/per_sequence", "wlb_lazy/ulysses"]
     assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 ranks, 1F1B, selective checkpointing" in said
     assert "4 micro-batches a step, context window 8,192" in said

@@ -5,6 +5,7 @@ torch, torchtitan and rich are imported where they are needed: `--help` and mist
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -26,9 +27,6 @@ from wlb_titan.job import Job
 
 if TYPE_CHECKING:
     from wlb_titan.simulator.choice import Choice
-
-OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}
-"""Options unknown to click pass through as overrides of the configuration; `--help` shows defaults."""
 
 NUMBER = click.IntRange(0)
 POSITIVE = click.IntRange(1)
@@ -59,7 +57,7 @@ class TomlFile(click.Path):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not Path(value).exists():
             raise ConfigError(
-                f"{value}: there is no such file. It comes first, without an option's name: "
+                f"{value}: there is no such file. It comes first, or after --config: "
                 f"{ctx.command_path} FILE [--SECTION.KEY VALUE]..."
             )
         return super().convert(value, param, ctx)
@@ -98,12 +96,39 @@ def write_json(output: Path, results: Any) -> None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
+class OfFile(click.Command):
+    """A command about a TOML file, which may come as `--config FILE` too, as `wlb.train` has it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = [
+            part for word in args for part in (word.split("=", 1) if word.startswith("--config=") else [word])
+        ]
+        if "--config" in words[:-1]:
+            place = words.index("--config")
+            words = [words[place + 1], *words[:place], *words[place + 2 :]]
+        return super().parse_args(ctx, words)
+
+
+OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}
+command_of_file = functools.partial(click.command, cls=OfFile, context_settings=OVERRIDABLE)
+"""Decorates a command of `of_file`. Options unknown to click pass through as overrides of the configuration;
+`--help` shows defaults."""
+
+
 def of_file(command: Command) -> Command:
     """The arguments `file` and `overrides`."""
     overrides = click.argument(
         "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]..."
     )
     return click.argument("file", type=TomlFile(), metavar="FILE")(overrides(command))
+
+
+world_size_option = click.option(
+    "--world-size",
+    type=MANY,
+    metavar="N",
+    help="GPUs of the job; by default as many as the configured degrees need.",
+)
 
 
 def of_job(command: Command) -> Command:
@@ -119,8 +144,7 @@ def of_job(command: Command) -> Command:
         metavar="NAME|FILE.toml",
         help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster]",
     )
-    gpus = click.option("--gpus", type=MANY, help="GPUs of the job.")
-    return of_file(lengths(cluster(gpus(command))))
+    return of_file(world_size_option(lengths(cluster(command))))
 
 
 report_option = click.option(
@@ -161,14 +185,13 @@ def load_job(
     *,
     lengths: str | None = None,
     cluster: str | None = None,
-    gpus: int | None = None,
+    world_size: int | None = None,
 ) -> Asked:
-    """What a command's arguments name. `lengths` and `cluster` replace the file's; the degrees must
-    multiply to `gpus`, if given."""
+    """What a command's arguments name. `lengths` and `cluster` replace the file's."""
     from wlb_titan.config.documents import training_documents
 
     words = [*overrides, *(("--wlb.cluster", cluster) if cluster is not None else ())]
-    job, resolved = resolved_job(file, words, gpus)
+    job, resolved = resolved_job(file, words, world_size)
     wlb = resolved.config.wlb
     if lengths is None:
         return Asked(job, training_documents(wlb), resolved, None, (str(file), *words))

@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from wlb_titan.commands.command_line import OVERRIDABLE, POSITIVE, Size, load, of_file, resolved_job
+from wlb_titan.commands.command_line import (
+    OVERRIDABLE,
+    OfFile,
+    Size,
+    load,
+    of_file,
+    resolved_job,
+    world_size_option,
+)
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.job import Policy
 
@@ -21,14 +29,9 @@ def config() -> None:
     """
 
 
-@config.command(context_settings=OVERRIDABLE)
+@config.command(cls=OfFile, context_settings=OVERRIDABLE)
 @of_file
-@click.option(
-    "--world-size",
-    type=POSITIVE,
-    metavar="N",
-    help="Number of processes of the job, which the degrees of parallelism must fit.",
-)
+@world_size_option
 @click.option(
     "--device-gib",
     type=Size(),
@@ -51,7 +54,7 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     click.echo(f"OK {file}: {summary(resolved.config, job.degrees, world_size)}")
 
 
-@config.command(context_settings=OVERRIDABLE)
+@config.command(cls=OfFile, context_settings=OVERRIDABLE)
 @of_file
 @click.option("--changed", is_flag=True, help="Only the values that were written, not those of the base.")
 def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
@@ -66,10 +69,14 @@ def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
 def summary(config: Any, degrees: Degrees, world_size: int | None) -> str:
     """The essential numbers of a configuration in one line."""
     open_degree = world_size is None and config.parallelism.data_parallel_shard_degree == -1
+    from wlb_titan.runtime.attention.implementation import on_devices
+    from wlb_titan.runtime.train import allocator
+
     wlb, epochs = config.wlb, config.wlb.epochs
     length = f"{epochs} epoch{'s' * (epochs > 1)}" if epochs else f"{config.training.steps} steps"
     return (
         f"model {config.model_spec.name} {config.model_spec.flavor}, {degrees} = {degrees.ranks} processes"
         f"{' or a multiple' if open_degree else ''}, seq_len {config.training.seq_len}, {length}, "
-        f"policy {Policy(wlb.packing.name, wlb.context.name, wlb.pipeline.name)}"
+        f"policy {Policy(wlb.packing.name, wlb.context.name, wlb.pipeline.name)}, "
+        f"attention {on_devices(config)}{'' if wlb.device == 'cpu' else f', allocator {allocator()}'}"
     )

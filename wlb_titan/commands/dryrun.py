@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from wlb_titan.commands.command_line import OVERRIDABLE, Rows, Size, load, say, show_table, write_json
+from wlb_titan.commands.command_line import Rows, Size, command_of_file, load, say, show_table, write_json
 from wlb_titan.commands.lone_ranks import (
     DEFAULT_RANKS,
     DEFAULT_STEP,
@@ -35,7 +35,7 @@ PLANNED = 24
 LARGEST = 8  # groups of tensors that are named
 
 
-@click.command(context_settings=OVERRIDABLE)
+@command_of_file()
 @of_ranks
 @click.option(
     "--device-gib",

@@ -19,7 +19,16 @@ from typing import Any
 import click
 import numpy as np
 
-from wlb_titan.commands.command_line import POSITIVE, Command, json_option, load, of_file, print_choice, say
+from wlb_titan.commands.command_line import (
+    POSITIVE,
+    Command,
+    json_option,
+    load,
+    of_file,
+    print_choice,
+    say,
+    world_size_option,
+)
 from wlb_titan.config.load import Resolved
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
@@ -50,14 +59,8 @@ def of_ranks(command: Command) -> Command:
         help="Global ranks to run, each in a process of its own: numbers, first and last of the job, "
         "all-stages (one of each pipeline rank), all.",
     )
-    world_size = click.option(
-        "--world-size",
-        type=POSITIVE,
-        metavar="N",
-        help="GPUs of the job; by default as many as the configured degrees need.",
-    )
     step = click.option("--step", type=POSITIVE, metavar="N", help="First step of the plan that is run.")
-    return of_file(rank(world_size(step(json_option(command)))))
+    return of_file(rank(world_size_option(step(json_option(command)))))
 
 
 @dataclass(frozen=True)

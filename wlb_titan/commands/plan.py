@@ -13,10 +13,10 @@ import numpy as np
 
 from wlb_titan.commands.command_line import (
     MANY,
-    OVERRIDABLE,
     Asked,
     Output,
     Rows,
+    command_of_file,
     describe_job,
     load_job,
     of_job,
@@ -48,7 +48,7 @@ FEW_STEPS = 100  # fewer carry their standard error in the table
 NEAR = 0.01  # imbalances this close count as the same
 
 
-@click.command(context_settings=OVERRIDABLE)
+@command_of_file()
 @of_job
 @click.option(
     "--policies",

@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 from wlb_titan.commands.command_line import (
-    OVERRIDABLE,
     POSITIVE,
     Rows,
+    command_of_file,
     describe_job,
     say,
     show_table,
@@ -56,11 +56,10 @@ class Rehearsal:
         return simulate(self.job, self.plans)
 
 
-@click.command(context_settings=OVERRIDABLE)
+@command_of_file()
 @of_ranks
 @click.option(
     "--policies",
-    default="",
     metavar="POLICY,...",
     help="Side by side, as in wlb.policy; the first is the baseline.  [default: the file's]",
 )
@@ -70,7 +69,7 @@ def rehearse(
     file: Path,
     overrides: tuple[str, ...],
     ranks: str,
-    policies: str,
+    policies: str | None,
     steps: int,
     step: int | None,
     world_size: int | None,

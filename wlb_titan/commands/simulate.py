@@ -14,10 +14,10 @@ import numpy as np
 
 from wlb_titan.commands.command_line import (
     MANY,
-    OVERRIDABLE,
     Asked,
     Output,
     Rows,
+    command_of_file,
     describe_job,
     load_job,
     of_job,
@@ -59,7 +59,7 @@ Plans = dict[Policy, list[Plan]]
 Predictions = dict[Policy, Prediction]
 
 
-@click.command(context_settings=OVERRIDABLE)
+@command_of_file()
 @of_job
 @click.option(
     "--policies",
@@ -77,7 +77,7 @@ Predictions = dict[Policy, Prediction]
 @click.option(
     "--search",
     is_flag=True,
-    help=f"Try the degrees and schedules of --gpus GPUs, and rank what was tried in {SEARCH_SECONDS:g} s.",
+    help=f"Try the degrees and schedules of so many GPUs, and rank what was tried in {SEARCH_SECONDS:g} s.",
 )
 @report_option
 @click.option("--trace", type=Output(), metavar="FILE", help="Timeline for ui.perfetto.dev.")
@@ -88,7 +88,7 @@ def simulate(
     steps: int,
     lengths: str | None,
     cluster: str | None,
-    gpus: int | None,
+    world_size: int | None,
     routing_imbalance: float,
     search: bool,
     report: Path | None,
@@ -102,7 +102,7 @@ def simulate(
     wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/simulated
     wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web --training.seq_len 65536
     wlb-titan simulate train_configs/llama2_70b_128k.toml --lengths paper --policies plain,wlb/adaptive
-    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths FILE --search --gpus 64
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths FILE --search --world-size 64
 
     The speedup of a policy is in FLOPs a second: tokens of documents that are cut are cheaper.
 
@@ -110,13 +110,14 @@ def simulate(
     """
     if search and (report or trace):
         raise PlanError("--report and --trace draw policies; leave out --search.")
-    asked = load_job(file, overrides, lengths=lengths, cluster=cluster, gpus=None if search else gpus)
+    degrees_fit = None if search else world_size
+    asked = load_job(file, overrides, lengths=lengths, cluster=cluster, world_size=degrees_fit)
     compared = [Policy.parse(one) for one in policies.split(",")] if policies else None
     compared = list(dict.fromkeys(compared or [Policy(), asked.job.policy]))
     with asked.placed():
         scenario = Scenario(replace(asked.job, routing_imbalance=routing_imbalance), asked.documents)
         if search:
-            print_search(scenario, asked.resolved, compared, steps, gpus)
+            print_search(scenario, asked.resolved, compared, steps, world_size)
             return
         plans, predictions, impossible = _predicted(scenario, compared, steps)
         possible = [policy for policy in compared if policy not in impossible]
@@ -259,11 +260,11 @@ def write_report(
 
 
 def print_search(
-    scenario: Scenario, resolved: Resolved, policies: list[Policy], steps: int, gpus: int | None
+    scenario: Scenario, resolved: Resolved, policies: list[Policy], steps: int, world_size: int | None
 ) -> None:
-    """Searches degrees of `gpus` GPUs (None: as many as the job's own), and prints what came of it."""
+    """Searches degrees of so many GPUs (None: as many as the job's own), and prints what came of it."""
     end = time.monotonic() + SEARCH_SECONDS
-    gpus = gpus or scenario.job.degrees.ranks
+    gpus = world_size or scenario.job.degrees.ranks
     result = search(scenario, gpus, policies, steps, lambda what: time.monotonic() < end)
     show_table(search_rows(result)[:SHOWN])
     say(gain(result))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.command_line import NUMBER, OVERRIDABLE, POSITIVE, of_file
+from wlb_titan.commands.command_line import NUMBER, POSITIVE, command_of_file, of_file
 from wlb_titan.errors import EXIT_AGAIN
 
 SCRIPT = """\
@@ -36,30 +36,23 @@ PATIENCE = 120
 """Seconds that srun gives other tasks when one has ended; they end by themselves sooner."""
 
 
-@click.command(context_settings=OVERRIDABLE)
+@command_of_file()
 @of_file
 @click.option(
-    "--gpus",
+    "--nproc-per-node",
+    "processes",
     type=POSITIVE,
     default=8,
-    help='GPUs of a node, with a process each. Where wlb.device = "cpu": processes, and no GPU is asked for.',
+    help='Processes of a node, each with a GPU. Where wlb.device = "cpu", no GPU is asked for.',
 )
 @click.option(
-    "--nodes",
-    type=NUMBER,
-    default=0,
-    show_default=False,
-    help="Nodes of the job; as many as the degrees need, if not given.",
+    "--nnodes",
+    metavar="[MIN:]N",
+    help="Nodes of the job; as many as the degrees need, if not given. With MIN of them it goes on if others "
+    "are lost.",
 )
 @click.option(
-    "--min-nodes",
-    type=NUMBER,
-    default=0,
-    show_default=False,
-    help="Nodes with which the job goes on if others are lost.",
-)
-@click.option(
-    "--restarts",
+    "--max-restarts",
     type=NUMBER,
     default=0,
     help="How often the nodes start their processes again, from the newest checkpoint.",
@@ -75,10 +68,9 @@ PATIENCE = 120
 def slurm(
     file: Path,
     overrides: tuple[str, ...],
-    gpus: int,
-    nodes: int,
-    min_nodes: int,
-    restarts: int,
+    processes: int,
+    nnodes: str | None,
+    max_restarts: int,
     time: str,
     notice: int,
     own: tuple[str, ...],
@@ -89,17 +81,15 @@ def slurm(
     saves; the job goes back into the queue and goes on by itself. The folder in which sbatch is called, and
     this Python environment, must be on a file system that every node sees.
     """
-    from wlb_titan.launch.job import AGENT, PROGRAM, hosts_of, restart_words
+    from wlb_titan.launch.job import AGENT, PROGRAM, hosts_of
 
-    nodes, processes, on_cpu = hosts_of(
-        str(file), overrides, nodes=nodes, min_nodes=min_nodes, processes=gpus if nodes else 0, at_most=gpus
-    )
-    survives = min_nodes not in (0, nodes)
+    hosts = hosts_of(str(file), overrides, nnodes=nnodes, processes=processes)
+    survives = hosts.fewest < hosts.nodes
     options = {
         "job-name": file.stem,
-        "nodes": str(nodes),
+        "nodes": str(hosts.nodes),
         "ntasks-per-node": "1",
-        **({} if on_cpu else {"gpus-per-node": str(processes)}),
+        **({} if hosts.on_cpu else {"gpus-per-node": str(hosts.processes)}),
         "time": time,
         "signal": f"USR1@{notice}",
         "requeue": "",
@@ -108,8 +98,8 @@ def slurm(
         **({"no-kill": ""} if survives else {}),
         **dict(option.lstrip("-").partition("=")[::2] for option in own),
     }
-    agent = [sys.executable, "-m", AGENT, "--nnodes", f"{min_nodes or nodes}:{nodes}"]
-    agent += ["--nproc_per_node", str(processes), *restart_words(nodes, min_nodes, restarts)]
+    agent = [sys.executable, "-m", AGENT, "--nnodes", f"{hosts.fewest}:{hosts.nodes}"]
+    agent += ["--nproc_per_node", str(hosts.processes), *hosts.restart_words(max_restarts)]
     click.echo(
         SCRIPT.format(
             command=shlex.join(["wlb-titan", *sys.argv[1:]]),

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.command_line import NUMBER, OVERRIDABLE, of_file
+from wlb_titan.commands.command_line import NUMBER, command_of_file, of_file
 
 
-@click.command(context_settings=OVERRIDABLE)
+@command_of_file()
 @of_file
 @click.option(
-    "--nproc",
+    "--nproc-per-node",
+    "processes",
     type=NUMBER,
     default=0,
     show_default=False,
@@ -22,13 +23,13 @@ from wlb_titan.commands.command_line import NUMBER, OVERRIDABLE, of_file
     help="Processes; as many as the parallel degrees need, if not given.",
 )
 @click.option(
-    "--restarts",
+    "--max-restarts",
     type=NUMBER,
     default=0,
     metavar="N",
     help="How often the processes are started again when one is lost.",
 )
-def train(file: Path, overrides: tuple[str, ...], nproc: int, restarts: int) -> None:
+def train(file: Path, overrides: tuple[str, ...], processes: int, max_restarts: int) -> None:
     """Train on this machine as FILE says, with one line a step.
 
     Keys on the command line (--training.steps 5) go over the file. Each process takes a GPU; without GPUs,
@@ -42,9 +43,9 @@ def train(file: Path, overrides: tuple[str, ...], nproc: int, restarts: int) -> 
 
     before_torch()
     from wlb_titan.launch.elastic import run
-    from wlb_titan.launch.job import PROGRAM, hosts_of, restart_words
+    from wlb_titan.launch.job import PROGRAM, hosts_of
 
-    hosts = hosts_of(str(file), overrides, processes=nproc, runs_here=True)
+    hosts = hosts_of(str(file), overrides, processes=processes, runs_here=True)
     words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", str(uuid.uuid4())]
-    words += ["--nproc_per_node", str(hosts.processes), *restart_words(1, 1, restarts)]
+    words += ["--nproc_per_node", str(hosts.processes), *hosts.restart_words(max_restarts)]
     sys.exit(run([*words, "-m", PROGRAM, "--config", str(file), *overrides]))

@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import BaseMetadata, MinLen
 
-from wlb_titan.config.sources import Leaf, Node, Table, leaves
+from wlb_titan.config.sources import COMMAND_LINE, Leaf, Node, Table, leaves
 from wlb_titan.config.values import (
     Mismatch,
     arms,
@@ -207,6 +207,8 @@ class Builder:
             close = [dotted((*path[:-1], name)) for name in difflib.get_close_matches(key, names, n=1)]
             nearest = [*close, *namesakes][:1]
             hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        if len(path) == 1 and node.source == COMMAND_LINE:
+            hint += " --help lists the command's own options."
         if len(names) <= 12:
             hint += f" {short_name(cls)} has {', '.join(names) or 'no keys'}."
         return ConfigError(f"{_written(node, path)}: there is no such key.{hint}")

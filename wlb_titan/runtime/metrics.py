@@ -1,6 +1,7 @@
 """The metrics of a run: one line a step on the console, one JSON object a step in metrics.jsonl.
 
-TensorBoard and W&B get the same numbers through torchtitan's own loggers. docs/metrics.md lists every key.
+TensorBoard and W&B get the same numbers through torchtitan's own loggers, by its names. docs/metrics.md lists
+every key.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from wlb_titan.pipeline.schedule import V_SHAPED
 from wlb_titan.runtime.compat import metrics_rank_of
 from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.pipeline.schedules import canonical_name
+
+IN_TORCHTITAN = {
+    "loss": "loss_metrics/global_avg_loss",
+    "max_loss": "loss_metrics/global_max_loss",
+    "seconds": "time_metrics/end_to_end(s)",
+    "memory_gib": "memory/max_reserved(GiB)",
+}
+"""What torchtitan's loggers call a figure that means the same."""
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:
@@ -94,7 +103,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         if self._peak_flops is not None:
             record["mfu_documents"] = flops / self._peak_flops
         try:
-            self.logger.log({k: v for k, v in record.items() if isinstance(v, int | float)}, step)
+            self.logger.log(self._for_dashboards(record), step)
         except OSError as error:
             warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training goes on without.")
         if self._reports:
@@ -106,6 +115,12 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
+
+    def _for_dashboards(self, record: dict[str, Any]) -> dict[str, float]:
+        """A record's numbers, by torchtitan's names where they mean the same."""
+        numbers = {IN_TORCHTITAN.get(k, k): v for k, v in record.items() if isinstance(v, int | float)}
+        tokens_per_device = record["tokens_per_second"] / self.parallel_dims.world_size
+        return numbers | {"throughput(tps)": tokens_per_device}
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Reports a validation. torchtitan's would reset times and peak memory between reports of steps."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch is imported only when the ranks watch each other
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def main(path: str, overrides: tuple[str, ...]) -> None:
     """Trains as FILE says; OVERRIDES such as --training.steps 5 come last and win."""
-    allow_segments_to_grow()
+    set_allocator()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         from wlb_titan.runtime.ends import Alarm
@@ -82,11 +82,16 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     return _run(resolved, rank, alarm)
 
 
-def allow_segments_to_grow() -> None:
-    """Lets torch's memory segments grow, unless the user configured its allocator. Call it before CUDA
-    starts. Each step needs blocks of other sizes, and fixed segments would be cut into useless pieces."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+def allocator() -> str:
+    """The user's setting of torch's allocator, or ours: each step needs blocks of other sizes, and segments
+    that cannot grow would be cut into useless pieces."""
+    set_by_user = (os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return next(filter(None, set_by_user), "expandable_segments:True")
+
+
+def set_allocator() -> None:
+    """Call it before CUDA starts."""
+    os.environ["PYTORCH_ALLOC_CONF"] = allocator()
 
 
 def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:

@@ -42,6 +42,17 @@ def check_implementation(config: TrainerConfig, device: Device | None = None) ->
         raise UserError(f"wlb.attention.implementation: {error}.") from error
 
 
+def on_devices(config: TrainerConfig) -> str:
+    """What computes forward passes, where the device is not known yet."""
+    wish, dtype = config.wlb.attention.implementation, _dtype(config)
+    if wish != "auto":
+        return wish
+    if config.wlb.device == "cpu" or dtype == torch.float32:
+        return "reference"
+    hopper, other = (chosen("forward", wish, _dims(config), dtype, Device("cuda", (sm, 0))) for sm in (9, 8))
+    return other if hopper == other else f"{hopper} on Hopper and {other} on other GPUs"
+
+
 def _dims(config: TrainerConfig) -> tuple[int, int]:
     assert config.model_spec is not None
     shape = model_shape(config.model_spec.model)

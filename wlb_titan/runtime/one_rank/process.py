@@ -38,10 +38,10 @@ def result(
     run: str, *, file: str, overrides: list[str], rank: int, world_size: int, **keywords: Any
 ) -> dict[str, Any]:
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-    from wlb_titan.runtime.train import allow_segments_to_grow
+    from wlb_titan.runtime.train import set_allocator
 
     # What a launcher would tell torch and torchtitan, before torchtitan is imported.
-    allow_segments_to_grow()
+    set_allocator()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     use_cpu_without_accelerator()
     import torch
