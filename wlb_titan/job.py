@@ -133,7 +133,8 @@ class Job:
         micro-batches in a step. Memory and communication remain those of all ranks."""
         # Ranks of the user's own dimensions meet in their own way, so all of them are planned.
         planned = self.replicas
-        while planned % 2 == 0 and planned * self.replica_micro_batches > most and not self.degrees.own:
+        always = 2 * self.packing.always_shared
+        while planned % always == 0 and planned * self.replica_micro_batches > most and not self.degrees.own:
             planned //= 2
         return replace(self, planned=planned, micro_batches=planned * self.replica_micro_batches)
 
@@ -172,7 +173,7 @@ class Job:
         If ranks share it, length and padding are those of `dp_rank`, or of the first rank.
         """
         tokens, sharers = int(draft.lengths.sum()), draft.sharers
-        length = self.padded(tokens if self.packing.owner.variable_length else self.window, sharers)
+        length = self.padded(tokens if self.packing.owner.variable_length else self.window * sharers, sharers)
         place = dp_rank - draft.merged.start if draft.merged and dp_rank is not None else 0
         padding = (length - tokens + place) // sharers  # shares differ by one token at most
         return replace(draft, length=length // sharers, padding=padding, dp_rank=dp_rank or 0, **fields)
@@ -212,8 +213,8 @@ class Job:
     def by_sharers(self) -> dict[int, Job]:
         """For 1, 2, 4, ... ranks the job that describes micro-batches which they share (DP-Merge).
 
-        It has as many times the context-parallel ranks; without context parallelism documents are divided
-        `per_document`. There is only the job itself, as 1, where micro-batches are not shared.
+        It has as many times the context-parallel ranks; without context parallelism a policy that shares
+        some documents divides them `per_document`. There is only the job itself, as 1, where none are shared.
         """
         jobs = {1: self}
         if not self.packing.merges or (self.strategy is not None and not self.strategy.merges):
@@ -226,10 +227,10 @@ class Job:
                     setting="wlb.packing",
                 )
             return jobs
-        context = self.context
-        if self.strategy is None:
+        context, always = self.context, self.packing.always_shared
+        if self.strategy is None and always == 1:
             context = STRATEGIES.configure("per_document", profile=self.context.profile)
-        for ranks in group_sizes(self.replicas):
+        for ranks in (always,) if always > 1 else group_sizes(self.replicas):
             degrees = replace(self.degrees, context=ranks * self.degrees.context)
             try:
                 jobs[ranks] = replace(self, degrees=degrees, context=context)

@@ -227,6 +227,7 @@ SHORT = {
     "fixed_solver": "--wlb.packing.gap 0.2",
     "reversed": "--wlb.packing.every 2",
     "merged": "--wlb.packing.dp_merge true",
+    "sharers": "--wlb.packing.sharers {}",
     "asymmetric": "--wlb.packing.asymmetric true",
     "milp": "--wlb.packing.solver milp --wlb.packing.time_limit 0.5",
     "stored": "--activation_checkpoint none",
@@ -244,7 +245,7 @@ OWN = {
     "gather": "own_policies.ulysses_gather:UlyssesGather",
 }
 POLICIES = (
-    ("plain", "wlb_lazy", "slim", "wlb", "fixed_greedy", "fixed_solver", "reversed", "auto"),
+    ("plain", "dealt", "wlb_lazy", "slim", "wlb", "fixed_greedy", "fixed_solver", "reversed", "auto"),
     ("per_sequence", "per_document", "adaptive", "hybrid", "ulysses", "contiguous", "gather", "auto"),
     ("best", "shortest_first", "longest_first"),
 )

@@ -117,7 +117,7 @@ def test_what_is_counted_is_the_same_as_without():
 @pytest.mark.parametrize("policy", ["ulysses", "own_policies.ulysses_gather:UlyssesGather"])
 def test_strategies_that_divide_heads_are_refused_by_name(policy):
     made = {"degrees": Degrees(shard=2, context=2), "context": STRATEGIES.configure(policy)}
-    with pytest.raises(PlanError, match=f"cannot share a document under {policy}, which"):
+    with pytest.raises(PlanError, match=f"cannot share a micro-batch under {policy}, which"):
         planner(ONE_LONG, ALWAYS, **made)
     plan = planner(ONE_LONG, slim(), **made).next()
     assert not any(m.merged for m in plan.micro_batches)

@@ -109,19 +109,20 @@ def ulysses(heads):
     return check
 
 
-def gathered(forward):
+def gathered(forward, over="cp", heads=2, sharers=1):
     """Keys travel among pairs and among all four ranks, in so many forward passes and one backward pass."""
 
     def check(rank):
         pairs, four = np.array(rank["travelling"]).sum(axis=0)
-        assert 0 < pairs + four < sum(rank["lengths"])
-        layers, heads, dim = 4, 2, 32
+        assert 0 < pairs + four < sharers * sum(rank["lengths"])
+        layers, dim = 4, 32
         size = 2 * heads * dim * 2 * layers / 2**30
         entries = moved(rank)
-        assert entries["all-gather", "cp"]["gib"] == pytest.approx(forward * size * four)
-        assert entries["reduce-scatter", "cp"]["gib"] == pytest.approx(size * four)
+        assert entries["all-gather", over]["gib"] == pytest.approx(forward * size * four)
+        assert entries["reduce-scatter", over]["gib"] == pytest.approx(size * four)
         # Of all pairs the one that exchanges most is predicted.
-        assert 0 < entries["all-gather", "cp, 2 ranks"]["gib"] <= forward * size * pairs
+        near = next(name for kind, name in entries if kind == "all-gather" and "2 ranks" in name)
+        assert 0 < entries["all-gather", near]["gib"] <= forward * size * pairs
 
     return check
 
@@ -155,7 +156,9 @@ SLIM = ("--wlb.policy", "slim", "--wlb.packing.micropacks", 6, "--wlb.packing.sl
 SLICES = (*SLIM, CP, 2, "--rank", "first", "--step", 4, *GPU)
 SHARED = ("--wlb.packing.dp_merge", "true", "--wlb.packing.cost_model", "quadratic:1,200")
 # A group of all ranks of the job would be the one that FSDP has: so TP 2.
-MERGED = (*SLICES, *SHARED, SHARD, 2, TP, 2, "--training.global_batch_size", 4)
+TWO_REPLICAS = (CP, 2, SHARD, 2, TP, 2, "--training.global_batch_size", 4)
+MERGED = (*SLICES, *SHARED, *TWO_REPLICAS)
+DEALT = ("--wlb.policy", "dealt/hybrid", "--wlb.packing.sharers", 2, *TWO_REPLICAS, "--rank", "first")
 ASYMMETRIC = (*SLICES, PP, 2, "--training.global_batch_size", 2, *FULL, "--wlb.packing.asymmetric", "true")
 FIRST_STEP = ("--rank", "first", "--step", 1)
 CASES = {  # a job, what changes it, how near the prediction is, and what else is known of its ranks
@@ -183,6 +186,7 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     # On four layers, where the layer at hand counts for much.
     "slices": (LONG, (*SLICES, "--training.global_batch_size", 2), 0.08, sliced(6)),
     "slices_merged": (LONG, MERGED, 0.08, shared),
+    "windows_shared": (LONG, (*DEALT, "--step", 2), 0.04, gathered(2, SHARERS, heads=1, sharers=2)),
     # Micro-batches of forward passes, and as many of backward passes.
     "slices_asymmetric": (LONG, ASYMMETRIC, 0.08, sliced(12)),
     "alone": (ALONE, FIRST_STEP, 0.02, whole_weights),
@@ -205,7 +209,9 @@ def test_the_predicted_peak_is_the_traced_one(dryrun, case):
         if check:
             check(rank)
     assert "--rank" in words or [rank["rank"] for rank in ranks] == [0, 31]  # of different replicas
-    assert case == "slices_merged" or not any(entry["over"] == SHARERS for entry in ranks[0]["collectives"])
+    assert case in ("slices_merged", "windows_shared") or not any(
+        entry["over"] == SHARERS for entry in ranks[0]["collectives"]
+    )
 
 
 @pytest.mark.parametrize("packing", ["fixed_solver", "slim --wlb.packing.solver milp"])

@@ -27,6 +27,7 @@ ROOMY = replace(load_cluster("h100_roce"), memory=1e14)
 PACKINGS = {
     "plain": POLICIES.configure("plain"),
     "plain-drop": POLICIES.configure("plain", tail="drop"),
+    "dealt": POLICIES.configure("dealt"),
     "fixed_greedy": POLICIES.configure("fixed_greedy"),
     "fixed_greedy-3": POLICIES.configure("fixed_greedy", global_batches=3),
     "fixed_solver": POLICIES.configure("fixed_solver", time_limit=0.2),
@@ -35,7 +36,9 @@ PACKINGS = {
     "wlb_lazy": POLICIES.configure("wlb_lazy", max_delay=5),
     "wlb_lazy-tight": POLICIES.configure("wlb_lazy", max_length=WINDOW + 16),
 }
-REPEATABLE = {name: one for name, one in (PACKINGS | SLICED).items() if name != "fixed_solver"}
+SHARED = {"dealt-2": POLICIES.configure("dealt", sharers=2)}
+EVERY = PACKINGS | SLICED | SHARED
+REPEATABLE = {name: one for name, one in EVERY.items() if name != "fixed_solver"}
 every_policy = pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
 repeatable = pytest.mark.parametrize("packing", REPEATABLE.values(), ids=REPEATABLE)
 
@@ -71,7 +74,7 @@ def test_tokens_are_conserved_and_micro_batches_are_sound(packing, lengths, own,
     job = planner(packing, lengths, own * ranks, context_parallel=2, data_parallel=ranks)
     plans = [job.next() for _ in range(9)]
     assert_conserved(job, plans)
-    assert packing.name == "plain" or not any(plan.lost_tokens for plan in plans)
+    assert packing.name in ("plain", "dealt") or not any(plan.lost_tokens for plan in plans)
     limit = getattr(packing, "max_length", None) or 2 * WINDOW
     for iteration, plan in enumerate(plans):
         assert plan.iteration == iteration
@@ -141,6 +144,42 @@ def test_plain_keeps_the_order_and_the_paper_drops_the_tail():
             assert (m.documents[:, START] % WINDOW == 0).all()
 
 
+@settings(max_examples=30)
+@given(lengths=corpora, tail=st.sampled_from(["carry", "drop"]), sharers=st.sampled_from([1, 2, 4]))
+def test_dealt_has_the_windows_of_plain_in_every_step(lengths, tail, sharers):
+    dealt = POLICIES.configure("dealt", tail=tail, sharers=sharers)
+    jobs = [
+        planner(one, lengths, 8, data_parallel=4) for one in (replace(PACKINGS["plain"], tail=tail), dealt)
+    ]
+    for _ in range(4):
+        plain, ours = (job.next() for job in jobs)
+        assert (ours.lost_tokens, ours.tokens) == (plain.lost_tokens, plain.tokens)
+        windows = {tuple(m.documents[0]): m.documents for m in plain.micro_batches}
+        for pack in ours.packs:
+            assert (pack.sharers, pack.length) == (sharers, WINDOW)
+            rest = pack.documents
+            for _ in range(sharers):
+                window = windows.pop(tuple(rest[0]))
+                assert (rest[: len(window)] == window).all()
+                rest = rest[len(window) :]
+            assert not len(rest)
+        assert not windows
+
+
+def test_the_more_ranks_share_the_more_equal_is_their_work():
+    plain = PACKINGS["plain"]
+    packings = [plain, *(POLICIES.configure("dealt", sharers=sharers) for sharers in (1, 2, 4))]
+    of_micro_batches, of_ranks = [], []
+    for packing in packings:
+        job = planner(packing, TAILED, 16, data_parallel=4, cost="quadratic:1,40")
+        plans = [job.next() for _ in range(40)]
+        of_micro_batches.append(np.mean([plan.imbalance for plan in plans]))
+        sums = [[sum(m.workload for m in plan.of_rank(rank)) for rank in range(4)] for plan in plans]
+        of_ranks.append(np.mean([max(each) / np.mean(each) for each in sums]))
+    assert of_micro_batches[0] == of_micro_batches[1] and of_ranks[1] < 1.02 < of_ranks[0]
+    assert of_micro_batches[1:] == sorted(of_micro_batches[1:], reverse=True) and of_micro_batches[3] < 1.1
+
+
 def test_a_window_of_single_tokens_keeps_its_last_place_for_a_label():
     lengths = [1] * 150 + [5]
     job = planner(PACKINGS["plain"], lengths, micro_batches=2, seed=None)
@@ -151,6 +190,7 @@ def test_a_window_of_single_tokens_keeps_its_last_place_for_a_label():
     assert second.documents[0].tolist() == [150, 1, 4, 0]
 
 
+SHARING = {"data_parallel": 2, "context_parallel": 2}
 TAILED = (np.random.default_rng(3).pareto(0.9, 4000) * 4 + 2).clip(2, WINDOW).astype(np.int64)
 
 
@@ -229,7 +269,9 @@ def test_states_that_cannot_be_continued_are_refused(changes, message):
         planner(**{**arguments, **changes}).load_state_dict(state)
 
 
-GOES_ON = [(name, name) for name in ("plain", "fixed_greedy-3", "wlb", "wlb_lazy", "slim", "merged")]
+GOES_ON = [
+    (name, name) for name in ("plain", "dealt-2", "fixed_greedy-3", "wlb", "wlb_lazy", "slim", "merged")
+]
 GOES_ON += [("plain", "wlb"), ("fixed_greedy-3", "plain-drop"), ("wlb", "slim"), ("merged", "wlb_lazy")]
 
 
@@ -243,7 +285,7 @@ def test_a_job_goes_on_with_the_documents_that_were_left(before, after, micro_ba
 
     def made(name, number, ranks, memory):
         return planner(
-            replace(PACKINGS["wlb"], thresholds="auto") if name == "wlb" else (PACKINGS | SLICED)[name],
+            replace(PACKINGS["wlb"], thresholds="auto") if name == "wlb" else EVERY[name],
             lengths,
             number,
             data_parallel=ranks,
@@ -273,14 +315,14 @@ hostile = st.one_of(
 ).filter(lambda lengths: sum(length > 1 for length in lengths) >= len(lengths) // 2)
 
 
-@pytest.mark.parametrize("packing", (PACKINGS | SLICED).values(), ids=PACKINGS | SLICED)
+@pytest.mark.parametrize("packing", EVERY.values(), ids=EVERY)
 @settings(max_examples=12)
 @given(lengths=hostile, context=st.sampled_from([1, 2, 4, 8]), ranks=st.sampled_from([1, 2]))
 def test_every_rank_has_tokens_whatever_the_lengths(packing, lengths, context, ranks):
     """Tiny documents, cut tails, windows of one document; by the cost short documents are nearly nothing."""
     arguments = {"context_parallel": context, "data_parallel": ranks, "sharding": "per_document"}
     if ranks == 1 and packing.merges is True:
-        packing = replace(packing, dp_merge=False)
+        packing = replace(packing, **({"dp_merge": False} if packing.name == "slim" else {"sharers": 1}))
     if packing.name in ("wlb", "wlb_lazy"):
         packing = replace(packing, max_length=WINDOW)
     job = planner(packing, lengths, cost="quadratic:1,0.001", **arguments)
@@ -309,6 +351,8 @@ def test_wlb_leaves_no_short_document_behind():
         ({"packing": replace(PACKINGS["wlb"], thresholds=[48, 32])}, "48, 32 are out of order"),
         ({"packing": replace(PACKINGS["wlb"], thresholds=[32, 65])}, "65 is above the context window of 64"),
         ({"packing": replace(PACKINGS["wlb"], max_length=63)}, "max_length is 63 tokens, below the context"),
+        ({"packing": SHARED["dealt-2"]}, "2 data-parallel ranks cannot share .* where there are 1"),
+        ({"packing": SHARED["dealt-2"], "sharding": "ulysses", **SHARING}, "cannot share .* under ulysses"),
         ({"packing": replace(PACKINGS["wlb_lazy"], max_length=65), "multiple": 40}, "no room to pad"),
     ],
 )  # fmt: skip

@@ -68,6 +68,7 @@ length_multiple = 24
 # What each sets: keys of packing, the sharding, the order.
 CASES = {
     "plain": ('tail = "drop"', "per_document", "longest_first"),
+    "dealt": ('tail = "drop"\nsharers = 2', "per_document", "longest_first"),
     "fixed_greedy": ("global_batches = 3", "adaptive", "best"),
     # A gap that is reached at once: a solver that is stopped by the clock finds something else each time.
     "fixed_solver": ("global_batches = 2\ntime_limit = 20.0\ngap = 0.5", "ulysses", "shortest_first"),

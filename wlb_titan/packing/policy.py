@@ -41,6 +41,7 @@ POLICIES = Family(
         "fixed_solver": "wlb_titan.packing.fixed:FixedSolver",
         "wlb": "wlb_titan.packing.wlb:Wlb",
         "wlb_lazy": "wlb_titan.packing.wlb_lazy:WlbLazy",
+        "dealt": "wlb_titan.packing.dealt:Dealt",
         "slim": "wlb_titan.packing.slim.slim:Slim",
         "auto": "wlb_titan.packing.plain:Auto",
     },
@@ -131,6 +132,11 @@ class PackingPolicy(Plugin, ABC):
             return False
 
         @property
+        def always_shared(self) -> int:
+            """How many data-parallel ranks share every micro-batch; 1 where that depends on its documents."""
+            return 1
+
+        @property
         def regroups(self) -> bool:
             """Whether backward passes have packs of their own, which compute layers again."""
             return False
@@ -193,6 +199,18 @@ class PackingPolicy(Plugin, ABC):
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken; `state["waiting"]` is `waiting` as it was then."""
+
+
+def check_merging(job: Job, setting: str) -> None:
+    """Raises PlanError where data-parallel ranks cannot share, whatever the documents."""
+    if job.packing.merges is True and job.strategy is not None and not job.strategy.merges:
+        raise PlanError(
+            f"Data-parallel ranks cannot share a micro-batch under {job.context.name}, which exchanges "
+            "tokens for heads among context-parallel ranks and would need a head for each of the ranks that "
+            "share. Take a strategy that gathers keys, as in wlb.policy = "
+            f'"{job.packing.name}/per_document", or leave {setting} out.',
+            setting=setting,
+        )
 
 
 class VariableLengthPolicy(PackingPolicy):

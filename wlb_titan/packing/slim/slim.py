@@ -26,7 +26,7 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.rank import RankMemory, RankPeak
 from wlb_titan.packing.arrivals import Arrivals, delayed
-from wlb_titan.packing.policy import Pack, Packing, PackingPolicy
+from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, check_merging
 from wlb_titan.packing.slim.asymmetric import AsymmetricPacker, RegroupedRank, regrouped_times
 from wlb_titan.packing.slim.flow import Flows, Step, in_own_order
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, SolvedPlacing
@@ -146,14 +146,7 @@ class Slim(PackingPolicy):
                     "out, or asymmetric.",
                     setting="packing.asymmetric",
                 )
-            if self.merges is True and job.strategy is not None and not job.strategy.merges:
-                raise PlanError(
-                    f"Data-parallel ranks cannot share a document under {job.context.name}, which exchanges "
-                    "tokens for heads among context-parallel ranks and would need a head for each of the "
-                    "ranks that share. Take a strategy that gathers keys, as in wlb.policy = "
-                    '"slim/per_document", or set dp_merge to "auto" or false.',
-                    setting="packing.dp_merge",
-                )
+            check_merging(job, "packing.dp_merge")
 
     candidate = False  # the simulator knows little of what short passes lose in kernels
     variable_length = True

@@ -1,0 +1,85 @@
+"""`dealt`: the windows of `plain`, dealt out to data-parallel ranks so that they have equal work. The data
+stay as they are: a step has the windows that it has under `plain`, nothing waits, all lengths are the same.
+
+Which window runs on which rank, and when, changes only the order in which gradients are added. So windows go
+to ranks heaviest first (`bins.balanced`): the ranks' sums are nearly equal, and so are the windows that they
+run at the same time. What windows still differ by, ranks can share. With `sharers` n, n windows make a pack,
+light ones beside heavy ones, and n ranks run a pack together: all their context-parallel ranks divide its
+documents, as under DP-Merge (`slim`). Each has a window of tokens as before, and the keys of long documents
+travel among them. (DistCA, arXiv 2510.18121, lets attention travel to the same end, with its queries.)
+
+Example: windows of work 9, 8, 3 and 2 on 2 ranks: one has 9 and 2, the other 8 and 3. With 2 sharers these
+are the packs, and each rank has half of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from annotated_types import Interval
+
+from wlb_titan.bins import balanced
+from wlb_titan.cost.workload import workload
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.errors import PlanError
+from wlb_titan.packing.plain import Plain
+from wlb_titan.packing.policy import Packing, check_merging
+from wlb_titan.plan import MicroBatch
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
+
+
+class Dealt(Plain):
+    """The windows of `plain`, dealt out to data-parallel ranks, which may share them (ours)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Plain.Config):
+        sharers: Annotated[int, Interval(ge=1, le=1024)] = 1
+        """Data-parallel ranks that share every micro-batch, which has as many windows; a divisor of their
+        number. With more the work is more equal, and more keys travel. Not with `ulysses`."""
+
+        @property
+        def merges(self) -> bool:
+            return self.sharers > 1
+
+        @property
+        def always_shared(self) -> int:
+            return self.sharers
+
+        def check(self, job: Job) -> None:
+            if job.replicas % self.sharers:
+                raise PlanError(
+                    f"{self.sharers} data-parallel ranks cannot share micro-batches where there are "
+                    f"{job.replicas}; take a number that divides these.",
+                    setting="packing.sharers",
+                )
+            check_merging(job, "packing.sharers")
+
+    balances = True
+
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
+        super().__init__(config, stream, job)
+        self._work = partial(workload, job.cost_model)
+        self._replicas, self._sharers = job.replicas, config.sharers
+
+    def next(self) -> Packing:
+        packing = super().next()
+        windows, sharers = packing.packs, self._sharers
+        if sharers == 1:
+            return packing
+        works = packing.work(self._work)
+        rows = balanced(works, len(windows) // sharers)  # of the windows of each pack
+        work = np.array([works[own].sum() for own in rows])
+        packs: list[MicroBatch] = []
+        assigned: list[list[int]] = []
+        for group, numbers in enumerate(balanced(work, self._replicas // sharers)):
+            ranks = range(group * sharers, (group + 1) * sharers)
+            assigned += [list(range(len(packs), len(packs) + len(numbers)))] * sharers
+            for number in numbers:
+                documents = np.concatenate([windows[row].documents for row in rows[number]])
+                packs.append(MicroBatch(documents, merged=ranks))
+        return Packing(packs, packing.lost_tokens, assigned=assigned)
