@@ -122,6 +122,7 @@ def main() -> None:
     for file in arguments.files:
         for lengths in COLLECTIONS:
             rows += show(COLUMNS, [row(file, lengths, replicas, in_node) for replicas in REPLICAS])
+    rows = [{key: value for key, value in row.items() if value is not nan} for row in rows]
     save("replicas_in_node" if in_node else "replicas", {"steps": STEPS, "rows": rows})
 
 

@@ -60,13 +60,10 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
 class Run:
     """A finished or running job, read from its dump folder."""
 
-    name: str
-    """What tables and pictures call it."""
+    name: str  # what tables and pictures call it
     folder: Path
-    settings: Mapping[str, Any]
-    """Its resolved configuration, by dotted key."""
-    records: Sequence[Mapping[str, Any]]
-    """Of metrics.jsonl, one for each logged step, in order."""
+    settings: Mapping[str, Any]  # its resolved configuration, by dotted key
+    records: Sequence[Mapping[str, Any]]  # of metrics.jsonl, one for each logged step, in order
 
     def series(self, key: str) -> tuple[Floats, Floats]:
         """Steps and values, float64 (records,), of the records that have `key`."""
@@ -142,13 +139,9 @@ def open_run(folder: Path, name: str) -> Run:
             if others:
                 hint = f"These folders in it are runs: {', '.join(others)}."
             raise UserError(f"{folder}: there is no {file} in it. {hint}")
-    return Run(name, folder, _settings(folder / CONFIG), _records(folder / METRICS))
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    sources = read_sources(path)
+    sources = read_sources(folder / CONFIG)
     base = {} if sources.base is None else {"base": sources.base.value}
-    return base | sources.written()
+    return Run(name, folder, base | sources.written(), _records(folder / METRICS))
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -55,16 +55,11 @@ class GridCase(NamedTuple):
 class Grid(NamedTuple):
     """The attention to measure: each number of queries with each number of keys that is not smaller."""
 
-    q_lens: tuple[int, ...]
-    """Queries of a segment; around multiples of 64 the steps between tiles show."""
-    kv_lens: tuple[int, ...]
-    """Keys of a segment; as many keys as queries are measured too."""
-    keys: tuple[int, ...]
-    """A case has as many segments as fit into this number of keys, but at least one."""
-    pairs: int
-    """Most pairs of a query and a key, times heads, in one call."""
-    heads: int
-    """Query heads, where nothing else decides them."""
+    q_lens: tuple[int, ...]  # queries of a segment; around multiples of 64 the steps between tiles show
+    kv_lens: tuple[int, ...]  # keys of a segment; as many keys as queries are measured too
+    keys: tuple[int, ...]  # a case has as many segments as fit into this number of keys, but at least one
+    pairs: int  # most pairs of a query and a key, times heads, in one call
+    heads: int  # query heads, where nothing else decides them
 
     def cases(self, heads: int) -> Iterator[GridCase]:
         for q_len in self.q_lens:
@@ -173,16 +168,9 @@ def _print(result: Profile) -> None:
     say(f"{result.device}: predicted beside measured times of attention")
     rows = []
     for entry in result.entries:
-        errors = np.abs(entry.errors(result.units))
-        rows.append(
-            {
-                "attention": entry.shape.kind,
-                "pass": entry.direction,
-                "by": entry.implementation,
-                "error": f"{np.median(errors):.1%}",
-                "95 %": f"{np.quantile(errors, 0.95):.1%}",
-            }
-        )
+        half, most = np.quantile(np.abs(entry.errors(result.units)), [0.5, 0.95])
+        measured = {"attention": entry.shape.kind, "pass": entry.direction, "by": entry.implementation}
+        rows.append({**measured, "error": f"{half:.1%}", "95 %": f"{most:.1%}"})
     show_table(rows)
     assert result.linear is not None
     click.echo(
@@ -204,11 +192,7 @@ def time_attention(
     graphs where a GPU would wait for the host."""
     q, k, v, dout = make_inputs(segments, shape, dtype, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def attend() -> Tensor:
-        out: Tensor = varlen_attention(*leaves, segments, implementation=implementation)
-        return out
-
+    attend = partial(varlen_attention, *leaves, segments, implementation=implementation)
     with torch.no_grad():
         forward = time_call(attend, device, milliseconds)
     out = attend()

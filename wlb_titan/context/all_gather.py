@@ -31,13 +31,7 @@ from wlb_titan.context.layout import (
     widest_first,
     with_prefix,
 )
-from wlb_titan.context.strategy import (
-    ContextMask,
-    ContextStrategy,
-    Exchange,
-    KeyShares,
-    all_gather_exchange,
-)
+from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, KeyShares, all_gather_exchange
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.plan import DOCUMENT, Slices

@@ -111,31 +111,25 @@ class Hybrid(Adaptive):
         """The sharding with each document over `widths` ranks, or more where there is no room."""
         begins, share = np.cumsum(lengths) - lengths, total // self.ranks
         groups, loads, left = self._place(lengths, widths, work, share)
-        runs = [
-            (owner + place * size, begin, end)
-            for (size, place), members in groups.items()
-            for owner, begin, end in [document_chunks(begins[members], lengths[members], size)]
-        ]
-        empty = np.zeros(0, dtype=np.int64)
-        owner, begin, end = map(np.concatenate, zip((empty, empty, empty), *runs, strict=True))
+        runs = [np.zeros((3, 0), dtype=np.int64)]  # owner, begin and end, as of `from_runs`
+        for (size, place), members in groups.items():
+            owner, begin, end = document_chunks(begins[members], lengths[members], size)
+            runs.append(np.stack([owner + place * size, begin, end]))
+        owner, begin, end = np.concatenate(runs, axis=1)
         item_begin, item_end, item_work = _items(lengths, begins, widths > 1, work, share // ITEMS_PER_RANK)
         bins = Bins(self.ranks, share, loads)
         bins.lengths = np.bincount(owner, end - begin, self.ranks).astype(np.int64).tolist()
         dealt = bins.place(item_end - item_begin, item_work)
         fits = dealt != REMAINS
+        runs.append(np.stack([dealt, item_begin, item_end])[:, fits])
         cut = _fill(
             np.concatenate([begins[left], item_begin[~fits]]),
             np.concatenate([begins[left] + lengths[left], item_end[~fits]]),
             share - np.array(bins.lengths),
             total - int(lengths.sum()),
         )
-        return from_runs(
-            np.concatenate([owner, dealt[fits], cut[0]]),
-            np.concatenate([begin, item_begin[fits], cut[1]]),
-            np.concatenate([end, item_end[fits], cut[2]]),
-            lengths,
-            self.ranks,
-        )
+        owner, begin, end = np.concatenate([*runs, cut], axis=1)
+        return from_runs(owner, begin, end, lengths, self.ranks)
 
     def _place(
         self, lengths: Ints, widths: Ints, work: Floats, share: int
@@ -183,8 +177,8 @@ def _items(lengths: Ints, begins: Ints, is_long: Bools, work: Floats, most: int)
     return begins[head][order], (begins[tail] + lengths[tail])[order], works[order]
 
 
-def _fill(begins: Ints, ends: Ints, room: Ints, padding: int) -> tuple[Ints, Ints, Ints]:
-    """Cuts runs to fill the ranks' rooms, after padding the smallest: owner, begin, end as of `from_runs`."""
+def _fill(begins: Ints, ends: Ints, room: Ints, padding: int) -> Ints:
+    """Cuts runs to fill the ranks' rooms, after padding the smallest: int64 (3, n), as of `from_runs`."""
     order = np.argsort(room, kind="stable").tolist()
     rooms = room.tolist()
     for rank in order:
@@ -201,5 +195,4 @@ def _fill(begins: Ints, ends: Ints, room: Ints, padding: int) -> tuple[Ints, Int
             rooms[rank] -= stop - begin
             pieces.append((rank, begin, stop))
             begin = stop
-    table = np.array(pieces, dtype=np.int64).reshape(-1, 3)
-    return table[:, 0], table[:, 1], table[:, 2]
+    return np.array(pieces, dtype=np.int64).reshape(-1, 3).T

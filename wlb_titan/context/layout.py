@@ -56,22 +56,16 @@ def document_chunks(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints
     Args:
         begins: int64 (documents,), where they begin in the sequence.
     """
-    sizes = chunk_sizes(lengths, ranks)
-    ends = begins + np.cumsum(sizes, axis=0)
-    early = np.arange(ranks)
-    pairs = np.stack([early, 2 * ranks - 1 - early], axis=1)
-    begin, end = (of_chunk[pairs].transpose(0, 2, 1).ravel() for of_chunk in (ends - sizes, ends))
-    return np.repeat(early, 2 * len(lengths)), begin, end
-
-
-def chunk_sizes(lengths: Ints, ranks: int) -> Ints:
-    """int64 (2 x ranks, documents), tokens of each chunk; ranks get the longer ones in turn."""
     floor, longer = np.divmod(lengths, 2 * ranks)
     dealt = np.cumsum(longer) - longer  # longer chunks of earlier documents
     early = np.arange(ranks)
-    turn = np.concatenate([early, 2 * ranks - 1 - early])[:, None]  # when each chunk is next to be longer
-    sizes: Ints = floor + ((turn - dealt) % (2 * ranks) < longer)
-    return sizes
+    late = 2 * ranks - 1 - early
+    turn = np.concatenate([early, late])[:, None]  # when each chunk is next to be longer
+    sizes = floor + ((turn - dealt) % (2 * ranks) < longer)
+    ends = begins + np.cumsum(sizes, axis=0)
+    pairs = np.stack([early, late], axis=1)
+    begin, end = (of_chunk[pairs].transpose(0, 2, 1).ravel() for of_chunk in (ends - sizes, ends))
+    return np.repeat(early, 2 * len(lengths)), begin, end
 
 
 def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) -> Sharding:
@@ -121,12 +115,7 @@ def segments(shard: Ints, lengths: Ints) -> NDArray[np.int32]:
 def segments_among(shard: Ints, begins: Ints) -> NDArray[np.int32]:
     """`segments` where the keys of document i begin at begins[i]."""
     counts = shard[:, COUNT]
-    columns = (
-        np.cumsum(counts) - counts,
-        counts,
-        begins[shard[:, DOCUMENT]],
-        shard[:, OFFSET] + counts,
-    )
+    columns = (np.cumsum(counts) - counts, counts, begins[shard[:, DOCUMENT]], shard[:, OFFSET] + counts)
     return np.stack(columns, axis=1).astype(np.int32)
 
 
@@ -164,8 +153,7 @@ def widest_first(sharding: Sharding, span: Ints) -> Sharding:
 
 
 def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
-    """int64 (levels + 1, ranks), how many of a rank's tokens have keys that travel on each level; last, how
-    many have keys that stay."""
+    """int64 (levels + 1, ranks), tokens of a rank whose keys travel on each level; last, whose keys stay."""
     ranks, pieces = len(sharding), np.concatenate(sharding)
     owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
     row = span[pieces[:, DOCUMENT]]

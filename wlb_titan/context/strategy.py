@@ -104,12 +104,7 @@ class Exchange:
 
 
 def all_gather_exchange(
-    model: ModelShape,
-    tensor: int,
-    ranks: int,
-    levels: Sequence[int] = (),
-    *,
-    always: bool = True,
+    model: ModelShape, tensor: int, ranks: int, levels: Sequence[int] = (), *, always: bool = True
 ) -> Exchange:
     """The exchange of strategies that gather keys and values within groups of `levels` ranks, or of all."""
     keys = model.key_elements(tensor)

@@ -116,8 +116,7 @@ def predict(cost: KernelCost, points: Sequence[Point], units: int) -> Floats:
     """float64 (points,), seconds."""
     spread, longest = _features(points, units, cost.tiling)
     x = np.array([getattr(cost, name) for name in COEFFICIENTS])
-    seconds: Floats = np.maximum(spread @ x, longest @ x)
-    return seconds
+    return np.asarray(np.maximum(spread @ x, longest @ x))
 
 
 def _features(points: Sequence[Point], units: int, tiling: Tiling) -> tuple[Floats, Floats]:
@@ -145,5 +144,4 @@ def non_negative(features: Floats, target: Floats) -> Floats:
             if (x >= 0).all() and error < least:
                 best, least = np.zeros(len(scale)), error
                 best[chosen] = x
-    result: Floats = best / scale
-    return result
+    return np.asarray(best / scale)

@@ -83,8 +83,7 @@ class Tiling:
         blocks = -(-(self.query_tile + window - 1) // self.key_block)
         unmasked = max(window - self.query_tile + 1, 0) // self.key_block
         each = np.array([[1.0], [blocks], [blocks - unmasked]])
-        counts: Floats = self._own(rows, seen + rows) + each * (tiles - growing)
-        return counts
+        return np.asarray(self._own(rows, seen + rows) + each * (tiles - growing))
 
     def _own(self, queries: Floats, keys: Floats) -> Floats:
         """`count` where each segment has tiles of its own."""
@@ -158,8 +157,7 @@ class KeyTiling(Tiling):
         heads = self.heads_per_tile
         most = np.log2(heads & -heads)
         halvings = np.ceil(np.log2(np.maximum(tile, 1e-12) / np.maximum(work, 1e-12)))
-        result: Floats = tile / 2 ** np.clip(halvings, 0, most)
-        return result
+        return np.asarray(tile / 2 ** np.clip(halvings, 0, most))
 
     def _cut(self, queries: Floats, keys: Floats, window: int | None) -> tuple[Floats, Floats]:
         """Tiles that some query sees, and pairs of query and tile, of segments with tiles of their own. The
@@ -217,14 +215,12 @@ class KernelCost:
     def work(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """float64 (n,), seconds of segments."""
         counts = self.tiling.count(q_len, kv_len, window)
-        seconds: Floats = self._tile_seconds(counts) + self.segment + self.query * q_len
-        return seconds
+        return self._tile_seconds(counts) + self.segment + self.query * q_len
 
     def _tile_seconds(self, counts: Floats) -> Floats:
         # No matrix product: BLAS rounds differently on other CPUs, and plans must be the same on all.
         tiles, blocks, masked = counts
-        seconds: Floats = self.tile * tiles + self.block * blocks + self.masked * masked
-        return seconds
+        return np.asarray(self.tile * tiles + self.block * blocks + self.masked * masked)
 
     def longest_tile(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """float64 (n,), seconds of the largest tile that a segment can have, for all heads of a program."""
@@ -268,8 +264,7 @@ class AttentionLatency:
     def fixed(self, keys: Ints) -> Floats:
         """float64 (ranks, 2), seconds of both passes that only depend on the number of a rank's `keys`."""
         launch, key = np.array([(kernel.launch, kernel.key) for kernel in (self.forward, self.backward)]).T
-        seconds: Floats = launch + key * (keys * self.heads / self.units)[:, None]
-        return seconds
+        return np.asarray(launch + key * (keys * self.heads / self.units)[:, None])
 
     def seconds(self, sharding: Sequence[Ints], held: Ints | None = None) -> Floats:
         """float64 (ranks, 2), forward and backward seconds of a sharding, an int64 (m, 3) for each rank.

@@ -109,8 +109,7 @@ def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
     # Keys, the attention's output and the MLP's second product, of all seven.
     repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
     each = token.matrices * repeated + token.elements + _tensor(job) / 2
-    seconds: Floats = micro_batches.tokens * each + micro_batches.repeated
-    return seconds
+    return micro_batches.tokens * each + micro_batches.repeated
 
 
 class JobCost(CostModel):

@@ -86,19 +86,14 @@ NAMED: dict[str, LogNormal | Histogram] = {
 def named_or_read(text: str) -> tuple[Ints, str]:
     """Lengths, int64 (documents,), of a key of NAMED or a file, and their description for reports."""
     if text in NAMED:
-        found = NAMED[text]
-        return found.draw(), f"{text} ({found.source}; median {found.median:,.0f} tokens)"
+        named = NAMED[text]
+        return named.draw(), f"{text} ({named.source}; median {named.median:,.0f} tokens)"
     path = Path(text)
     if not path.exists():
         raise PlanError(
             f"There is neither a distribution of lengths called {text!r}, which would be one of "
             f"{', '.join(NAMED)}, nor a file of that name."
         )
-    return _read(path), path.name
-
-
-def _read(path: Path) -> Ints:
-    """int64 (documents,), in the order of the file."""
     wanted = "it must have a document's length a line, as a whole number of tokens from 1 to 2^40"
     try:
         lengths: Ints = np.array(path.read_text(encoding="utf-8").split(), dtype=np.int64)
@@ -107,4 +102,4 @@ def _read(path: Path) -> Ints:
     if not len(lengths) or lengths.min() < 1 or lengths.max() > LONGEST:
         found = f"has {lengths.min()} to {lengths.max()}" if len(lengths) else "is empty"
         raise PlanError(f"The file of lengths {path} {found}; {wanted}.")
-    return lengths
+    return lengths, path.name

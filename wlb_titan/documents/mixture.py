@@ -276,8 +276,7 @@ def is_held_out(rows: Ints, share: float) -> Bools:
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits ^= bits >> np.uint64(31)
-    chosen: Bools = bits / 2.0**64 < share
-    return chosen
+    return bits / 2.0**64 < share
 
 
 class Divided:

@@ -29,7 +29,7 @@ def permuted(places: Ints, count: int, seed: int, epochs: Ints) -> Ints:
     result = _network(places.astype(np.uint64), bits, keys)
     outside = np.flatnonzero(result >= np.uint64(count))
     while len(outside):
-        again = _network(result[outside], bits, [_at(key, outside) for key in keys])
+        again = _network(result[outside], bits, [key if len(key) == 1 else key[outside] for key in keys])
         result[outside] = again
         outside = outside[again >= np.uint64(count)]
     return result.astype(np.int64)
@@ -44,10 +44,6 @@ def _keys(seed: int, epochs: Ints) -> list[Words]:
     base = _mixed(base ^ (epochs >> 32).astype(np.uint32) ^ np.uint32(low))
     base = _mixed(base + np.uint32(high))
     return [_mixed(base + np.uint32(0x85EBCA77 * (number + 1) & 0xFFFFFFFF)) for number in range(ROUNDS)]
-
-
-def _at(key: Words, places: Ints) -> Words:
-    return key if len(key) == 1 else key[places]
 
 
 def _network(values: NDArray[np.uint64], bits: int, keys: list[Words]) -> NDArray[np.uint64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,7 +86,7 @@ class Fitting:
             return True
         lengths = [parts * self.job.divisor] * self.job.replica_micro_batches
         try:
-            return fullest(self.peak(Passes.of(lengths))).total <= self.usable
+            return fullest(self.peak(Passes.of(lengths, self.job.packing.always_shared))).total <= self.usable
         except PlanError:  # the schedule's order is not known
             return True
 
@@ -130,10 +131,4 @@ def _most(fits: Callable[[int], bool], least: int, most: int) -> int:
     """The largest number up to `most` that fits; `least` does."""
     if fits(most):
         return most
-    while least < most:
-        middle = (least + most + 1) // 2
-        if fits(middle):
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    return least + bisect_left(range(least + 1, most), True, key=lambda number: not fits(number))

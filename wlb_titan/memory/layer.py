@@ -153,6 +153,7 @@ class _Layer:
         self.s = self.g / tp if self.gathers else self.g
         self.q = model.heads * model.head_dim * size / (cp * tp)
         self.k = model.kv_heads * model.head_dim * size / (cp * tp)
+        self.qkv = self.q + 2 * self.k
         self.f = model.feed_forward * size / (cp * tp)
         # K; without context parallelism the rotated keys and a copy of the values.
         self.keys = all_keys * shares.held if self.shared_keys else 2 * self.k
@@ -174,13 +175,8 @@ class _Layer:
             return s + self.qkv + q + self.outputs + self.exchanged + f + self.log_sum_exp
         return s
 
-    @property
-    def qkv(self) -> float:
-        return self.q + 2 * self.k
-
     def passes(self, checkpointing: str) -> tuple[float, float, float]:
-        """Bytes besides those kept, at the fullest moments of forward and backward and at attention's
-        gradients."""
+        """Bytes besides those kept, when forward and backward are fullest and at attention's gradients."""
         s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
         gradients = g + 2 * q + 2 * self.outputs + self.key_gradients
         if checkpointing == "none":
@@ -207,8 +203,7 @@ class _Layer:
 
 
 class FsdpWhole:
-    """Whole weights (for passes) and gradients (until they are reduced) on a pipeline rank, beside FSDP's
-    shards, in bytes.
+    """Bytes of whole weights (for passes) and gradients (until reduced) on a pipeline rank, beside shards.
 
     Under pipeline parallelism micro-batches add up gradients before they are reduced: weights stay gathered
     in the compute type, and gradients add up in the reduction's type from a stage's first backward pass on.

@@ -114,8 +114,8 @@ class Passes(NamedTuple):
     flow: Flow | None = None  # None is the schedule's order
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Passes:
-        return cls([PackSize(length) for length in lengths])
+    def of(cls, lengths: Sequence[int], sharers: int = 1) -> Passes:
+        return cls([PackSize(length, sharers) for length in lengths])
 
 
 class SliceCache:
@@ -215,11 +215,17 @@ class RankPeak:
         """Memory at the fullest moment of one run; `reduced`: there are gradients of earlier runs."""
         tokens, layers = self._job.token_bytes_of, self._layers
         slice_cache = SliceCache(tokens(1, ALL_KEYS), layers)
-        live = self._inputs(passes)
+        # Token ids, positions and labels, which are there throughout.
+        live = sum(
+            tokens(sharers, keys).inputs * sharers * length for length, sharers, keys, _ in passes.packs
+        )
         in_flight, handed_back = 0, 0.0
         went_back: set[int] = set()  # stages that have gradients
         most, fullest = -1.0, (Moment(), False, 0)
-        actions = self._actions(passes)
+        if passes.flow is None:
+            actions = list(rank_actions(self._job.shape, len(passes.packs), self._number))
+        else:
+            actions = list(passes.flow[self._number])
         for number, action in enumerate(actions, start=1):
             kind, stage, place = action
             if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
@@ -262,18 +268,6 @@ class RankPeak:
                     live += 2 * length * token.hidden - handed_back
                     handed_back = length * token.hidden
         return self._at(*fullest)
-
-    def _actions(self, passes: Passes) -> list[Action]:
-        if passes.flow is not None:
-            return list(passes.flow[self._number])
-        return list(rank_actions(self._job.shape, len(passes.packs), self._number))
-
-    def _inputs(self, passes: Passes) -> float:
-        """Bytes of token ids, positions and labels, which are there throughout."""
-        tokens = self._job.token_bytes_of
-        return sum(
-            tokens(sharers, keys).inputs * sharers * length for length, sharers, keys, _ in passes.packs
-        )
 
     def _forward(self, pass_: Pass) -> Iterator[Moment]:
         """The fullest moments of a forward pass: in its last layer, and in the loss."""

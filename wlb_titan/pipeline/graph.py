@@ -82,12 +82,7 @@ class PipelineGraph:
             actions = [list(rank_actions(shape, micro_batches, rank)) for rank in range(shape.ranks)]
         self._sort(actions)
 
-    def ends(
-        self,
-        times: PassTimes,
-        delay: Floats | float = 0.0,
-        earliest: Floats | float = 0.0,
-    ) -> Floats:
+    def ends(self, times: PassTimes, delay: Floats | float = 0.0, earliest: Floats | float = 0.0) -> Floats:
         """float64 (actions, k), when every action ends; the step takes the largest of them.
 
         Args:

@@ -78,16 +78,17 @@ class _Run:
         ranks, chunks = shape.ranks, shape.chunks
         self._shape = shape
         self._limit = np.inf if limit is None else limit
-        self._forward = (packs.forward / chunks).tolist()
-        self._backward = (packs.backward / chunks).tolist()
-        self._tokens = (packs.tokens / chunks).tolist()
-        self._freed = (packs.freed / chunks).tolist()
+        # By kind of pass and place: times, and tokens put in flight.
+        self._seconds = {"F": (packs.forward / chunks).tolist(), "B": (packs.backward / chunks).tolist()}
+        self._tokens = {"F": (packs.tokens / chunks).tolist(), "B": (-packs.freed / chunks).tolist()}
         self._needed = packs.needed
         # The passes of each rank, in rounds: (which of its stages, place).
-        self._forwards = _rounds(len(packs.forward), ranks, range(chunks))
-        self._backwards = _rounds(len(packs.backward), ranks, range(chunks - 1, -1, -1))
-        number = {run: k for k, run in enumerate(self._forwards)}
-        waits = (number[chunks - 1, self._needed[place]] + 1 for _, place in self._backwards)
+        self._passes = {
+            "F": _rounds(len(packs.forward), ranks, range(chunks)),
+            "B": _rounds(len(packs.backward), ranks, range(chunks - 1, -1, -1)),
+        }
+        number = {run: k for k, run in enumerate(self._passes["F"])}
+        waits = (number[chunks - 1, self._needed[place]] + 1 for _, place in self._passes["B"])
         self._waits = list(itertools.accumulate(waits, max))
         """For each backward pass, how many forward passes of its rank must be over."""
         self._warm_up = [(2 if chunks > 1 else 1) * (ranks - 1 - r) + slack * chunks for r in range(ranks)]
@@ -100,7 +101,7 @@ class _Run:
     def schedule(self) -> PackOrder:
         ranks = range(self._shape.ranks)
         nexts = [self._next(rank) for rank in ranks]
-        for _ in range((len(self._forwards) + len(self._backwards)) * len(ranks)):
+        for _ in range(sum(map(len, self._passes.values())) * len(ranks)):
             rank = min(ranks, key=lambda rank: nexts[rank][0])
             for changed in self._run(rank, *nexts[rank]):
                 nexts[changed] = self._next(changed)
@@ -116,15 +117,15 @@ class _Run:
 
     def _forward_start(self, rank: int) -> float:
         done, back = self._done["F"][rank], self._done["B"][rank]
-        if done == len(self._forwards):
+        if done == len(self._passes["F"]):
             return np.inf
-        chunk, place = self._forwards[done]
-        if back < len(self._backwards) and done >= self._waits[back]:
+        chunk, place = self._passes["F"][done]
+        if back < len(self._passes["B"]) and done >= self._waits[back]:
             # A rank without a pipeline has no bubble to fill, and would only use more memory.
             ahead = self._waits[0] + back if self._shape.ranks > 1 else 0
             if done >= max(self._waits[back], ahead) + self._warm_up[rank]:
                 return np.inf
-            if self._live[rank] + self._tokens[place] > self._limit:
+            if self._live[rank] + self._tokens["F"][place] > self._limit:
                 return np.inf
         stage = chunk * self._shape.ranks + rank
         if stage == 0:
@@ -134,9 +135,9 @@ class _Run:
 
     def _backward_start(self, rank: int) -> float:
         done = self._done["B"][rank]
-        if done == len(self._backwards):
+        if done == len(self._passes["B"]):
             return np.inf
-        chunk, place = self._backwards[done]
+        chunk, place = self._passes["B"][done]
         stage = chunk * self._shape.ranks + rank
         if stage == self._shape.stages - 1:
             ready, place = self._ends["F"][stage], self._needed[place]
@@ -147,22 +148,14 @@ class _Run:
     def _run(self, rank: int, start: float, kind: Kind) -> set[int]:
         """Runs a pass; returns the ranks whose next pass may have changed."""
         assert start < np.inf, "every rank waits for another"
-        chunk, place = (self._forwards if kind == "F" else self._backwards)[self._done[kind][rank]]
+        chunk, place = self._passes[kind][self._done[kind][rank]]
         stage = chunk * self._shape.ranks + rank
-        if kind == "F":
-            end = start + self._forward[place]
-            self._live[rank] += self._tokens[place]
-            self._actions[rank].append(Action("F", stage, place))
-            neighbour = stage + 1
-        else:
-            end = start + self._backward[place]
-            self._live[rank] -= self._freed[place]
-            self._actions[rank].append(Action("B", stage, place))
-            neighbour = stage - 1
+        self._free[rank] = start + self._seconds[kind][place]
+        self._live[rank] += self._tokens[kind][place]
+        self._actions[rank].append(Action(kind, stage, place))
         self._done[kind][rank] += 1
-        self._ends[kind][stage].append(end)
-        self._free[rank] = end
-        return {rank, neighbour % self._shape.ranks}
+        self._ends[kind][stage].append(self._free[rank])
+        return {rank, (stage + (1 if kind == "F" else -1)) % self._shape.ranks}
 
 
 def _rounds(n: int, each: int, chunks: Iterable[int]) -> list[tuple[int, int]]:

@@ -62,10 +62,22 @@ def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less
 
 
 def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterator[Action]:
-    _check(shape)
+    if shape.schedule not in SCHEDULES:
+        raise PlanError(
+            f"The order of actions is known of the schedules {', '.join(SCHEDULES)}, and the pipeline's is "
+            f"{shape.schedule!r}. Choose one of them."
+        )
+    chunks = {"GPipe": 1, "1F1B": 1, "ZBVZeroBubble": 2}.get(shape.schedule, shape.chunks)
+    if shape.chunks != chunks:
+        raise PlanError(
+            f"{shape.schedule} runs {chunks} stage{'s' if chunks > 1 else ''} a rank, not {shape.chunks}. "
+            "Change the number of stages or the schedule."
+        )
     in_order = _v_shaped if shape.schedule == "ZBVZeroBubble" else _in_turn
     actions = in_order(shape, micro_batches, rank)
-    return actions if shape.splits else _with_whole_backward(actions)
+    if shape.splits:
+        return actions
+    return (a._replace(kind="B") if a.kind == "I" else a for a in actions if a.kind != "W")
 
 
 def check_micro_batches(schedule: str, ranks: int, stages: int, n: int) -> None:
@@ -91,26 +103,6 @@ def micro_batches_in_round(schedule: str, ranks: int, n: int) -> int:
     return n // rounds
 
 
-def _check(shape: PipelineShape) -> None:
-    if shape.schedule not in SCHEDULES:
-        raise PlanError(
-            f"The order of actions is known of the schedules {', '.join(SCHEDULES)}, and the pipeline's is "
-            f"{shape.schedule!r}. Choose one of them."
-        )
-    chunks = {"GPipe": 1, "1F1B": 1, "ZBVZeroBubble": 2}.get(shape.schedule, shape.chunks)
-    if shape.chunks != chunks:
-        raise PlanError(
-            f"{shape.schedule} runs {chunks} stage{'s' if chunks > 1 else ''} a rank, not {shape.chunks}. "
-            "Change the number of stages or the schedule."
-        )
-
-
-def _with_whole_backward(actions: Iterator[Action]) -> Iterator[Action]:
-    for action in actions:
-        if action.kind != "W":
-            yield action._replace(kind="B") if action.kind == "I" else action
-
-
 def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
     """Some forward passes, then forward and backward in turn, then the backward passes that are left. With
     several stages a rank, passes go through them in rounds. With zero bubble, W runs `rank` pairs behind I,
@@ -134,7 +126,6 @@ def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
     def backward(kind: Literal["B", "I", "W"], k: int) -> Action:
         return Action(kind, (chunks - 1 - k // in_round % chunks) * ranks + rank, place(k))
 
-    weights = 0
     for k in range(ahead):
         yield forward(k)
     for k in range(total):
@@ -142,10 +133,9 @@ def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
             yield forward(ahead + k)
         yield backward("I" if zero_bubble else "B", k)
         if zero_bubble and k >= rank:
-            yield backward("W", weights)
-            weights += 1
+            yield backward("W", k - rank)
     if zero_bubble:
-        for k in range(weights, total):
+        for k in range(max(total - rank, 0), total):
             yield backward("W", k)
 
 

@@ -17,6 +17,7 @@ Two ranks that send to each other before they receive, in one queue, wait for ev
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,8 +78,16 @@ class Communicator(NamedTuple):
 class _Play:
     def __init__(self, ranks: Mapping[int, RankCalls], queue_per_edge: bool) -> None:
         self._per_edge = queue_per_edge
-        self._groups = {rank: list(_numbered(own.groups)) for rank, own in ranks.items()}
-        self._calls = {rank: _with_making(own) for rank, own in ranks.items()}
+        # The `Communicator.group` of each of a rank's groups.
+        self._groups = {
+            rank: [(members, own.groups[:place].count(members)) for place, members in enumerate(own.groups)]
+            for rank, own in ranks.items()
+        }
+        # A rank first makes its groups in order.
+        self._calls = {
+            rank: itertools.chain((Call(MAKING, number) for number in range(len(own.groups))), own.calls)
+            for rank, own in ranks.items()
+        }
         # Calls not yet done, in order; those issued together share a list.
         self._queues: dict[Communicator, dict[int, deque[list[Call]]]] = {}
         # The communicator of the collective that a rank has come to.
@@ -162,19 +171,6 @@ class _Play:
     def _is_at(queue: deque[list[Call]]) -> bool:
         """Whether a rank has come to a collective."""
         return bool(queue) and queue[0][0].kind not in OTHER_SIDE
-
-
-def _numbered(groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], int]]:
-    seen: dict[tuple[int, ...], int] = defaultdict(int)
-    for members in groups:
-        yield members, seen[members]
-        seen[members] += 1
-
-
-def _with_making(own: RankCalls) -> Iterator[Call]:
-    """A rank's calls, after the making of its groups in order."""
-    yield from (Call(MAKING, number) for number in range(len(own.groups)))
-    yield from own.calls
 
 
 def _pairs(heads: Mapping[int, list[Call]]) -> Iterator[tuple[tuple[int, Call], tuple[int, Call]]]:

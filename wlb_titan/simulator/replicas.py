@@ -65,15 +65,11 @@ def with_dimensions(job: Job, times: PassTimes) -> PassTimes:
 
 def _slowest_of_shards(times: PassTimes, job: Job, runs: int) -> PassTimes:
     """Every replica of a shard group waits for the slowest, micro-batch by micro-batch."""
-
-    def slowest(array: Floats) -> Floats:
-        stages, n, _ = array.shape
-        # Shards are the inner data-parallel ranks.
-        groups = array.reshape(stages, n, -1, gcd(job.degrees.shard, job.replicas), runs)
-        most = groups.max(axis=3, keepdims=True)
-        return np.broadcast_to(most, groups.shape).reshape(array.shape)
-
-    return PassTimes(*map(slowest, times))
+    arrays = np.stack(times)
+    # Shards are the inner data-parallel ranks.
+    groups = arrays.reshape(*arrays.shape[:3], -1, gcd(job.degrees.shard, job.replicas), runs)
+    most = groups.max(axis=4, keepdims=True)
+    return PassTimes(*np.broadcast_to(most, groups.shape).reshape(arrays.shape))
 
 
 def transfer_seconds(job: Job, tokens: Floats) -> Floats:

@@ -16,8 +16,7 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backw
 
 
 def step_timeline(job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None) -> list[Span]:
-    """A span for each pass of one data-parallel replica, by default the slowest, on its pipeline rank's
-    track."""
+    """A span for each pass of one replica, by default the slowest, on its pipeline rank's track."""
     passes = step_passes(job, plan)
     of_replicas = step_ends(job, plan, passes)
     if dp_rank is None:
@@ -45,21 +44,16 @@ def _facts(micro_batch: MicroBatch) -> dict[str, Any]:
         "tokens": micro_batch.length,
         "documents": len(micro_batch.documents),
         "sharding": micro_batch.sharding or "none",
-        **_slices_of(micro_batch),
     }
+    if micro_batch.slices is not None:
+        facts["MicroPack"] = kind(micro_batch)
+        lengths = micro_batch.lengths.tolist()
+        if slices := ", ".join(
+            f"{prefix}-{prefix + length} of {total}"
+            for length, (prefix, total) in zip(lengths, micro_batch.slices.tolist(), strict=True)
+            if total > length
+        ):
+            facts["slice"] = slices
     if merged := micro_batch.merged:
         facts["merged"] = f"dp {merged[0]}-{merged[-1]}"
     return facts
-
-
-def _slices_of(micro_batch: MicroBatch) -> dict[str, Any]:
-    if micro_batch.slices is None:
-        return {}
-    lengths = micro_batch.lengths
-    state = {"MicroPack": kind(micro_batch)}
-    slices = ", ".join(
-        f"{prefix}-{prefix + length} of {total}"
-        for length, (prefix, total) in zip(lengths.tolist(), micro_batch.slices.tolist(), strict=True)
-        if total > length
-    )
-    return state | ({"slice": slices} if slices else {})

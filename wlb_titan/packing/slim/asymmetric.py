@@ -74,7 +74,7 @@ class AsymmetricPacker(Packer):
     def __init__(self, job: Job, window: int, flows: Flows) -> None:
         super().__init__(job, window, flows)
         model, grain = job.cost_model, (job.divisor, job.degrees.context)
-        self._passes = self._table(model.forward, *grain), self._table(model.recomputed, *grain)
+        self._passes = PrefixWork(model.forward, window, *grain), PrefixWork(model.recomputed, window, *grain)
 
     def packed(self, batch: Pack, count: int) -> Packing:
         job, packs = self._job, []

@@ -91,7 +91,10 @@ class Flows:
             some = own[np.argsort(times[passes[0]][own], kind="stable")[places]]
             found = self._seconds(packing, some)
             for kind in passes:
-                _interpolated(times[kind], found[kind], own, some)
+                rising = np.argsort(times[kind][some])  # np.interp needs it
+                work = times[kind][some][rising]
+                times[kind][own] *= np.interp(times[kind][own], work, found[kind][rising] / work)
+                times[kind][some] = found[kind]
         return Step.of(packing, times["F"], times["B"])
 
     def _seconds(self, packing: Packing, packs: Ints) -> dict[str, Floats]:
@@ -113,14 +116,6 @@ class Flows:
             packs = [self._job.sized(pack) for pack in step.packing.of_rank(rank)]
             peaks.append(fullest(replica_memory(self._job, packs, in_own_order(flow, step.orders[rank]))))
         return fullest(peaks)
-
-
-def _interpolated(times: Floats, seconds: Floats, own: Ints, some: Ints) -> None:
-    """Turns `times` of the packs `own` from work into seconds, of which those of `some` are known."""
-    rising = np.argsort(times[some])  # np.interp needs it
-    work = times[some][rising]
-    times[own] *= np.interp(times[own], work, seconds[rising] / work)
-    times[some] = seconds
 
 
 def pack_tokens(packing: Packing) -> Ints:

@@ -209,10 +209,12 @@ class SolvedPlacing:
         share, own = works / unit, slots.work / unit
 
         def level(placed: Ints | None) -> float:
-            if placed is None or not _fits(slots, works, placed):
+            if placed is None:
                 return np.inf
-            levels = (slots.work + np.bincount(placed, works, len(slots.size))) / slots.size
-            return float(levels.max() / unit)
+            beside = np.bincount(placed, works, len(slots.size))
+            levels = (slots.work + beside) / slots.size
+            left = (beside < levels) | (slots.size == 1)  # some of each cut document for its last slice
+            return float(levels.max() / unit) if left.all() else np.inf
 
         beside = np.where(slots.size > 1, own / np.maximum(slots.size - 1, 1) - SLIVER, np.inf)
         solved, bound = None, 0.0
@@ -222,10 +224,3 @@ class SolvedPlacing:
         if (reached := level(best)) == np.inf:
             return None, 0.0
         return best, max(1 - max(bound, 1.0) / reached, 0.0)  # the mean level is a bound too
-
-
-def _fits(slots: Slots, works: Floats, placed: Ints) -> bool:
-    """Whether some of each cut document is left for its last slice."""
-    beside = np.bincount(placed, works, len(slots.size))
-    levels = (slots.work + beside) / slots.size
-    return bool((beside < levels)[slots.size > 1].all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,16 +13,10 @@ from wlb_titan.arrays import Floats
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Pack, Packing
-from wlb_titan.packing.slim.dp_merge import (
-    Merge,
-    Phase1,
-    best_merging,
-    numbers_of_packs,
-    without_merging,
-)
+from wlb_titan.packing.slim.dp_merge import Merge, Phase1, best_merging, numbers_of_packs, without_merging
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.micropacks import Placing, micropacks, place_greedily
-from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice, WorkOf
+from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.plan import LENGTH, START, MicroBatch
 
 if TYPE_CHECKING:
@@ -33,10 +28,11 @@ class Packer:
 
     def __init__(self, job: Job, window: int, flows: Flows) -> None:
         self.place: Placing = place_greedily
-        self._job, self._window, self._flows = job, window, flows
+        self._job, self._flows = job, flows
+        self._workload = partial(workload, job.cost_model)
         # Lengths are rounded to a multiple that depends on how many data-parallel ranks share a pack.
         self._tables = {
-            ranks: self._table(self._workload, shared.divisor, shared.degrees.context)
+            ranks: PrefixWork(self._workload, window, shared.divisor, shared.degrees.context)
             for ranks, shared in job.by_sharers.items()
         }
 
@@ -60,12 +56,6 @@ class Packer:
         if self.place is place_greedily:
             return packing
         return self._phase_2(batch, works, chosen, count, self.place)
-
-    def _table(self, work_of: WorkOf, grain: int, least: int) -> PrefixWork:
-        return PrefixWork(work_of, self._window, grain, least)
-
-    def _workload(self, lengths: Any) -> Floats:
-        return workload(self._job.cost_model, lengths)
 
     def _phase_1(self, batch: Pack) -> tuple[Floats, Phase1]:
         """Work of the documents, and phase 1 without merging."""

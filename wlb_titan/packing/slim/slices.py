@@ -83,8 +83,7 @@ def cache_rows(packs: Sequence[MicroBatch]) -> list[Ints]:
 
 
 def last_needed(packs: Sequence[MicroBatch]) -> Ints:
-    """int64 (n,), the last forward pass that each backward pass waits for: that of its documents' last
-    tokens.
+    """int64 (n,), the last forward pass that each backward one waits for: that of its documents' last tokens.
 
     Args:
         packs: those of one data-parallel rank; backward ones come after the forward ones.
@@ -98,8 +97,7 @@ def last_needed(packs: Sequence[MicroBatch]) -> Ints:
     place_of[pieces[last]] = places[last]
     needed = np.zeros(len(packs), dtype=np.int64)
     np.maximum.at(needed, places, place_of[pieces])
-    result: Ints = needed[backward]
-    return result
+    return np.asarray(needed[backward])
 
 
 class PrefixWork:
@@ -149,8 +147,7 @@ class PrefixWork:
         # Place i is at least i + 1, and leaves a grain for each piece after it.
         room = np.arange(len(places))
         places = np.maximum.accumulate(np.maximum(places, room + 1) - room) + room
-        cuts: Ints = np.minimum(places, int(units.sum()) - len(places) + room)
-        return cuts
+        return np.minimum(places, int(units.sum()) - len(places) + room)
 
     def cuts(self, length: int, shares: Floats) -> list[int]:
         """Where to cut a document into k slices of about the work `shares`: k + 1 numbers from 0 on.

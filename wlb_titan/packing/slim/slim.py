@@ -38,9 +38,7 @@ from wlb_titan.plan import Flow
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
-MORE = (1, 1.5, 2, 3, 4, 6, 8)
-"""How many times M MicroPacks a step may have if it does not fit with fewer."""
-
+MORE = (1, 1.5, 2, 3, 4, 6, 8)  # how many times M MicroPacks a step may have if it does not fit with fewer
 MOST_MICROPACKS = 1 << 16
 
 NUMBERS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
@@ -220,7 +218,9 @@ class Slim(PackingPolicy):
         """MicroPacks and slack; where they are `auto`, as they suit the first steps."""
         number, slack = self._config.micropacks, self._config.slack
         windows = -(-self._job.micro_batches // self._job.replicas)
-        numbers = numbers_tried(windows, self._job.shape.stages) if number == "auto" else [number]
+        fewest = max(windows, self._job.shape.stages)
+        tried = sorted({max(fewest, round(windows * factor)) for factor in NUMBERS})
+        numbers = tried if number == "auto" else [number]
         slacks = SLACKS if slack == "auto" else (slack,)
         if len(numbers) == len(slacks) == 1:
             return numbers[0], slacks[0]
@@ -259,9 +259,3 @@ class Slim(PackingPolicy):
 def _batch(arrivals: Arrivals) -> Pack:
     iteration = arrivals.iteration
     return delayed(arrivals.next(), iteration)
-
-
-def numbers_tried(windows: int, stages: int) -> list[int]:
-    """MicroPacks that `auto` tries; `windows` are the context windows of a rank in a step."""
-    fewest = max(windows, stages)
-    return sorted({max(fewest, round(windows * factor)) for factor in NUMBERS})
