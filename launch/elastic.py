@@ -50,7 +50,8 @@ def run(words: Sequence[str]) -> int:
         # The store that agents share with ranks keeps what was written before a restart.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     agent = Agent(config, str(program), arguments)
-    handlers = {number: signal.signal(number, agent.hear) for number in _heard()}
+    heard = [number for number in POLITE if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it
+    handlers = {number: signal.signal(number, agent.hear) for number in heard}
     try:
         result = agent.run()
         status = agent.status_of(result)
@@ -85,9 +86,7 @@ class Agent(LocalElasticAgent):
             local_addr=config.local_addr,
             **config.rdzv_configs,
         )
-        of_both = {field.name for field in fields(WorkerSpec)} & {
-            field.name for field in fields(LaunchConfig)
-        }
+        of_both = {f.name for f in fields(WorkerSpec)} & {f.name for f in fields(LaunchConfig)}
         spec = WorkerSpec(
             local_world_size=config.nproc_per_node,
             entrypoint=program,
@@ -163,7 +162,3 @@ class Agent(LocalElasticAgent):
             if self.asked is not None or any(code in FINAL for code in ended):
                 self._remaining_restarts = 0
         return super()._monitor_workers(worker_group)
-
-
-def _heard() -> list[signal.Signals]:
-    return [number for number in POLITE if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it

@@ -15,12 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.config.documents import (
-    mixture_sources,
-    open_corpus,
-    training_documents,
-    validated_documents,
-)
+from wlb_titan.config.documents import mixture_sources, open_corpus, training_documents, validated_documents
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
@@ -39,12 +34,7 @@ from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, has_adapters, unsupported
 from wlb_titan.runtime.pipeline.build import pipeline
-from wlb_titan.runtime.pipeline.schedules import (
-    canonical_name,
-    check_schedule,
-    check_stages,
-    stage_names,
-)
+from wlb_titan.runtime.pipeline.schedules import canonical_name, check_schedule, check_stages, stage_names
 from wlb_titan.simulator.choice import choose
 
 ONLY = {
@@ -107,11 +97,10 @@ def _check_experts(config: TrainerConfig, dims: ParallelDims, world_size: int | 
 
 def _check_batch(config: TrainerConfig, dims: Dims) -> None:
     local, total = config.training.local_batch_size, config.training.global_batch_size
-    data_parallel = dims.data
-    if total > 0 and total % (local * data_parallel) != 0:
+    if total > 0 and total % (local * dims.data) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
-            f"multiple of local_batch_size ({local}) x the data-parallel degree ({data_parallel})."
+            f"multiple of local_batch_size ({local}) x the data-parallel degree ({dims.data})."
         )
 
 
@@ -149,7 +138,6 @@ def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:
 
 def _check_model(config: TrainerConfig) -> None:
     config = copy.deepcopy(config)
-    assert config.model_spec is not None
     try:
         config.model_spec.model.update_from_config(config=config)
     except (ValueError, NotImplementedError, AssertionError) as error:
@@ -159,8 +147,7 @@ def _check_model(config: TrainerConfig) -> None:
             apply_overrides(config.override, config)
         except Exception as error:  # importing and calling the user's own code
             raise UserError(f"override.imports: {error}") from error
-    lacking = unsupported(config.model_spec.model)
-    if lacking:
+    if lacking := unsupported(config.model_spec.model):
         cause = "override.imports" if config.override.imports else "base"
         raise UserError(f"{cause}: the model has {'; '.join(lacking)}. {WHAT_TO_DO}")
     if config.checkpoint.last_save_in_hf and has_adapters(config.model_spec.model):
@@ -173,7 +160,6 @@ def _check_model(config: TrainerConfig) -> None:
 def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
     if not dims.pp_enabled:
         return
-    assert config.model_spec is not None
     if config.model_spec.pipelining_fn is not pipeline:
         raise UserError(
             f"parallelism.pipeline_parallel_degree: {config.model_spec.name} is not cut into stages, or by a "
@@ -245,7 +231,6 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     """Checks the corpus, weights in Hugging Face's format, and the dump folder."""
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
-        assert config.model_spec is not None
         weights = Path(config.checkpoint.initial_load_path or "")
         check_weights(config.model_spec.model, weights, corpus)
     if config.wlb.validation.enabled:
@@ -275,7 +260,6 @@ def check_processes(processes: int, gpus: int) -> None:
 def validate_corpus(config: TrainerConfig) -> Corpus:
     """Opens the corpus and checks that its tokens fit the model's vocabulary. A prepared corpus has no ids
     beyond its tokenizer's; in others they are sampled."""
-    assert config.model_spec is not None
     vocabulary = config.model_spec.model.vocab_size
     settings = config.wlb.corpus
     key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"

@@ -94,9 +94,7 @@ from torchtitan.config import Configurable
 # The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently.
 # If one goes, take the new `pipeline_llm` apart again.
 from torchtitan.distributed.pipeline_parallel import _build_pipeline_schedule as build_pipeline_schedule
-from torchtitan.distributed.pipeline_parallel import (
-    _generate_llm_fqn_per_model_part as modules_of_stages,
-)
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part as modules_of_stages
 from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as pipeline_metadata
 from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
 

@@ -56,11 +56,9 @@ class GlooCollectives:
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None
     ) -> None:
         """Sends `inputs[r]` to rank r and receives `outputs[r]` from it; sizes differ in dimension 0 only."""
-        received = torch.cat(outputs)
-        dist.all_to_all_single(
-            received, torch.cat(inputs), [len(o) for o in outputs], [len(i) for i in inputs], group=group
-        )
-        for output, part in zip(outputs, received.split([len(o) for o in outputs]), strict=True):
+        received, sizes = torch.cat(outputs), [len(output) for output in outputs]
+        dist.all_to_all_single(received, torch.cat(inputs), sizes, [len(i) for i in inputs], group=group)
+        for output, part in zip(outputs, received.split(sizes), strict=True):
             output.copy_(part)
 
 

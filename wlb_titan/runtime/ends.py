@@ -96,7 +96,13 @@ class Stop:
         if self._last is not None:
             return
         if not self._frozen and (self._wish or store.check(["stop"])):
-            self._freeze(store.compare_set("stop", "", self._wish).decode())  # what was asked first
+            first = json.loads(store.compare_set("stop", "", self._wish).decode())  # what was asked first
+            with self._changed:
+                self._frozen = True
+                self.status = first["status"]
+            logger.info(
+                f"{first['why']}: the run ends after the step under way; a second signal ends it at once."
+            )
         if not self._frozen:
             return
         self._tell()
@@ -118,15 +124,6 @@ class Stop:
 
     def _tell(self) -> None:
         self._store.set(self._all_begun[self._rank], str(self._begun))
-
-    def _freeze(self, asked: str) -> None:
-        found = json.loads(asked)
-        with self._changed:
-            self._frozen = True
-            self.status = found["status"]
-        logger.info(
-            f"{found['why']}: the run ends after the step under way; a second signal ends it at once."
-        )
 
 
 class Alarm:

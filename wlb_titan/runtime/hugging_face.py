@@ -8,13 +8,14 @@ written for models that are trained from scratch.
 
 from __future__ import annotations
 
-import hashlib
+import filecmp
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
@@ -22,9 +23,6 @@ from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.job import has_latent_attention
-
-if TYPE_CHECKING:
-    from torchtitan.protocols.model_spec import ModelSpec
 
 KEY = "checkpoint.initial_load_path"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
@@ -52,8 +50,8 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
             f"{KEY}: the weights in {str(folder)!r} are of another model: {'; '.join(differ)}. Choose "
             "the base that is theirs."
         )
-    tokenizer = folder / TOKENIZER
-    if tokenizer.is_file() and _digest(tokenizer) != _digest(corpus.tokenizer_path / TOKENIZER):
+    tokenizer, own = folder / TOKENIZER, corpus.tokenizer_path / TOKENIZER
+    if tokenizer.is_file() and not filecmp.cmp(tokenizer, own, shallow=False):
         raise UserError(
             f"wlb.corpus.path: the corpus {str(corpus.path)!r} has another tokenizer than the weights in "
             f"{str(folder)!r}; prepare one with `wlb-titan prepare NAME --tokenizer {folder}`."
@@ -72,7 +70,6 @@ def differences(model: Decoder.Config, theirs: dict[str, Any]) -> list[str]:
 def described(model: Decoder.Config) -> dict[str, Any]:
     """A model's values in a config.json, under their names there."""
     attention = model.first_attention
-    assert attention is not None
     rope = attention.rope
     values = {
         "hidden_size": model.dim,
@@ -95,12 +92,8 @@ def described(model: Decoder.Config) -> dict[str, Any]:
     if len(windows) == 1:
         values["sliding_window"] = windows.pop()
     if rope.scaling == "llama":
-        values |= {
-            "factor": rope.scaling_factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position_embeddings,
-        }
+        names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        values |= {"factor": rope.scaling_factor, **{name: getattr(rope, name) for name in names}}
     elif rope.scaling == "yarn":
         values |= {
             "factor": rope.rope_factor,
@@ -131,7 +124,6 @@ def complete_export(folder: Path, config: TrainerConfig, corpus: Corpus) -> None
     """Adds a config and a tokenizer to weights, and deletes the ranks' shards, which are as large again."""
     if any(folder.glob("*.safetensors")):
         shutil.rmtree(folder / "sharded", ignore_errors=True)
-    assert config.model_spec is not None
     checkpoint, published = config.checkpoint, None
     if checkpoint.initial_load_in_hf and checkpoint.initial_load_path:
         published = Path(checkpoint.initial_load_path)
@@ -177,7 +169,3 @@ def model_config(spec: ModelSpec) -> dict[str, Any] | None:
         "hidden_act": "silu",
         "attention_bias": False,
     }
-
-
-def _digest(path: Path) -> bytes:
-    return hashlib.sha256(path.read_bytes()).digest()

@@ -35,6 +35,7 @@ def configured_job(config: TrainerConfig, dims: ParallelDims) -> Job:
     wlb, training = config.wlb, config.training
     model = config.model_spec.model
     memory = memory_settings(config)
+    unknown = "multi-head latent attention" if has_latent_attention(model) else ""
     schedule, chunks, run, stage_layers = "1F1B", 1, None, ()
     if dims.pp_enabled:
         names = stage_names(config.parallelism, model)
@@ -64,7 +65,7 @@ def configured_job(config: TrainerConfig, dims: ParallelDims) -> Job:
         run=run,
         stage_layers=stage_layers,
         memory=memory,
-        memory_unknown=_memory_unknown(model),
+        memory_unknown="a model with experts" if has_experts(model) else unknown,
         # Without streams FSDP waits for each collective.
         overlap=wlb.device != "cpu" and cluster != load_cluster("cpu"),
         sm_margin=wlb.attention.sm_margin,
@@ -116,12 +117,6 @@ def memory_settings(config: TrainerConfig) -> MemorySettings:
         sequence_parallel=config.parallelism.enable_sequence_parallel,
         reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),
     )
-
-
-def _memory_unknown(model: Decoder.Config) -> str:
-    if has_experts(model):
-        return "a model with experts"
-    return "multi-head latent attention" if has_latent_attention(model) else ""
 
 
 def model_shape(model: Decoder.Config) -> ModelShape:

@@ -47,9 +47,7 @@ DROPPED = (
 
 def drop_misleading_warnings() -> None:
     """Drops from torchtitan's log what does not apply to wlb_titan's runs, or helps nobody."""
-    root = logging.getLogger()  # torchtitan logs on the root logger
-    if _applies not in root.filters:
-        root.addFilter(_applies)
+    logging.getLogger().addFilter(_applies)  # torchtitan logs on the root logger
     warnings.filterwarnings("ignore", message="To get the last learning rate")  # of every resumed run
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu device mesh")
 

@@ -41,7 +41,7 @@ def check_memory(job: Job, device_bytes: int) -> None:
         ranks = _known(job, lambda: job.fitting.document(job.window))
     else:
         what = f"micro-batches of {job.window} tokens"
-        windows = Passes.of([job.window] * job.replica_micro_batches)
+        windows = Passes.of([job.window] * job.replica_micro_batches, job.packing.always_shared)
         ranks = _known(job, lambda: job.fitting.peak(windows))
     if ranks is None:
         return
@@ -65,10 +65,8 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
 
 def _room(job: Job, device_bytes: int) -> tuple[float, str]:
     share = usable_share(job.packing.owner.slices)
-    words = (
-        f"{share:.0%} of a device's {device_bytes / GIB:.2f} GiB (the rest is for CUDA, NCCL and fragments)"
-    )
-    return share * device_bytes, words
+    room = f"{share:.0%} of a device's {device_bytes / GIB:.2f} GiB"
+    return share * device_bytes, f"{room} (the rest is for CUDA, NCCL and fragments)"
 
 
 def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:

@@ -97,17 +97,11 @@ class Dims(ParallelDims):
         if self.ep > 1:
             self._global_meshes["spmd_sparse_for_fwdbwd"] = sparse["dp_replicate", "efsdp", "ep"]
         self._single_axis_meshes = {
-            "pp": loading["pp"],
-            "batch": loading["batch"],
-            "loss": loss,
-            "dp_replicate": dense["dp_replicate"],
-            "cp": loading["cp"],
-            "tp": loading["tp"],
-            "ep": sparse["ep"],
-            "efsdp": sparse["efsdp"],
+            **{axis: loading[axis] for axis in ("pp", "batch", "cp", "tp")},
+            **{axis: dense[axis] for axis in ("dp_replicate", "dp_shard", *apart, *data)},
+            **{axis: sparse[axis] for axis in ("ep", "efsdp")},
             "dp": passes["dp"],
-            "dp_shard": dense["dp_shard"],
-            **{axis: dense[axis] for axis in (*apart, *data)},
+            "loss": loss,
         }
         candidates = (["dp", "cp", "tp"], ["dp_replicate", "efsdp", "ep"])
         meshes = (self.get_activated_mesh(axes) for axes in candidates)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
 
 from wlb_titan.plan import Plan, imbalance_by_pass
 from wlb_titan.runtime.dump_folder import TRACES
@@ -25,8 +26,6 @@ from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import COMPUTED, Span, write_trace
 
 if TYPE_CHECKING:
-    from torchtitan.distributed import ParallelDims
-
     from wlb_titan.runtime.config import TrainerConfig
 
 

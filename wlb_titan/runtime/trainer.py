@@ -27,12 +27,7 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 from wlb_titan.config.documents import open_corpus
 from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
-from wlb_titan.runtime.agreement import (
-    agreed_beginning,
-    agreed_job,
-    set_timeouts,
-    timeout,
-)
+from wlb_titan.runtime.agreement import agreed_beginning, agreed_job, set_timeouts, timeout
 from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention

@@ -54,7 +54,6 @@ def on_devices(config: TrainerConfig) -> str:
 
 
 def _dims(config: TrainerConfig) -> tuple[int, int]:
-    assert config.model_spec is not None
     shape = model_shape(config.model_spec.model)
     return shape.head_dim, shape.v_head_dim or shape.head_dim
 

@@ -60,9 +60,12 @@ class KeyValueCache:
         parts, begin = [], 0
         for document, prefix, tokens, total in rows:
             end = begin + tokens
-            own = k_LNH[begin:end], v_LNH[begin:end]
-            kept = own if document < 0 else self._document(layer, document, total, own).through(prefix, own)
-            parts.append(kept)
+            seen = k_LNH[begin:end], v_LNH[begin:end]
+            if document >= 0:
+                if (layer, document) not in self._documents:
+                    self._documents[layer, document] = _Document(total, seen)
+                seen = self._documents[layer, document].through(prefix, seen)
+            parts.append(seen)
             begin = end
         if begin < k_LNH.shape[0]:  # padding
             parts.append((k_LNH[begin:], v_LNH[begin:]))
@@ -92,15 +95,9 @@ class KeyValueCache:
             begin = end
         return _joined([*parts, (dk_LNH[begin:], dv_LNH[begin:])])
 
-    def _document(self, layer: int, document: int, total: int, own: tuple[Tensor, Tensor]) -> _Document:
-        if (layer, document) not in self._documents:
-            self._documents[layer, document] = _Document(total, own)
-        return self._documents[layer, document]
-
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    k, v = (torch.cat(part) for part in zip(*parts, strict=True))
-    return k, v
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 class _Document:
@@ -141,8 +138,7 @@ class _Document:
                 d[:prefix].to(torch.promote_types(d.dtype, torch.float32), copy=True) for d in gradients
             )
         self.upto = prefix
-        dk, dv = own
-        return dk, dv
+        return own
 
 
 def sliced_attention(
@@ -159,10 +155,9 @@ def sliced_attention(
         layer: int64 () on the CPU, different in every layer of the process.
     """
     options = scale_of(q_LNH, scale), window, implementation, sm_margin
-    out, lse = torch.ops.wlb_titan.sliced_attention.default(
+    return torch.ops.wlb_titan.sliced_attention.default(
         q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, *options
     )
-    return out, lse
 
 
 def attend(
@@ -171,8 +166,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op; `options` are those of the op `varlen_attention`."""
     keys, values = _caches[int(cache)].keys(int(layer), rows.tolist(), k, v)
-    out, lse = torch.ops.wlb_titan.varlen_attention.default(q, keys, values, segments, *options)
-    return out, lse
+    return torch.ops.wlb_titan.varlen_attention.default(q, keys, values, segments, *options)
 
 
 def gradients(

@@ -147,7 +147,6 @@ class DocumentAttention(Module):
         options = {"scale": scale, **self._options}
         if mask.rows is None:
             return partial(varlen_attention, segments=mask.segments, return_lse=True, **options)
-        assert mask.cache is not None
         where = {"segments": mask.segments, "rows": mask.rows, "cache": mask.cache, "layer": self._layer}
         return partial(sliced_attention, **where, **options)
 

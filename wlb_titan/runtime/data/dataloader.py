@@ -142,9 +142,8 @@ class PlannedDataLoader(BaseDataLoader):
         return {name: planner.state_dict() for name, planner in self._planners.items()}
 
     def _prepare(self, lower: Callable[[Flow], Any] | None) -> Step:
-        plan, shadow = self._planner.next(sharded=[self._dp_rank]), None
-        if "shadow" in self._planners:
-            shadow = self._planners["shadow"].next(sharded=[self._dp_rank])
+        plans = {name: planner.next(sharded=[self._dp_rank]) for name, planner in self._planners.items()}
+        plan = plans["planner"]
         self._digest = plan.digest(self._digest)
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
         own = plan.of_rank(self._dp_rank)
@@ -164,7 +163,7 @@ class PlannedDataLoader(BaseDataLoader):
             digest=self._digest,
             flow=flow,
             lowered=None if flow is None or lower is None else lower(flow),
-            shadow=shadow,
+            shadow=plans.get("shadow"),
         )
 
     def _item(self, micro_batch: MicroBatch, cached: Ints | None) -> Item:
@@ -177,12 +176,11 @@ class PlannedDataLoader(BaseDataLoader):
         rows, totals = self._planner.read(ids)
         labels_of = self._planner.labels_of(rows, totals) if self._by_document else np.ones_like(rows)
         prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
-        pieces = zip(*(column.tolist() for column in (starts, lengths, prefix)), strict=True)
-        for row, total, of_document, (start, length, before) in zip(
-            rows, totals, labels_of, pieces, strict=True
-        ):
+        columns = rows, totals, labels_of, starts, lengths, prefix
+        pieces = zip(*(column.tolist() for column in columns), strict=True)
+        for row, total, of_document, start, length, before in pieces:
             read = self.corpus.tokens(row, start, min(length + 1, total - start))
-            self.corpus.check_ids(int(row), read, self._job.model.vocabulary)
+            self.corpus.check_ids(row, read, self._job.model.vocabulary)
             tokens[offset : offset + length] = read[:length]
             positions[offset : offset + length] = np.arange(before, before + length)
             end = offset + len(read) - 1

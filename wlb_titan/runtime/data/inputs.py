@@ -84,10 +84,7 @@ def rows_of_keys(rows: Ints, keys: Ints) -> Ints:
 
 
 def to_device(
-    item: dict[str, Any],
-    labels: torch.Tensor,
-    device: torch.device,
-    cache: torch.Tensor | None = None,
+    item: dict[str, Any], labels: torch.Tensor, device: torch.device, cache: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Starts the copies of an item to the device; segments and rows stay on the host. `cache` is the number
     of the step's `KeyValueCache`. Returns inputs, labels, and other arguments of the model or a stage."""
@@ -95,10 +92,7 @@ def to_device(
     exchange = tree_map(lambda tensor: tensor.to(device, non_blocking=True), item["exchange"])
     rows = None if item["rows"] is None else documents_vary(item["rows"])
     mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, item["sharers"])
-    extra = {"positions": moved["positions"], "attention_masks": mask}
-    if REGROUPING in moved:
-        extra[REGROUPING] = moved[REGROUPING]
-    return moved["input"], labels.to(device, non_blocking=True), extra
+    return moved.pop("input"), labels.to(device, non_blocking=True), {**moved, "attention_masks": mask}
 
 
 def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

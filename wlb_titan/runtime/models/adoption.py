@@ -18,12 +18,7 @@ from torchtitan.config import Configurable
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models.common.attention import (
-    BaseAttention,
-    FlexAttention,
-    GQAttention,
-    VarlenAttention,
-)
+from torchtitan.models.common.attention import BaseAttention, FlexAttention, GQAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 from torchtitan.trainer import Trainer as TorchtitanTrainer
@@ -78,8 +73,7 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
         raise UserError(f"the base {name!r} has no model.")
     model = base.model_spec.model
     inner = (FlexAttention, VarlenAttention, DocumentAttention)
-    lost = [*_lost_components(base), *unsupported(model, inner)]
-    if lost:
+    if lost := [*_lost_components(base), *unsupported(model, inner)]:
         raise UserError(
             f"the base {name!r} cannot be trained as it is meant: {'; '.join(lost)}. {WHAT_TO_DO}"
         )

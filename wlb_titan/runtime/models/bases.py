@@ -143,7 +143,6 @@ def _published(path: str) -> Trainer.Config:
                 config = base_config(f"{module}:{name}")
             except UserError:
                 continue
-            assert config.model_spec is not None
             if not differences(config.model_spec.model, theirs):
                 return config
     raise UserError(

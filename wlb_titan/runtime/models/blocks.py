@@ -49,7 +49,7 @@ class SelectiveDocumentAC(titan.SelectiveAC):
         }
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        wrapped: Any = super()._wrap_block(module, base_fqn=base_fqn)
+        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
         wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, early_stop=True)
         return wrapped
 

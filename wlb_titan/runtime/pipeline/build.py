@@ -64,15 +64,11 @@ class PackFlowSchedule(PipelineScheduleRuntime):
         flow: Flow,
         loss_fn: Callable[..., tuple[torch.Tensor, dict[str, Any]]],
     ) -> None:
-        def loss_alone(*args: Any, **kwargs: Any) -> torch.Tensor:
-            loss, _ = loss_fn(*args, **kwargs)
-            return loss
-
         self.packs = 1 + max(action.place for action in flow[0])  # of forward, and as many of backward passes
         super().__init__(
             list(stages),
             n_microbatches=self.packs,
-            loss_fn=loss_alone,
+            loss_fn=lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],  # the loss alone
             scale_grads=False,
             max_active_stages=len(stages),
         )
@@ -229,9 +225,6 @@ def pipeline(
     schedule_of = partial(
         build_pipeline_schedule, parallelism=parallelism, stages=planned, loss_fn=timed_loss
     )
-
-    def lower(flow: Flow) -> PackFlowSchedule:
-        return flow_class(planned, flow, timed_loss)
-
+    lower = partial(flow_class, planned, loss_fn=timed_loss)
     runs = PlannedSchedule(planned, schedule_of, lower, timer, cp)
     return runs, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)

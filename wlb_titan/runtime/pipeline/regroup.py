@@ -77,8 +77,7 @@ def gathered(
     rows_RD = into.new_empty((0, into.shape[2]))
     moves = how.moves
     if moves.sources:
-        rows_RD = torch.cat([kept[source].squeeze(0) for source in moves.sources])
-        rows_RD = rows_RD[how.sent]
+        rows_RD = torch.cat([kept[source].squeeze(0) for source in moves.sources])[how.sent]
     if group is not None:
         received_RD = into.new_empty((len(how.places), into.shape[2]))
         dist.all_to_all_single(received_RD, rows_RD, moves.received_counts, moves.sent_counts, group=group)
@@ -101,20 +100,17 @@ class RegroupedLayers:
         self.backward: Regrouping | None = None
         self._sharers = sharers
         self._kept: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        layers: Any = model.layers
         self._keeps_last = model.norm is not None
-        self.number = len(layers)
-        for number, (name, layer) in enumerate(layers.items()):
-            layers[name] = checkpoint_wrapper(layer, checkpoint_fn=partial(self._run, number))
+        self.number = len(model.layers)
+        for number, (name, layer) in enumerate(model.layers.items()):
+            model.layers[name] = checkpoint_wrapper(layer, checkpoint_fn=partial(self._run, number))
 
     def keep(self, number: int, hidden: Tensor) -> None:
-        assert self.forward is not None
         self._kept[number][self.forward] = hidden
 
     def take(self, number: int, like: Tensor) -> Tensor:
         """A hidden state of the backward pass under way, shaped as `like`; drops what is used up."""
         how, kept = self.backward, self._kept[number]
-        assert how is not None
         with torch.no_grad():
             hidden = gathered(how, kept, like.new_zeros(like.shape), self._sharers)
         for source in how.moves.over:
@@ -203,7 +199,7 @@ class RegroupedStage(PlannedStage):
     @contextmanager
     def _without_head(self) -> Iterator[None]:
         """Skips logits, which only backward passes need."""
-        model: Any = self.submod
+        model = self.submod
         skips, model._skip_lm_head = model._skip_lm_head, True
         try:
             yield
@@ -222,14 +218,12 @@ class RegroupedStage(PlannedStage):
         kwargs = dict(kwargs)
         self.layers.backward = kwargs.pop(REGROUPING)
         with self._timer.time("R", self.stage_index, self._begin("backward", place)):
-            output: Tensor = super(PlannedStage, self).forward_one_chunk(
+            return super(PlannedStage, self).forward_one_chunk(
                 place, inputs, kwargs, save_forward_output=False
             )
-        return output
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         if self.layers.backward is not None:
-            assert self._stage_meta.inputs is not None
             (meta,) = self._stage_meta.inputs
             share = self.layers.take(0, torch.empty(meta.shape, dtype=meta.dtype, device=self.device))
             return (share.requires_grad_(),)
@@ -264,8 +258,7 @@ class RegroupedSchedule(PackFlowSchedule):
         n = self._n_microbatches
         self._loss_arguments = target_mbs and target_mbs[n:], others.get("loss_kwargs")
         inputs = arg_mbs[n:] if arg_mbs else [()] * n
-        stages: list[Any] = self._stages
-        for stage in stages:
+        for stage in self._stages:
             stage.passes = list(zip(inputs, kwarg_mbs[n:], strict=True))
         try:
             return super().step(
@@ -275,7 +268,7 @@ class RegroupedSchedule(PackFlowSchedule):
                 **others,
             )
         finally:
-            for stage in stages:
+            for stage in self._stages:
                 stage.passes = ()
                 stage.layers.clear()
 
@@ -288,37 +281,22 @@ class RegroupedSchedule(PackFlowSchedule):
         if not stage.is_last:
             return None
         targets, loss_kwargs = self._loss_arguments
-        assert targets is not None
-        loss: Tensor = self._compute_loss(output, targets[mb_index], loss_kwargs)
+        loss = self._compute_loss(output, targets[mb_index], loss_kwargs)
         self._internal_losses.append(loss.detach())
         return loss
 
 
-def regrouped_pipeline(
-    made: Callable[..., Pipeline],
-    model: nn.Module,
-    *,
-    parallel_dims: ParallelDims,
-    parallelism: ParallelismConfig,
-    **arguments: Any,
-) -> Pipeline:
+def regrouped_pipeline(made: Callable[..., Pipeline], model: nn.Module, **arguments: Any) -> Pipeline:
     """A pipeline as `made` makes it, with layers computed again in place of full checkpointing."""
-    arguments["ac_config"] = None
-    return made(
-        model,
-        parallel_dims=parallel_dims,
-        parallelism=parallelism,
-        stage_class=partial(RegroupedStage, sharers=sharers(parallel_dims, parallelism)),
-        flow_class=RegroupedSchedule,
-        **arguments,
-    )
+    group = sharers(arguments["parallel_dims"], arguments["parallelism"])
+    arguments |= {"ac_config": None, "stage_class": partial(RegroupedStage, sharers=group)}
+    return made(model, flow_class=RegroupedSchedule, **arguments)
 
 
 def sharers(parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> dist.ProcessGroup | None:
     """The ranks that share the hidden states of a micro-batch; None if this one has all."""
-    axes = [("cp", parallel_dims.cp > 1)]
-    axes.append(("tp", parallel_dims.tp > 1 and parallelism.enable_sequence_parallel))
-    names = [name for name, divides in axes if divides]
+    tensor = parallel_dims.tp if parallelism.enable_sequence_parallel else 1
+    names = [name for name, ranks in (("cp", parallel_dims.cp), ("tp", tensor)) if ranks > 1]
     if not names:
         return None
     mesh = parallel_dims.get_mesh(names)

@@ -96,7 +96,6 @@ class PlannedStage(PipelineStage):
         )
 
     def _received(self, meta: StageMeta) -> tuple[RecvInfo, ...]:
-        assert meta.inputs is not None
         what = "tokens" if self.is_first else f"activations for stage {self.stage_index}"
         source = None if self.is_first else self.stage_index - 1
         return (RecvInfo(what, source, meta.inputs[0], is_root_arg=self.is_first),)
