@@ -12,7 +12,8 @@ import pytest
 from drill_ground import PATIENCE
 from forking import await_, free_port
 from lab import Run
-from wlb_titan.launch.job import AGENT, PROGRAM, restart_words
+from wlb_titan.launch.job import AGENT, PROGRAM
+from wlb_titan.launch.job import Hosts as Sized
 
 UNSAVED = ("--checkpoint.interval", "1000")
 
@@ -29,7 +30,7 @@ class Hosts(Run):
         port = free_port()
         arguments = ["--nnodes", "1:2" if may_be_lost else "2:2", "--nproc_per_node", "1"]
         arguments += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "drill"]
-        arguments += restart_words(2, 1, 3) if may_be_lost else []
+        arguments += Sized(1, 2, 1, on_cpu=True).restart_words(3) if may_be_lost else []
         arguments += ["-m", PROGRAM, "--config", str(self.config), "--dump_folder", str(self.folder), *words]
         self.agents = []
         for number in range(2):
