@@ -19,20 +19,17 @@ OWN = "cp2 reversed contiguous"
 CASES = {
     "cp4 wlb per_sequence": (),
     "cp4 wlb per_document": (),
-    "cp4 wlb adaptive": (),
     "cp4 wlb hybrid selective": (),
     # Windows that data-parallel ranks share.
     "dp4 dealt sharers2 hybrid": (),
     "dp2 cp2 dealt sharers2 hybrid selective": (),
     "pp2 dp2 dealt sharers2 per_document": (),
     "dp2 tp2 dealt sharers2 hybrid": (),
-    "dp2 cp2 wlb hybrid": (),
     "dp2 cp2 wlb_lazy adaptive": (),
     "dp2 cp2 fixed_solver": (),
     LAZY: ("--wlb.trace_every", "2"),
     "pp2 tp2 wlb shortest_first selective": (),
     TRACED: ("--wlb.trace_every", "1"),
-    "cp2 wlb per_document": (),
     "cp2 wlb_lazy hybrid qwen3": (),
     # Four query heads and two key heads: with four ranks two share a key head, with CP 2 x TP 2 too.
     "cp4 wlb ulysses selective": (),
