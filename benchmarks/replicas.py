@@ -18,11 +18,9 @@ from typing import Any
 
 import numpy as np
 from common import save, show
-from predicted import FILES, ROOT
+from predicted import FILES, ROOT, documents_of
 
 from wlb_titan.cost.passes import MicroBatches, pass_times
-from wlb_titan.documents import Documents
-from wlb_titan.documents.lengths import NAMED
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
@@ -88,7 +86,7 @@ def bound(job: Job, plans: Sequence[Plan], base: Prediction) -> Prediction:
 
 def row(file: str, lengths: str, replicas: int, in_node: bool) -> dict[str, Any]:
     job = job_of_file(file, replicas, in_node)
-    documents = Documents(lengths=NAMED[lengths].draw(), seed=None)
+    documents = documents_of(lengths)
 
     def predicted(policy: str, settings: Mapping[str, Any]) -> tuple[Job, list[Plan], Prediction]:
         under = job.under(Policy.parse(policy))

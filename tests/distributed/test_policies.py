@@ -54,7 +54,7 @@ CASES = {
 EXPERTS = {
     "cp2 ep2 wlb_lazy hybrid qwen3_moe": (1e-5, 1e-2),
     "cp2 ep2 wlb_lazy hybrid deepseek_v3": (1e-5, 1e-2),
-    "cp2 ep2 wlb_lazy hybrid gpt_oss": (3e-3, 0.2),
+    "cp2 ep2 wlb_lazy hybrid gpt_oss": (3e-3, 0.1),
 }
 
 
@@ -71,8 +71,9 @@ def results(lab, folder, fork_server):
     cases = {name: {"words": words, "steps": [2]} for name, words in CASES.items()}
     cases[LAZY]["steps"] = [1, 2]
     results.run("plan", cases, COMMON)
-    # In processes that know no other meshes of two ranks, and one step, after which routers get a bias.
-    results.run("plan", {name: {} for name in EXPERTS}, COMMON)
+    # In processes that know no other meshes of two ranks, and one step, after which routers get a bias. With
+    # weights drawn anew each time, bfloat16 routers near a tie would now and then choose other experts.
+    results.run("plan", {name: {} for name in EXPERTS}, (*COMMON, "--debug.seed", "0"))
     return results
 
 

@@ -12,8 +12,7 @@ import pytest
 from drill_ground import PATIENCE
 from forking import await_, free_port
 from lab import Run
-from wlb_titan.launch.job import AGENT, PROGRAM
-from wlb_titan.launch.job import Hosts as Sized
+from wlb_titan.launch import job
 
 UNSAVED = ("--checkpoint.interval", "1000")
 
@@ -30,13 +29,14 @@ class Hosts(Run):
         port = free_port()
         arguments = ["--nnodes", "1:2" if may_be_lost else "2:2", "--nproc_per_node", "1"]
         arguments += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "drill"]
-        arguments += Sized(1, 2, 1, on_cpu=True).restart_words(3) if may_be_lost else []
-        arguments += ["-m", PROGRAM, "--config", str(self.config), "--dump_folder", str(self.folder), *words]
+        arguments += job.Hosts(1, 2, 1, on_cpu=True).restart_words(3) if may_be_lost else []
+        arguments += ["-m", job.PROGRAM, "--config", str(self.config)]
+        arguments += ["--dump_folder", str(self.folder), *words]
         self.agents = []
         for number in range(2):
             with self.folder.with_suffix(f".host{number}").open("a") as log:
                 agent = subprocess.Popen(
-                    [sys.executable, "-m", AGENT, *arguments],
+                    [sys.executable, "-m", job.AGENT, *arguments],
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

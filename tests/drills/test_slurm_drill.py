@@ -20,16 +20,8 @@ STARTS = 300  # seconds for two agents and two ranks that import everything, on 
 def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_on(ground):
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm(Path(folder)) as here:
         run = Run(ground.folder / "slurm")
-        words = [
-            "slurm",
-            str(ground.config),
-            "--nproc-per-node",
-            "1",
-            "--wlb.device",
-            "cpu",
-            "-o",
-            "output=job.log",
-        ]
+        own = "--nproc-per-node 1 --wlb.device cpu -o output=job.log"
+        words = ["slurm", str(ground.config), *own.split()]
         words += ["--dump_folder", str(run.folder), "--checkpoint.interval", "1000"]
         script = CliRunner().invoke(main, [*words, "--parallelism.data_parallel_shard_degree", "2"])
         assert script.exit_code == 0, script.output

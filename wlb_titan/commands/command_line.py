@@ -100,13 +100,13 @@ class OfFile(click.Command):
     """A command about a TOML file, which may come as `--config FILE` too, as `wlb.train` has it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = [
-            part for word in args for part in (word.split("=", 1) if word.startswith("--config=") else [word])
-        ]
-        if "--config" in words[:-1]:
-            place = words.index("--config")
-            words = [words[place + 1], *words[:place], *words[place + 2 :]]
-        return super().parse_args(ctx, words)
+        for place, word in enumerate(args):
+            name, given, file = word.partition("=")
+            if name == "--config" and (given or len(args) > place + 1):
+                rest = args[place + 1 :] if given else args[place + 2 :]
+                args = [file if given else args[place + 1], *args[:place], *rest]
+                break
+        return super().parse_args(ctx, args)
 
 
 OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}

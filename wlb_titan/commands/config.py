@@ -68,10 +68,10 @@ def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
 
 def summary(config: Any, degrees: Degrees, world_size: int | None) -> str:
     """The essential numbers of a configuration in one line."""
-    open_degree = world_size is None and config.parallelism.data_parallel_shard_degree == -1
     from wlb_titan.runtime.attention.implementation import on_devices
     from wlb_titan.runtime.train import allocator
 
+    open_degree = world_size is None and config.parallelism.data_parallel_shard_degree == -1
     wlb, epochs = config.wlb, config.wlb.epochs
     length = f"{epochs} epoch{'s' * (epochs > 1)}" if epochs else f"{config.training.steps} steps"
     return (

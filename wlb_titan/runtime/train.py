@@ -85,8 +85,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 def allocator() -> str:
     """The user's setting of torch's allocator, or ours: each step needs blocks of other sizes, and segments
     that cannot grow would be cut into useless pieces."""
-    set_by_user = (os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return next(filter(None, set_by_user), "expandable_segments:True")
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next((os.environ[name] for name in names if name in os.environ), "expandable_segments:True")
 
 
 def set_allocator() -> None:

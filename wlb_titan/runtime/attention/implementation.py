@@ -44,12 +44,12 @@ def check_implementation(config: TrainerConfig, device: Device | None = None) ->
 
 def on_devices(config: TrainerConfig) -> str:
     """What computes forward passes, where the device is not known yet."""
-    wish, dtype = config.wlb.attention.implementation, _dtype(config)
-    if wish != "auto":
-        return wish
-    if config.wlb.device == "cpu" or dtype == torch.float32:
-        return "reference"
-    hopper, other = (chosen("forward", wish, _dims(config), dtype, Device("cuda", (sm, 0))) for sm in (9, 8))
+    if config.wlb.attention.implementation != "auto" or config.wlb.device == "cpu":
+        return check_implementation(config)[0]
+    try:
+        hopper, other = (check_implementation(config, Device("cuda", (sm, 0)))[0] for sm in (9, 8))
+    except UserError:  # heads or a type that only a CPU can have
+        return check_implementation(config)[0]
     return other if hopper == other else f"{hopper} on Hopper and {other} on other GPUs"
 
 
