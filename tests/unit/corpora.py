@@ -1,5 +1,6 @@
 """Corpora as each tool writes them, and what is in them."""
 
+import hashlib
 import warnings
 from pathlib import Path
 
@@ -21,7 +22,13 @@ def write_prepared(folder: Path, documents, masks=None) -> Path:
         rows.append(Document(number, f"document {number}", np.array(tokens, np.int32), learned))
     documents, tokens, learned = writer.write_documents(folder, rows, masked=masks is not None)
     counts = {"documents": documents, "tokens": tokens, "learned_tokens": learned}
-    Preparation(**counts, vocab_size=1000, end_of_text="<|fin…|>", settings={}).save(folder)
+    Preparation(
+        **counts,
+        vocab_size=1000,
+        end_of_text="<|fin…|>",
+        settings={},
+        tokenizer_sha256=hashlib.sha256(b"{}").hexdigest(),
+    ).save(folder)
     return folder
 
 

@@ -140,6 +140,7 @@ def test_a_null_that_a_line_of_json_spells_stays(tmp_path, tokenizer):
 
 
 THINKING = PLAIN.replace("{{ m['content'] }}", "{{ m['reasoning_content'] or '' }}{{ m['content'] }}")
+THOUGHT_IF_LAST = "{% if loop.last %}{{ m['reasoning_content'] or '' }}{% endif %}"
 SPELLING = {
     "reasoning": [said("user", "a"), said("assistant", "b", reasoning_content="Hm <|end|>")],
     "arguments": asked("a", city="<|end|>"),
@@ -158,12 +159,19 @@ def test_special_tokens_are_found_wherever_they_are_spelt(tmp_path, tokenizer, w
 
 
 def test_thoughts_of_the_last_turn_are_not_dropped_in_silence(tmp_path, tokenizer):
-    """Those of earlier turns are, as Qwen3's template does."""
+    """Those of earlier turns may be, as Qwen3's template does, where it writes those of the last."""
     chat = [said("user", "a"), said("assistant", "A", reasoning_content="Hm A")]
     with pytest.raises(CorpusError, match="drops the reasoning_content of message 2"):
         prepare(tmp_path, tokenizer, PLAIN, [chat])
     assert learned_texts(prepare(tmp_path, tokenizer, THINKING, [chat])) == [["Hm AA<|end|>"]]
-    prepare(tmp_path, tokenizer, MARKED, [chat + talk("b", "B")])
+    with pytest.raises(CorpusError, match="drops the reasoning_content of message 2"):
+        prepare(tmp_path, tokenizer, MARKED, [chat + talk("b", "B")])
+    last = MARKED.replace(
+        "{{ m['content'] }}<|end|>{% end", THOUGHT_IF_LAST + "{{ m['content'] }}<|end|>{% end"
+    )
+    corpus = prepare(tmp_path, tokenizer, last, [chat + talk("b", "B")])
+    assert learned_texts(corpus) == [["A<|end|>", "B<|end|>"]]
+    assert learned_texts(prepare(tmp_path, tokenizer, last, [chat])) == [["Hm AA<|end|>"]]
 
 
 def test_long_conversations_are_left_out_and_counted(tmp_path, tokenizer):
@@ -187,7 +195,7 @@ BAD = {
     "special token": (talk("<|end|>", "a"), PLAIN, r"special token '<\|end\|>'"),
     "surrogate": (talk("\ud800", "a"), PLAIN, "surrogates not allowed"),
     "rewriting": (CHATS[0], REWRITING, r"writes message 2 \(assistant\) otherwise once more turns follow"),
-    "dropping one of two alike": (talk("Same", "Same"), LAST, "drops message 2"),
+    "dropping one of two alike": (talk("Same", "Same"), LAST, "drops message 1"),
     "dropping": (CHATS[0], LAST, r"drops message 1 \(user\)"),
     "refusing": (CHATS[0], "{{ raise_exception('only one turn') }}", "refuses it: only one turn"),
     "no syntax": (CHATS[0], "{% for m in messages %}", "the chat template refuses it: "),

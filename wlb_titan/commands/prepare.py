@@ -114,7 +114,10 @@ def show_summary(corpus: Corpus) -> None:
     }
     if (learned := about.learned_tokens) is not None:
         lines["learned"] = f"{learned:,} tokens, {learned / about.tokens:.1%} of all"
-        lines["left out"] = f"{about.long_documents:,} conversations that are too long"
+        lines["left out"] = (
+            f"{about.long_documents:,} conversations that are too long, {about.unlearned_documents:,} that "
+            "teach nothing"
+        )
         lines["vocabulary"] = f"{about.vocab_size:,} entries"
     if about.unreadable:
         lines["why"] = str(corpus.path / UNREADABLE_FILE)

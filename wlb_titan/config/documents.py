@@ -8,7 +8,7 @@ from pathlib import Path
 from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
-from wlb_titan.documents.mixture import Divided, Lengths, Source
+from wlb_titan.documents.mixture import Divided, Lengths, Source, all_learned
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.plan import ID, LENGTH
@@ -52,7 +52,7 @@ def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0
         name=str(corpus),
         sources=tuple(mixture_sources(settings, corpus)),
         seed=settings.seed,
-        learned=corpus.count_learned,
+        learned=corpus.count_learned if corpus.masked else all_learned,
         fingerprint=f"{corpus.fingerprint} without {hold_out}" if hold_out else corpus.fingerprint,
     )
 
@@ -91,7 +91,12 @@ def validated_documents(settings: WlbSettings) -> tuple[CorpusSettings, dict[str
 
 
 def _in_order(corpus: Corpus, lengths: Lengths) -> Documents:
-    return Documents(lengths=lengths, name=str(corpus), seed=None, learned=corpus.count_learned)
+    return Documents(
+        lengths=lengths,
+        name=str(corpus),
+        seed=None,
+        learned=corpus.count_learned if corpus.masked else all_learned,
+    )
 
 
 def steps_of_epochs(job: Job, documents: Documents, epochs: int) -> int:

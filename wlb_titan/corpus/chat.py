@@ -4,13 +4,18 @@ A template may mark the assistant's words itself (`{% generation %}`). Otherwise
 and with each of the assistant's turns, and the difference is learned, including the end of the turn. A
 template that rewrites earlier turns is refused.
 
-A conversation that cannot be used ends the preparation with its file and line; those above `max_length` are
-left out and counted.
+A template that drops something is refused too. What it writes may be quoted, indented or trimmed, so
+texts are not looked for: they are rendered once more with a mark inside each, and every mark must come out.
+
+A conversation that cannot be used ends the preparation with its file and line; those above `max_length` and
+those of which nothing is learned are left out and counted.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +24,23 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.sources import Source
+from wlb_titan.corpus.sources import SWITCH, Source
 from wlb_titan.corpus.tokenizer import TOKENIZER_FILE, Document, LeftOut, batched
 from wlb_titan.errors import CorpusError
 
 AT_ONCE = 256  # conversations tokenized together
 
 ASSISTANT = "assistant"
-THOUGHT = "reasoning_content"
+FOLLOWED = ("weight", "train", "training", "trainable", "loss", "loss_weight", "mask")
+"""Keys by which a message says whether it is learned, 1 or 0."""
+
+THOUGHT = re.compile("reason|think|thought")  # keys; templates drop those of earlier turns on purpose
+END_OF_THOUGHT = "</think>"  # where thoughts are a part of the content
+IDENTIFIER = re.compile("(^|_)(id|type)$")  # keys that templates need not write
+MARK = re.compile(r"wqzx(\d+)xzqw", re.IGNORECASE)
+
 Message = dict[str, Any]
+Place = tuple[Any, ...]  # of a text, as ("messages", 2, "tool_calls", 0, "function", "name")
 Spans = list[tuple[int, int]]  # first learned character, and the one after the last
 
 
@@ -56,6 +69,7 @@ class ChatTemplate:
         self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder().values()
         self._special = [token.content for token in added if token.special]
+        self._thoughts: set[Place] = set()  # kinds that the template writes in a last turn
 
     def document(self, source: Source, number: int) -> tuple[str, Spans]:
         """The text of a conversation, and its learned parts."""
@@ -71,30 +85,84 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans]:
         """Like `document`; a ValueError if the template refuses the messages, or drops or rewrites a turn."""
+        try:
+            return self._written(messages, tools)
+        except ValueError:
+            joined = [
+                message | {"content": "".join(_texts(message))} if "content" in message else message
+                for message in messages
+            ]
+            if joined == messages:
+                raise
+            return self._written(joined, tools)  # of a template that knows no parts
+
+    def _written(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans]:
         text, spans = self._rendered(messages, tools, mask=self.marked)
-        place = 0
-        for number, message in enumerate(messages, start=1):
-            for part in _texts(message):
-                found = text.find(part.strip(), place)
-                if found < 0:
-                    raise ValueError(
-                        f"the chat template drops message {number} ({message['role']}) or a part of it; use "
-                        "one that writes every turn (--chat-template FILE)"
-                    )
-                place = found + len(part.strip())
-        thought = messages[-1].get(THOUGHT)  # of earlier turns, templates drop it on purpose
-        if isinstance(thought, str) and thought.strip() not in text:
-            raise ValueError(
-                f"the chat template drops the {THOUGHT} of message {len(messages)}; take it out, or use one "
-                "that writes it (--chat-template FILE)"
-            )
-        if self.marked:
-            return text, spans
-        return text, [
-            self._turn(messages, number, tools, text)
-            for number, message in enumerate(messages)
-            if message["role"] == ASSISTANT
-        ]
+        self._check_written(messages, tools, text)
+        learned = [all(message.get(key, 1) for key in FOLLOWED) for message in messages]
+        if not self.marked:
+            return text, [
+                self._turn(messages, number, tools, text)
+                for number, message in enumerate(messages)
+                if message["role"] == ASSISTANT and learned[number]
+            ]
+        if not all(learned):
+            begins = [self._begin(messages, number, tools) for number in range(len(messages))]
+            if begins != sorted(begins):
+                raise ValueError(
+                    "the chat template does not write the messages in order, so none can be left"
+                )
+            spans = [span for span in spans if learned[max(bisect_left(begins, span[1]) - 1, 0)]]
+        return text, spans
+
+    def _check_written(self, messages: list[Message], tools: list[Any] | None, text: str) -> None:
+        marked = Marked(messages, tools)
+        if (shown := self._shown(marked)) is None:
+            marked, shown = Marked(messages, tools, only=-1), text
+        # If a mark changes more than its own text, each is tried alone.
+        there = set(MARK.findall(shown)) if MARK.sub("", shown) == text else set()
+        for number, place in marked.places.items():
+            if str(number) not in there and not self._writes(messages, tools, number, place):
+                raise ValueError(
+                    f"the chat template drops {_named(place, messages)} or a part of it; take it out, or use "
+                    "a template that writes it (--chat-template FILE)"
+                )
+        for place, value in _inner({"messages": marked.messages, "tools": marked.tools}):
+            if isinstance(value, str) and place[-1] == "arguments" and json.dumps(value)[1:-1] != value:
+                spelt, remedy = json.dumps(value, ensure_ascii=False), "write them as an object"
+            elif isinstance(value, list | dict) and len(place) > 1:
+                spelt, remedy = str(value), "use a template that writes text or JSON (--chat-template FILE)"
+            else:
+                continue
+            if spelt in shown and (isinstance(value, str) or spelt != json.dumps(value, ensure_ascii=False)):
+                named = _named(place, messages)
+                raise ValueError(f"the chat template writes {named} as Python spells it; {remedy}")
+
+    def _writes(self, messages: list[Message], tools: list[Any] | None, number: int, place: Place) -> bool:
+        """Whether the template writes mark `number`, or drops it as a thought of an earlier turn."""
+        shown = self._shown(Marked(messages, tools, only=number))
+        if shown is None or MARK.search(shown):  # refused because of the mark: it is read
+            return True
+        kind, turn = place[2:], place[1] + 1
+        if place[0] == "tools" or turn == len(messages) or not THOUGHT.search(f"{kind[0]} {kind[-1]}"):
+            return False
+        if kind not in self._thoughts and self._writes(messages[:turn], tools, number, place):
+            self._thoughts.add(kind)
+        return kind in self._thoughts
+
+    def _shown(self, marked: Marked) -> str | None:
+        try:
+            return self._rendered(marked.messages, marked.tools)[0]
+        except ValueError:
+            return None
+
+    def _begin(self, messages: list[Message], turn: int, tools: list[Any] | None) -> int:
+        """Where the first text of a message stands, or shortly after; -1 if it is dropped."""
+        for number, place in Marked(messages, tools).places.items():
+            shown = place[:2] == ("messages", turn) and self._shown(Marked(messages, tools, only=number))
+            if shown and (mark := MARK.search(shown)):
+                return mark.start()
+        return -1
 
     def _turn(self, messages: list[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
         before, _ = self._rendered(messages[:number], tools, prompt=True)
@@ -138,7 +206,89 @@ def conversations(
                 continue
             tokens = np.array(encoding.ids, dtype=np.int32)
             learned = _learned(encoding.offsets, spans)
+            if not learned[1:].any():  # nothing precedes the first
+                left_out.unlearned += 1
+                continue
             yield Document(position, source.name(document), tokens, learned.astype(np.int8))
+
+
+class Marked:
+    """Messages and tools with marks inside their texts; with `only`, that mark alone. `places` has the place
+    of each."""
+
+    def __init__(self, messages: list[Message], tools: list[Any] | None, only: int | None = None) -> None:
+        self.places: dict[int, Place] = {}
+        self._only, self._next = only, 0
+        self._roles = [message["role"] for message in messages]
+        # Where only one tool can be meant, calls need not name it.
+        names = {_name(call) for message in messages for call in message.get("tool_calls", [])}
+        self._names = max(len(names), len(tools or ())) > 1
+        self.messages = self._marked(messages, ("messages",))
+        self.tools = self._marked(tools, ("tools",))
+
+    def _marked(self, value: Any, place: Place) -> Any:
+        if isinstance(value, list):
+            return [self._marked(inner, (*place, number)) for number, inner in enumerate(value)]
+        if isinstance(value, dict):
+            free = "arguments" in place or place[-1] == "properties"  # the keys are the user's too
+            return {
+                self._mark(key, (*place, key)) if free else key: self._marked(inner, (*place, key))
+                for key, inner in value.items()
+            }
+        if not isinstance(value, str):
+            return value
+        thought, end, rest = value.rpartition(END_OF_THOUGHT)
+        if place[2:] != ("content",) or self._roles[place[1]] != ASSISTANT:
+            thought, end, rest = "", "", value
+        return self._mark(thought, (*place, "thought")) + end + self._mark(rest, place)
+
+    def _mark(self, text: str, place: Place) -> str:
+        """The text with marks after its first word and before its last, or inside its only one."""
+        words = text.split()
+        if not words:
+            return text
+        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        places = {begin + len(words[0]), end - len(words[-1])}
+        for at in sorted(places if len(words) > 1 else {(begin + end + 1) // 2}, reverse=True):
+            if self._wanted(place):
+                self.places[self._next] = place
+                if self._only in (None, self._next):
+                    text = f"{text[:at]}wqzx{self._next}xzqw{text[at:]}"
+            self._next += 1
+        return text
+
+    def _wanted(self, place: Place) -> bool:
+        """Whether a template must write what stands there."""
+        key, last = place[2], place[-1]
+        if place[0] == "tools":
+            if "properties" in place:
+                return place[-2] == "properties" and place.count("properties") == 1
+            return last in ("name", "description")
+        if "arguments" in place:
+            return True
+        if last == "name":
+            return self._names if key == "tool_calls" else self._roles[place[1]] not in ("tool", "function")
+        return key != "role" and not IDENTIFIER.search(str(last))
+
+
+def _inner(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """All that a JSON value holds, itself included, with their places."""
+    yield place, value
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield from _inner(value[key], (*place, key))
+
+
+def _named(place: Place, messages: list[Message]) -> str:
+    if place[0] == "tools":
+        return f"the {place[-1]} of tool {place[1] + 1}"
+    key = "" if place[2:3] in ((), ("content",)) else f"the {place[2]} of "
+    return f"{key}message {place[1] + 1} ({messages[place[1]]['role']})"
+
+
+def _name(call: Any) -> Any:
+    """The name of the called function, which OpenAI's form nests."""
+    return (call.get("function") or call).get("name") if isinstance(call, dict) else None
 
 
 def checked(messages: Any, special: list[str]) -> list[Message]:
@@ -152,8 +302,17 @@ def checked(messages: Any, special: list[str]) -> list[Message]:
             raise ValueError(f'message {number} has no "role"; {there}write {{"role": ..., "content": ...}}')
         message = {key: value for key, value in message.items() if value is not None}
         name = f"message {number} ({message['role']})"
-        if not any(text.strip() for text in _texts(message)) and not message.get("tool_calls"):
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(isinstance(_name(call), str) for call in calls):
+            raise ValueError(f'{name} calls a tool without name; write {{"function": {{"name": ..., ...}}}}')
+        if not any(text.strip() for text in _texts(message, name)) and not calls:
             raise ValueError(f"{name} has no text")
+        for key in filter(SWITCH.search, message):
+            if key not in FOLLOWED or message[key] not in range(2 if message["role"] == ASSISTANT else 1):
+                raise ValueError(
+                    f"{name} has {key!r}: {message[key]!r}, which is not followed. {', '.join(FOLLOWED)} may "
+                    "be 1 or 0, for what the assistant says; else take it out"
+                )
         check_spelling(message, special, name)
         result.append(message)
     if all(message["role"] != ASSISTANT for message in result):
@@ -180,12 +339,18 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _texts(message: Message) -> list[str]:
-    content = message.get("content")
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+def _texts(message: Message, name: str = "") -> list[str]:
+    """The parts of a content; a ValueError if any is no text."""
+    content = message.get("content", "")
+    parts = [{"text": content}] if isinstance(content, str) else content
+    for part in parts if isinstance(parts, list) else [parts]:
+        given = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
+        if not isinstance(given.get("text"), str) or {"type": "text"} | given != {
+            "type": "text",
+            "text": given["text"],
+        }:
+            raise ValueError(f"the content of {name} has a part that is no text, {str(part)[:80]}")
+    return [part["text"] for part in parts]
 
 
 def _learned(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:

@@ -33,6 +33,9 @@ SAMPLE_TOKENS = 1 << 24
 SPOTS = 256
 
 
+KINDS = {"end_of_text": str, "settings": dict, "tokenizer_sha256": str}  # of `Preparation`; others count
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
     """What `wlb-titan prepare` notes beside the documents, in corpus.json."""
@@ -42,10 +45,12 @@ class Preparation:
     learned_tokens: int | None = None  # None: all, there is no label mask
     empty_documents: int = 0  # left out because they hold only white space
     long_documents: int = 0  # conversations left out because they were too long
+    unlearned_documents: int = 0  # conversations left out because nothing of them is learned
     unreadable: int = 0  # files or records that could not be read; unreadable.txt gives each with the reason
     vocab_size: int  # rows that an embedding table needs: the largest id, plus one
     end_of_text: str  # the token that ends every document
     settings: dict[str, Any]  # `PrepareSettings`
+    tokenizer_sha256: str = ""  # of tokenizer.json; corpora of earlier versions do not have it
 
     def save(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
@@ -58,16 +63,22 @@ class Preparation:
         if not file.is_file():
             return None
         try:
-            return cls(**json.loads(file.read_text(encoding="utf-8")))
+            found = cls(**json.loads(file.read_text(encoding="utf-8")))
+            for name, value in vars(found).items():
+                if not isinstance(value, KINDS.get(name, int | None)):
+                    raise TypeError(f"{name} is {value!r}")
+            return found
         except (OSError, ValueError, TypeError) as error:
             raise _damaged(folder, f"{file.name} cannot be read ({error!r})") from error
 
-    def check(self, corpus: "Corpus") -> None:
-        """Refuses a corpus whose file was cut off: pyarrow reads what is left of it."""
+    def check(self, corpus: "Corpus", changed: bool) -> None:
+        """Refuses a corpus whose file was cut off, of which pyarrow reads what is left, or has `changed`."""
         documents, tokens = len(corpus), corpus.lengths.sum()
         if (documents, tokens) != (self.documents, self.tokens):
             found = f"it holds {documents:,} documents and {tokens:,} tokens"
             raise _damaged(corpus.path, f"{found}, and should hold {self.documents:,} and {self.tokens:,}")
+        if changed:
+            raise _damaged(corpus.path, "its documents are not those that state.json has the fingerprint of")
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,7 @@ class Corpus:
             facts = _own_tokenizer(path, preparation, facts)
         corpus = cls(path, opened.shards, fingerprint_of(opened.files, opened.read_as), facts, preparation)
         if preparation is not None:
-            preparation.check(corpus)
+            preparation.check(corpus, fingerprint_of(opened.files) != opened.noted)
         if not corpus.lengths.sum():
             raise CorpusError(f"{path} holds no tokens; write it again.")
         return corpus
@@ -202,15 +213,21 @@ class Corpus:
     def check_sample(self, vocabulary: int) -> None:
         """Checks ids and masks of at most 16 M tokens, in 256 runs of documents spread over the corpus."""
         spots = np.linspace(0, len(self), SPOTS, endpoint=False).astype(np.int64)
+        most = SAMPLE_TOKENS // SPOTS if self.lengths.sum() > SAMPLE_TOKENS else SAMPLE_TOKENS
         for start, stop in zip(spots, [*spots[1:], len(self)], strict=True):
-            left = SAMPLE_TOKENS // SPOTS if self.lengths.sum() > SAMPLE_TOKENS else SAMPLE_TOKENS
-            for row in range(int(start), int(stop)):
-                tokens = self.tokens(row)[:left]
-                self.check_ids(row, tokens, vocabulary)
-                self.learned(row, 0, len(tokens))  # complains about a mask with other values
-                left -= len(tokens)
-                if left <= 0:
-                    break
+            run = np.arange(start, min(stop, start + most))
+            run = run[np.cumsum(self.lengths[run]) - self.lengths[run] < most]
+            for shard, mine, places in self.lengths.by_shard(run):
+                tokens = shard.gathered(places, most)
+                fits = not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary
+                if fits and (shard.mask is None or shard.mask.fits(places, most)):
+                    continue
+                for row in run[mine].tolist():
+                    tokens = self.tokens(row)[:most]
+                    self.check_ids(row, tokens, vocabulary)
+                    self.learned(row, 0, len(tokens))  # complains about a mask with other values
+        for shard in self.shards:
+            shard.check_columns()
 
     @property
     def known_tokenizer(self) -> TokenizerFacts:
@@ -235,7 +252,10 @@ class Corpus:
 
 
 def _own_tokenizer(path: Path, preparation: Preparation, named: TokenizerFacts | None) -> TokenizerFacts:
-    own = TokenizerFacts.of(path / TOKENIZER_FOLDER, preparation.vocab_size)
+    known = preparation.tokenizer_sha256
+    own = TokenizerFacts.of(path / TOKENIZER_FOLDER, preparation.vocab_size if known else 0)
+    if known not in ("", own.sha256) or own.vocab_size != preparation.vocab_size:
+        raise _damaged(path, f"{own.path / 'tokenizer.json'} is not the tokenizer that made it")
     if named is not None and named.sha256 != own.sha256:
         raise CorpusError(
             f"The corpus {path} was not made with the tokenizer in {named.path}; it brings its own, so leave "

@@ -17,11 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from wlb_titan.corpus.masks import LabelMask
-from wlb_titan.corpus.shards import MASK, ArrowShard, DatatroveShard, MegatronShard, Shard
+from wlb_titan.corpus.shards import MASK, PLAIN, TOKENS, ArrowShard, DatatroveShard, MegatronShard, Shard
+from wlb_titan.corpus.sources import SWITCH
 from wlb_titan.errors import CorpusError
 
-MASKS = ("labels", "loss_mask", MASK)  # columns that say what is learned
+MASKS = ("labels", "loss_mask", MASK, "completion_mask")  # columns that say what is learned
 
 SAMPLES = 16  # places of a file that its fingerprint reads
 SAMPLE_BYTES = 4096
@@ -31,6 +34,7 @@ class Opened(NamedTuple):
     shards: Sequence[Shard]
     files: Sequence[Path]  # all that are read
     read_as: str = ""  # what is read as tokens and as mask, for the fingerprint
+    noted: str = ""  # the fingerprint of the files that a dataset's state.json has
 
 
 def open_shards(path: Path, column: str, mask: str) -> Opened | None:
@@ -46,28 +50,64 @@ def open_shards(path: Path, column: str, mask: str) -> Opened | None:
         return _dataset(path, column, mask)
     if path.suffix == ".ds" and path.is_file():
         return _datatrove([path], mask)
-    if path.is_dir() and (files := sorted(path.glob("*.ds"))):
+    files, prefixes = _visible(path, "*.ds"), _prefixes(path)
+    if files and prefixes:
+        raise CorpusError(
+            f"{path} has files of datatrove ({files[0].name}) and of Megatron ({prefixes[0].name}.idx); name "
+            "those of one by their path."
+        )
+    if files:
         return _datatrove(files, mask)
-    if prefixes := _prefixes(path):
-        return _megatron(prefixes, mask)
-    return None
+    return _megatron(prefixes, mask) if prefixes else None
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    """Sorted; macOS leaves files `._NAME` beside others."""
+    return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
 
 
 def _dataset(folder: Path, column: str, mask: str) -> Opened:
     state = folder / "state.json"
     try:
-        named = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
-        files = [folder / entry["filename"] for entry in named]
+        facts = json.loads(state.read_text(encoding="utf-8"))
+        files, noted = [folder / entry["filename"] for entry in facts["_data_files"]], facts["_fingerprint"]
+        if not files:
+            raise ValueError("it names no files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorpusError(f"{state} is damaged ({error!r}); save the dataset again.") from error
     shards = [ArrowShard(file, column) for file in files]
     masking = _mask_column(folder, shards[0].columns, mask)
+    for shard in shards:
+        shard.beside = {name: ArrowShard(shard.path, name) for name in PLAIN if name in shard.columns}
+        if mask != "none":
+            _check_columns(
+                shard, {TOKENS, column, masking, *shard.beside, *(MASKS if mask != "auto" else ())}
+            )
     if not masking:
-        return Opened(shards, files, column)
+        return Opened(shards, files, column, noted)
     for shard in shards:
         values, name = ArrowShard(shard.path, masking), f"{masking!r} of {shard.path}"
         shard.mask = LabelMask(values, shard, labels=masking.endswith("labels"), name=name)
-    return Opened(shards, files, f"{column} {masking}")
+    return Opened(shards, files, f"{column} {masking}", noted)
+
+
+def _check_columns(shard: ArrowShard, known: set[str]) -> None:
+    """Refuses columns that may say of each token what is done with it."""
+    for field in shard.schema:
+        listed = pa.types.is_list(field.type) or pa.types.is_large_list(field.type)
+        listed = listed or pa.types.is_fixed_size_list(field.type)
+        kind = field.type.value_type if listed else None
+        numbers = listed and (
+            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+        )
+        if field.name not in known and (numbers or SWITCH.search(field.name)):
+            raise CorpusError(
+                f"{shard.path} has a column {field.name!r}, which nothing here follows. If it says by 1 and "
+                "0 what is learned, name it with wlb.corpus.mask (in a mixture, `mask` of the source); "
+                "otherwise save the dataset with "
+                f'.remove_columns({field.name!r}). "none" learns every token, whatever columns there are.',
+                setting="corpus.mask",
+            )
 
 
 def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
@@ -101,6 +141,10 @@ def _datatrove(files: Sequence[Path], mask: str) -> Opened:
             values = DatatroveShard(shard.path, loss=True)
             shard.mask = LabelMask(values, shard, labels=False, name=str(loss))
             read.append(loss)
+    if bare := [shard.path.name for shard in shards if not shard.mask and len(read) > 2 * len(shards)]:
+        raise CorpusError(
+            f"{bare[0]} has no mask {bare[0]}.loss, as others beside it have; write all or none."
+        )
     return Opened(shards, read, "loss" if any(shard.mask for shard in shards) else "")
 
 
@@ -124,7 +168,7 @@ def _prefixes(path: Path) -> list[Path]:
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if Path(f"{prefix}.idx").is_file():
         return [prefix]
-    return [file.with_suffix("") for file in sorted(path.glob("*.idx"))]
+    return [file.with_suffix("") for file in _visible(path, "*.idx")]
 
 
 def fingerprint_of(files: Sequence[Path], read_as: str = "") -> str:

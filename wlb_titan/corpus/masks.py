@@ -38,21 +38,26 @@ class LabelMask:
     def read(self, row: int, start: int, length: int) -> Bools:
         """bool (length,), which of these tokens of a document are learned; other values are refused."""
         values = self._values.read(row, start, length)
-        learned = self._learned(values)
-        if self._labels:
-            wrong = learned & (values != self._tokens.read(row, start, length))
-        else:
-            wrong = ~learned & (values != 0)
+        wrong = self._wrong(values, self._tokens.read(row, start, length))
         if wrong.any():
             place = int(np.argmax(wrong))
             raise CorpusError(self._complaint(row, start + place, int(values[place])))
-        return learned
+        return self._learned(values)
+
+    def fits(self, rows: Ints, most: int) -> bool:
+        """Whether `read` takes the first `most` values of each of these documents."""
+        return not self._wrong(self._values.gathered(rows, most), self._tokens.gathered(rows, most)).any()
 
     def count(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
         """int64 (n,), learned tokens among start .. stop - 1 of each document."""
         begins, _ = self._values.bounds(rows)
         values, places = self._values.values, zip(begins + starts, begins + stops, strict=True)
         return np.array([self._learned(values[a:b]).sum() for a, b in places], dtype=np.int64)
+
+    def _wrong(self, values: Tokens, tokens: Tokens) -> Bools:
+        learned = self._learned(values)
+        wrong: Bools = learned & (values != tokens) if self._labels else ~learned & (values != 0)
+        return wrong
 
     def _learned(self, values: Tokens) -> Bools:
         learned: Bools = values != IGNORED if self._labels else values == 1

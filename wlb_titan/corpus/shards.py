@@ -32,6 +32,10 @@ Tokens = NDArray[np.integer[Any]]
 # Columns of a prepared corpus: token ids, which of them are learned, and where the text came from.
 TOKENS, MASK, SOURCE = "input_ids", "assistant_masks", "source"
 
+ROWS, POSITIONS = "seq_lengths", "position_ids"
+PLAIN = {"attention_mask": 1, "token_type_ids": 0, POSITIONS: None, ROWS: None}
+"""Columns that may lie beside the tokens, with what they say of a row that is one document."""
+
 BLOCK = 1 << 20  # lengths compared at a time
 INDEX_BLOCK = 1 << 16  # documents of an index compared at a time; they fit into a cache
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -67,6 +71,17 @@ class Shard:
             raise IndexError(f"{tokens}, which has {end - begin} tokens")
         return self.values[begin + start : begin + start + length]
 
+    def gathered(self, rows: Ints, most: int) -> Tokens:
+        """The first `most` tokens of each document, one after the other."""
+        begins, ends = self.bounds(rows)
+        ends = np.minimum(ends, begins + most)
+        gaps = np.flatnonzero(begins[1:] != ends[:-1]) + 1  # documents mostly follow each other
+        runs = zip(begins[[0, *gaps]].tolist(), ends[[*(gaps - 1), -1]].tolist(), strict=True)
+        return np.concatenate([self.values[begin:end] for begin, end in runs])
+
+    def check_columns(self) -> None:
+        """Refuses columns beside the tokens by which these are not just a document."""
+
     def source(self, row: int) -> str:
         """Where the document came from, if the file tells."""
         return f"{self.path.name}[{row}]"
@@ -77,11 +92,12 @@ class ArrowShard(Shard):
 
     def __init__(self, path: Path, column: str = TOKENS) -> None:
         self.path, self._column = path, column
+        self.beside: dict[str, ArrowShard] = {}  # those of `PLAIN`
         try:
             self._pages = pa.memory_map(str(path)).read_buffer()
             table = self._table()
             table.validate()
-            self.columns = table.column_names
+            self.columns, self.schema = table.column_names, table.schema
         except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
             raise CorpusError(f"{path} cannot be read ({error}).") from error
         offset_type, dtype = _list_types(table.schema, column, path)
@@ -99,6 +115,15 @@ class ArrowShard(Shard):
         self._sizes = np.array([len(chunk.values) for chunk in lists], dtype=np.int64)
         counts = np.array([len(chunk) for chunk in lists], dtype=np.int64)
         self._firsts = np.cumsum(counts) - counts  # rows
+        for first, chunk in zip(self._firsts, lists, strict=True):
+            if chunk.null_count or chunk.values.null_count:
+                nulls = (
+                    row for row, list_ in enumerate(chunk) if list_.values is None or list_.values.null_count
+                )
+                row = first + next(nulls, 0)
+                raise CorpusError(
+                    f"Row {row} of {path} has a null in the column {column!r}, which is no number."
+                )
         self._first_offsets = offsets_at - self._firsts  # where that of row 0 would be
         self.documents = int(counts.sum())
         begins, ends = self._offsets[offsets_at], self._offsets[offsets_at + counts]
@@ -114,6 +139,22 @@ class ArrowShard(Shard):
             )
         values_at = self._values_at[batches]
         return values_at + begins, values_at + ends
+
+    def check_columns(self) -> None:
+        rows = max((1 << 22) * self.documents // max(self.tokens, 1), 1)  # at a time
+        for name, column in self.beside.items():
+            for start in range(0, self.documents, rows):
+                some = np.arange(start, min(start + rows, self.documents))
+                lengths = self.lengths(some)
+                there, wanted = column.lengths(some), np.ones_like(lengths) if name == ROWS else lengths
+                places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+                plain = lengths if name == ROWS else places if name == POSITIONS else PLAIN[name]
+                if (there != wanted).any() or (column.gathered(some, 1 << 62) != plain).any():
+                    raise CorpusError(
+                        f"{self.path} has a column {name!r}, by which not every row is one document without "
+                        "padding. Save the dataset as it was before it was padded or packed: documents are "
+                        "packed in training."
+                    )
 
     def source(self, row: int) -> str:
         return str(self._table().column(SOURCE)[row]) if SOURCE in self.columns else super().source(row)
@@ -139,7 +180,10 @@ def _list_types(schema: pa.Schema, column: str, path: Path) -> tuple[np.dtype[An
     kind = schema.field(column).type
     large = pa.types.is_large_list(kind)
     if not (large or pa.types.is_list(kind)) or not pa.types.is_integer(kind.value_type):
-        raise CorpusError(f"The column {column!r} of {path} holds {kind}, but must hold a list of integers.")
+        raise CorpusError(
+            f"The column {column!r} of {path} holds {kind}, but must hold a list of integers. Save the "
+            f"dataset with .cast_column({column!r}, datasets.List(datasets.Value('int32')))."
+        )
     return np.dtype(np.int64 if large else np.int32), np.dtype(str(kind.value_type))
 
 
@@ -176,14 +220,32 @@ class MegatronShard(Shard):
             raise CorpusError(f"{index} has version {version} and tokens of type {code}; {known}.")
         dtype = np.dtype(MEGATRON_TYPES[code])
         begins_at = MEGATRON_HEADER.size + 4 * sequences
+        modes_at = begins_at + 8 * (sequences + ends)
+        if index.stat().st_size < modes_at:
+            raise CorpusError(f"{index} is cut off; copy it again from where it came.")
         lengths = mapped(index, "<i4", sequences, MEGATRON_HEADER.size)
         self._begins = mapped(index, "<i8", sequences, begins_at)  # bytes
         self._firsts = mapped(index, "<i8", ends, begins_at + 8 * sequences)
-        self._end = int(self._begins[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
-        self.tokens = self._end // dtype.itemsize
-        self.values = mapped(self.path, dtype, self.tokens)
+        modes = mapped(index, np.int8, -1, modes_at)
+        self._end = 0
+        whole = len(modes) in (0, sequences) and not modes.any()
+        for at in range(0, sequences, INDEX_BLOCK):
+            sizes = lengths[at : at + INDEX_BLOCK].astype(np.int64) * dtype.itemsize
+            stops = self._end + np.cumsum(sizes)
+            whole &= bool(((self._begins[at : at + INDEX_BLOCK] == stops - sizes) & (sizes >= 0)).all())
+            self._end = int(stops[-1])
+        least, most = _steps(self._firsts)
+        if ends > 1:
+            whole &= self._firsts[0] == 0 and least >= 0 and self._firsts[-1] == sequences
+        if not whole or self._end != self.path.stat().st_size:
+            raise CorpusError(
+                f"{index} and {self.path.name} do not belong together: sequences must follow each other from "
+                f"byte 0 to the end, and documents likewise. Copy or write both again."
+            )
+        self.values = mapped(self.path, dtype)
+        self.tokens = len(self.values)
         # Usually each document is one sequence, and there is nothing to look up.
-        single = ends <= 1 or (ends - 1 == sequences and _consecutive(self._firsts))
+        single = ends <= 1 or least == most == 1
         self._lengths = lengths if single else None
         self.documents = sequences if single else ends - 1
 
@@ -202,10 +264,11 @@ class MegatronShard(Shard):
         return result // self.values.itemsize
 
 
-def _consecutive(firsts: Ints) -> bool:
-    """Whether these are 0, 1, 2, ...; not so if a document has no sequences and another has two."""
-    blocks = (firsts[at : at + INDEX_BLOCK + 1] for at in range(0, len(firsts) - 1, INDEX_BLOCK))
-    return all((np.diff(block) == 1).all() for block in blocks)
+def _steps(numbers: Ints) -> tuple[int, int]:
+    """The smallest and the largest difference of neighbours; (1, 1) of 0, 1, 2, ..."""
+    steps = (np.diff(numbers[at : at + INDEX_BLOCK + 1]) for at in range(0, len(numbers) - 1, INDEX_BLOCK))
+    bounds = [(int(step.min()), int(step.max())) for step in steps] or [(1, 1)]
+    return min(least for least, _ in bounds), max(most for _, most in bounds)
 
 
 class DatatroveShard(Shard):
@@ -225,6 +288,8 @@ class DatatroveShard(Shard):
         self._ends = mapped(index, "<i8")
         self.documents = len(self._ends)
         self.tokens = int(self._ends[-1]) if self.documents else 0
+        if self.documents and min(self._ends[0], _steps(self._ends)[0]) < 0:
+            raise CorpusError(f"{index} is damaged: its numbers do not ascend. Copy it again.")
         size, types = self.path.stat().st_size, {1: "u1"} if loss else DATATROVE_TYPES
         dtype = next((kind for width, kind in types.items() if size == width * self.tokens), None)
         if dtype is None:

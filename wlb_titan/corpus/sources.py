@@ -22,6 +22,9 @@ SOURCES = (
     "hf:NAME[,CONFIG][@SPLIT][#field]"
 )
 
+SWITCH = re.compile(r"(^|_)(weights?|train(able|ed|ing)?|loss|masks?|masked|learn(ed)?)(_|$)")
+"""Keys and columns by whose names data say how much of it is learned."""
+
 NamedFiles = list[tuple[str, Path]]  # documents of one file each
 
 

@@ -68,7 +68,10 @@ class CorpusTokenizer:
 def _end_of_text(config: Path) -> str:
     try:
         token = json.loads(config.read_text(encoding="utf-8"))["eos_token"]
-        return str(token["content"] if isinstance(token, dict) else token)
+        token = token["content"] if isinstance(token, dict) else token
+        if not isinstance(token, str):
+            raise TypeError(f"eos_token is {token!r}")
+        return token
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorpusError(
             f"{config} does not name the eos_token, which ends every document ({error!r})."
@@ -129,6 +132,7 @@ class LeftOut:
 
     empty: int = 0  # documents that hold only white space
     long: int = 0  # conversations that were too long
+    unlearned: int = 0  # conversations of which nothing is learned
     unreadable: list[str] = field(default_factory=list)  # names and reasons
 
 

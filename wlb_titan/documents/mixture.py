@@ -87,7 +87,8 @@ class Documents:
     fingerprint: str = ""  # identifies the content; a planner continues only with the same one
 
     def mixture(self) -> Mixture:
-        return Mixture(self.lengths, self.sources, seed=self.seed)
+        masked = self.learned is not all_learned
+        return Mixture(self.lengths, self.sources, seed=self.seed, masked=masked)
 
     def describe(self, window: int, tokens: int) -> list[str]:
         """A sentence on the corpus, and for a mixture one on each source, for steps of `tokens` tokens."""
@@ -116,9 +117,11 @@ class _Part:
 class Mixture:
     """The order of the documents; arguments as in `Documents`."""
 
-    def __init__(self, lengths: Lengths, sources: Sequence[Source] = (), *, seed: int | None) -> None:
+    def __init__(
+        self, lengths: Lengths, sources: Sequence[Source] = (), *, seed: int | None, masked: bool = False
+    ) -> None:
         self._lengths = lengths
-        self.seed = seed
+        self.seed, self.masked = seed, masked
         self.documents = len(lengths)
         self.sources = tuple(sources) or (Source(name="", documents=self.documents),)
         if not self.documents:

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Interval
@@ -85,6 +85,10 @@ class WlbLazy(VariableLengthPolicy):
         max_delay: Annotated[int, Ge(0)] = 16
         """Iterations after which a document is packed, whatever it does to the balance."""
 
+        level: bool | Literal["auto"] = "auto"
+        """Whether documents are cut where `plain`, which cuts them, would be balanced better. `auto`: not if
+        the corpus has label masks, so conversations that fit a window stay whole."""
+
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         self._window = stream.window
         self._arrivals = Arrivals(stream, job)
@@ -94,7 +98,8 @@ class WlbLazy(VariableLengthPolicy):
         self._max_length = self.bound(job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
         self._max_delay = config.max_delay
-        self._limit = imbalance_of_plain(stream, job)  # above it documents are cut
+        level = not stream.mixture.masked if config.level == "auto" else config.level
+        self._limit = imbalance_of_plain(stream, job) if level else np.inf  # above it documents are cut
         self._waiting: Waiting = NOTHING
         self._left = 0  # tokens of documents that were released and did not fit
 

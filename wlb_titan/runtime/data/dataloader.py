@@ -185,7 +185,7 @@ class PlannedDataLoader(BaseDataLoader):
             positions[offset : offset + length] = np.arange(before, before + length)
             end = offset + len(read) - 1
             learned = self.corpus.learned(row, start, len(read))[1:]
-            labels[offset:end] = np.where(learned, read[1:], IGNORE_INDEX)
+            labels[offset:end] = np.where(learned, read[1:].astype(np.int64), IGNORE_INDEX)
             weights[offset:end] = learned / max(of_document, 1)
             offset += length
         ahead = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
