@@ -75,7 +75,7 @@ CASES = {
     "wlb": ("thresholds = [400, 700]\nqueues = 3\ntolerance = 0.1\nmax_length = 1200", "hybrid", "best"),
     # What each command chooses, too.
     "auto": ('tail = "drop"\nmax_length = 1200', "auto", "longest_first"),
-    "wlb_lazy": ("tolerance = 0.03\nmax_delay = 5\nmax_length = 1200", "hybrid", "best"),
+    "wlb_lazy": ("tolerance = 0.03\nmax_delay = 5\nmax_length = 1200\nlevel = false", "hybrid", "best"),
 }
 EXCLUDED = {
     *("wlb.epochs", "wlb.validation.path"),  # by the mixture, and by what is held out

@@ -229,6 +229,19 @@ class Corpus:
         for shard in self.shards:
             shard.check_columns()
 
+    def check_learned(self, lengths: Any) -> None:
+        """Refuses documents, by the lengths of all rows, of which no token is learned."""
+        for start in range(0, len(self) if self.masked else 0, SPOTS):
+            rows = np.arange(start, min(start + SPOTS, len(self)))
+            stops = np.asarray(lengths[rows])
+            if self.count_learned(rows, np.minimum(1, stops), stops).any():  # the first is no label
+                return
+        if self.masked:
+            raise CorpusError(
+                f"By the label mask of {self} not one token of these documents is learned. Correct the mask, "
+                'or learn every token with mask = "none".'
+            )
+
     @property
     def known_tokenizer(self) -> TokenizerFacts:
         """`tokenizer`; a CorpusError if unknown."""

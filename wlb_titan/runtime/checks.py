@@ -258,10 +258,10 @@ def check_processes(processes: int, gpus: int) -> None:
 
 
 def validate_corpus(config: TrainerConfig) -> Corpus:
-    """Opens the corpus and checks that its tokens fit the model's vocabulary. A prepared corpus has no ids
-    beyond its tokenizer's; in others they are sampled."""
+    """Opens the corpus, and that of the validation, and checks that tokens fit the model's vocabulary, by a
+    sample, and that there is something to learn."""
     vocabulary = config.model_spec.model.vocab_size
-    settings = config.wlb.corpus
+    wlb, settings = config.wlb, config.wlb.corpus
     key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"
     try:
         corpus = open_corpus(settings)
@@ -274,8 +274,17 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
                 f"{vocabulary}` or fewer, or choose another base."
             )
         for part in corpus.parts or (corpus,):
-            if part.preparation is None:
-                part.check_sample(tokenizer.vocab_size)
+            part.check_sample(tokenizer.vocab_size)
+            part.check_learned(part.lengths)
+        if wlb.validation.enabled:
+            key = "wlb.validation." + ("path" if wlb.validation.path else "hold_out")
+            settings, held_out = validated_documents(wlb)
+            other = open_corpus(settings)
+            if wlb.validation.path:
+                Corpus.joined([corpus, other])  # has one tokenizer
+                other.check_sample(tokenizer.vocab_size)
+            for documents in held_out.values():
+                other.check_learned(documents.lengths)
     except (CorpusError, PlanError) as error:
         if error.setting:
             raise
