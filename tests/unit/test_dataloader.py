@@ -1,10 +1,13 @@
 """What the loader's thread does ahead of a step."""
 
 import threading
+from itertools import chain
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from corpora import write_datatrove, write_megatron, write_prepared
 
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus.writer import write_synthetic_corpus
@@ -43,6 +46,56 @@ def test_a_shadow_plans_and_trains_nothing(tmp_path):
     assert again.shadow.document_lengths.tolist() == follows.shadow.document_lengths.tolist()
     for one in (alone, balanced, both, resumed):
         one.close()
+
+
+DOCUMENTS = [[5, 6, 7, 8], [9, 255, 1], [2] * 20, [156, 4, 3]]
+MASKS = [[1, 0, 1, 0], [1, 1, 1], [0, 1] * 10, [0, 0, 1]]
+
+
+def write_dataset(path, kind):
+    features = datasets.Features(
+        {name: datasets.List(datasets.Value(kind)) for name in ("input_ids", "loss_mask")}
+    )
+    columns = {"input_ids": DOCUMENTS, "loss_mask": MASKS}
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(path)
+    return {"path": str(path)}
+
+
+def write_masked_datatrove(path, token_size):
+    write_datatrove(path / "a.ds", DOCUMENTS, token_size)
+    (path / "a.ds.loss").write_bytes(bytes(chain(*MASKS)))
+    return {"path": str(path)}
+
+
+def write_masked_megatron(path, dtype):
+    mask = write_megatron(path / "mask", MASKS, np.uint8)
+    return {"path": str(write_megatron(path / "m", DOCUMENTS, dtype)), "mask": str(mask)}
+
+
+FORMS = [
+    (lambda path, _: {"path": str(write_prepared(path / "p", DOCUMENTS, MASKS))}, "int32"),
+    *((write_dataset, kind) for kind in ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")),
+    *((write_masked_datatrove, size) for size in (2, 4)),
+    *((write_masked_megatron, dtype) for dtype in (np.uint8, np.uint16, np.int16, np.int32, np.int64)),
+]
+
+
+@pytest.mark.parametrize(("write", "kind"), FORMS)
+def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, kind):
+    """The next token where that is learned, -100 elsewhere: what torch's cross-entropy reads."""
+    job = Job(model=MODEL, window=30, micro_batches=1, packing=POLICIES.configure("plain"), dtype="float32")
+    config = PlannedDataLoader.Config(corpus=CorpusSettings(**write(tmp_path, kind)), job=job)
+    loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
+    step = next(iter(loader))
+    loader.close()
+    labels = step.items[0][1]
+    expected = [
+        [token if on else -100 for token, on in zip(tokens[1:], mask[1:], strict=True)] + [-100]
+        for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)
+    ]
+    rows = loader._planner.read(step.plan.packs[0].documents[:, 0])[0]
+    assert labels.tolist() == [list(chain(*(expected[row] for row in rows)))]
+    assert labels.dtype == torch.int64 and step.labels == int((labels != -100).sum())
 
 
 @pytest.mark.parametrize("policy", ["plain", "slim"])
