@@ -3,6 +3,7 @@
 import json
 import shutil
 from itertools import cycle
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -172,6 +173,169 @@ def test_thoughts_of_the_last_turn_are_not_dropped_in_silence(tmp_path, tokenize
     corpus = prepare(tmp_path, tokenizer, last, [chat + talk("b", "B")])
     assert learned_texts(corpus) == [["A<|end|>", "B<|end|>"]]
     assert learned_texts(prepare(tmp_path, tokenizer, last, [chat])) == [["Hm AA<|end|>"]]
+
+
+def chatml(written, head=""):
+    """A template that writes so of each message `m`."""
+    return head + PLAIN.replace("{{ m['content'] }}", written)
+
+
+CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+)
+ALL = chatml(
+    "{{ m.content or '' }}" + CALLS, "{% for t in tools or [] %}{{ t | tojson(indent=4) }}{% endfor %}"
+)
+QUOTED = chatml(
+    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content or '' }}{% endif %}" + CALLS
+)
+PARTS = "{% for p in m.content %}[{{ p.text }}]{% endfor %}"
+LISTS = chatml("{% if m.content is string %}{{ m.content }}{% else %}" + PARTS + "{% endif %}")
+IF_LAST = "{% if loop.last %}{{ m.reasoning_content }}{{ m.content }}{% else %}"
+OLD = IF_LAST + "{{ m.content.split('</think>')[-1] }}{% endif %}<|end|>{% endg"
+FORGETFUL = MARKED.replace("{{ m['content'] }}<|end|>{% endg", OLD)
+FIRST = chatml("{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}")
+CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+TOOLS = [{"function": {"name": "f", "description": "Tells all", "parameters": {"properties": {"city": {}}}}}]
+FOUND = said("tool", '{"t": 31,\n "x": "a\\"b"}', tool_call_id="1", name="f")
+CALLED = [*asked("Hot?", city="Rome"), FOUND, said("assistant", " Yes.\n")]
+TEXT = [{"type": "text", "text": "Two "}, {"type": "text", "text": "parts"}]
+
+
+def of_turn(text="5.", **more):
+    return [*spoken(text, **more), *talk("b", "4.")]
+
+
+def spoken(text, **more):
+    return [said("user", "a"), said("assistant", text, **more)]
+
+
+WRITTEN = {  # messages, template, and what is learned or a part of the refusal
+    "json": (CALLED, QUOTED, ['I ask.f {"city": "Rome"}<|end|>', " Yes.\n<|end|>"]),
+    "trimmed": (spoken("  d  e \n"), chatml("{{ m.content | trim }}"), ["d  e<|end|>"]),
+    "respaced": (spoken(" d  e\n"), chatml("{{ m.content.split() | join(' ') | upper }}"), ["D E<|end|>"]),
+    "cut": (spoken("two words " * 9), chatml("{{ m.content[:50] }}"), "drops message 2"),
+    "calls": (CALLED, PLAIN, r"drops the tool_calls of message 2 \(assistant\)"),
+    "no arguments": (
+        CALLED,
+        chatml("{{ m.content }}{% if m.tool_calls %}f{% endif %}"),
+        "drops the tool_calls",
+    ),
+    "one call of two": (spoken("", tool_calls=[CALL, CALL]), FIRST, "drops the tool_calls"),
+    "call without name": (spoken("b", tool_calls=[{}]), ALL, r"2 \(assistant\) calls a tool without name"),
+    "calls as Python": (
+        CALLED,
+        chatml("{{ m.content }}{{ m.tool_calls or '' }}"),
+        "tool_calls of message 2 .* as Python",
+    ),
+    "arguments as Python": (
+        CALLED,
+        ALL.replace("arguments | tojson", "arguments"),
+        "tool_calls of message 2 .* as Python",
+    ),
+    "arguments quoted twice": (
+        spoken("b", tool_calls=[CALL]),
+        ALL,
+        "quotes it twice",
+    ),
+    "parts joined": (spoken(TEXT), PLAIN, ["Two parts<|end|>"]),
+    "parts dropped": (
+        spoken(TEXT),
+        chatml("{{ m.content if m.content is string else '' }}"),
+        ["Two parts<|end|>"],
+    ),
+    "parts followed": (spoken(TEXT), LISTS, ["[Two ][parts]<|end|>"]),
+    "picture": (spoken([{"type": "image", "url": "x"}, *TEXT]), LISTS, "has a part that is no text"),
+    "object": (spoken({"a": 1}), PLAIN, "has a part that is no text"),
+    "name": (
+        [said("user", "a", name="Eve"), said("assistant", "b")],
+        PLAIN,
+        r"the name of message 1 \(user\)",
+    ),
+    "unknown": (spoken("b", refusal="I cannot"), PLAIN, "the refusal of message 2"),
+    "ids and numbers": (spoken("b", id="x", time=12, flagged=False), PLAIN, ["b<|end|>"]),
+    "old thoughts": (of_turn(reasoning_content="Hm"), FORGETFUL, ["5.<|end|>", "4.<|end|>"]),
+    "old inner thoughts": (of_turn("<think>Hm</think>5."), FORGETFUL, ["5.<|end|>", "4.<|end|>"]),
+    "weight": (of_turn(weight=0), PLAIN, ["4.<|end|>"]),
+    "train": (of_turn(train=False, loss=None), MARKED, ["4.<|end|>"]),
+    "weights of 1": (of_turn(weight=1.0, training=True), MARKED, ["5.<|end|>", "4.<|end|>"]),
+    "fraction": (of_turn(weight=0.5), PLAIN, r"2 \(assistant\) has 'weight': 0.5, which is not followed"),
+    "word": (of_turn(train="no"), PLAIN, "has 'train': 'no'"),
+    "another switch": (of_turn(loss_mask=[1]), PLAIN, "has 'loss_mask'"),
+    "the user's": (
+        [said("user", "a", weight=1), said("assistant", "b")],
+        PLAIN,
+        r"1 \(user\) has 'weight': 1",
+    ),
+    "not the user's": ([said("user", "a", weight=0), said("assistant", "b")], PLAIN, ["b<|end|>"]),
+    "nothing": (spoken("b", weight=0), PLAIN, "Of 1 conversations nothing is learned"),
+    "no marks": (
+        spoken("b"),
+        MARKED.replace("== 'assistant'", "== 'model'"),
+        "Of 1 conversations nothing is learned",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_conversation_says_is_written_followed_or_refused(name, tmp_path, tokenizer):
+    messages, template, expected = WRITTEN[name]
+    if isinstance(expected, str):
+        with pytest.raises(CorpusError, match=expected):
+            prepare(tmp_path, tokenizer, template, [messages])
+    else:
+        assert learned_texts(prepare(tmp_path, tokenizer, template, [messages])) == [
+            [text.strip("\n") for text in expected]
+        ]
+
+
+RECORDS = {
+    "tools": ({"tools": TOOLS}, ALL, ""),
+    "dropped": ({"tools": TOOLS}, PLAIN, "drops the name of tool 1"),
+    "half dropped": (
+        {"tools": TOOLS},
+        chatml("{{ m.content }}", "{{ (tools or [{}])[0].function.name }}"),
+        "the description of tool 1",
+    ),
+    "no parameters": (
+        {"tools": TOOLS},
+        chatml(
+            "{{ m.content }}",
+            "{% for t in tools or [] %}{{ t.function.name }}{{ t.function.description }}{% endfor %}",
+        ),
+        "drops the city of tool 1",
+    ),
+    "as Python": ({"tools": TOOLS}, chatml("{{ m.content }}", "{{ tools }}"), "as Python"),
+    "weight": ({"weight": 0.5}, PLAIN, "1: the record has a key 'weight', which is not read"),
+    "weight of 0": ({"weight": 0}, PLAIN, "the record has a key 'weight'"),
+    "system": ({"system": "Be brief."}, PLAIN, "the record has a key 'system'"),
+    "others": ({"id": "x", "source": "web", "weight": 1, "system": None}, PLAIN, ""),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_stands_beside_a_conversation_is_written_or_refused(name, tmp_path, tokenizer):
+    more, template, message = RECORDS[name]
+    source = write_lines(tmp_path / "chat.jsonl", [talk("a", "b")], **more)
+    if message:
+        with pytest.raises(CorpusError, match=message):
+            prepare(tmp_path, tokenizer, template, source=source)
+    else:
+        assert learned_texts(prepare(tmp_path, tokenizer, template, source=source)) == [["b<|end|>"]]
+
+
+def test_conversations_that_teach_nothing_are_left_out_and_counted(tmp_path, tokenizer):
+    corpus = prepare(tmp_path, tokenizer, PLAIN, [spoken("b", weight=0), *CHATS])
+    assert (len(corpus), corpus.preparation.unlearned_documents) == (2, 1)
+    assert learned_texts(corpus) == ANSWERS
+
+
+def test_the_example_s_template_writes_parts_calls_and_tools(tmp_path, tokenizer):
+    template = Path(__file__).parents[2] / "examples/chat/template.jinja"
+    source = write_lines(tmp_path / "chat.jsonl", [[*CALLED[:3], said("assistant", TEXT)]], tools=TOOLS)
+    corpus = prepare(tmp_path, tokenizer, template.read_text(), source=source)
+    ends = "<|endoftext|>"
+    assert learned_texts(corpus) == [[f'I ask.\ncall f: {{"city": "Rome"}}{ends}', f"Two parts{ends}"]]
 
 
 def test_long_conversations_are_left_out_and_counted(tmp_path, tokenizer):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,11 @@ class ChatTemplate:
 
     def _written(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans]:
         text, spans = self._rendered(messages, tools, mask=self.marked)
-        self._check_written(messages, tools, text)
+        marked = Marked(messages, tools)
+        shown, parts = self._shown(marked)
+        alike = MARK.sub("", shown) == text  # else a mark changes more than its own text
+        self._check_written(marked, messages, tools, set(MARK.findall(shown)) if alike else set())
+        _check_form(marked, messages, shown)
         learned = [all(message.get(key, 1) for key in FOLLOWED) for message in messages]
         if not self.marked:
             return text, [
@@ -106,42 +109,29 @@ class ChatTemplate:
                 for number, message in enumerate(messages)
                 if message["role"] == ASSISTANT and learned[number]
             ]
-        if not all(learned):
-            begins = [self._begin(messages, number, tools) for number in range(len(messages))]
-            if begins != sorted(begins):
-                raise ValueError(
-                    "the chat template does not write the messages in order, so none can be left"
-                )
-            spans = [span for span in spans if learned[max(bisect_left(begins, span[1]) - 1, 0)]]
-        return text, spans
+        if not all(learned) and not alike:
+            raise ValueError("the chat template does not keep messages apart, so none can be left unlearned")
+        kept, turn = [], 0
+        for span, (begin, end) in zip(spans, parts, strict=alike):
+            mark = MARK.search(shown, begin, end)
+            turn = marked.places[int(mark[1])][1] if mark else turn
+            kept += [span] * learned[turn]
+        return text, kept if alike else spans
 
-    def _check_written(self, messages: list[Message], tools: list[Any] | None, text: str) -> None:
-        marked = Marked(messages, tools)
-        if (shown := self._shown(marked)) is None:
-            marked, shown = Marked(messages, tools, only=-1), text
-        # If a mark changes more than its own text, each is tried alone.
-        there = set(MARK.findall(shown)) if MARK.sub("", shown) == text else set()
+    def _check_written(
+        self, marked: Marked, messages: list[Message], tools: list[Any] | None, there: set[str]
+    ) -> None:
         for number, place in marked.places.items():
             if str(number) not in there and not self._writes(messages, tools, number, place):
                 raise ValueError(
                     f"the chat template drops {_named(place, messages)} or a part of it; take it out, or use "
                     "a template that writes it (--chat-template FILE)"
                 )
-        for place, value in _inner({"messages": marked.messages, "tools": marked.tools}):
-            if isinstance(value, str) and place[-1] == "arguments" and json.dumps(value)[1:-1] != value:
-                spelt, remedy = json.dumps(value, ensure_ascii=False), "write them as an object"
-            elif isinstance(value, list | dict) and len(place) > 1:
-                spelt, remedy = str(value), "use a template that writes text or JSON (--chat-template FILE)"
-            else:
-                continue
-            if spelt in shown and (isinstance(value, str) or spelt != json.dumps(value, ensure_ascii=False)):
-                named = _named(place, messages)
-                raise ValueError(f"the chat template writes {named} as Python spells it; {remedy}")
 
     def _writes(self, messages: list[Message], tools: list[Any] | None, number: int, place: Place) -> bool:
         """Whether the template writes mark `number`, or drops it as a thought of an earlier turn."""
-        shown = self._shown(Marked(messages, tools, only=number))
-        if shown is None or MARK.search(shown):  # refused because of the mark: it is read
+        shown, _ = self._shown(Marked(messages, tools, only=number))
+        if not shown or MARK.search(shown):  # refused because of the mark: it is read
             return True
         kind, turn = place[2:], place[1] + 1
         if place[0] == "tools" or turn == len(messages) or not THOUGHT.search(f"{kind[0]} {kind[-1]}"):
@@ -150,19 +140,11 @@ class ChatTemplate:
             self._thoughts.add(kind)
         return kind in self._thoughts
 
-    def _shown(self, marked: Marked) -> str | None:
+    def _shown(self, marked: Marked) -> tuple[str, Spans]:
         try:
-            return self._rendered(marked.messages, marked.tools)[0]
+            return self._rendered(marked.messages, marked.tools, mask=self.marked)
         except ValueError:
-            return None
-
-    def _begin(self, messages: list[Message], turn: int, tools: list[Any] | None) -> int:
-        """Where the first text of a message stands, or shortly after; -1 if it is dropped."""
-        for number, place in Marked(messages, tools).places.items():
-            shown = place[:2] == ("messages", turn) and self._shown(Marked(messages, tools, only=number))
-            if shown and (mark := MARK.search(shown)):
-                return mark.start()
-        return -1
+            return "", []
 
     def _turn(self, messages: list[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
         before, _ = self._rendered(messages[:number], tools, prompt=True)
@@ -277,6 +259,22 @@ def _inner(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield from _inner(value[key], (*place, key))
+
+
+def _check_form(marked: Marked, messages: list[Message], text: str) -> None:
+    """A ValueError if lists or objects are written as Python spells them, or arguments quoted twice."""
+    for place, value in _inner({"messages": marked.messages, "tools": marked.tools}):
+        as_json = json.dumps(value, ensure_ascii=False)
+        wrong = (
+            isinstance(value, list | dict) and len(place) > 1 and str(value) != as_json and str(value) in text
+        )
+        if wrong or (
+            place[-1:] == ("arguments",) and isinstance(value, str) and '"' in value and as_json in text
+        ):
+            raise ValueError(
+                f"the chat template writes {_named(place, messages)} as Python spells it, or quotes it "
+                "twice; write arguments as objects, or use a template that writes JSON (--chat-template FILE)"
+            )
 
 
 def _named(place: Place, messages: list[Message]) -> str:
