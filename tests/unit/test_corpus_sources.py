@@ -282,6 +282,15 @@ def test_a_trained_tokenizer_has_as_many_entries_as_asked(tokenizer, tmp_path):
     assert (tokenizer.vocab_size, CorpusTokenizer(tmp_path / "least").vocab_size) == (300, 257)
 
 
+@pytest.mark.parametrize("names", [["b.jsonl.gz"], ["a.jsonl", "b.jsonl.zst"]])
+def test_compressed_files_are_refused_by_name(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    for place in (tmp_path, tmp_path / names[-1]):
+        with pytest.raises(CorpusError, match=rf"{names[-1]}, which is compressed"):
+            open_source(SourceSpec("jsonl", str(place)), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("count", "from_each"), [(1, 100_000), (3, 100_000), (200, TRAINING_CHARACTERS // 64)]
 )
@@ -302,11 +311,14 @@ def test_a_users_tokenizer_is_copied(tokenizer, tmp_path):
     assert CorpusTokenizer(tmp_path / "t").end_of_text == "<|endoftext|>", "a table may describe it"
 
 
+NO_EOS = (None, "{", "[]", "{}", *(f'{{"eos_token": {value}}}' for value in ("null", '["a"]', "{}", "5")))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         *(("tokenizer.json", text, "cannot be opened as a tokenizer") for text in (None, "", "[]", "{}")),
-        *(("tokenizer_config.json", text, "does not name the eos_token") for text in (None, "{", "[]", "{}")),
+        *(("tokenizer_config.json", text, "does not name the eos_token") for text in NO_EOS),
         ("tokenizer_config.json", '{"eos_token": "</s>"}', "The eos_token '</s>' of"),
     ],
 )

@@ -1,0 +1,115 @@
+"""What a job with label masks is promised before it starts: something to learn, and whole conversations."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from corpora import write_datatrove, write_megatron, write_prepared
+
+from wlb_titan.commands.main import main
+from wlb_titan.config.documents import documents_of
+from wlb_titan.config.settings import CorpusSettings
+from wlb_titan.corpus import Corpus
+from wlb_titan.corpus.tokenizer import train_tokenizer
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.documents.mixture import is_held_out
+from wlb_titan.job import Job
+from wlb_titan.packing import POLICIES
+from wlb_titan.plan import START
+
+pytestmark = pytest.mark.slow
+
+CONFIGS = Path(__file__).parents[2] / "train_configs"
+MODEL = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=256)
+DOCUMENTS = [[5, 6, 7]] * 64
+MASKS = [[0, 1, 1]] * 64
+
+
+def run(*words):
+    return CliRunner().invoke(main, list(map(str, words)), catch_exceptions=False)
+
+
+@pytest.mark.parametrize("name", ["sft_llama3_8b_8gpu", "sft_qwen3_0_6b_1gpu"])
+@pytest.mark.parametrize("window", [2048, 8192])
+def test_the_files_for_fine_tuning_cut_no_conversation_that_fits(tmp_path, name, window):
+    lengths = np.random.default_rng(0).integers(32, 198, 300)
+    np.savetxt(tmp_path / "lengths", [*lengths, window], fmt="%d")
+    words = ("--lengths", tmp_path / "lengths", "--steps", 12, "--training.seq_len", window)
+    planned = run("plan", CONFIGS / f"{name}.toml", *words, "--output", tmp_path / "plan.jsonl")
+    assert planned.exit_code == 0, planned.output
+    steps = [json.loads(line) for line in (tmp_path / "plan.jsonl").read_text().splitlines()]
+    pieces = [piece for step in steps for batch in step["micro_batches"] for piece in batch["documents"]]
+    assert len(pieces) > 1000 and not [piece for piece in pieces if piece["start"]]
+
+
+@pytest.mark.parametrize(("mask", "level", "cut"), [
+    ("auto", "auto", False), ("none", "auto", True), ("auto", True, True), ("none", False, False)
+])  # fmt: skip
+def test_a_corpus_with_masks_is_not_cut_to_level_a_step(tmp_path, mask, level, cut):
+    lengths = np.random.default_rng(0).integers(32, 198, 300)
+    rows = [[1] * length for length in lengths]
+    settings = CorpusSettings(path=str(write_prepared(tmp_path / "c", rows, rows)), mask=mask)
+    packing = POLICIES.configure("wlb_lazy", level=level, cost_model="quadratic:0,1")
+    job = Job(model=MODEL, window=512, micro_batches=8, packing=packing, dtype="float32")
+    planner = job.planner(documents_of(settings, Corpus.open(settings.path, mask=mask)))
+    packs = [pack for _ in range(20) for pack in planner.next().packs]
+    assert any(pack.documents[:, START].any() for pack in packs) == cut
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Corpora and masks to be refused, and others, with the folder `tokenizer`."""
+    folder = tmp_path_factory.mktemp("places")
+    train_tokenizer(["some words to train on"], 300, folder / "tokenizer")
+    write_megatron(folder / "good", DOCUMENTS, np.uint16)
+    write_megatron(folder / "zeros", [[1, 0, 0]] * 64, np.uint8)
+    held_out = is_held_out(np.arange(64), 0.2)
+    unheld = [[0, 0, 0] if held else mask for held, mask in zip(held_out, MASKS, strict=True)]
+    write_megatron(folder / "unheld", unheld, np.uint8)
+    write_megatron(folder / "beyond", [*DOCUMENTS, [5, 999]], np.uint16)
+    write_megatron(folder / "negative", [*DOCUMENTS, [5, -3]], np.int32)
+    shutil.copy(folder / "good.idx", folder / "short.idx")
+    (folder / "short.bin").write_bytes((folder / "good.bin").read_bytes()[:-2])
+    write_datatrove(folder / "t.ds", DOCUMENTS)
+    ends = np.arange(3, 193, 3, dtype=np.int64)
+    (folder / "t.ds.index").write_bytes(np.concatenate([ends[:5], [1 << 40], ends[6:]]).tobytes())
+    write_prepared(folder / "p", DOCUMENTS)
+    return folder
+
+
+REFUSED = {
+    "wlb.corpus.path = good": "",
+    "wlb.corpus.path = good; wlb.corpus.mask = unheld": "",
+    "wlb.corpus.path = good; wlb.corpus.mask = zeros": "wlb.corpus.path.*not one token of these documents",
+    "wlb.corpus.path = good; wlb.corpus.mask = unheld; wlb.validation.hold_out = 0.2": (
+        "wlb.validation.hold_out.*not one token"
+    ),
+    "wlb.corpus.path = good; wlb.validation.path = good; wlb.validation.mask = zeros": (
+        "wlb.validation.path.*not one token"
+    ),
+    "wlb.corpus.path = good; wlb.validation.path = p": "tokenizer.*was not made with the tokenizer",
+    "wlb.corpus.path = good; wlb.validation.path = beyond": "wlb.validation.path.*token id 999",
+    "wlb.corpus.path = beyond": "wlb.corpus.path.*token id 999",
+    "wlb.corpus.path = negative": "wlb.corpus.path.*token id -3",
+    "wlb.corpus.path = short": "do not belong together",
+    "wlb.corpus.path = t.ds": "do not ascend",
+}
+
+
+@pytest.mark.parametrize("written", REFUSED)
+def test_config_check_refuses_what_cannot_be_learned(places, tmp_path, monkeypatch, written):
+    monkeypatch.chdir(places)
+    lines = [line.replace("= ", '= "') + '"' for line in written.split("; ")]
+    lines = [line.replace('"0.2"', "0.2") for line in ['base = "llama3_debug"', *lines]]
+    lines += ["training.seq_len = 64", "training.steps = 2", 'wlb.corpus.tokenizer = "tokenizer"']
+    lines += [f'dump_folder = "{tmp_path / "run"}"']
+    (tmp_path / "t.toml").write_text("\n".join(lines))
+    result = run("config", "check", tmp_path / "t.toml")
+    assert result.exit_code == (2 if REFUSED[written] else 0), result.output
+    assert result.stderr.count("\n") <= 1
+    if REFUSED[written]:
+        assert re.search(REFUSED[written], result.stderr), result.stderr
