@@ -540,6 +540,11 @@ def test_a_folder_of_two_tools_hidden_files_and_missing_masks(forms, tmp_path):
     with pytest.raises(CorpusError, match=r"1\.ds has no mask 1\.ds\.loss"):
         Corpus.open(tmp_path)
     write_megatron(tmp_path / "m", DOCUMENTS)
+    (tmp_path / "two").mkdir()
+    for name in ("tokens", "mask"):
+        write_megatron(tmp_path / "two" / name, DOCUMENTS)
+    with pytest.raises(CorpusError, match=r"two/mask\.idx lies among the documents"):
+        Corpus.open(tmp_path / "two")
     with pytest.raises(CorpusError, match=r"of datatrove \(0\.ds\) and of Megatron \(m\.idx\)"):
         Corpus.open(tmp_path)
 

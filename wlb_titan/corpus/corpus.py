@@ -215,8 +215,8 @@ class Corpus:
         spots = np.linspace(0, len(self), SPOTS, endpoint=False).astype(np.int64)
         most = SAMPLE_TOKENS // SPOTS if self.lengths.sum() > SAMPLE_TOKENS else SAMPLE_TOKENS
         for start, stop in zip(spots, [*spots[1:], len(self)], strict=True):
-            run = np.arange(start, min(stop, start + most))
-            run = run[np.cumsum(self.lengths[run]) - self.lengths[run] < most]
+            lengths = self.lengths[start : min(stop, start + most)]
+            run = start + np.flatnonzero(np.cumsum(lengths) - lengths < most)
             for shard, mine, places in self.lengths.by_shard(run):
                 tokens = shard.gathered(places, most)
                 fits = not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary

@@ -157,6 +157,12 @@ def _megatron(prefixes: Sequence[Path], mask: str) -> Opened:
             "name a prefix (or folder) with 0 or 1 for each token of the same documents.",
             setting="corpus.mask",
         )
+    if among := [prefix for prefix in prefixes if len(prefixes) > 1 and "mask" in prefix.name]:
+        raise CorpusError(
+            f"{among[0]}.idx lies among the documents' files and is called a mask; move it with its .bin to "
+            "another folder, and name it there with wlb.corpus.mask.",
+            setting="corpus.mask",
+        )
     for shard, prefix in zip(shards, masks, strict=False):
         shard.mask = LabelMask(MegatronShard(prefix), shard, labels=False, name=f"{prefix}.bin")
     files = [Path(f"{prefix}{ending}") for prefix in (*prefixes, *masks) for ending in (".bin", ".idx")]

@@ -33,7 +33,7 @@ Tokens = NDArray[np.integer[Any]]
 TOKENS, MASK, SOURCE = "input_ids", "assistant_masks", "source"
 
 ROWS, POSITIONS = "seq_lengths", "position_ids"
-PLAIN = {"attention_mask": 1, "token_type_ids": 0, POSITIONS: None, ROWS: None}
+PLAIN: dict[str, Any] = {"attention_mask": 1, "token_type_ids": 0, POSITIONS: None, ROWS: None}
 """Columns that may lie beside the tokens, with what they say of a row that is one document."""
 
 BLOCK = 1 << 20  # lengths compared at a time
@@ -141,14 +141,15 @@ class ArrowShard(Shard):
         return values_at + begins, values_at + ends
 
     def check_columns(self) -> None:
-        rows = max((1 << 22) * self.documents // max(self.tokens, 1), 1)  # at a time
+        rows = max((1 << 18) * self.documents // max(self.tokens, 1), 1)  # at a time
         for name, column in self.beside.items():
             for start in range(0, self.documents, rows):
                 some = np.arange(start, min(start + rows, self.documents))
                 lengths = self.lengths(some)
                 there, wanted = column.lengths(some), np.ones_like(lengths) if name == ROWS else lengths
-                places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-                plain = lengths if name == ROWS else places if name == POSITIONS else PLAIN[name]
+                plain: Any = lengths if name == ROWS else PLAIN.get(name)
+                if name == POSITIONS:
+                    plain = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
                 if (there != wanted).any() or (column.gathered(some, 1 << 62) != plain).any():
                     raise CorpusError(
                         f"{self.path} has a column {name!r}, by which not every row is one document without "
