@@ -215,7 +215,7 @@ DEGREES = {
     "dp": "data_parallel_shard_degree",
     "replicas": "data_parallel_replicate_degree",
 }
-MODELS = ("qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3")
+MODELS = ("lora", "qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3")
 SHORT = {
     "ep": "--parallelism.expert_parallel_degree {}",
     "layers": "--base bases:layers{}",
@@ -236,6 +236,7 @@ SHORT = {
     "slack": "--wlb.packing.slack 1",
     "whole_states": "--parallelism.enable_sequence_parallel false",
     "compiled": "--compile.enable true --compile.backend aot_eager",
+    "draw": "--debug.seed {}",
     "bfloat16": "--training.mixed_precision_param bfloat16",
     **{name: f"--parallelism.pipeline_parallel_schedule {name}" for name in TORCH_SCHEDULES},
 }
