@@ -233,6 +233,7 @@ SHORT = {
     "stored": "--activation_checkpoint none",
     "full": "--activation_checkpoint.class FullAC",
     "selective": "--activation_checkpoint.class SelectiveDocumentAC",
+    "always": "--parallelism.fsdp_reshard_after_forward always",
     "slack": "--wlb.packing.slack 1",
     "whole_states": "--parallelism.enable_sequence_parallel false",
     "compiled": "--compile.enable true --compile.backend aot_eager",
