@@ -91,11 +91,12 @@ class Reference:
                 loss = torch.nn.functional.cross_entropy(
                     logits.squeeze(0), labels, reduction="sum", ignore_index=IGNORE_INDEX
                 )
-            loss = s.weight * loss / count
             if backward:
-                loss.backward()
-            total += loss.item()
-        return total, {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+                (s.weight * loss / count).backward()
+            total += s.weight * loss.item()
+        return total / float(count), {
+            name: p.grad for name, p in self.model.named_parameters() if p.requires_grad
+        }
 
 
 def differences(mine, reference):

@@ -12,39 +12,44 @@ import pytest
 from lab import CONFIG, DEGREES, TORCH_SCHEDULES, Cases, assert_met, ranks
 
 from wlb_titan.errors import UserError
+from wlb_titan.pipeline.schedule import ONE_STAGE
 from wlb_titan.runtime.checks import validate_files
 from wlb_titan.runtime.models.load import load_config
 
 EXPERTS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
-MODELS = ("layers2", "layers4", "lora", "qwen3", "muse_glimmer", *EXPERTS)
+MODELS = ("llama", "llama", "lora", "qwen3", "muse_glimmer", *EXPERTS)
 MASKED = "a corpus with label masks"
 POLICIES = ("plain", "wlb_lazy", "wlb", "fixed_greedy", "dealt sharers2", "slim8", "slim8", "slim6 merged")
-COMMON = ("--training.seq_len", "256", "--training.steps", "1")
+COMMON = ("--training.seq_len", "512", "--training.steps", "1")
 
 
 def draw(seed):
     """The name of a layout, as of `lab.layout`, and other overrides."""
     rng = random.Random(seed)
     chance = lambda share: rng.random() < share  # noqa: E731
-    degrees, factors = Counter(), rng.choice([(), (2,), (2,), (2, 2), (2, 2), (2, 2), (3,), (4,)])
+    degrees = Counter()
+    factors = rng.choice([(), (2,), (2,), (2, 2), (2, 2), (2, 2), (3,), (4,)])
     for factor in factors:
         axis = rng.choice([*DEGREES, "dp", "pp"] if factor == 2 else ["dp", "replicas", "cp"])
         degrees[axis] = max(degrees[axis], 1) * factor
     model = rng.choice(MODELS)
-    words = [f"draw{seed}", *(f"{axis}{degree}" for axis, degree in degrees.items()), model]
+    words = [f"draw{seed}", *(f"{axis}{degree}" for axis, degree in degrees.items() if degree)]
+    words.append(f"layers{2 * max(degrees['pp'], 1)}" if model == "llama" else model)
     others = ["--debug.seed", "0"] if model in EXPERTS else []
     shards = max(degrees["dp"], 1) * max(degrees["cp"], 1) * max(degrees["tp"], 1)
     if model in EXPERTS and shards > 1:
         words.append(f"ep{rng.choice([n for n in (1, 2, 4) if shards % n == 0])}")
-    policy = rng.choice(POLICIES)
+    data = max(degrees["dp"], 1) * max(degrees["replicas"], 1)
+    policy = rng.choice([policy for policy in POLICIES if "sharers" not in policy or data % 2 == 0])
     words.append(policy)
     if degrees["cp"] or "sharers" in policy or "merged" in policy:
         words.append(rng.choice(["per_sequence", "per_document", "hybrid", "adaptive", "ulysses"]))
     recomputation = rng.choice(["stored", "stored", "selective", "full"])
     if degrees["pp"]:
-        words.append(rng.choice(("1F1B", "Interleaved1F1B") if "slim" in policy else TORCH_SCHEDULES))
+        schedule = rng.choice(("1F1B", "Interleaved1F1B") if "slim" in policy else TORCH_SCHEDULES)
+        words.append(schedule)
         words.append(rng.choice(["", "", "best", "longest_first"]) if "slim" not in policy else "")
-        if model != "layers4":  # a layer a stage, and the ends without one
+        if model != "llama" and schedule not in ONE_STAGE:  # a layer a stage, and the ends without one
             others += ["--parallelism.pipeline_parallel_layers_per_stage", "1"]
         if "slim8" in policy and recomputation == "full" and chance(0.5):
             words.append("asymmetric")
@@ -58,7 +63,6 @@ def draw(seed):
     if chance(0.4):
         others += ["--wlb.corpus.path", MASKED]
         others += ["--wlb.loss_weight", rng.choice(["token", "conversation"])]
-    data = max(degrees["dp"], 1) * max(degrees["replicas"], 1)
     local = 4 if degrees["pp"] else rng.choice([1, 2])
     others += ["--training.local_batch_size", str(local)]
     others += ["--training.global_batch_size", str(data * local * rng.choice([1, 2, 3]))]
@@ -96,7 +100,7 @@ def test_it_is_right_or_refused(lab, conversations, cases, record_property, seed
     except AssertionError as error:
         raise AssertionError(f"{command}\n{error}") from error
     rounded, experts = "bfloat16" in name or "gpt_oss" in name, any(model in name for model in EXPERTS)
-    loss, gradients = (3e-3, 0.1) if rounded else (1e-5, 1e-2 if experts else 2e-5)
+    loss, gradients = (3e-3, 0.2) if rounded else (1e-5, 1e-2 if experts else 2e-5)
     assert record["loss"] == pytest.approx(record["reference"], rel=loss), command
     assert record["error"] < gradients, f"{record['worst']}\n{command}"
     assert record["norm"] == pytest.approx(record["reference_norm"], rel=gradients), command

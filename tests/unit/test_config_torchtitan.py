@@ -77,6 +77,9 @@ wlb.policy = "slim"; wlb.packing.micropacks = 1; parallelism.pipeline_parallel_d
     t.toml:3: wlb.packing.micropacks = 1: 1 MicroPacks are fewer than the 2 pipeline stages
 wlb.policy = "slim"; wlb.packing.asymmetric = true; parallelism.pipeline_parallel_degree = 2
     t.toml:3: wlb.packing.asymmetric = true: ... It is for jobs that need a pipeline and full checkpointing
+wlb.policy = "slim"; parallelism.pipeline_parallel_degree = 2; \
+parallelism.pipeline_parallel_layers_per_stage = 1
+    t.toml:4: parallelism.pipeline_parallel_schedule ... stage per rank
 wlb.policy = "slim"; parallelism.data_parallel_shard_degree = 4; parallelism.expert_parallel_degree = 2 \
 | --base torchtitan.models.qwen3.config_registry:qwen3_moe_debug
     t.toml:4: parallelism.expert_parallel_degree = 2: 2 ranks share experts ... several data-parallel ranks

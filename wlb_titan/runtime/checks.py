@@ -198,13 +198,14 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
         raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
     try:
         check_schedule(config.parallelism, config.compile)
+        stages = len(stage_names(config.parallelism, config.model_spec.model))
         # Slices have their own schedule, but validation runs whole documents in the job's.
         packing = config.wlb.packing
         if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
             check_micro_batches(
                 canonical_name(config.parallelism.pipeline_parallel_schedule),
                 dims.pp,
-                len(stage_names(config.parallelism, config.model_spec.model)),
+                stages,
                 config.training.local_batch_size,
             )
     except ValueError as error:
