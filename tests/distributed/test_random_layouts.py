@@ -63,6 +63,8 @@ def draw(seed):
     if chance(0.4):
         others += ["--wlb.corpus.path", MASKED]
         others += ["--wlb.loss_weight", rng.choice(["token", "conversation"])]
+    if chance(0.25):
+        others += ["--wlb.validation.hold_out", "0.1"]
     local = 4 if degrees["pp"] else rng.choice([1, 2])
     others += ["--training.local_batch_size", str(local)]
     others += ["--training.global_batch_size", str(data * local * rng.choice([1, 2, 3]))]
@@ -103,6 +105,6 @@ def test_it_is_right_or_refused(lab, conversations, cases, record_property, seed
     loss, gradients = (3e-3, 0.2) if rounded else (1e-5, 1e-2 if experts else 2e-5)
     assert record["loss"] == pytest.approx(record["reference"], rel=loss), command
     assert record["error"] < gradients, f"{record['worst']}\n{command}"
-    assert record["norm"] == pytest.approx(record["reference_norm"], rel=gradients), command
+    assert record["norm"] == pytest.approx(record["reference_norm"], rel=max(gradients, 1e-4)), command
     if ranks(name) > 1:
         assert_met(record["met"])

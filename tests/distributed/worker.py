@@ -64,6 +64,8 @@ def run_plan(*, name, words, steps=(1,)):
     weights = gathered(trainer, lambda p: p)
     reference = Reference(trainer.config, weights) if weights else None
     last = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
+    if trainer.config.validator.enable:  # which is to leave nothing behind
+        trainer.validator.validate(trainer.model_parts, 0)
     records, loader = [], trainer.planned.steps(trainer.lower)
     for trainer.step in range(1, max(steps) + 1):
         if trainer.step not in steps:
@@ -77,7 +79,9 @@ def run_plan(*, name, words, steps=(1,)):
         if reference:
             record["reference"], expected = reference.step([whole_documents(trainer, plan)])
             record["error"], record["worst"] = differences(gradients, expected)
-            record["reference_norm"] = float(torch.stack([g.norm() for g in expected.values()]).norm())
+            record["reference_norm"] = float(
+                torch.stack([g.double().norm() for g in expected.values()]).norm()
+            )
             record["longest_pack"] = max(m.length for m in plan.micro_batches)
             record["longest_document"] = int(plan.document_lengths.max())
             record["merged"] = [list(m.merged) for m in plan.packs if m.merged]

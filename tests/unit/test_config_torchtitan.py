@@ -1,6 +1,7 @@
 """`wlb-titan config check` and `show` on torchtitan's own configuration; and what `slim` needs of one."""
 
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -228,6 +229,20 @@ def test_the_examples_of_the_documentation_load(here, example):
         example = BASE + example
     (here / "example.toml").write_text(example)
     load_config("example.toml")
+
+
+def test_the_documentation_says_of_every_key_of_torchtitan_whether_it_is_followed(here):
+    """Keys that lie in an element of a list or in a section below one are under their section's."""
+    classes = '[activation_checkpoint]\nclass = "SelectiveDocumentAC"\n[loss]\nclass = "ChunkedLossWrapper"'
+    (here / "t.toml").write_text(f"{BASE}{classes}")
+    shown = tomllib.loads(load_config("t.toml").to_toml())
+    page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `\[(\w+)\]` \|(.*)", page, re.MULTILINE)
+    listed = {section: set(re.findall(r"`(\w+)`", row)) for section, row in rows}
+    sections = {name: keys for name, keys in shown.items() if isinstance(keys, dict) and name != "wlb"}
+    assert sections.keys() <= listed.keys()
+    missing = {name: sorted(keys.keys() - listed[name]) for name, keys in sections.items()}
+    assert not any(missing.values()), missing
 
 
 GIB = 2**30
