@@ -80,7 +80,10 @@ wlb.policy = "slim"; wlb.packing.asymmetric = true; parallelism.pipeline_paralle
     t.toml:3: wlb.packing.asymmetric = true: ... It is for jobs that need a pipeline and full checkpointing
 wlb.policy = "slim"; parallelism.pipeline_parallel_degree = 2; \
 parallelism.pipeline_parallel_layers_per_stage = 1
-    t.toml:4: parallelism.pipeline_parallel_schedule ... stage per rank
+    t.toml:1: parallelism.pipeline_parallel_schedule = "1F1B" ... 1 stage per rank
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_schedule = "Interleaved1F1B"; \
+pipeline_parallel_layers_per_stage = 1 | --base bases:lora
+    t.toml:3: parallelism.pipeline_parallel_degree = 2: LoRA trains nothing in the stage of tok_embeddings
 wlb.policy = "slim"; parallelism.data_parallel_shard_degree = 4; parallelism.expert_parallel_degree = 2 \
 | --base torchtitan.models.qwen3.config_registry:qwen3_moe_debug
     t.toml:4: parallelism.expert_parallel_degree = 2: 2 ranks share experts ... several data-parallel ranks

@@ -41,7 +41,7 @@ from wlb_titan.runtime.hugging_face import check_weights
 from wlb_titan.runtime.job import configured_degrees, degrees_product, has_experts, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.meshes import Dims
-from wlb_titan.runtime.models.adoption import WHAT_TO_DO, has_adapters, unsupported
+from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, has_adapters, unsupported
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.schedules import canonical_name, check_schedule, check_stages, stage_names
 from wlb_titan.simulator.choice import choose
@@ -198,18 +198,25 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
         raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
     try:
         check_schedule(config.parallelism, config.compile)
-        stages = len(stage_names(config.parallelism, config.model_spec.model))
+        stages = stage_names(config.parallelism, config.model_spec.model)
         # Slices have their own schedule, but validation runs whole documents in the job's.
         packing = config.wlb.packing
         if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
             check_micro_batches(
                 canonical_name(config.parallelism.pipeline_parallel_schedule),
                 dims.pp,
-                stages,
+                len(stages),
                 config.training.local_batch_size,
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+    trained = adapters(config.model_spec.model)
+    for stage in stages if trained else ():
+        if not any(f"{name}.".startswith(f"{module}.") for name in trained for module in stage):
+            raise UserError(
+                "parallelism.pipeline_parallel_degree: LoRA trains nothing in the stage of "
+                f"{', '.join(stage)}, and an optimizer needs weights; take stages of more layers."
+            )
 
 
 def _check_optimizer(config: TrainerConfig) -> None:
