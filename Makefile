@@ -85,10 +85,11 @@ quick: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pytest -n 2 --quick tests/unit
 
-# The properties again, on other examples than `make test` takes, and on more: half an hour.
+# The properties again, on other examples than `make test` takes, and on more; and 300 random layouts: an hour.
 counterexamples: $(READY)
 	$(BIN)/pytest -n 2 -m hypothesis --hypothesis-profile others --timeout 3600 tests/unit tests/kernels
 	TRITON_INTERPRET=1 $(BIN)/pytest -m hypothesis --hypothesis-profile others --timeout 3600 tests/kernels/interpreted.py
+	$(BIN)/pytest -n 2 --layouts 24:324 tests/distributed/test_random_layouts.py
 
 # Every command of README.md and docs/, on tiny data.
 test-docs: $(READY)

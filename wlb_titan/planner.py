@@ -53,11 +53,16 @@ class Planner:
         self._order = job.order.make(job.shape) if job.degrees.pipeline > 1 else None
         self._fingerprint = documents.fingerprint
         self._learned = documents.learned
-        self._iteration = 0
+        self.iteration = 0  # steps planned so far
 
     def read(self, ids: Ints) -> tuple[Ints, Ints]:
         """Corpus rows and tokens of planned documents, int64 (n,) each."""
         return self._stream.mixture.read(ids)
+
+    def left(self, end: int) -> int:
+        """Tokens that are still to come of the documents with ids below `end`."""
+        waiting = self.policy.waiting
+        return self._stream.left(end) + int(waiting[waiting[:, ID] < end, LENGTH].sum())
 
     def source_figures(self, plan: Plan) -> dict[str, float]:
         """For each source of a mixture the tokens that the plan trains, and the epochs read so far."""
@@ -122,7 +127,7 @@ class Planner:
         waiting = self.policy.waiting
         flows = self.policy.flows(packing, sharded)
         plan = Plan(
-            iteration=self._iteration,
+            iteration=self.iteration,
             micro_batches=micro_batches,
             plan_ms=(time.perf_counter() - begin) * 1e3,
             waiting_documents=len(waiting),
@@ -131,7 +136,7 @@ class Planner:
             gap=packing.gap,
             flows=flows,
         )
-        self._iteration += 1
+        self.iteration += 1
         return plan
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +146,7 @@ class Planner:
             "version": STATE_VERSION,
             **self._corpus_facts(),
             **self._packing_facts(),
-            "iteration": self._iteration,
+            "iteration": self.iteration,
             "stream": self._stream.state_dict(),
             "waiting": self.policy.waiting,
             "packing": self.policy.state_dict(),
@@ -162,7 +167,7 @@ class Planner:
                     f"{state[fact]!r}, and this job's is {value!r}, which makes another stream of tokens. "
                     "Use the setting that wrote the checkpoint, or start anew with another dump folder."
                 )
-        self._iteration = int(state["iteration"])
+        self.iteration = int(state["iteration"])
         self._stream.load_state_dict(state["stream"])
         waiting = np.array(state["waiting"], dtype=np.int64).reshape(-1, 4)
         if all(state[name] == value for name, value in self._packing_facts().items()):

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 
 import torch
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_registry
 from torchtitan.models.gpt_oss import config_registry as gpt_oss_registry
 from torchtitan.models.muse_glimmer import config_registry as muse_registry
@@ -48,6 +49,14 @@ def __getattr__(name):
     if not name.startswith("layers"):
         raise AttributeError(name)
     return functools.partial(llama, int(name.removeprefix("layers")))
+
+
+def lora():
+    """`llama` with adapters: all else is frozen."""
+    config = llama()
+    model = config.model_spec.model
+    config.model_spec.model = LoRAConverter(LoRAConverter.Config(rank=4, alpha=8.0)).convert(model)
+    return config
 
 
 def scaled_llama():

@@ -4,6 +4,10 @@ import pytest
 from lab import Lab  # first: a test module may import torchtitan
 
 
+def pytest_addoption(parser):
+    parser.addoption("--layouts", default="24", help="random layouts: how many, or FIRST:LAST of their seeds")
+
+
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory, fork_server):
     return Lab(tmp_path_factory.mktemp("lab"), fork_server)

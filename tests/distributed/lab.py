@@ -215,7 +215,7 @@ DEGREES = {
     "dp": "data_parallel_shard_degree",
     "replicas": "data_parallel_replicate_degree",
 }
-MODELS = ("qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3")
+MODELS = ("lora", "qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3")
 SHORT = {
     "ep": "--parallelism.expert_parallel_degree {}",
     "layers": "--base bases:layers{}",
@@ -233,9 +233,11 @@ SHORT = {
     "stored": "--activation_checkpoint none",
     "full": "--activation_checkpoint.class FullAC",
     "selective": "--activation_checkpoint.class SelectiveDocumentAC",
+    "always": "--parallelism.fsdp_reshard_after_forward always",
     "slack": "--wlb.packing.slack 1",
     "whole_states": "--parallelism.enable_sequence_parallel false",
     "compiled": "--compile.enable true --compile.backend aot_eager",
+    "draw": "--debug.seed {}",
     "bfloat16": "--training.mixed_precision_param bfloat16",
     **{name: f"--parallelism.pipeline_parallel_schedule {name}" for name in TORCH_SCHEDULES},
 }

@@ -18,12 +18,13 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Sequence:
-    """A packed sequence, int64 (L,) each, its documents' lengths, and DROP."""
+    """A packed sequence, int64 (L,) each, its documents' lengths, and what one of its labels counts."""
 
     tokens: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
     lengths: np.ndarray
+    weight: float = 1
 
 
 def make_micro_batch(seed, length):
@@ -50,7 +51,7 @@ def step_data(step, lengths, data_parallel):
 
 
 def valid_tokens(data):
-    return torch.tensor(sum(int((s.labels != IGNORE_INDEX).sum()) for rank in data for s in rank))
+    return torch.tensor(sum(s.weight * int((s.labels != IGNORE_INDEX).sum()) for rank in data for s in rank))
 
 
 @contextmanager
@@ -91,9 +92,11 @@ class Reference:
                     logits.squeeze(0), labels, reduction="sum", ignore_index=IGNORE_INDEX
                 )
             if backward:
-                (loss / count).backward()
-            total += loss.item()
-        return total / int(count), {name: p.grad for name, p in self.model.named_parameters()}
+                (s.weight * loss / count).backward()
+            total += s.weight * loss.item()
+        return total / float(count), {
+            name: p.grad for name, p in self.model.named_parameters() if p.requires_grad
+        }
 
 
 def differences(mine, reference):

@@ -30,6 +30,9 @@ CASES = {
     "pp2 cp2 layers4 DualPipeV full": (SHORT, []),
     "pp2 tp2 layers4 Interleaved1F1B": (CHANGING[:1], []),
     "pp2 tp2 layers4 ZBVZeroBubble whole_states": (CHANGING[1:], []),
+    "pp2 dp2 layers4 ZBVZeroBubble always": (FEW, [1]),
+    "pp2 layers4 InterleavedZeroBubble always": (FEW[:1], []),
+    "pp2 tp2 layers4 DualPipeV always": ([[64, 128, 32, 96]], []),
     "pp2 dp2 1F1B selective": (CHANGING, [1]),
     "pp2 replicas2 layers4 InterleavedZeroBubble full": (FEW[:1], []),
 }

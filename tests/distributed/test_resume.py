@@ -61,6 +61,17 @@ def test_started_again_on_another_degree(lab, corpus, uninterrupted):
     assert validated[0][-1]["loss"] == pytest.approx(validated[1][-1]["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_an_epoch_goes_on_with_another_batch(lab, corpus, uninterrupted, batch):
+    """It ends with the first step after which all was trained on, counted from the checkpoint's documents."""
+    words = (*corpus, *OVERRIDES, *layout("dp2"), *going_on(uninterrupted, 4), "--training.local_batch_size")
+    experiment = lab.experiment(f"batch_{batch}", *words, str(batch))
+    lab.run(2, [experiment])
+    tokens, whole = ([record["tokens"] for record in run.metrics()] for run in (experiment, uninterrupted))
+    assert sum(whole[:4] + tokens) > sum(whole[:-1]) and sum(whole[:4] + tokens[:-1]) < sum(whole)
+    assert experiment.metrics()[0]["step"] == 5
+
+
 def test_half_of_the_ranks_go_on_with_what_is_left(lab, corpus):
     """With thresholds and L_max that come out by themselves."""
     wlb = (*corpus, *OVERRIDES, "--wlb.policy", "wlb")

@@ -87,3 +87,12 @@ def test_a_run_goes_on_where_its_checkpoint_was_and_its_trace_has_every_pass(lab
     passes = Counter(event["name"] for event in trace if event["ph"] == "X")
     assert passes == {f"{kind}{pack}": 1 if kind == "L" else 2 for kind in "FLB" for pack in range(9)}
     assert 0 < again.metrics()[1]["bubble"] < 1
+
+
+@pytest.mark.parametrize("name", ["dp2 slim6", "replicas2 slim6"])
+def test_a_validation_between_steps_changes_none(lab, name):
+    """After one, ranks whose backward passes are of other slices still reduce the same gradients together."""
+    words = (*layout(name), "--training.steps", "3", "--wlb.validation.hold_out", "0.1")
+    runs = [lab.experiment(f"{name} every {n}", *words, "--wlb.validation.every", n) for n in ("0", "1")]
+    lab.run(2, runs)
+    assert runs[1].losses() == pytest.approx(runs[0].losses(), rel=1e-6) and len(runs[1].validation()) == 3

@@ -31,8 +31,10 @@ WAITS = {
 
 
 def gathered(trainer, of, alike=False):
-    """`of(parameter)` of the whole model by name, on rank 0, else None; bit by bit the same if `alike`."""
-    mine = {clean(name): whole(of(p)) for part in trainer.model_parts for name, p in part.named_parameters()}
+    """`of(parameter)` of the whole model by name, on rank 0, else None; bit by bit the same if `alike`. A
+    frozen weight has no gradient."""
+    named = [named for part in trainer.model_parts for named in part.named_parameters()]
+    mine = {clean(name): whole(of(p)) for name, p in named if p.requires_grad or of(p) is not None}
     everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everything)
     if everything is None:
@@ -159,7 +161,8 @@ def watched(base=llama):
 
 
 class WorkerTrainer(Trainer):
-    """Shares the meshes of earlier trainers of its layout, and keeps its part of the loss of its last step.
+    """Shares the meshes of earlier trainers of its layout, and keeps its last step's norm and its part of the
+    loss.
 
     DTensor remembers how an operation is sharded together with the mesh, also for an equal mesh made later,
     and FSDP insists on one and the same mesh object.
@@ -172,6 +175,6 @@ class WorkerTrainer(Trainer):
         degrees = (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.pp, dims.ep)
         return self.known.setdefault(degrees, dims)
 
-    def report(self, step, loss, *arguments):
-        self.loss = loss
-        super().report(step, loss, *arguments)
+    def report(self, step, loss, grad_norm, *arguments):
+        self.loss, self.norm = loss, float(grad_norm)
+        super().report(step, loss, grad_norm, *arguments)

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import sys
+from hashlib import sha256
 
 import numpy as np
 import torch
@@ -26,10 +27,15 @@ from wlb_titan.runtime.data.inputs import rank_item
 from wlb_titan.runtime.models.load import load_config
 
 
-def build(words):
+def configured(words):
     config = load_config(CONFIG, words, int(os.environ["WORLD_SIZE"])).config
-    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 0.0
     config.training.max_norm = 1e9  # gradients as they are, not clipped
+    return config
+
+
+def build(words):
+    config = configured(words)
+    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 0.0
     config.comm.trace_buf_size = 0  # torch's flight recorder takes 1 KiB for each of its first 20,000 calls
     trainer = WorkerTrainer(config)
     RECORDER.latest = lambda: trainer.timer.latest
@@ -41,8 +47,7 @@ def build(words):
 
 @torch.no_grad()
 def disturb(weight):
-    """Adds noise to a weight. On a CPU, DTensor has drawn the same numbers for each of its shards: one might
-    be taken for the other, and two experts would be the same. And what begins at zero hides others."""
+    """Adds noise to a weight: what begins at zero hides others."""
     noise = 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     if isinstance(weight, DTensor):
         noise = distribute_tensor(noise, weight.device_mesh, weight.placements, src_data_rank=None)
@@ -59,6 +64,8 @@ def run_plan(*, name, words, steps=(1,)):
     weights = gathered(trainer, lambda p: p)
     reference = Reference(trainer.config, weights) if weights else None
     last = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
+    if trainer.config.validator.enable:  # which is to leave nothing behind
+        trainer.validator.validate(trainer.model_parts, 0)
     records, loader = [], trainer.planned.steps(trainer.lower)
     for trainer.step in range(1, max(steps) + 1):
         if trainer.step not in steps:
@@ -67,11 +74,14 @@ def run_plan(*, name, words, steps=(1,)):
         with RECORDER:
             trainer.train_step(loader)
         plan = trainer.planned.plan
-        record = {"loss": added_up(trainer, trainer.loss if last else 0.0)}
+        record = {"loss": added_up(trainer, trainer.loss if last else 0.0), "norm": trainer.norm}
         gradients = gathered(trainer, lambda p: p.grad)
         if reference:
             record["reference"], expected = reference.step([whole_documents(trainer, plan)])
             record["error"], record["worst"] = differences(gradients, expected)
+            record["reference_norm"] = float(
+                torch.stack([g.double().norm() for g in expected.values()]).norm()
+            )
             record["longest_pack"] = max(m.length for m in plan.micro_batches)
             record["longest_document"] = int(plan.document_lengths.max())
             record["merged"] = [list(m.merged) for m in plan.packs if m.merged]
@@ -91,14 +101,18 @@ def whole_documents(trainer, plan):
         for document, (prefix, total) in zip(m.documents, slices, strict=True):
             if prefix > 0:
                 continue
-            (row,), _ = trainer.planned._planner.read(document[[ID]])
+            (row,), totals = trainer.planned._planner.read(document[[ID]])
             start, length = int(document[START]), int(total)
             corpus = trainer.planned.corpus
             stop = min(start + length + 1, int(corpus.lengths[row]))
             read = np.array(corpus.tokens(row, start, stop - start), dtype=np.int64)
             labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
-            labels[: len(read) - 1] = read[1:]
-            sequences.append(Sequence(read[:length], labels, np.arange(length), np.array([length])))
+            learned = corpus.learned(row, start, len(read))[1:]
+            labels[: len(read) - 1] = np.where(learned, read[1:], IGNORE_INDEX)
+            weight = 1
+            if trainer.config.wlb.loss_weight == "conversation":
+                weight = 1 / max(trainer.planned._planner.labels_of(np.array([row]), totals)[0], 1)
+            sequences.append(Sequence(read[:length], labels, np.arange(length), np.array([length]), weight))
     return sequences
 
 
@@ -160,6 +174,27 @@ def added_up(trainer, loss):
     return float(total)
 
 
+def run_weights(*, name, words, steps=0):
+    """Digests of all weights as they are drawn, and after so many steps at the configured rate; those whose
+    halves are alike; how many tensors optimizers have, and the last step's norm."""
+    trainer = WorkerTrainer(configured(words))
+    loader = trainer.planned.steps(trainer.lower)
+    before = gathered(trainer, lambda p: p)
+    for trainer.step in range(1, steps + 1):
+        trainer.train_step(loader)
+    after = gathered(trainer, lambda p: p)
+    trainer.close()
+    if after is None:
+        return None
+    alike = [key for key, w in before.items() if w.dim() > 1 and torch.equal(*w[: len(w) // 2 * 2].chunk(2))]
+    optimized = sum(len(group["params"]) for o in trainer.optimizers for group in o.param_groups)
+    return {"before": digests(before), "after": digests(after), "alike": alike, "optimized": optimized}
+
+
+def digests(weights):
+    return {name: sha256(weight.float().numpy().tobytes()).hexdigest() for name, weight in weights.items()}
+
+
 def run_drill(*, name, words, signal_number):
     """The second step, in which rank 1 gets a signal in its second forward pass."""
     trainer = build(words)
@@ -197,6 +232,7 @@ def run_abort(*, name, words, aborts):
 KINDS = {
     "plan": run_plan,
     "pipeline": run_pipeline,
+    "weights": run_weights,
     "drill": run_drill,
     "calls": run_calls,
     "abort": run_abort,

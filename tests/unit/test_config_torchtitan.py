@@ -1,6 +1,7 @@
 """`wlb-titan config check` and `show` on torchtitan's own configuration; and what `slim` needs of one."""
 
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,12 @@ parallelism.context_parallel_load_balancer = "ptrr"
     t.toml:2: parallelism.context_parallel_load_balancer =  ... no effect ... wlb.policy
 validator.class = "torchtitan.components.validate:Validator"
     t.toml:2: validator.class =  ... is no configuration of the kind wlb_titan.runtime.validator:Validator
+validator.freq = 5
+    t.toml:2: validator.freq = 5: this has no effect ... wlb.validation.every
+validator.dataloader.dataset = "c4"
+    t.toml:2: [validator.dataloader] ... no effect ... wlb.validation.hold_out
+tokenizer.class = "torchtitan.components.tokenizer:HuggingFaceTokenizer"
+    t.toml:2: [tokenizer] ... no effect ... wlb.corpus.path
 checkpoint.initial_load_path = "/weights"
     t.toml:2: checkpoint.initial_load_path =  ... checkpoint.enable is false
 override.imports = ["toys_override.with_varlen"]
@@ -71,6 +78,21 @@ wlb.policy = "slim"; wlb.packing.micropacks = 1; parallelism.pipeline_parallel_d
     t.toml:3: wlb.packing.micropacks = 1: 1 MicroPacks are fewer than the 2 pipeline stages
 wlb.policy = "slim"; wlb.packing.asymmetric = true; parallelism.pipeline_parallel_degree = 2
     t.toml:3: wlb.packing.asymmetric = true: ... It is for jobs that need a pipeline and full checkpointing
+wlb.policy = "slim"; parallelism.pipeline_parallel_degree = 2; \
+parallelism.pipeline_parallel_layers_per_stage = 1
+    t.toml:1: parallelism.pipeline_parallel_schedule = "1F1B" ... 1 stage per rank
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_schedule = "Interleaved1F1B"; \
+pipeline_parallel_layers_per_stage = 1 | --base bases:lora
+    t.toml:3: parallelism.pipeline_parallel_degree = 2: LoRA trains nothing in the stage of tok_embeddings
+wlb.policy = "slim"; parallelism.data_parallel_shard_degree = 4; parallelism.expert_parallel_degree = 2 \
+| --base torchtitan.models.qwen3.config_registry:qwen3_moe_debug
+    t.toml:4: parallelism.expert_parallel_degree = 2: 2 ranks share experts ... several data-parallel ranks
+lr_scheduler.total_steps = 2; training.steps = 5; lr_scheduler.warmup_steps = 1
+    t.toml:2: lr_scheduler.total_steps = 2: a schedule of 2 steps ... Set it to 5 or more
+lr_scheduler.total_steps = 20; training.steps = 5; lr_scheduler.warmup_steps = 30
+    t.toml:2: lr_scheduler.total_steps = 20:  ... 30 of warm-up ... Set it to 31 or more
+compile.enable = true; activation_checkpoint.class = "MemoryBudgetAC"
+    t.toml:3: activation_checkpoint.class =  ... MemoryBudgetAC takes ... set it to FullAC
 wlb.policy = "slim/ulysses"; wlb.packing.dp_merge = true; \
 parallelism.pipeline_parallel_degree = 2; parallelism.context_parallel_degree = 2
     t.toml:3: wlb.packing.dp_merge = true: Data-parallel ranks cannot share ... ulysses, which
@@ -210,6 +232,20 @@ def test_the_examples_of_the_documentation_load(here, example):
         example = BASE + example
     (here / "example.toml").write_text(example)
     load_config("example.toml")
+
+
+def test_the_documentation_says_of_every_key_of_torchtitan_whether_it_is_followed(here):
+    """Keys that lie in an element of a list or in a section below one are under their section's."""
+    classes = '[activation_checkpoint]\nclass = "SelectiveDocumentAC"\n[loss]\nclass = "ChunkedLossWrapper"'
+    (here / "t.toml").write_text(f"{BASE}{classes}")
+    shown = tomllib.loads(load_config("t.toml").to_toml())
+    page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `\[(\w+)\]` \|(.*)", page, re.MULTILINE)
+    listed = {section: set(re.findall(r"`(\w+)`", row)) for section, row in rows}
+    sections = {name: keys for name, keys in shown.items() if isinstance(keys, dict) and name != "wlb"}
+    assert sections.keys() <= listed.keys()
+    missing = {name: sorted(keys.keys() - listed[name]) for name, keys in sections.items()}
+    assert not any(missing.values()), missing
 
 
 GIB = 2**30

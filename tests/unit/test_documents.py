@@ -1,5 +1,6 @@
 """Documents held out, what a plan says of whole ones, and lengths without a corpus."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -62,16 +63,26 @@ def test_held_out_documents_are_read_once(lengths, micro_batches):
     assert labels == sum(max(length - 1, 0) for length in lengths)
 
 
-@pytest.mark.parametrize("policy", ["plain", "fixed_greedy", "wlb_lazy", "slim"])
-def test_an_epoch_ends_when_all_was_trained_on(policy):
+@pytest.mark.parametrize("others", [None, 3, 16])
+@pytest.mark.parametrize("policy", ["plain", "fixed_greedy", "wlb_lazy", "wlb", "slim"])
+def test_an_epoch_ends_when_all_was_trained_on(policy, others):
+    """Straight on, or with another number of micro-batches after 6 steps."""
     lengths = np.random.default_rng(0).integers(2, 90, size=150)
-    documents = Documents(lengths=lengths)
-    steps = steps_of_epochs(job(packing=POLICIES.configure(policy)), documents, 2)
-    planner = job(packing=POLICIES.configure(policy)).planner(documents)
-    missing = [2 * int(lengths.sum())]
-    for _ in range(steps):
-        pieces = np.concatenate([pack.documents for pack in planner.next().packs])
-        missing.append(missing[-1] - int(pieces[pieces[:, ID] < 300, LENGTH].sum()))
+    documents, settings = Documents(lengths=lengths), {"packing": POLICIES.configure(policy)}
+    planner, saved, missing = job(**settings).planner(documents), None, [2 * int(lengths.sum())]
+
+    def train(steps):
+        for _ in range(steps):
+            pieces = np.concatenate([pack.documents for pack in planner.next().packs])
+            missing.append(missing[-1] - int(pieces[pieces[:, ID] < 300, LENGTH].sum()))
+
+    if others:
+        train(6)
+        saved = json.loads(json.dumps(planner.state_dict(), default=np.ndarray.tolist))
+        planner = job(**settings, micro_batches=others).planner(documents)
+        planner.load_state_dict(saved)
+        settings["micro_batches"] = others
+    train(steps_of_epochs(job(**settings), documents, 2, saved) - planner.iteration)
     assert missing[-1] == 0 < missing[-2]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
 from wlb_titan.corpus import Corpus
@@ -99,12 +101,16 @@ def _in_order(corpus: Corpus, lengths: Lengths) -> Documents:
     )
 
 
-def steps_of_epochs(job: Job, documents: Documents, epochs: int) -> int:
+def steps_of_epochs(
+    job: Job, documents: Documents, epochs: int, saved: Mapping[str, Any] | None = None
+) -> int:
     """The first step after which every document was trained on `epochs` times; the next epoch fills it up.
-    Plans follow from lengths alone, so no tokens are read."""
+    Plans follow from lengths alone, so no tokens are read. `saved`: a planner's state to count on from."""
     planner = job.planner(documents)
-    missing = epochs * documents.mixture().tokens
-    end, steps = epochs * len(documents.lengths), 0
+    if saved is not None:
+        planner.load_state_dict(saved)
+    end, steps = epochs * len(documents.lengths), planner.iteration
+    missing = planner.left(end)
     while missing > 0:
         plan = planner.next(sharded=())
         trained = (pack.documents[pack.documents[:, ID] < end, LENGTH].sum() for pack in plan.packs)

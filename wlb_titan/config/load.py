@@ -27,6 +27,10 @@ CHOSEN = {"packing": POLICIES, "context": STRATEGIES, "pipeline": ORDERS}
 LOCKED = {
     "model_spec": "the model cannot be set from TOML, it comes with the base; choose another `base` instead.",
     "hf_assets_path": "this has no effect, the tokenizer is that of the corpus; set wlb.corpus.path instead.",
+    "tokenizer": "this has no effect, the tokenizer is that of the corpus; set wlb.corpus.path instead.",
+    "validator.freq": "this has no effect; set wlb.validation.every instead.",
+    "validator.steps": "this has no effect, all documents of wlb.validation are read; leave it out.",
+    "validator.dataloader": "this has no effect; set wlb.validation.hold_out or wlb.validation.path instead.",
     "dataloader": "this has no effect, documents come from the corpus; set wlb.corpus.path instead.",
     "parallelism.context_parallel_load_balancer": "this has no effect, how tokens are spread over "
     "context-parallel ranks is the second part of wlb.policy.",

@@ -66,6 +66,13 @@ class DocumentStream:
     def next_document(self) -> int:
         return self._next
 
+    def left(self, end: int) -> int:
+        """Tokens that are still to come of the documents with ids below `end`."""
+        blocks = (np.arange(first, min(first + BLOCK, end)) for first in range(self._next, end, BLOCK))
+        returned = self._returned[self._returned[:, ID] < end, LENGTH]
+        coming = sum(int(self.lengths_of(ids).sum()) for ids in blocks) + int(returned.sum())
+        return coming - (self._offset if self._next < end else 0)
+
     def lengths_of(self, ids: Ints) -> Ints:
         """int64 (n,), tokens of whole documents by id."""
         return self.mixture.read(ids)[1]

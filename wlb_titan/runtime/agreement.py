@@ -9,6 +9,7 @@ a rank may wait longer, in every step: for one that compiles, or for a long micr
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -18,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
 from torchtitan.config import CommConfig
 from torchtitan.tools.logging import logger
 
@@ -62,7 +65,8 @@ def agreed_job(config: TrainerConfig, job: Job) -> Job:
         # A solver stopped by its time limit finds different packings on different ranks.
         if trained.packing.planning_seconds:
             trained = replace(trained, on_one_rank=SharedAnswer())
-        config.training.steps = steps_of_epochs(trained, documents, epochs)
+        config.training.steps = steps_of_epochs(trained, documents, epochs, saved_plan(config))
+        check_rates(config.lr_scheduler, config.training.steps)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
     return job
 
@@ -82,6 +86,33 @@ def agreed_beginning(config: TrainerConfig) -> Beginning:
     if agreed.step >= 0:
         config.checkpoint = replace(config.checkpoint, load_step=agreed.step)
     return agreed
+
+
+def saved_plan(config: TrainerConfig) -> dict[str, Any] | None:
+    """The planner's state in the checkpoint that the run goes on from, as `agreed_beginning` found it."""
+    checkpoint = config.checkpoint
+    if checkpoint.load_step >= 0:
+        folder = Path(config.dump_folder) / checkpoint.folder / f"step-{checkpoint.load_step}"
+    elif checkpoint.enable and checkpoint.initial_load_path and not checkpoint.initial_load_model_only:
+        folder = Path(checkpoint.initial_load_path)
+    else:
+        return None
+    if "dataloader" in checkpoint.exclude_from_loading:
+        return None
+    saved = {"dataloader.planner": ""}
+    dcp.load(saved, checkpoint_id=folder, no_dist=True)
+    return json.loads(saved["dataloader.planner"])
+
+
+def check_rates(scheduler: LRSchedulersContainer.Config, steps: int) -> None:
+    """Refuses a schedule that ends before the run: torchtitan's then falls below 0, or fails."""
+    total, warmup = scheduler.total_steps, scheduler.warmup_steps
+    if total is not None and not warmup < total >= steps:
+        raise UserError(
+            f"lr_scheduler.total_steps: a schedule of {total} steps, {warmup} of warm-up, is over before a "
+            f"run of {steps}, and rates would fall below 0. Set it to {max(steps, warmup + 1)} or more, or "
+            "leave it out."
+        )
 
 
 def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:

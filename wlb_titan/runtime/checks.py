@@ -14,14 +14,23 @@ import torch
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from wlb_titan.config.documents import mixture_sources, open_corpus, training_documents, validated_documents
+from wlb_titan.config.documents import (
+    mixture_sources,
+    open_corpus,
+    steps_of_epochs,
+    training_documents,
+    validated_documents,
+)
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import check_micro_batches
+from wlb_titan.plugins import short_name
+from wlb_titan.runtime.agreement import check_rates
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.compat import optimizer_factory, owner_of
@@ -29,10 +38,10 @@ from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.ends import seconds_of
 from wlb_titan.runtime.hugging_face import check_weights
-from wlb_titan.runtime.job import configured_degrees, degrees_product, job_of, parallel_dims
+from wlb_titan.runtime.job import configured_degrees, degrees_product, has_experts, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.meshes import Dims
-from wlb_titan.runtime.models.adoption import WHAT_TO_DO, has_adapters, unsupported
+from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, has_adapters, unsupported
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.schedules import canonical_name, check_schedule, check_stages, stage_names
 from wlb_titan.simulator.choice import choose
@@ -93,6 +102,15 @@ def _check_experts(config: TrainerConfig, dims: ParallelDims, world_size: int | 
             f"{sharing} ranks of data-parallel shards ({dims.dp_shard}) x context ({dims.cp}) x tensor "
             f"parallelism ({dims.tp})."
         )
+    packing, whole = config.wlb.packing, dims.cp * dims.tp
+    slices = packing.owner.slices and not packing.shadow
+    if slices and whole % dims.ep and has_experts(config.model_spec.model):
+        raise UserError(
+            f"parallelism.expert_parallel_degree: {dims.ep} ranks share experts, among them several "
+            f"data-parallel ranks. These meet in every pass, and under {packing.name} each runs the backward "
+            f"passes of its slices in an order of its own. Set it to a divisor of the {whole} ranks of "
+            f"context ({dims.cp}) x tensor parallelism ({dims.tp}), or take another policy."
+        )
 
 
 def _check_batch(config: TrainerConfig, dims: Dims) -> None:
@@ -114,6 +132,15 @@ def _check_settings(config: TrainerConfig) -> None:
             f'compile.components: torchtitan compiles "model" and "loss" and would leave out '
             f"{shown(sorted(strangers))} without a word."
         )
+    recomputation = config.activation_checkpoint
+    if not isinstance(recomputation, FullAC.Config | SelectiveAC.Config | None):
+        raise UserError(
+            f"activation_checkpoint.class: nothing is known of the memory and the time that "
+            f"{short_name(owner_of(recomputation))} takes, which packing follows; set it to FullAC or "
+            'SelectiveDocumentAC, or activation_checkpoint = "none".'
+        )
+    if not config.wlb.epochs:  # which sets the steps when the run starts
+        check_rates(config.lr_scheduler, config.training.steps)
     if config.wlb.loss_weight == "conversation":
         weighted(config.loss)  # complains about a loss that it cannot weigh
     if config.wlb.stop_after:
@@ -171,17 +198,25 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
         raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
     try:
         check_schedule(config.parallelism, config.compile)
+        stages = stage_names(config.parallelism, config.model_spec.model)
         # Slices have their own schedule, but validation runs whole documents in the job's.
         packing = config.wlb.packing
         if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
             check_micro_batches(
                 canonical_name(config.parallelism.pipeline_parallel_schedule),
                 dims.pp,
-                len(stage_names(config.parallelism, config.model_spec.model)),
+                len(stages),
                 config.training.local_batch_size,
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+    trained = adapters(config.model_spec.model)
+    for stage in stages if trained else ():
+        if not any(f"{name}.".startswith(f"{module}.") for name in trained for module in stage):
+            raise UserError(
+                "parallelism.pipeline_parallel_degree: LoRA trains nothing in the stage of "
+                f"{', '.join(stage)}, and an optimizer needs weights; take stages of more layers."
+            )
 
 
 def _check_optimizer(config: TrainerConfig) -> None:
@@ -245,7 +280,11 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
 def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
     """`validate_inputs` and `validate_plan`: what a run would only find out itself."""
     corpus = validate_inputs(config)
-    validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
+    job = job_of(config, parallel_dims(config, world_size))
+    validate_plan(config.wlb, corpus, job)
+    if config.wlb.epochs and config.lr_scheduler.total_steps is not None and not job.undecided:
+        documents = training_documents(config.wlb, corpus)
+        check_rates(config.lr_scheduler, steps_of_epochs(job, documents, config.wlb.epochs))
     beginning(config)
 
 

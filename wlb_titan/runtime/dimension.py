@@ -14,6 +14,7 @@ from torchtitan.trainer import Trainer
 
 from wlb_titan.plugins import load
 from wlb_titan.runtime.meshes import Dims
+from wlb_titan.runtime.models.weights import parallelized
 
 
 class Axis:
@@ -62,6 +63,6 @@ def prepared(spec: ModelSpec, axes: list[Axis]) -> ModelSpec:
     def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
         for axis in axes:
             axis.prepare(part)
-        return parallelize(part, **arguments)
+        return parallelized(parallelize, part, **arguments)
 
     return dataclasses.replace(spec, parallelize_fn=prepare_first)

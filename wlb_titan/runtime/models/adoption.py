@@ -108,10 +108,13 @@ def unsupported(
 
 
 def has_adapters(model: Configurable.Config) -> bool:
-    return any(
-        owner_of(node).__module__ == LORA
-        for _, node, _, _ in model.traverse(Configurable.Config, recurse=True)
-    )
+    return bool(adapters(model))
+
+
+def adapters(model: Configurable.Config) -> list[str]:
+    """Names of the modules that have LoRA's adapters."""
+    nodes = model.traverse(Configurable.Config, recurse=True)
+    return [name for name, node, _, _ in nodes if owner_of(node).__module__ == LORA]
 
 
 def sliding_window(attention: BaseAttention.Config) -> int | None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import RMSNorm
+from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.module import Module
 
@@ -170,7 +171,7 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
     model = copy.deepcopy(spec.model)
     for _, module, _, _ in model.traverse(Module.Config, recurse=True):
         if module.param_init is not None:
-            module.param_init = {name: _leave for name in module.param_init}
+            module.param_init = dict.fromkeys(module.param_init, skip_param_init)
     _replace(model, RMSNorm.Config, FusedRMSNorm.Config)
     _replace(model, AllToAllTokenDispatcher.Config, EvenTokenDispatcher.Config)
     pipelined = config.parallelism.pipeline_parallel_degree > 1
@@ -194,10 +195,6 @@ def _replace(model: Any, found: type, ours: type) -> None:
     for _, config, parent, name in model.traverse(found):
         assert parent is not None and isinstance(name, str)
         setattr(parent, name, ours(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
-
-
-def _leave(parameter: torch.Tensor) -> None:
-    """Initialises nothing: parameters have no values."""
 
 
 class EvenTokenDispatcher(AllToAllTokenDispatcher):

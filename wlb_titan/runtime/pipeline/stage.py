@@ -138,12 +138,13 @@ class PlannedStage(PipelineStage):
         return chunk_id
 
     def _gather_parameters(self) -> None:
-        """Gathers the last norm and the output layer again, which the chunked loss reshards at its end.
+        """Gathers what a forward pass or, of the last norm and the output layer, the chunked loss resharded.
 
         A split backward pass knows parameters by their whole tensors; others silently get no gradient.
         """
-        if self.is_last and self.has_backward and isinstance(self.submod.lm_head, FSDPModule):
-            self.submod.lm_head.unshard()  # the norm is in its group
+        for module in self.submod.modules() if self.has_backward else ():
+            if isinstance(module, FSDPModule):
+                module.unshard()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -1,0 +1,43 @@
+"""Weights begin alike on all degrees, no shard is a copy of another, and frozen ones stay as they are."""
+
+import pytest
+from lab import Cases
+
+COMMON = ("--debug.seed", "7", "--training.seq_len", "128")
+DRAWN = {  # one model each: the first layout, and those that draw the same
+    "llama": ("dp1", "dp2", "replicas2", "cp2", "tp2", "pp2", "dp2 tp2", "cp2 tp2"),
+    "qwen3": ("dp1 qwen3", "tp2 qwen3", "dp2 qwen3"),
+    "experts": ("dp1 qwen3_moe", "cp2 qwen3_moe", "dp2 ep2 qwen3_moe", "pp2 qwen3_moe", "tp2 qwen3_moe"),
+    "latent": ("dp1 deepseek_v3", "cp2 ep2 deepseek_v3"),
+    "sinks": ("dp1 gpt_oss", "dp2 gpt_oss", "cp2 ep2 gpt_oss"),
+}
+ADAPTED = ("dp1 lora", "tp2 lora", "pp2 lora selective", "dp2 lora", "cp2 lora full")
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def results(lab, tmp_path_factory, fork_server):
+    results = Cases(fork_server, tmp_path_factory.mktemp("weights"), lab.corpus)
+    for layouts in DRAWN.values():  # in processes that know no other meshes
+        results.run("weights", {name: {} for name in layouts}, COMMON)
+    results.run("weights", {name: {"steps": STEPS} for name in ADAPTED}, COMMON)
+    return results
+
+
+@pytest.mark.parametrize("model", DRAWN)
+def test_runs_of_one_seed_begin_from_the_same_weights_on_all_degrees(results, model):
+    first, *others = DRAWN[model]
+    expected = results[first]["before"]
+    assert not results[first]["alike"] and len(set(expected.values())) > len(expected) / 2
+    for name in others:
+        found = results[name]["before"]
+        assert found == expected, sorted(key for key in expected if found.get(key) != expected[key])
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_lora_trains_its_adapters_and_no_more(results, name):
+    before, after = results[name]["before"], results[name]["after"]
+    moved = {key for key in before if before[key] != after[key]}
+    assert moved == {key for key in before if ".lora_" in key} and moved
+    if "pp2" not in name:  # each rank has its own
+        assert results[name]["optimized"] == len(moved)

@@ -1,0 +1,62 @@
+"""What torchtitan loses of a part's weights when it divides them over ranks, put right.
+
+- Under `spmd_types` it makes each weight anew, and frozen ones would train (LoRA).
+- All ranks draw from one seed. DTensor shifts the generator by shard on accelerators only: on a CPU, ranks
+  would draw the same numbers for different shards. There every rank draws a weight whole, seeded by its name,
+  and keeps its own shard, so runs of one seed begin alike on all degrees.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.protocols.module import Module
+from torchtitan.tools.utils import device_type
+
+from wlb_titan.runtime.meshes import Dims
+
+
+def parallelized(
+    parallelize: Callable[..., nn.Module], part: nn.Module, *, parallel_dims: Dims, **arguments: Any
+) -> nn.Module:
+    """The part as `parallelize` divides it; its weights are still on the meta device."""
+    modules = dict(part.named_modules())
+    frozen = [
+        (module, name)
+        for module in modules.values()
+        for name, weight in module.named_parameters(recurse=False)
+        if not weight.requires_grad
+    ]
+    part = parallelize(part, parallel_dims=parallel_dims, **arguments)
+    for module, name in frozen:
+        getattr(module, name).requires_grad_(False)
+    if device_type == "cpu":
+        seed = torch.initial_seed() - parallel_dims.place(
+            "pp"
+        )  # torchtitan adds this place to the job's seed
+        for path, module in modules.items():
+            if isinstance(module, Module) and module._param_init is not None:
+                module._param_init = {
+                    name: partial(draw, initialize, f"{seed} {path}.{name}")
+                    for name, initialize in module._param_init.items()
+                }
+    return part
+
+
+def draw(initialize: Callable[[torch.Tensor], object], seed: str, weight: torch.Tensor) -> None:
+    """Initialises a weight, or this rank's shard of it, as part of the whole."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(random.Random(seed).getrandbits(63))
+        if not isinstance(weight, DTensor) or initialize is skip_param_init:
+            initialize(weight)
+            return
+        whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        initialize(whole)
+    weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
