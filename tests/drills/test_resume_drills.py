@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 
-from wlb_titan.runtime.checkpoints import damage
+from wlb_titan.errors import UserError
+from wlb_titan.runtime.checkpoints import beginning, damage
+from wlb_titan.runtime.models.load import load_config
 
 
 @pytest.mark.parametrize(
@@ -82,10 +84,11 @@ def test_a_run_that_begins_at_an_older_step_leaves_the_former_ones_and_goes_on_f
     assert "has no .metadata" in damage(checkpoints / "step-6")
     branch = ground.run("branch", *words, "--training.steps", "7", "--lr_scheduler.total_steps", "8")
     assert branch.codes == [0, 0], branch.log()
+    first = branch.losses()
     (again := ground.start("branch", *OTHER_RATE)).wait()
     assert again.codes == [0, 0] and "checkpoint/step-7" in again.log(), again.log()
     losses = again.losses()
-    assert losses[:4] == ground.undisturbed.losses()[:4] and losses[:7] == branch.losses()
+    assert losses[:4] == ground.undisturbed.losses()[:4] and losses[:7] == first
     assert losses[5] != ground.undisturbed.losses()[5]
 
 
@@ -102,7 +105,7 @@ def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
     shutil.rmtree(ground.folder / "deleted")
     assert job.wait() == [0, 0], job.log()
     checkpoints = job.folder / "checkpoint"
-    assert [line["step"] for line in job.validation()] == [0, 4]
+    assert [line["step"] for line in job.validation()] == [1, 4]
     exported = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert exported < {file.name for file in (checkpoints / "step-4").iterdir()}
     ground.start("extended", *words, "--training.steps", "4").ends_in_error("training.steps: the run in")
@@ -114,8 +117,9 @@ def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
     assert json.loads((checkpoints / "step-6" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_a_seed_checkpoint_replaces_none(ground):
+def test_a_seed_checkpoint_is_made_by_one_process_and_replaces_none(ground):
     folder = ground.cut_off("seed", keep=2)
-    before = ground.run("seed", "--checkpoint.create_seed_checkpoint", "true")
-    before.ends_in_error("create_seed_checkpoint: one process makes it")
-    assert (folder / "checkpoint" / "step-2").is_dir()
+    seed = ("--checkpoint.create_seed_checkpoint", "true")
+    ground.start("seed", *seed).ends_in_error("one process makes it")
+    with pytest.raises(UserError, match="has a checkpoint of step 2 already"):
+        beginning(load_config(ground.config, ("--dump_folder", str(folder), *seed)).config)

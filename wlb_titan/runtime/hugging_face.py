@@ -13,12 +13,11 @@ import filecmp
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec
@@ -33,6 +32,7 @@ from wlb_titan.runtime.job import has_latent_attention
 KEY = "checkpoint.initial_load_path"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 INDEX = "model.safetensors.index.json"
+LONGEST_HEADER = 100_000_000  # bytes, as of the format
 ROUTER_BIAS = "moe.expert_bias_E"  # by which torchtitan evens out what experts get, beside the loss
 MODEL_TYPES = {"llama3": "llama", "qwen3": "qwen3", "gpt_oss": "gpt_oss", "deepseek_v3": "deepseek_v3"}
 """torchtitan's packages of models, and transformers' names."""
@@ -40,7 +40,10 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen
 """Models whose config.json is written here."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of Qwen, gpt-oss and DeepSeek
 ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "swiglu_alpha": 1.702, "rope_interleave": True}
+FIXED = {
+    **{"hidden_act": "silu", "partial_rotary_factor": 1.0, "swiglu_alpha": 1.702},
+    **{"rope_interleave": True, "topk_method": "noaux_tc"},  # of DeepSeek-V3
+}
 """What torchtitan's models compute without a setting for it."""
 DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """What transformers takes where a config.json says nothing."""
@@ -84,7 +87,7 @@ def check_weights(config: TrainerConfig, corpus: Corpus) -> None:
     """Refuses a folder of weights of another model, or of another tokenizer than the corpus'."""
     model, checkpoint = config.model_spec.model, config.checkpoint
     folder = Path(checkpoint.initial_load_path or "")
-    if not any(folder.glob("*.safetensors")):
+    if not checkpoint.initial_load_path or not any(folder.glob("*.safetensors")):
         raise UserError(f"{KEY}: there is no folder {str(folder)!r} with *.safetensors.")
     try:
         theirs = read_description(folder / CONFIG)
@@ -93,30 +96,27 @@ def check_weights(config: TrainerConfig, corpus: Corpus) -> None:
             f"{KEY}: which model the weights are of cannot be seen: {error}. Copy the config.json of the "
             "published model there."
         ) from error
-    unread = [r"rotary_emb\.inv_freq$"]  # it is computed
-    if model.enable_weight_tying:
-        unread.append(r"^lm_head\.weight$")
+    unread = [r"rotary_emb\.inv_freq$", r"^lm_head\.weight$" if model.enable_weight_tying else "^$"]
+    for extra in range(theirs.get("num_nextn_predict_layers", 0)):  # transformers leaves them out, too
+        unread.append(rf"^model\.layers\.{len(model.layers) + extra}\.")
     if checkpoint.initial_load_in_hf_quantized:
         theirs.pop("quantization_config", None)
         unread.append(r"\.weight_scale_inv$")
     elif method := theirs.get("quantization_config"):
         raise UserError(
-            f"{KEY}: the weights in {str(folder)!r} are quantised ({method.get('quant_method')}). Save them "
-            "in bfloat16 (docs/models.md says how), or set checkpoint.initial_load_in_hf_quantized = true "
-            "for DeepSeek-V3's."
+            f"{KEY}: the weights in {str(folder)!r} are quantised ({str(method)[:80]}). Save them in "
+            "bfloat16 (docs/models.md), or set checkpoint.initial_load_in_hf_quantized for DeepSeek-V3's."
         )
-    for extra in range(theirs.get("num_nextn_predict_layers", 0)):  # transformers leaves them out, too
-        unread.append(rf"^model\.layers\.{len(model.layers) + extra}\.")
     if differ := differences(model, theirs):
         raise UserError(
             f"{KEY}: the weights in {str(folder)!r} are of another model: {'; '.join(differ)}. Choose "
             "the base that is theirs."
         )
-    if differ := differing_tensors(folder, exchanged(config.model_spec)[0], unread):
-        more = f"; and {len(differ) - 3} more" if len(differ) > 3 else ""
+    if differ := differing_tensors(folder, exchanged(config.model_spec)[0], "|".join(unread)):
         raise UserError(
-            f"{KEY}: the tensors in {str(folder)!r} are not the model's: {'; '.join(differ[:3])}{more}. Copy "
-            "what is missing there, move away what does not belong there, or choose the base that is theirs."
+            f"{KEY}: the tensors in {str(folder)!r} are not the model's: {'; '.join(differ[:3])}"
+            f"{', ...' * (len(differ) > 3)}. Copy what is missing there, move away what does not belong "
+            "there, or choose the base that is theirs."
         )
     tokenizer, own = folder / TOKENIZER, corpus.tokenizer_path / TOKENIZER
     if tokenizer.is_file() and not filecmp.cmp(tokenizer, own, shallow=False):
@@ -126,40 +126,38 @@ def check_weights(config: TrainerConfig, corpus: Corpus) -> None:
         )
 
 
-def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: Sequence[str]) -> list[str]:
-    """How the tensors of a folder differ from a model's, of which those that a pattern of `unread`
-    has need not be read."""
+def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str) -> list[str]:
+    """How the tensors of a folder differ from a model's; those with the pattern `unread` need not be read."""
     there: dict[str, list[int]] = {}
+    twice = []
+    file = folder / INDEX
     try:
-        named = json.loads((folder / INDEX).read_text())["weight_map"].values()
-    except FileNotFoundError:
-        named = ()
+        named = json.loads(file.read_text())["weight_map"].values() if file.is_file() else ()
+        for file in sorted({*folder.glob("*.safetensors"), *(folder / name for name in named)}):
+            shapes_there = shapes_in(file)
+            twice += [
+                f"{name} is in {file.name} and in another file" for name in shapes_there if name in there
+            ]
+            there |= shapes_there
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return [f"{folder / INDEX} cannot be read ({error!r})"]
-    if missing := sorted(name for name in set(named) if not (folder / name).is_file()):
-        return [f"{folder / name} is missing, which {INDEX} names" for name in missing]
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                held = {name: tensors.get_slice(name).get_shape() for name in list(tensors.keys())}
-        except (OSError, SafetensorError) as error:
-            return [f"{file} cannot be read ({error})"]
-        if twice := held.keys() & there.keys():
-            return [f"{min(twice)} is in {file.name} and in another file"]
-        there |= held
-    return [
-        *(f"{name} is missing" for name in shapes.keys() - there.keys()),
-        *(
-            f"{name} is {there[name]} there and {shape} in the base"
-            for name, shape in shapes.items()
-            if there.get(name, shape) != shape
-        ),
-        *(
-            f"nothing reads {name}"
-            for name in there.keys() - shapes.keys()
-            if not any(re.search(pattern, name) for pattern in unread)
-        ),
+        return [f"{file} cannot be read ({error!r})"]
+    return twice + [
+        f"{name} is {there.get(name, 'missing')} there and {shapes.get(name, 'read by nothing')} in the base"
+        for name in shapes | there
+        if there.get(name) != shapes.get(name) and (name in shapes or not re.search(unread, name))
     ]
+
+
+def shapes_in(file: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a *.safetensors file, by name, read from its header alone."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(length, LONGEST_HEADER)))
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if (size := file.stat().st_size) < end:
+        raise ValueError(f"it has {size:,} bytes instead of {end:,}")
+    return {name: entry["shape"] for name, entry in header.items()}
 
 
 def differences(model: Decoder.Config, theirs: Mapping[str, Any]) -> list[str]:
@@ -234,7 +232,6 @@ def _described_experts(moe: MoE.Config) -> dict[str, Any]:
         "norm_topk_prob": router.route_norm,
         "routed_scaling_factor": router.route_scale,
         "scoring_func": router.score_func,
-        "topk_method": "noaux_tc" if moe.load_balance_coeff else "greedy",
         "n_group": router.num_expert_groups or 1,
         "topk_group": router.num_limited_groups or 1,
     }
@@ -247,6 +244,8 @@ def read_description(path: Path) -> dict[str, Any]:
     """A config.json, with its values for rotary positions, which moved between versions, at the top level.
     What is null is left to transformers, or is a feature that the model does without."""
     config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     values = DEFAULTS | {name: value for name, value in {**config, **rope}.items() if value is not None}
     values["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
@@ -311,7 +310,7 @@ def complete_export(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def model_config(spec: ModelSpec) -> dict[str, Any] | None:
     """The config.json of a model that is trained from scratch; None if its kind is not known."""
-    values = FIXED | described(spec.model)
+    values = described(spec.model)
     if values.get("model_type") not in ARCHITECTURES:
         return None
     rope = {name: values.pop(name) for name in ROPE if name in values}
@@ -320,4 +319,5 @@ def model_config(spec: ModelSpec) -> dict[str, Any] | None:
         **values,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "max_position_embeddings": spec.model.first_attention.rope.max_seq_len,
+        "hidden_act": FIXED["hidden_act"],
     }
