@@ -66,14 +66,14 @@ def test_figures_of_a_former_run_are_kept(ground):
     assert [record["step"] for record in job.metrics()] == [1, 2]
 
 
-OTHER_RATE = ("--optimizer.param_groups.0.optimizer_kwargs.lr", "0.01")
+OTHER_NORM = ("--training.max_norm", "0.001")
 
 
 def test_a_run_that_begins_at_an_older_step_leaves_the_former_ones_and_goes_on_from_its_own(ground):
     """And a checkpoint that it cannot finish is no checkpoint: nothing is overwritten."""
     checkpoints = ground.cut_off("branch", keep=8) / "checkpoint"
     former = {file.name: file.read_bytes() for file in (checkpoints / "step-6").iterdir()}
-    words = ("--checkpoint.load_step", "4", *OTHER_RATE)
+    words = ("--checkpoint.load_step", "4", *OTHER_NORM)
     job = ground.run("branch", *words, largest_file=200_000)
     assert 0 not in job.codes and "its disk is full" in job.log(), job.log()
     assert (
@@ -85,7 +85,7 @@ def test_a_run_that_begins_at_an_older_step_leaves_the_former_ones_and_goes_on_f
     branch = ground.run("branch", *words, "--training.steps", "7", "--lr_scheduler.total_steps", "8")
     assert branch.codes == [0, 0], branch.log()
     first = branch.losses()
-    (again := ground.start("branch", *OTHER_RATE)).wait()
+    (again := ground.start("branch", *OTHER_NORM)).wait()
     assert again.codes == [0, 0] and "checkpoint/step-7" in again.log(), again.log()
     losses = again.losses()
     assert losses[:4] == ground.undisturbed.losses()[:4] and losses[:7] == first
@@ -108,7 +108,7 @@ def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
     assert [line["step"] for line in job.validation()] == [1, 4]
     exported = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert exported < {file.name for file in (checkpoints / "step-4").iterdir()}
-    ground.start("extended", *words, "--training.steps", "4").ends_in_error("training.steps: the run in")
+    ground.start("extended", *words, "--training.steps", "4").ends_in_error("has done its 4 steps; set")
     job = ground.run("extended", *words, "--training.steps", "6")
     assert job.codes == [0, 0] and "Traceback" not in job.log(), job.log()
     assert "goes on from step 2" in job.log() and "step-4 has weights alone" in job.log()
