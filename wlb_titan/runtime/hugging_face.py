@@ -244,9 +244,9 @@ def read_description(path: Path) -> dict[str, Any]:
     """A config.json, with its values for rotary positions, which moved between versions, at the top level.
     What is null is left to transformers, or is a feature that the model does without."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is no JSON object")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = isinstance(config, dict) and (config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if not isinstance(rope, dict):
+        raise ValueError(f"{path} describes no model")
     values = DEFAULTS | {name: value for name, value in {**config, **rope}.items() if value is not None}
     values["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if values["rope_type"] == "yarn":

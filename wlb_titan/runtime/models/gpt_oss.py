@@ -7,12 +7,8 @@ from typing import Any
 from torchtitan.models.gpt_oss.model import GptOssModel
 from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 
-NAMES = {
-    "gate_up_proj": "mlp1_weight_EGD",
-    "gate_up_proj_bias": "mlp1_bias_EG",
-    "down_proj": "mlp2_weight_EDF",
-    "down_proj_bias": "mlp2_bias_ED",
-}
+NAMES = {"gate_up_proj": "mlp1_weight_EGD", "gate_up_proj_bias": "mlp1_bias_EG"}
+NAMES |= {"down_proj": "mlp2_weight_EDF", "down_proj_bias": "mlp2_bias_ED"}
 THEIRS, OURS = "model.layers.{}.mlp.experts.", "layers.{}.moe.routed_experts.inner_experts."
 TURNED = (".experts.gate_up_proj", ".experts.down_proj")
 
