@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from lab import CONFIG, layout, ranks
 from pipeline_reference import differences
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from trainers import GRADIENTS
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader
@@ -90,9 +90,64 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     published = saved.folder / "checkpoint" / "step-1"
     experts = (*layout("cp2"), "--parallelism.expert_parallel_degree", "2")
     loaded = lab.experiment("loaded_from_hf", *one_step, *experts, *loading(published))
-    (published / "config.json").write_text(json.dumps({"num_experts": 4}))
     lab.run(2, [loaded])
     assert loaded.losses() == pytest.approx(saved.losses(), rel=1e-5)
+
+
+GPT_OSS = json.loads(
+    """{"vocab_size": 2048, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "hidden_size": 256, "intermediate_size": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 64, "sliding_window": 24, "rms_norm_eps": 1e-5}"""
+)
+
+
+@pytest.mark.timeout(600)
+def test_gpt_oss_trains_from_published_weights_and_is_exported_whole(lab):
+    """Experts' weights too: loss and gradient norm are transformers', as near as bfloat16 gets, and what is
+    saved without a learning rate is what was loaded."""
+    folder = lab.folder / "published_gpt_oss"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**GPT_OSS), attn_implementation="eager").bfloat16()
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn_like(weight)
+            weight.copy_(1 + 0.1 * noise if weight.ndim == 1 else noise * weight.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    for file in (lab.corpus / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    words = ("--base", "bases:gpt_oss", *loading(folder), "--checkpoint.export_dtype", "bfloat16")
+    still = ("--optimizer.param_groups.0.optimizer_kwargs.lr", "0.0", "--training.steps", "1")
+    alone = lab.experiment("gpt_oss_alone", *words, *still, *layout(), *SAVED_IN_HF)
+    cp2 = lab.experiment("gpt_oss_cp2", *words, *still, *layout("cp2 ep2"))
+    lab.run(1, [alone])
+    lab.run(2, [cp2])
+    documents = Corpus.open(lab.corpus)
+    documents = [documents.tokens(row).tolist() for row in range(len(documents))]
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in documents]
+    step, _ = first_step(alone.words(), rows, "token")
+    expected, gradients = hugging_face(folder, step, "token", AutoModelForCausalLM, dtype=torch.float32)
+    norm = torch.nn.utils.get_total_norm(list(gradients.values())).item()
+    for run in (alone, cp2):
+        assert run.losses()[0] == pytest.approx(expected, rel=3e-3)
+        assert run.metrics()[0]["grad_norm"] == pytest.approx(norm, rel=0.03)
+    saved = alone.folder / "checkpoint" / "step-1"
+    (file,) = saved.glob("*.safetensors")
+    before, after = load_file(folder / "model.safetensors"), load_file(file)
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    _, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint(lab, published):
+    folder, _ = published
+    kept = ("--checkpoint.last_save_model_only", "false", "--lr_scheduler.total_steps", "3")
+    words = ("--base", "bases:scaled_llama", *kept, *loading(folder), *layout(), "--training.steps")
+    run, whole = lab.experiment("hf_again", *words, "1"), lab.experiment("hf_whole", *words, "3")
+    lab.run(1, [run, whole])
+    run.overrides = [*run.overrides[:-1], "3"]
+    lab.run(1, [run])
+    assert run.losses() == whole.losses() and len(run.losses()) == 3
 
 
 MASKED = {  # name as of `lab.layout` -> the conversations, and what weighs the same
@@ -129,10 +184,10 @@ def first_step(words, rows, weight):
     return found, step
 
 
-def hugging_face(folder, step, weight, **description):
-    """Loss and gradients of Hugging Face's Llama, or one of another description, document by document."""
+def hugging_face(folder, step, weight, kind=LlamaForCausalLM, **description):
+    """Loss and gradients of Hugging Face's model, or one of another description, document by document."""
     description = {"dtype": torch.float64, "attn_implementation": "eager", **description}
-    model = LlamaForCausalLM.from_pretrained(folder, **description)
+    model = kind.from_pretrained(folder, **description)
     divisor = sum(
         sum(target != -100 for target in targets) / (total if weight == "conversation" else 1)
         for _, targets, total in step

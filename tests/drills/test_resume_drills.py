@@ -1,6 +1,13 @@
 """Jobs that go on from a checkpoint with other settings, or from one that is broken."""
 
+import json
+import shutil
+
 import pytest
+
+from wlb_titan.errors import UserError
+from wlb_titan.runtime.checkpoints import beginning, damage
+from wlb_titan.runtime.models.load import load_config
 
 
 @pytest.mark.parametrize(
@@ -39,7 +46,9 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_taken(ground):
 def test_no_whole_checkpoint_is_an_error(ground):
     folder = ground.cut_off("none-whole", keep=2)
     (folder / "checkpoint" / "step-2" / ".metadata").write_bytes(b"rubbish")
-    ground.start("none-whole").ends_in_error("is whole: step 2: its .metadata is damaged")
+    ground.start("none-whole").ends_in_error(
+        "go on from no checkpoint", "step-2 is broken: its .metadata is damaged"
+    )
 
 
 def test_figures_of_a_former_run_are_kept(ground):
@@ -55,3 +64,62 @@ def test_figures_of_a_former_run_are_kept(ground):
     assert [path.name for path in (former / "traces").iterdir()] == ["step-8.json"]
     assert [path.name for path in traces.iterdir()] == ["step-2.json"], "and nothing half written"
     assert [record["step"] for record in job.metrics()] == [1, 2]
+
+
+OTHER_NORM = ("--training.max_norm", "0.001")
+
+
+def test_a_run_that_begins_at_an_older_step_leaves_the_former_ones_and_goes_on_from_its_own(ground):
+    """And a checkpoint that it cannot finish is no checkpoint: nothing is overwritten."""
+    checkpoints = ground.cut_off("branch", keep=8) / "checkpoint"
+    former = {file.name: file.read_bytes() for file in (checkpoints / "step-6").iterdir()}
+    words = ("--checkpoint.load_step", "4", *OTHER_NORM)
+    job = ground.run("branch", *words, largest_file=200_000)
+    assert 0 not in job.codes and "its disk is full" in job.log(), job.log()
+    assert (
+        "goes on from step 4" in job.log() and "step-8 is of a later step, and becomes former-8" in job.log()
+    )
+    assert not damage(checkpoints / "former-6") and not damage(checkpoints / "former-8")
+    assert former == {file.name: file.read_bytes() for file in (checkpoints / "former-6").iterdir()}
+    assert "has no .metadata" in damage(checkpoints / "step-6")
+    branch = ground.run("branch", *words, "--training.steps", "7", "--lr_scheduler.total_steps", "8")
+    assert branch.codes == [0, 0], branch.log()
+    first = branch.losses()
+    (again := ground.start("branch", *OTHER_NORM)).wait()
+    assert again.codes == [0, 0] and "checkpoint/step-7" in again.log(), again.log()
+    losses = again.losses()
+    assert losses[:4] == ground.undisturbed.losses()[:4] and losses[:7] == first
+    assert losses[5] != ground.undisturbed.losses()[5]
+
+
+EXPORTING = ("--checkpoint.last_save_in_hf", "true", "--checkpoint.last_save_model_only", "true")
+
+
+def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
+    """It validates and exports after the corpus was deleted; more steps begin where there is an optimizer."""
+    shutil.copytree(ground.corpus, ground.folder / "deleted")
+    words = ("--wlb.validation.hold_out", "0.05", *EXPORTING, "--lr_scheduler.total_steps", "6")
+    short = ("--training.steps", "4", "--wlb.corpus.path", str(ground.folder / "deleted"))
+    job = ground.start("extended", *words, *short)
+    job.await_step(1)
+    shutil.rmtree(ground.folder / "deleted")
+    assert job.wait() == [0, 0], job.log()
+    checkpoints = job.folder / "checkpoint"
+    assert [line["step"] for line in job.validation()] == [1, 4]
+    exported = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert exported < {file.name for file in (checkpoints / "step-4").iterdir()}
+    ground.start("extended", *words, "--training.steps", "4").ends_in_error("has done its 4 steps; set")
+    job = ground.run("extended", *words, "--training.steps", "6")
+    assert job.codes == [0, 0] and "Traceback" not in job.log(), job.log()
+    assert "goes on from step 2" in job.log() and "step-4 has weights alone" in job.log()
+    assert [record["step"] for record in job.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert exported < {file.name for file in (checkpoints / "former-4").iterdir()}
+    assert json.loads((checkpoints / "step-6" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_seed_checkpoint_is_made_by_one_process_and_replaces_none(ground):
+    folder = ground.cut_off("seed", keep=2)
+    seed = ("--checkpoint.create_seed_checkpoint", "true")
+    ground.start("seed", *seed).ends_in_error("one process makes it")
+    with pytest.raises(UserError, match="has a checkpoint of step 2 already"):
+        beginning(load_config(ground.config, ("--dump_folder", str(folder), *seed)).config)

@@ -1,5 +1,6 @@
 """torchtitan's bases: each is taken over with nothing lost, or refused with the reason."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -18,6 +19,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.checks import validate
 from wlb_titan.runtime.compat import owner_of
+from wlb_titan.runtime.hugging_face import ROUTER_BIAS, drop_router_bias, exchanged
 from wlb_titan.runtime.models.adoption import unsupported
 from wlb_titan.runtime.models.bases import base_config
 
@@ -88,7 +90,7 @@ def test_the_documentation_names_every_base_that_trains(bases):
     assert not refused & adopted
 
 
-CHANGED = {"disable_cuda_graphs": True, "spmd_backend": "spmd_types"}
+CHANGED = {"disable_cuda_graphs": True, "spmd_backend": "spmd_types", "export_dtype": "float32"}
 
 
 def assert_nothing_lost(base, adopted):
@@ -236,7 +238,7 @@ def test_lora_trains_its_adapters_and_no_more(changed_base):
     trained = {name.rpartition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     layer = ("attention.qkv_linear.wqkv", "attention.wo", "feed_forward.w1", "feed_forward.w2")
     assert {f"layers.5.{name}" for name in layer} < trained and "" not in trained
-    config.checkpoint.last_save_in_hf = True
+    config.checkpoint.enable = config.checkpoint.last_save_in_hf = True
     with pytest.raises(UserError, match="LoRA's adapters have no place"):
         validate(config, 1)
 
@@ -247,3 +249,99 @@ def test_a_layer_s_window_that_document_attention_lacks_is_refused():
     model.layers[0].attention.inner_attention = DocumentAttention.Config()
     words = "layers.0.attention: a sliding window of 128 tokens, and its inner attention one of None"
     assert unsupported(model) == [words]
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name.startswith("models.")])
+def test_every_tensor_goes_to_hugging_face_s_format_and_back(bases, package):
+    """But the bias of routers where that has none: such a run trains without."""
+    for (of, name), (full_name, _) in bases.items():
+        if of != package or refusal_of(name):
+            continue
+        spec = base_config(full_name).model_spec
+        spec.model.layers = [spec.model.layers[0], spec.model.layers[-1]]
+        lost = exchanged(spec)[1]
+        assert all(tensor.endswith(ROUTER_BIAS) for tensor in lost), f"{name}: {lost}"
+        assert drop_router_bias(spec) is bool(lost)
+        shapes, lost = exchanged(spec)
+        assert not lost and len(shapes) > 20, f"{name}: {lost}"
+
+
+def test_an_adapter_that_loses_a_tensor_is_refused(changed_base):
+    def forget(config):
+        class Forgetful(config.model_spec.state_dict_adapter):
+            def to_hf(self, state_dict):
+                return super().to_hf({n: t for n, t in state_dict.items() if "layers.3.ffn_norm" not in n})
+
+        config.model_spec.state_dict_adapter = Forgetful
+
+    config = base_config(changed_base(forget))
+    validate(config, 1)
+    config.checkpoint.enable = config.checkpoint.last_save_in_hf = True
+    with pytest.raises(UserError, match=r"last_save_in_hf: .* 1 tensors .* layers.3.ffn_norm.weight; leave"):
+        validate(config, 1)
+
+
+def widen_vocabulary(model):
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = 4097
+
+
+def widen_feed_forward(model):
+    layer = model.layers[2].feed_forward
+    layer.w1.out_features = layer.w3.out_features = layer.w2.in_features = 385
+
+
+def widen_experts(model):
+    model.layers[1].moe.routed_experts.inner_experts.hidden_dim = 65
+
+
+MOE = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"
+GPT_OSS = "torchtitan.models.gpt_oss.config_registry:gpt_oss_debugmodel"
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "degrees", "words"),
+    [
+        (
+            "llama3_debug",
+            widen_vocabulary,
+            {"tensor": 2},
+            "tensor_parallel_degree: 2 ranks cannot share the 4,097",
+        ),
+        ("llama3_debug", widen_feed_forward, {"tensor": 2}, "the 385 entries of layers.2.feed_forward.w"),
+        (MOE, widen_experts, {"tensor": 2}, "the 65 entries of layers.1.moe.routed_experts.inner_experts"),
+        (MOE, widen_experts, {"tensor": 2, "expert": 2}, None),  # whole experts
+        (
+            MOE,
+            None,
+            {"context": 3, "expert": 3},
+            "expert_parallel_degree: 3 ranks cannot share the 64 entries",
+        ),
+        (
+            GPT_OSS,
+            None,
+            {"tensor": 2},
+            "expert_parallel_degree: tensor-parallel ranks would add .* set it to 2",
+        ),
+        (GPT_OSS, None, {"tensor": 2, "expert": 2}, None),
+    ],
+)
+def test_what_ranks_cannot_share_equally_is_refused(base, change, degrees, words):
+    config = base_config(base)
+    if change is not None:
+        change(config.model_spec.model)
+    for name, degree in degrees.items():
+        setattr(config.parallelism, f"{name}_parallel_degree", degree)
+    config.training.seq_len, config.parallelism.data_parallel_shard_degree = 768, 1
+    with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
+        validate(config, None)
+
+
+def test_a_seed_checkpoint_is_made_by_one_process():
+    config = base_config("llama3_debug")
+    config.checkpoint.enable = config.checkpoint.create_seed_checkpoint = True
+    validate(config, 1)
+    with pytest.raises(UserError, match=r"create_seed_checkpoint: one process makes it.* 2 processes"):
+        validate(config, 2)
+    config.checkpoint.enable = False
+    with pytest.raises(UserError, match="create_seed_checkpoint: nothing is loaded or saved"):
+        validate(config, 1)

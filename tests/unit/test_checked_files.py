@@ -1,16 +1,33 @@
 """`config check` opens the files that a TOML file names: corpora, mixtures of them, a folder of weights."""
 
+import dataclasses
 import json
 import re
+import shutil
+import struct
 
 import datasets
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from wlb_titan.commands.main import main
+from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+from wlb_titan.runtime.hugging_face import (
+    complete_export,
+    described,
+    differences,
+    differing_tensors,
+    exchanged,
+    export_files,
+    read_description,
+)
+from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +135,9 @@ SCALING = json.loads(
 LLAMA_3_1_8B = {**LLAMA_8B, "rope_theta": 500000.0, "rope_scaling": SCALING}
 NEWER = {**LLAMA_8B, "rope_parameters": {**SCALING, "rope_theta": 500000.0}}
 QWEN_30B_A3B = json.loads(
-    """{"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    """{"model_type": "qwen3_moe", "norm_topk_prob": true, "mlp_only_layers": [], "sliding_window": null,
+    "use_sliding_window": false, "max_window_layers": 48, "decoder_sparse_step": 1,
+    "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
     "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
     "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
     "tie_word_embeddings": false, "vocab_size": 151936}"""
@@ -127,17 +146,31 @@ LLAMA = "torchtitan.models.llama3.config_registry:llama3_8b"
 QWEN = "torchtitan.models.qwen3.config_registry:qwen3_30b_a3b"
 
 
+def write_zeros(file, shapes):
+    """Tensors of zeros, of which the file system keeps none."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    with file.open("r+b") as out:
+        out.truncate(8 + len(text) + end)
+
+
 @pytest.fixture
 def initial_load(corpora, write, tmp_path):
     """The TOML of a base that starts from a folder of weights."""
 
-    def initial_load(base, description, tokenizer="corpus", tensors=("model.safetensors",)):
+    def initial_load(base, description, tokenizer="corpus", tensors=True, index=()):
         weights = tmp_path / "weights"
         weights.mkdir()
         if description is not None:
             (weights / "config.json").write_text(json.dumps(description))
-        for name in tensors:
-            (weights / name).touch()
+        if tensors:
+            write_zeros(weights / "model.safetensors", exchanged(base_config(base).model_spec)[0])
+        if index:
+            (weights / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
         file = corpora / tokenizer / "tokenizer" / "tokenizer.json"
         (weights / "tokenizer.json").write_bytes(file.read_bytes())
         checkpoint = f'enable = true\ninitial_load_in_hf = true\ninitial_load_path = "{weights}"\n'
@@ -164,7 +197,7 @@ YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     ("base", "changes", "words"),
     [
         (LLAMA, {"rope_scaling": None}, "rope_type is default there and llama3 in the base"),  # Llama 3.0
-        (LLAMA, LAYERS, "num_hidden_layers is 16 there and 32 in the base; rms_norm_eps is 1e-06 there"),
+        (LLAMA, LAYERS, "rms_norm_eps is 1e-06 there and 1e-05 in the base; num_hidden_layers is 16 there"),
         (QWEN, YARN, "rope_type is yarn there and"),
         (QWEN, {"num_experts": 64}, "num_experts is 64 there and 128"),
     ],
@@ -178,7 +211,15 @@ def test_weights_of_another_model_are_refused(initial_load, base, changes, words
     ("folder", "words"),
     [
         ({"description": None}, "Copy the config.json of the published model there"),
-        ({"tensors": ()}, r"with \*.safetensors"),
+        ({"tensors": False}, r"with \*.safetensors"),
+        (
+            {"index": {"lm_head.weight": "model-2.safetensors"}},
+            "weights/model-2.safetensors cannot be read .FileNotFoundError",
+        ),
+        (
+            {"description": LLAMA_3_1_8B | {"quantization_config": {"quant_method": "fp8"}}},
+            "are quantised .*fp8",
+        ),
         ({"tokenizer": "other"}, "wlb.corpus.path = .*another tokenizer.*prepare NAME --tokenizer"),
     ],
 )
@@ -189,15 +230,9 @@ def test_a_folder_that_does_not_fit_is_refused(initial_load, folder, words):
 @pytest.mark.parametrize("base", ["llama3_debug", "torchtitan.models.qwen3.config_registry:qwen3_debugmodel"])
 def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tmp_path):
     """Trained from nothing, so that config.json is written here; in float32."""
-    import torch
-    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from wlb_titan.corpus import Corpus
-    from wlb_titan.corpus.tokenizer import CorpusTokenizer
     from wlb_titan.runtime.attention.module import DocumentMask
-    from wlb_titan.runtime.hugging_face import complete_export
-    from wlb_titan.runtime.models.bases import base_config
 
     config, corpus = base_config(base), Corpus.open(corpora / "corpus")
     torch.manual_seed(0)
@@ -212,7 +247,7 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
         tmp_path / "model.safetensors",
     )
     config.checkpoint.export_dtype = "float32"
-    complete_export(tmp_path, config, corpus)
+    complete_export(tmp_path, export_files(config, corpus))
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and theirs.dtype == torch.float32
     ids = torch.tensor([corpus.tokens(0, 0, 24).tolist()])
@@ -224,3 +259,162 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.decode(ids[0], clean_up_tokenization_spaces=False).startswith("to be or not")
     assert theirs.generation_config.eos_token_id == CorpusTokenizer(corpus.tokenizer_path).end_of_text_id
+
+
+QWEN_0_6B = "torchtitan.models.qwen3.config_registry:qwen3_0_6b"
+DEEPSEEK = "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_671b"
+GPT_OSS = "torchtitan.models.gpt_oss.config_registry:gpt_oss_20b"
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        (QWEN, {"norm_topk_prob": False}),
+        (QWEN, {"decoder_sparse_step": 2}),
+        (QWEN, {"mlp_only_layers": [0]}),
+        (QWEN, {"use_sliding_window": True, "sliding_window": 4096}),
+        (QWEN, {"n_shared_experts": 1}),
+        (QWEN_0_6B, {"attention_bias": True}),
+        (QWEN_0_6B, {"hidden_act": "gelu"}),
+        (QWEN_0_6B, {"partial_rotary_factor": 0.5}),
+        (QWEN_0_6B, {"attention_dropout": 0.1}),
+        (QWEN_0_6B, {"model_type": "qwen2"}),
+        (QWEN_0_6B, {"query_pre_attn_scalar": 256}),  # of another family
+        (DEEPSEEK, {"q_lora_rank": None}),
+        (DEEPSEEK, {"routed_scaling_factor": 1.0}),
+        (DEEPSEEK, {"scoring_func": "softmax"}),
+        (DEEPSEEK, {"topk_group": 1}),
+        (DEEPSEEK, {"mscale": 0.5}),
+        (DEEPSEEK, {"first_k_dense_replace": 0}),
+        (DEEPSEEK, {"rope_interleave": False}),
+        (GPT_OSS, {"truncate": None}),  # true where nothing is said
+        (GPT_OSS, {"swiglu_limit": 5.0}),
+        (GPT_OSS, {"sliding_window": None}),
+        (GPT_OSS, {"layer_types": ["full_attention"] * 24}),
+    ],
+    ids=str,
+)
+def test_what_changes_a_model_is_named(base, change, tmp_path):
+    model = base_config(base).model_spec.model
+    for changes in ({}, change):
+        config = described(model) | changes
+        config["rope_scaling"] = {"rope_type": config.pop("rope_type")}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        named = [words.split()[0] for words in differences(model, read_description(tmp_path / "config.json"))]
+        assert named == sorted(changes, key=named.index)
+
+
+def test_what_transformers_writes_of_published_models_fits(tmp_path):
+    """Every key that its configurations have, and those of files that others wrote."""
+    import transformers as theirs
+
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40, "beta_fast": 32, "beta_slow": 1}
+    yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+    wide = {"rope_theta": 1e6, "rope_type": "default"}
+    llama = theirs.LlamaConfig(**LLAMA_8B, rope_parameters=NEWER["rope_parameters"])
+    qwen = theirs.Qwen3MoeConfig(
+        num_hidden_layers=48, head_dim=128, norm_topk_prob=True, rope_parameters=wide
+    )
+    # torchtitan's base has other norms than what is published, which is told.
+    deepseek = theirs.DeepseekV3Config(rms_norm_eps=1e-5, rope_parameters=yarn)
+    others = {
+        "_name_or_path": "x",
+        "torch_dtype": "bfloat16",
+        "pad_token_id": 3,
+        "auto_map": {"AutoConfig": "x"},
+    }
+    gpt_oss = theirs.GptOssConfig(num_hidden_layers=24, num_local_experts=32)
+    for base, config in ((LLAMA, llama), (QWEN, qwen), (DEEPSEEK, deepseek), (GPT_OSS, gpt_oss)):
+        for keys in (config.to_dict(), config.to_diff_dict()):
+            (tmp_path / "config.json").write_text(json.dumps(keys | others))
+            described_there = read_description(tmp_path / "config.json")
+            assert differences(base_config(base).model_spec.model, described_there) == []
+
+
+TWO = {"a": [2, 3], "b": [4]}
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "words"),
+    [
+        ([TWO], None, None),
+        ([{"a": [2, 3]}, {"b": [4]}], {"a": "0.safetensors", "b": "1.safetensors"}, None),
+        ([TWO | {"layers.0.rotary_emb.inv_freq": [8]}], None, None),
+        (
+            [{"a": [2, 3]}],
+            {"a": "0.safetensors", "b": "1.safetensors"},
+            "1.safetensors cannot be read .FileNotFoundError",
+        ),
+        ([{"a": [2, 3]}], None, "b is missing there"),
+        ([{"a": [2, 3], "b": [5]}], None, r"b is \[5\] there and \[4\] in the base"),
+        ([TWO | {"c.bias": [1]}], None, "c.bias is .* there and read by nothing in the base"),
+        ([TWO, {"b": [4]}], None, "b is in 1.safetensors and in another file"),
+        ([TWO], [], "index.json cannot be read"),
+    ],
+)
+def test_every_tensor_of_a_folder_is_accounted_for(tmp_path, files, index, words):
+    for number, shapes in enumerate(files):
+        save_file(
+            {name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / f"{number}.safetensors"
+        )
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    differ = differing_tensors(tmp_path, TWO, r"rotary_emb\.inv_freq$")
+    assert not differ if words is None else re.search(words, *differ)
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path):
+    save_file({"a": torch.zeros(9)}, file := tmp_path / "model.safetensors")
+    file.write_bytes(file.read_bytes()[:-4])
+    (words,) = differing_tensors(tmp_path, {"a": [9]}, "^$")
+    assert str(file) in words and "cannot be read" in words
+
+
+def test_an_export_says_what_the_run_says(corpora, tmp_path, caplog):
+    """Tokens that end and pad a text, the chat template and the tokenizer are the corpus', where it has any;
+    all else is as it was. Both folders may be deleted meanwhile."""
+    for name in ("corpus", "weights"):
+        shutil.copytree(corpora / "corpus", tmp_path / name)
+    corpus, weights = tmp_path / "corpus" / "tokenizer", tmp_path / "weights" / "tokenizer"
+    tokens = {"eos_token": "<|endoftext|>", "pad_token": {"content": "<|endoftext|>"}, "bos_token": None}
+    (corpus / "tokenizer_config.json").write_text(json.dumps(tokens))
+    (corpus / "chat_template.jinja").write_text("the run's")
+    (weights / "chat_template.jinja").write_text("of before")
+    (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "top_k": 20}))
+    before = {"eos_token_id": 7, "bos_token_id": 5, "hidden_size": 128, "dtype": "float16"}
+    (weights / "config.json").write_text(json.dumps(before | {"quantization_config": {}}))
+    config = base_config("llama3_debug")
+    config.checkpoint = dataclasses.replace(
+        config.checkpoint, initial_load_in_hf=True, initial_load_path=str(weights), export_dtype="bfloat16"
+    )
+    opened = Corpus.open(tmp_path / "corpus")
+    with caplog.at_level("INFO"):
+        files = export_files(config, opened)
+    (end,) = {CorpusTokenizer(corpus).end_of_text_id}
+    shutil.rmtree(corpus), shutil.rmtree(weights)
+    (tmp_path / "export").mkdir()
+    complete_export(tmp_path / "export", files)
+    saved = {file.name: file.read_text() for file in (tmp_path / "export").iterdir()}
+    assert json.loads(saved["generation_config.json"]) == {
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "top_k": 20,
+    }
+    ids = {"eos_token_id": end, "pad_token_id": end, "bos_token_id": 5}
+    assert json.loads(saved["config.json"]) == {**ids, "hidden_size": 128, "torch_dtype": "bfloat16"}
+    assert (
+        saved["chat_template.jinja"] == "the run's" and json.loads(saved["tokenizer_config.json"]) == tokens
+    )
+    assert f"eos_token_id = {end} in config.json, which was 7" in caplog.text
+    assert "tokenizer_config.json; chat_template.jinja; eos_token_id" in caplog.text
+
+
+def test_a_chat_template_of_the_weights_stays_where_the_corpus_has_none(corpora, tmp_path):
+    shutil.copytree(corpora / "corpus" / "tokenizer", tmp_path / "weights")
+    (tmp_path / "weights" / "chat_template.jinja").write_text("of before")
+    (tmp_path / "weights" / "config.json").write_text("{}")
+    config = base_config("llama3_debug")
+    config.checkpoint = dataclasses.replace(
+        config.checkpoint, initial_load_in_hf=True, initial_load_path=str(tmp_path / "weights")
+    )
+    assert export_files(config, Corpus.open(corpora / "corpus"))["chat_template.jinja"] == b"of before"

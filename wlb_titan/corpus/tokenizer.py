@@ -59,6 +59,17 @@ class CorpusTokenizer:
         # end-of-text token would look like the document's end.
         self._tokenizer.encode_special_tokens = True
 
+    def special_ids(self) -> dict[str, int]:
+        """The tokens that end, begin and pad a text, by their names in a model's config.json."""
+        config = json.loads((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        ids = {"eos_token_id": self.end_of_text_id}
+        for name in ("bos_token", "pad_token"):
+            token = config.get(name)
+            number = self._tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token or "")
+            if number is not None:
+                ids[f"{name}_id"] = number
+        return ids
+
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """int32 (n,), token ids of each text, without special tokens; uses all cores."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)

@@ -72,16 +72,16 @@ def agreed_job(config: TrainerConfig, job: Job) -> Job:
 
 
 def agreed_beginning(config: TrainerConfig) -> Beginning:
-    """The checkpoint that rank 0 finds, for all ranks; sets `checkpoint.load_step`, warns of broken ones."""
+    """The checkpoint that rank 0 finds, for all ranks; sets `checkpoint.load_step`, warns of newer ones."""
     found = [beginning(config) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     (agreed,) = found
     folder = Path(config.dump_folder) / config.checkpoint.folder
-    for step, wrong in agreed.broken if dist.get_rank() == 0 else ():
+    for step, kind, wrong in agreed.newer if dist.get_rank() == 0 else ():
         logger.warning(
-            f"The checkpoint {folder / f'step-{step}'} is broken: {wrong}. The run goes on from step "
-            f"{agreed.step}, and the broken one becomes broken-{step} beside it. If you have a whole copy, "
-            "stop this run and put it there."
+            f"The run goes on from step {agreed.step}: {folder / f'step-{step}'} {wrong}"
+            + f", and becomes {kind}-{step} beside it" * (not config.checkpoint.load_only)
+            + ". If you have a whole copy, stop this run and put it there" * (kind == "broken")
         )
     if agreed.step >= 0:
         config.checkpoint = replace(config.checkpoint, load_step=agreed.step)

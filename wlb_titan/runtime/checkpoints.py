@@ -2,14 +2,18 @@
 
 A checkpoint is a folder step-N of torch's distributed checkpoint format. Its .metadata is written last and
 lists each piece's file, first byte and length. A checkpoint is broken if a file is shorter than that, because
-a disk was full or a copy was cut off. The bytes themselves carry no checksum.
+a disk was full or a copy was cut off. The bytes themselves carry no checksum. From weights alone, as a run
+exports them after its last step, no run goes on.
+
+Before a run trains, checkpoints of steps that it will reach again are renamed. So none is ever overwritten: a
+folder step-N is whole, or has no .metadata and counts for nothing.
 """
 
 from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,68 +26,91 @@ from wlb_titan.runtime.config import TrainerConfig
 
 METADATA = ".metadata"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
+STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")  # beside the weights
+WEIGHTS_ALONE = "has weights alone, from which no run goes on"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Beginning:
-    step: int  # of the newest whole checkpoint; -1: none
-    broken: tuple[tuple[int, str], ...] = ()  # newer ones: step and damage
+    step: int  # of the checkpoint; -1: none
+    newer: tuple[tuple[int, str, str], ...] = ()  # others: step, what they are renamed to, and why
 
 
 def beginning(config: TrainerConfig) -> Beginning:
     """The newest whole checkpoint of a run, or the one that it names."""
     checkpoint = config.checkpoint
     folder = Path(config.dump_folder) / checkpoint.folder
-    if not checkpoint.enable or checkpoint.create_seed_checkpoint:
+    if not checkpoint.enable:
         return Beginning(-1)
+    if checkpoint.create_seed_checkpoint:
+        if steps := _steps(folder):
+            raise UserError(
+                f"checkpoint.create_seed_checkpoint: {folder} has a checkpoint of step {max(steps)} already; "
+                "name another dump_folder."
+            )
+        return Beginning(-1)
+    needed = [state for state in STATES if state not in checkpoint.exclude_from_loading]
     if checkpoint.load_step >= 0:
         named = folder / f"step-{checkpoint.load_step}"
-        if wrong := damage(named):
-            raise UserError(f"checkpoint.load_step: {named} cannot be loaded: {wrong}.")
-        return Beginning(checkpoint.load_step)
-    found = newest_whole(folder)
-    if found.step < 0 and found.broken:
-        raise UserError(
-            f"checkpoint.folder: no checkpoint in {folder} is whole: "
-            + "; ".join(f"step {step}: {wrong}" for step, wrong in found.broken)
-            + ". Copy one again from where it came, or name another dump_folder to start anew."
+        if wrong := damage(named, needed if checkpoint.load_step else []):
+            raise UserError(f"checkpoint.load_step: {named} cannot be loaded: it {wrong}.")
+        later = sorted(step for step in _steps(folder) if step > checkpoint.load_step)
+        return Beginning(
+            checkpoint.load_step, tuple((step, "former", "is of a later step") for step in later)
         )
-    initial = checkpoint.initial_load_path
-    if found.step < 0 and initial and not checkpoint.initial_load_in_hf and (wrong := damage(Path(initial))):
-        raise UserError(f"checkpoint.initial_load_path: {initial} cannot be loaded: {wrong}.")
+    found = newest_whole(folder, needed)
+    done = [step for step, _, wrong in found.newer if wrong == WEIGHTS_ALONE]
+    if done and max(done) >= config.training.steps and not config.wlb.epochs:
+        raise UserError(
+            f"training.steps: the run in {config.dump_folder} has done its {max(done)} steps; set more to "
+            "go on."
+        )
+    if found.step < 0 and found.newer:
+        raise UserError(
+            f"checkpoint.folder: a run can go on from no checkpoint in {folder}: "
+            + "; ".join(f"step-{step} {wrong}" for step, _, wrong in found.newer)
+            + ". Copy a whole one there, or name another dump_folder to start anew; weights alone are loaded "
+            "by checkpoint.initial_load_path."
+        )
+    initial = "" if checkpoint.initial_load_in_hf else checkpoint.initial_load_path
+    needed = [] if checkpoint.initial_load_model_only else needed
+    if found.step < 0 and initial and (wrong := damage(Path(initial), needed)):
+        raise UserError(f"checkpoint.initial_load_path: {initial} cannot be loaded: it {wrong}.")
     return found
 
 
-def newest_whole(folder: Path) -> Beginning:
-    broken = []
+def newest_whole(folder: Path, needed: Collection[str] = STATES) -> Beginning:
+    newer: list[tuple[int, str, str]] = []
     for step in sorted(_steps(folder), reverse=True):
-        wrong = damage(folder / f"step-{step}")
+        wrong = damage(folder / f"step-{step}", needed if step else [])  # a seed checkpoint has weights alone
         if not wrong:
-            return Beginning(step, tuple(broken))
-        broken.append((step, wrong))
-    return Beginning(-1, tuple(broken))
+            return Beginning(step, tuple(newer))
+        newer.append((step, "former" if wrong == WEIGHTS_ALONE else "broken", wrong))
+    return Beginning(-1, tuple(newer))
 
 
-def damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint; empty if it is whole."""
+def damage(checkpoint: Path, needed: Collection[str] = STATES) -> str:
+    """Why a checkpoint cannot be loaded with the states that are needed; empty if it can."""
     if not checkpoint.is_dir():
-        return "there is no such folder"
+        return "does not exist"
     if not (checkpoint / METADATA).is_file():
-        return "" if (checkpoint / HUGGING_FACE_INDEX).is_file() else f"it has no {METADATA}"
+        exported = needed and (checkpoint / HUGGING_FACE_INDEX).is_file()
+        return WEIGHTS_ALONE if exported else f"has no {METADATA}"
     try:
-        pieces = FileSystemReader(checkpoint).read_metadata().storage_data
+        metadata = FileSystemReader(checkpoint).read_metadata()
+        pieces, names = metadata.storage_data, {name.split(".")[0] for name in metadata.state_dict_metadata}
         ends: dict[str, int] = {}
         for piece in pieces.values():
             ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
     except Exception as error:  # it is unpickled, which can raise anything
-        return f"its {METADATA} is damaged ({type(error).__name__}: {error})"
+        return f"is broken: its {METADATA} is damaged ({type(error).__name__}: {error})"
     for name, end in ends.items():
         file = checkpoint / name
         size = file.stat().st_size if file.is_file() else 0
         if size < end:
-            return f"its file {name} has {size:,} bytes instead of {end:,}"
-    return ""
+            return f"is broken: its file {name} has {size:,} bytes instead of {end:,}"
+    return "" if names.issuperset(needed) else WEIGHTS_ALONE
 
 
 def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -> str:
@@ -99,18 +126,19 @@ def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -
     return "all is saved; start the job again to go on"
 
 
-def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
-    """Renames broken checkpoints to broken-N, which frees their names for new ones."""
-    for step in steps:
-        number, aside = 1, folder / f"broken-{step}"
+def move_aside(folder: Path, begun: Beginning) -> None:
+    """Renames newer checkpoints to broken-N or former-N, which frees their names for new ones."""
+    for step, kind, _ in begun.newer:
+        number, aside = 1, folder / f"{kind}-{step}"
         while aside.exists():
-            number, aside = number + 1, folder / f"broken-{step}.{number}"
+            number, aside = number + 1, folder / f"{kind}-{step}.{number}"
         (folder / f"step-{step}").rename(aside)
 
 
-def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseException:
+def explained(error: BaseException, config: TrainerConfig, step: int, *, saving: bool) -> BaseException:
     """The user's error behind one of torch's checkpointing, or else the error itself; `saving`: whether the
-    run had started, as before that a checkpoint is loaded."""
+    run had started, as before that the checkpoint of a step, or of -1 the initial one, is loaded."""
+    folder = Path(config.dump_folder) / config.checkpoint.folder
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, UserError):
@@ -126,10 +154,15 @@ def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseExcept
         return error
     first = next((cause for cause in causes[1:] if not isinstance(cause, CheckpointException)), error)
     said = " ".join(str(first).split())[:500]
+    if step < 0:
+        return UserError(
+            f"checkpoint.initial_load_path: {config.checkpoint.initial_load_path} cannot be loaded: {said}. "
+            "Name a checkpoint of this model."
+        )
     return UserError(
-        f"A checkpoint of {folder} cannot be loaded: {said}. If the model or the optimizer was changed, "
-        "change it back, or name another dump_folder to start anew. If the checkpoint is damaged, move its "
-        "folder step-N away; the run then goes on from the one before."
+        f"The checkpoint {folder / f'step-{step}'} cannot be loaded: {said}. If the model or the optimizer "
+        "was changed, change it back, or name another dump_folder to start anew. If the checkpoint is "
+        "damaged, move it away; the run then goes on from the one before."
     )
 
 

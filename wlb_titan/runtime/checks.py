@@ -10,11 +10,13 @@ import copy
 import inspect
 from pathlib import Path
 
+import spmd_types
 import torch
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.protocols.module import Module
 
 from wlb_titan.config.documents import (
     mixture_sources,
@@ -29,7 +31,7 @@ from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import check_micro_batches
-from wlb_titan.plugins import short_name
+from wlb_titan.plugins import full_name, short_name
 from wlb_titan.runtime.agreement import check_rates
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.checkpoints import beginning
@@ -37,7 +39,7 @@ from wlb_titan.runtime.compat import optimizer_factory, owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.ends import seconds_of
-from wlb_titan.runtime.hugging_face import check_weights
+from wlb_titan.runtime.hugging_face import ROUTER_BIAS, check_weights, exchanged
 from wlb_titan.runtime.job import configured_degrees, degrees_product, has_experts, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.meshes import Dims
@@ -60,6 +62,10 @@ ONLY = {
 }
 """torchtitan's settings that have one right value here, with the reason."""
 
+WHOLE_BIAS = ("torchtitan.models.gpt_oss.moe:GptOssGroupedExperts",)
+"""Experts that look for their tensor-parallel degree in DTensors, which ours are not: each of those ranks
+adds a whole bias."""
+
 
 def validate(config: TrainerConfig, world_size: int | None) -> None:
     """Refuses what cannot run on so many processes (None: as many as it needs); a UserError names the key."""
@@ -69,7 +75,7 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
     _check_batch(config, dims)
     _check_settings(config)
     _check_checkpoint(config, dims)
-    _check_model(config)
+    _check_model(config, dims)
     check_implementation(config)
     _check_pipeline(config, dims)
     _check_optimizer(config)
@@ -149,10 +155,17 @@ def _check_settings(config: TrainerConfig) -> None:
 
 def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:
     checkpoint = config.checkpoint
-    named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
+    keys = ("initial_load_path", "initial_load_in_hf", "create_seed_checkpoint", "last_save_in_hf")
+    named = [name for name in keys if getattr(checkpoint, name)]
     if named and not checkpoint.enable:
         raise UserError(
-            f"checkpoint.{named[0]}: nothing is loaded as long as checkpoint.enable is false; set it to true."
+            f"checkpoint.{named[0]}: nothing is loaded or saved as long as checkpoint.enable is false; set "
+            "it to true."
+        )
+    if checkpoint.create_seed_checkpoint and dims.world_size > 1:
+        raise UserError(
+            "checkpoint.create_seed_checkpoint: one process makes it, for any degrees of the run that starts "
+            f"from it; set all of [parallelism]'s degrees to 1, which ask for {dims.world_size} processes."
         )
     for one in dims.own:
         meets = checkpoint.enable and one.divides == "data" and one.degree > 1
@@ -163,7 +176,7 @@ def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:
             )
 
 
-def _check_model(config: TrainerConfig) -> None:
+def _check_model(config: TrainerConfig, dims: ParallelDims) -> None:
     config = copy.deepcopy(config)
     try:
         config.model_spec.model.update_from_config(config=config)
@@ -182,6 +195,39 @@ def _check_model(config: TrainerConfig) -> None:
             "checkpoint.last_save_in_hf: LoRA's adapters have no place in that format, and torchtitan would "
             "save the weights without them; leave it out, and the last checkpoint has both."
         )
+    _check_shares(config, dims)
+    for key in ("initial_load_in_hf", "last_save_in_hf"):
+        lost = exchanged(config.model_spec)[1] if getattr(config.checkpoint, key) else []
+        if lost := [name for name in lost if not name.endswith(ROUTER_BIAS)]:
+            raise UserError(
+                f"checkpoint.{key}: Hugging Face's format, as the base's adapter knows it, has no place for "
+                f"{len(lost)} tensors of the model, such as {lost[0]}; leave it out."
+            )
+
+
+def _check_shares(config: TrainerConfig, dims: ParallelDims) -> None:
+    """Refuses weights that tensor- or expert-parallel ranks cannot share equally, or would add up wrongly."""
+    if dims.tp == dims.ep == 1:
+        return
+    model, degrees = config.model_spec.model, {"tp": ("tensor", dims.tp), "ep": ("expert", dims.ep)}
+    with torch.device("meta"):
+        weights = dict(model.build().named_parameters())
+    for place, node, _, _ in model.traverse(Module.Config, recurse=True):
+        if full_name(owner_of(node)) in WHOLE_BIAS and dims.ep == 1:
+            raise UserError(
+                f"parallelism.expert_parallel_degree: tensor-parallel ranks would add the second bias of "
+                f"{place} {dims.tp} times, as torchtitan does not divide it; set it to {dims.tp}, so that "
+                "they share whole experts."
+            )
+        for name, layout in node.sharding_config.state_shardings.items() if node.sharding_config else ():
+            weight = weights.get(f"{place}.{name}")
+            for axis, kind in layout.per_axis_spmd_types().items() if weight is not None else ():
+                what, degree = degrees.get(axis.value, ("", 1))
+                if isinstance(kind, spmd_types.Shard) and (size := weight.shape[kind.dim]) % degree:
+                    raise UserError(
+                        f"parallelism.{what}_parallel_degree: {degree} ranks cannot share the {size:,} "
+                        f"entries of {place}.{name} equally; set a degree that divides them."
+                    )
 
 
 def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
@@ -266,8 +312,7 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     """Checks the corpus, weights in Hugging Face's format, and the dump folder."""
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
-        weights = Path(config.checkpoint.initial_load_path or "")
-        check_weights(config.model_spec.model, weights, corpus)
+        check_weights(config, corpus)
     if config.wlb.validation.enabled:
         try:
             validated_documents(config.wlb)

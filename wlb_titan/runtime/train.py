@@ -115,20 +115,20 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
 def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
     import torch
 
-    from wlb_titan.runtime.checkpoints import explained, move_broken_aside
+    from wlb_titan.runtime.checkpoints import explained, move_aside
     from wlb_titan.runtime.dump_folder import note_beginning
 
     trainer = resolved.check(lambda config: config.build())
     config = resolved.config
     folder = Path(config.dump_folder)
-    checkpoints = folder / config.checkpoint.folder
     begun = False
 
     def begin(step: int) -> None:
         nonlocal begun
         begun = True
         if rank == 0:
-            move_broken_aside(checkpoints, [broken for broken, _ in trainer.beginning.broken])
+            if not config.checkpoint.load_only:
+                move_aside(folder / config.checkpoint.folder, trainer.beginning)
             note_beginning(folder, resolved.to_toml(), step)
 
     try:
@@ -139,7 +139,7 @@ def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
         else:
             done = trainer.train(begin, alarm.stop.goes_on)
     except BaseException as error:  # torch's CheckpointException is no Exception
-        raise explained(error, checkpoints, saving=begun) from error
+        raise explained(error, config, trainer.beginning.step, saving=begun) from error
     alarm.stop.leave()
     alarm.close()
     trainer.close()

@@ -37,7 +37,7 @@ from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
 from wlb_titan.runtime.dimension import Axis, meets, own_axes, prepared
-from wlb_titan.runtime.hugging_face import complete_export
+from wlb_titan.runtime.hugging_face import complete_export, drop_router_bias, export_files
 from wlb_titan.runtime.job import configured_job, parallel_dims
 from wlb_titan.runtime.log import tell_end
 from wlb_titan.runtime.loss import weighted
@@ -125,14 +125,15 @@ class Trainer(TorchtitanTrainer):
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
         logger.info(f"Corpus {self.planned.corpus}: {len(self.planned.corpus):,} documents")
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
+        checkpoint = self.config.checkpoint
+        exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
+        files = export_files(self.config, self.planned.corpus) if exports and dist.get_rank() == 0 else {}
         super().train()
         if self.step < self.config.training.steps:
             return False
-        checkpoint = self.config.checkpoint
         folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
-        exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
-        if exports and folder.is_dir() and dist.get_rank() == 0:
-            complete_export(folder, self.config, self.planned.corpus)
+        if files and folder.is_dir():
+            complete_export(folder, files)
         tell_end(self.config, self.step, self._began if self.planned.plan is not None else None)
         return True
 
@@ -316,6 +317,11 @@ def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
     for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
         attention.implementation = wlb.attention.implementation
         attention.sm_margin = wlb.attention.sm_margin
+    hugging_face = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
+    if hugging_face and drop_router_bias(spec):
+        logger.info(
+            f"The routers train without a bias, which {spec.name} does not have in Hugging Face's format"
+        )
     stages = spec.pipelining_fn
     if job.packing.regroups:
         stages = partial(regrouped_pipeline, stages)

@@ -24,7 +24,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.errors import UserError
-from wlb_titan.plugins import full_name, short_name
+from wlb_titan.plugins import full_name, load, short_name
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.metrics import MetricsProcessor
@@ -39,6 +39,13 @@ ATTENTION_CLASSES = (
 )
 """Attention in which document attention is right, besides grouped-query attention: with sinks, and
 multi-head latent attention. By name, because importing torchtitan's models takes a while."""
+
+ADAPTERS = {
+    "torchtitan.models.gpt_oss.state_dict_adapter:GptOssStateDictAdapter": (
+        "wlb_titan.runtime.models.gpt_oss:GptOssAdapter"
+    )
+}
+"""Adapters to Hugging Face's format that lose weights, with ours that do not; by name, too."""
 
 ONLY_WINDOWS = ("torchtitan.models.gpt_oss.model", "torchtitan.models.muse_glimmer.model")
 """Modules whose models make their own masks, but only of causality, documents and the layers' windows."""
@@ -79,9 +86,13 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
         )
     for _, attention, _, _ in model.traverse(BaseAttention.Config):
         attention.inner_attention = DocumentAttention.Config(window=sliding_window(attention))
-    values = _fields(base)
-    if base.model_spec.pipelining_fn is pipeline_llm:
-        values["model_spec"] = dataclasses.replace(base.model_spec, pipelining_fn=pipeline)
+    values, spec = _fields(base), base.model_spec
+    if spec.pipelining_fn is pipeline_llm:
+        spec = dataclasses.replace(spec, pipelining_fn=pipeline)
+    if spec.state_dict_adapter and (adapter := ADAPTERS.get(full_name(spec.state_dict_adapter))):
+        spec = dataclasses.replace(spec, state_dict_adapter=load(adapter))
+    values["model_spec"] = spec
+    values["checkpoint"] = dataclasses.replace(base.checkpoint, export_dtype="float32")
     values["training"] = dataclasses.replace(base.training, disable_cuda_graphs=True)
     values["parallelism"] = dataclasses.replace(base.parallelism, spmd_backend="spmd_types")
     values["metrics"] = MetricsProcessor.Config(**_fields(base.metrics))
