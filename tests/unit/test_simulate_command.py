@@ -64,7 +64,9 @@ def run(*arguments, code=0):
 def test_a_table_has_a_row_for_each_policy_and_a_timeline_the_passes(lengths, tmp_path):
     policies = ["plain/per_sequence", "fixed_greedy/per_sequence", "wlb/adaptive", "wlb_lazy/hybrid/best"]
     drawn = ["--trace", tmp_path / "t.json"]
+    (tmp_path / "t.json").touch()  # as mktemp leaves it
     said = run(*SMALL, "--lengths", lengths, "--policies", ",".join(policies), *drawn)
+    run(*SMALL, "--lengths", lengths, "--steps", 1, *drawn)  # its own file is replaced
     assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 ranks" in said
     rows = [line.split() for line in said.splitlines() if re.match(r"\s+(plain|fixed|wlb)", line)]
     assert [row[0] for row in rows] == policies

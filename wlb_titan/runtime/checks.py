@@ -294,5 +294,6 @@ def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
         _ = job.latency
         if not job.packing.planning_seconds:
             planner.next(sharded=[0])
+            job.planner(documents).hold_to_rules()
     except PlanError as error:
         raise PlanError(str(error), setting=error.setting or "wlb") from error
