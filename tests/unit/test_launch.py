@@ -234,7 +234,7 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
         ("--time 0:00:00", "--time: a run needs some time"),
         ("--time 00:05:00", "--notice: 300 s before the end of --time 00:05:00 is before the run begins"),
         ("--notice 65536", "65536 is not in the range"),
-        ("--wlb.stop_after 0-0:00:00", "wlb.stop_after: a run needs some time"),
+        ("--wlb.stop_after 0-0:00:00", 'wlb.stop_after = "0-0:00:00": a run needs some time'),
     ],
 )
 def test_a_batch_script_that_would_stop_at_once_or_run_elsewhere_is_refused(words, message):

@@ -76,7 +76,8 @@ def test_a_table_has_a_row_for_each_policy_and_a_timeline_the_passes(lengths, tm
 
 
 def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(lengths):
-    said = run(CONFIGS / "llama2_7b_64k.toml", "--lengths", lengths, "--cluster", "cpu", "--steps", 1)
+    said = run(CONFIGS / "llama2_7b_64k.toml", "--lengths", lengths, "--cluster", "cpu", "--steps", 1, code=1)
+    assert "plain/per_sequence does not fit" in said
     assert "no attention of head dim 128" in said and "wlb-titan profile FILE" in said
     assert "scaled to the attention rates of CPU" in said
 

@@ -93,9 +93,8 @@ def plan(
             raise PlanError("--output writes the plans of one policy; leave out --policies, or --output.")
         if report is not None and all(one.packing.name != "plain" for one in jobs):
             jobs.insert(0, jobs[0].under(Policy()))  # what the balance would be without
-    for one in jobs:  # an error names the class; in the file may be another
-        one.planner(documents).hold_to_rules()
-    with asked.placed():
+        for one in jobs:
+            one.planner(documents).hold_to_rules()
         summaries = {
             str(one.policy): _run(one, documents, steps, output if one is jobs[-1] else None) for one in jobs
         }

@@ -203,6 +203,8 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
             "One GPU waits for no other, so balance saves it no time: what a balanced policy gains is whole "
             "documents, in which a token attends to more. Compare the speedup or MFU, not tokens/s."
         )
+    sources = dict.fromkeys(prediction.job.latency.source for prediction in predictions.values())
+    said += [f"Times of attention: {source}." for source in sources]
     return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
 
 

@@ -109,4 +109,4 @@ class Rules:
 
 def broken(plugin: PackingPolicy | ContextStrategy, kind: str, rule: str) -> PlanError:
     name = f"{type(plugin).__module__}:{type(plugin).__qualname__}"
-    return PlanError(f"{name} breaks a rule of {kind} (docs/extending.md): {rule}.", setting="wlb.policy")
+    return PlanError(f"{name} breaks a rule of {kind} (docs/extending.md): {rule}.")

@@ -156,8 +156,7 @@ def _places(order: MicroBatchOrder, forward: Floats, backward: Floats) -> Ints:
         name = f"{type(order).__module__}:{type(order).__qualname__}"
         raise PlanError(
             f"{name} breaks the rule of orders (docs/extending.md): each of {len(forward)} micro-batches has "
-            f"one place, and places() returns {places}.",
-            setting="wlb.policy",
+            f"one place, and places() returns {places}."
         )
     return places
 

@@ -19,6 +19,7 @@ from wlb_titan.config.documents import mixture_sources, open_corpus, training_do
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import check_micro_batches
@@ -283,6 +284,13 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
     return corpus
 
 
+def _hold_to_rules(job: Job, documents: Documents) -> None:
+    try:
+        job.planner(documents).hold_to_rules()
+    except PlanError as error:
+        raise PlanError(str(error), setting=error.setting or "wlb.policy") from error
+
+
 def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
     """Plans a step, unless the policy is slow, such as `fixed_solver`. Attention times are always looked up:
     without context parallelism only predictions read them."""
@@ -294,6 +302,6 @@ def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
         _ = job.latency
         if not job.packing.planning_seconds:
             planner.next(sharded=[0])
-            job.planner(documents).hold_to_rules()
+            _hold_to_rules(job, documents)
     except PlanError as error:
         raise PlanError(str(error), setting=error.setting or "wlb") from error
