@@ -107,6 +107,12 @@ class Pipeline(Dimension):
             _ = job.layers
         except PlanError as error:
             raise PlanError(str(error), setting=f"parallelism.{self.key}") from error
+        if job.run and self.degree > 1 and job.replica_micro_batches % job.run:
+            raise PlanError(
+                f"A replica's {job.replica_micro_batches} micro-batches of a step make no whole runs of "
+                f"{job.run} through the pipeline.",
+                setting="training.local_batch_size",
+            )
 
 
 class Replicate(Dimension):

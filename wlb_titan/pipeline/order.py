@@ -136,7 +136,7 @@ def arranged(
         forward, backward: float64 (packs,), predicted times of their passes, in one unit.
     """
     count = len(assigned[0])
-    assert count % run == 0, f"{count} micro-batches make no whole runs of {run}"
+    assert count % run == 0, f"{count} micro-batches make no whole runs of {run}"  # `Pipeline.check`
     packs = np.array(assigned)
     for first in range(0, count, run):
         rows = packs[:, first : first + run]
