@@ -112,7 +112,11 @@ def define_attention(name: str, tensors: Sequence[str], forward: Callable, backw
         op = getattr(torch.ops.wlb_titan, f"{name}_backward").default
         return *op(dout, dlse, *saved, *ctx.options), *[None] * (len(tensors) + len(ctx.options))
 
+    def refuse(ctx, *gradients: Tensor | None) -> None:
+        raise NotImplementedError(f"wlb_titan::{name} has no second derivative: its gradient is a kernel's")
+
     torch.library.register_autograd(f"wlb_titan::{name}", differentiate, setup_context=save, lib=_library)
+    torch.library.register_autograd(f"wlb_titan::{name}_backward", refuse, lib=_library)
 
 
 def _outputs(q, k, v, segments, *others):

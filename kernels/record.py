@@ -2,7 +2,8 @@
 
 A trial (trial.py) runs in a process of its own, so that a launch that hangs or breaks the GPU's context costs
 that process alone. Failures are recorded too, and not tried again. A record is a JSON file under the user's
-cache folder ($XDG_CACHE_HOME, or ~/.cache): remove it to try again.
+cache folder ($XDG_CACHE_HOME, or ~/.cache): remove it to try again. Where there is no such folder nothing is
+recorded, so every job takes Triton's backward.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -66,7 +68,7 @@ def verdict(of: Subject) -> Verdict | None:
     try:
         found = json.loads(of.path.read_text())
         return Verdict(bool(found["passed"]), str(found["reason"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # the last one: there is no home folder
         return None
 
 
@@ -94,8 +96,11 @@ def tried(of: Subject, device: torch.device) -> Verdict:
 
 
 def _recorded(of: Subject, found: Verdict) -> Verdict:
-    of.path.parent.mkdir(parents=True, exist_ok=True)
-    new = of.path.with_suffix(f".{os.getpid()}")
-    new.write_text(json.dumps({"of": of._asdict(), **found._asdict()}, indent=1) + "\n")
-    new.replace(of.path)  # whole, though others read it meanwhile
+    try:
+        of.path.parent.mkdir(parents=True, exist_ok=True)
+        new = of.path.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps({"of": of._asdict(), **found._asdict()}, indent=1) + "\n")
+        new.replace(of.path)  # whole, though others read it meanwhile
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"What came of the trial cannot be recorded, for jobs to read: {error}", stacklevel=2)
     return found

@@ -16,11 +16,12 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import FrameType
 from typing import Any
 
@@ -30,13 +31,15 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
-from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR, ONE_REQUEST
+from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR, ONE_REQUEST, UserError
 
 POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 PATIENCE = 600  # seconds
+REACHED = 30.0  # seconds in which a host reaches itself by its own name
 LAST_WORDS = 10  # seconds in which ranks of other hosts hear of a failure and end
 STOPPED = (EXIT_AGAIN, 128 + signal.SIGTERM)  # of a rank that was asked to stop
 FINAL = (EXIT_USER_ERROR, *STOPPED)
@@ -46,29 +49,62 @@ def run(words: Sequence[str]) -> int:
     """Runs the ranks of this host to their end; returns the exit status."""
     logging.disable(logging.ERROR)  # torch's agent logs at length; how it ends is told below
     config, program, arguments = config_from_args(parse_args(list(words)))
+    if config.rdzv_backend == "c10d" and config.max_nodes == 1:  # whatever this machine calls itself
+        config = replace(config, rdzv_endpoint="localhost:0", local_addr="localhost")
     if config.max_restarts or config.min_nodes != config.max_nodes:
         # The store that agents share with ranks keeps what was written before a restart.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    agent = Agent(config, str(program), arguments)
     heard = [number for number in POLITE if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it
-    handlers = {number: signal.signal(number, agent.hear) for number in heard}
+    agent, handlers = None, {}
     try:
+        check_names(config)
+        agent = Agent(config, str(program), arguments)
+        handlers = {number: signal.signal(number, agent.hear) for number in heard}
         result = agent.run()
         status = agent.status_of(result)
         with contextlib.suppress(SignalException):  # too late to stop anything
             agent.await_others(result)
         return status
     except SignalException as end:
-        number = agent.asked or end.sigval
+        number = (agent and agent.asked) or end.sigval
         print(f"The job was ended by {signal.Signals(number).name}.", file=sys.stderr)
         return 128 + number
     except RendezvousError as error:
         print(f"The hosts of the job have lost each other: {error}", file=sys.stderr)
         return 1
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        agent.leave()
+        if agent:
+            agent.leave()
+
+
+def check_host(name: str | None, port: int | None = None) -> None:
+    """Refuses a name that cannot be looked up here, or does not lead to a port. Torch would wait for it for
+    five minutes, deaf to signals."""
+    try:
+        if port is None:
+            socket.getaddrinfo(name, None)
+        else:
+            socket.create_connection((name, port), REACHED).close()
+    except OSError as error:
+        raise UserError(
+            f"{socket.gethostname()} does not reach {name}, the name by which the processes of the job meet: "
+            f"{error.strerror or error}. Write the name into /etc/hosts, or give the agent of that host an "
+            "address that all hosts reach: --local-addr ADDRESS."
+        ) from error
+
+
+def check_names(config: LaunchConfig) -> None:
+    """Refuses names of the host where all meet, and of this one, that do not lead there."""
+    check_host(parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=0)[0])
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual) as server:
+        check_host(config.local_addr or socket.getfqdn(), server.getsockname()[1])
 
 
 class Agent(LocalElasticAgent):
@@ -146,6 +182,10 @@ class Agent(LocalElasticAgent):
 
     def _ranks(self) -> list[subprocess.Popen[Any]]:
         return [one.proc for one in self._pcontext.subprocess_handlers.values()] if self._pcontext else []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        check_host(worker_group.master_addr)
+        return super()._start_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         # They are stopped because a host has come; they finish their step and save.

@@ -25,6 +25,8 @@ class Hosts(NamedTuple):
     """On each host."""
     on_cpu: bool
     """Whether processes want the CPU even where there are GPUs."""
+    resumes: bool = True
+    """Whether the run, started again, goes on from a checkpoint that it saved."""
 
     def restart_words(self, max_restarts: int) -> list[str]:
         """The agent's words for a job that goes on when a host or rank is lost; none where it does not."""
@@ -74,7 +76,9 @@ def hosts_of(
             raise UserError(f"--nnodes: {world_size} processes do not spread evenly over {nodes} hosts.")
     for fewer in range(fewest, nodes):
         _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
-    return Hosts(fewest, nodes, world_size // nodes, on_cpu=resolved.config.wlb.device == "cpu")
+    on_cpu, checkpoint = resolved.config.wlb.device == "cpu", resolved.config.checkpoint
+    resumes = checkpoint.enable and not checkpoint.load_only and checkpoint.load_step == -1
+    return Hosts(fewest, nodes, world_size // nodes, on_cpu=on_cpu, resumes=resumes)
 
 
 def _range(nnodes: str) -> tuple[int, int]:

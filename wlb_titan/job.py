@@ -102,6 +102,7 @@ class Job:
 
     routing_imbalance: float = 1.0  # tokens of the busiest rank's experts over those of the mean rank
     attention: AttentionLatency | None = None  # None: from [wlb.context] profile, or the cluster
+    implementation: str = "auto"  # of attention, as in [wlb.attention]
     sm_margin: int = 0  # multiprocessors that attention leaves to other kernels
     planned: int | None = None
     """Data-parallel ranks that are planned where some stand for all, and to which `micro_batches` then
@@ -191,7 +192,9 @@ class Job:
         """Predicts the attention of one layer on one tensor-parallel rank."""
         if self.attention is not None:
             return self.attention
-        found = configured_latency(self.cluster, self.attention_shape, self.context.profile)
+        found = configured_latency(
+            self.cluster, self.attention_shape, self.context.profile, self.implementation
+        )
         return replace(found, units=max(found.units - self.sm_margin, 1))
 
     @property

@@ -18,7 +18,7 @@ from wlb_titan.bins import balanced, in_order
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing import PackingPolicy
+from wlb_titan.packing import PackingPolicy, rules
 from wlb_titan.pipeline.order import arranged
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
 
@@ -54,6 +54,14 @@ class Planner:
         self._fingerprint = documents.fingerprint
         self._learned = documents.learned
         self.iteration = 0  # steps planned so far
+        others = rules.Rules.for_others(job)
+        self._rules = rules.Rules(self._stream, job) if others else None
+
+    def hold_to_rules(self) -> None:
+        """Plans some steps where a policy or sharding is not the project's; those that break a rule end in a
+        PlanError, here as in `next`."""
+        while self._rules is not None:
+            self.next()
 
     def read(self, ids: Ints) -> tuple[Ints, Ints]:
         """Corpus rows and tokens of planned documents, int64 (n,) each."""
@@ -108,6 +116,8 @@ class Planner:
         begin = time.perf_counter()
         sharded = range(self._job.replicas) if sharded is None else sharded
         packing = self.policy.next()
+        if self._rules is not None:
+            self._rules.check(self.policy, packing)
         forward, backward = packing.pass_work(self._job.cost_model)
         workloads = forward + backward
         if packing.assigned is not None:
@@ -137,6 +147,8 @@ class Planner:
             flows=flows,
         )
         self.iteration += 1
+        if self.iteration == rules.STEPS:
+            self._rules = None
         return plan
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +179,7 @@ class Planner:
                     f"{state[fact]!r}, and this job's is {value!r}, which makes another stream of tokens. "
                     "Use the setting that wrote the checkpoint, or start anew with another dump folder."
                 )
-        self.iteration = int(state["iteration"])
+        self.iteration, self._rules = int(state["iteration"]), None
         self._stream.load_state_dict(state["stream"])
         waiting = np.array(state["waiting"], dtype=np.int64).reshape(-1, 4)
         if all(state[name] == value for name, value in self._packing_facts().items()):
@@ -193,4 +205,8 @@ class Planner:
         self, draft: MicroBatch, dp_rank: int, index: int, workload: float, shard: bool
     ) -> MicroBatch:
         placed = self._job.sized(draft, dp_rank, index=index, workload=workload)
-        return self._job.sharded(placed) if shard else placed
+        if shard:
+            placed = self._job.sharded(placed)
+            if self._rules is not None:
+                self._rules.check_sharding(placed)
+        return placed

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Self
+from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
+from typing import Any, ClassVar, NoReturn, Self
 
 from wlb_titan.errors import UserError
 
@@ -93,8 +95,19 @@ class Family:
     @property
     def candidates(self) -> list[str]:
         """Short names of the classes that `auto` chooses from."""
-        classes = {name: self.find(name) for name in self.names}
-        return [name for name, one in classes.items() if one.candidate and not one.automatic]
+        classes = self._classes.items()
+        return [name for name, one in classes if one.candidate and not one.automatic]
+
+    @property
+    def _classes(self) -> dict[str, type[Any]]:
+        """By short name, without those of other packages that do not fit, which are warned of."""
+        found = {}
+        for name in self.names:
+            try:
+                found[name] = self.find(name)
+            except UserError as error:
+                warnings.warn(f"{self.kind} {name!r} is left out: {error}", stacklevel=2)
+        return found
 
     @property
     def _targets(self) -> dict[str, str]:
@@ -115,17 +128,81 @@ class Family:
         found = load(target)
         if not (isinstance(found, type) and issubclass(found, load(self.base))):
             raise UserError(f"{target} is not a {self.kind}: it does not derive from {self.base}")
+        for cls in (found, vars(found)["Config"]):
+            check_interface(cls)
         return found
 
     def configure(self, name: str, **settings: Any) -> Any:
         return self.find(name).Config(**settings)
 
     def having(self, key: str) -> list[str]:
-        return [name for name in self.names if key in _keys(self.find(name).Config)]
+        return [name for name, one in self._classes.items() if key in _keys(one.Config)]
 
     def name_of(self, cls: type) -> str:
         target = f"{cls.__module__}:{cls.__qualname__}"
         return next((name for name, known in self._targets.items() if known == target), target)
+
+
+def is_ours(cls: type) -> bool:
+    """Whether a class comes with wlb_titan."""
+    return cls.__module__.partition(".")[0] == "wlb_titan"
+
+
+@cache
+def check_interface(found: type, *bases: type) -> None:
+    """Refuses a class of others that does not fit what wlb_titan's classes leave to it, such as one that was
+    written for an earlier version. `bases` are those from which it need not derive."""
+    seen: set[str] = set()
+    for base in filter(is_ours, (*found.__mro__, *bases) if not is_ours(found) else ()):
+        hints = inspect.get_annotations(base)
+        lacking = [
+            name for name, hint in hints.items() if "ClassVar" in str(hint) and not hasattr(found, name)
+        ]
+        for name, wanted in vars(base).items():
+            given = inspect.getattr_static(found, name, None)
+            private = name.startswith("_") and (is_dataclass(base) or name not in ("__init__", "__call__"))
+            if name in seen or private:
+                continue
+            seen.add(name)
+            if given is None or getattr(given, "__isabstractmethod__", False):
+                lacking.append(name)
+            elif given is not wanted and not _takes(given, wanted):
+                _misfit(
+                    found, f"{name}{_signature(given) or ''} is called as {name}{_signature(wanted) or ''}"
+                )
+        if lacking:
+            _misfit(found, f"it lacks {', '.join(lacking)}")
+
+
+def _signature(attribute: Any) -> inspect.Signature | None:
+    """Of a method; None for a property, a value or a class."""
+    function = getattr(attribute, "__func__", attribute)
+    return inspect.signature(function) if inspect.isroutine(function) else None
+
+
+def _takes(given: Any, wanted: Any) -> bool:
+    """Whether the one method takes the calls of the other; of what is no method, neither is."""
+    signature, calls = _signature(given), _signature(wanted)
+    if signature is None or calls is None:
+        return signature is calls
+    parameters = [
+        one for one in calls.parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    try:
+        signature.bind(*[None] * (len(parameters) - len(names)), **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return isinstance(given, classmethod) == isinstance(wanted, classmethod)
+
+
+def _misfit(found: type, what: str) -> NoReturn:
+    packages = packages_distributions().get(found.__module__.partition(".")[0], [])
+    package = ", ".join(f"{one} {version(one)}" for one in packages) or "of no installed package"
+    raise UserError(
+        f"{found.__module__}:{found.__qualname__} ({package}) does not fit this wlb_titan: {what}. "
+        "docs/extending.md has the interfaces, CHANGELOG.md what has changed."
+    )
 
 
 @cache

@@ -23,6 +23,7 @@ FILES = {
     "deep.toml": 'base = "llama3_debug"\na = ' + "[" * 5000 + "]" * 5000,
     "digits.toml": 'base = "llama3_debug"\ntraining.steps = ' + "9" * 5000,
     "circle.toml": 'extends = "circle.toml"',
+    "pages/report.html": "<!doctype html><title>Somebody else's</title>",
     "array.toml": 'base = ["llama3_debug"]',
     "dotted.toml": 'base = "llama3_debug"\ntraining = 5\n',
     "latin.toml": 'base = "ä"'.encode("latin-1"),
@@ -39,6 +40,10 @@ PLAN = """
 --policies plain,nope -> no packing policy is called 'nope'
 --policies plain,wlb --output x.jsonl -> plans of one policy
 --output /nowhere/plan.jsonl -> --output: /nowhere/plan.jsonl cannot be written: there is no folder /nowhere
+--output - -> --output: name a file
+--output good.toml -> good.toml is there, and is no file
+--output good.txt -> no file that this command writes | --output corpus -> is a directory
+--report pages -> pages/report.html is there, and is no file that this command writes
 --lengths nowhere.txt -> neither a distribution of lengths called 'nowhere.txt'
 --lengths . -> The file of lengths . cannot be read
 --lengths bytes -> The file of lengths bytes cannot be read
@@ -81,6 +86,7 @@ SIMULATE = """
 --policies plane -> no packing policy is called 'plane'
 --trace /nowhere/trace.json -> --trace: /nowhere/trace.json cannot be written: there is no folder
 --report good.txt -> is a file
+--trace table.toml -> --trace: table.toml is there, and is no file that this command writes
 --routing-imbalance 0 | --wlb.context.profile nope | --search --world-size 0
 --search --trace t.json -> --trace draw policies; leave out --search
 --search --world-size 1 --base llama2_7b -> Nothing fits 1 GPUs
@@ -113,7 +119,10 @@ prepare c --vocab-size 1000000000 | prepare c --seed -1 | prepare c --max-tokens
 prepare c --tokenizer nowhere | prepare c --max-length 100 | prepare LONG
 profile --output p.json | profile nowhere.toml --output p.json
 profile good.toml --output /nowhere/p.json
-compare nowhere | compare . | compare good.txt
+profile good.toml --output good.toml -> --output: good.toml is there
+dryrun good.toml --output good.toml -> --output: good.toml is there
+rehearse good.toml --output corpus/corpus.json -> corpus.json is there, and is no file
+compare nowhere | compare . | compare good.txt | compare nowhere --report pages -> report.html is there
 """
 COMMANDS = {
     "plan good.toml --lengths good.txt": PLAN,
@@ -137,6 +146,7 @@ def folder(tmp_path_factory):
     lengths = (np.random.default_rng(0).pareto(1.0, 3000) * 12 + 2).clip(2, 250).astype(int)
     (folder / "good.txt").write_text("\n".join(map(str, lengths)) + "\n")
     for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     make_corpus(folder / "texts", folder / "corpus")
     return folder
@@ -146,7 +156,7 @@ def folder(tmp_path_factory):
 def test_bad_arguments_are_refused_in_a_paragraph_and_nothing_is_left(folder, begin, monkeypatch):
     monkeypatch.chdir(folder)
     poorly = []
-    before = {path.name for path in folder.iterdir()}
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
     for command, words in asked(begin):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -157,4 +167,5 @@ def test_bad_arguments_are_refused_in_a_paragraph_and_nothing_is_left(folder, be
         elif not paragraph.startswith("Error: ") or len(paragraph) < 30 or words not in paragraph:
             poorly.append(f"{command[:120]}: unclear, or not {words!r}: {result.stderr}")
     assert not poorly, f"{len(poorly)} of {len(asked(begin))}:\n" + "\n".join(poorly)
-    assert {path.name for path in folder.iterdir()} == before, "a refused command has left something"
+    after = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    assert after == before, "a refused command has left something"

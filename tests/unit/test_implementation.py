@@ -15,6 +15,7 @@ from wlb_titan.kernels.segments import Shape
 from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.context.layout import segments, segments_after, whole_sequence
 from wlb_titan.context.strategy import STRATEGIES
+from wlb_titan.cost.attention_kernels import taken
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention import implementation
@@ -52,6 +53,13 @@ def test_the_key_takes_what_the_kernels_have():
 def test_what_is_chosen(wish, dim, device, expected):
     found = [chosen(which, wish, (dim, dim), BF16, device) for which in ("forward", "backward")]
     assert ", then ".join(dict.fromkeys(found)) == expected
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (128, 64)])
+def test_predictions_are_of_what_auto_takes_on_a_hopper(dims):
+    assert taken("auto", dims) == tuple(
+        chosen(which, "auto", dims, BF16, HOPPER) for which in ("forward", "backward")
+    )
 
 
 @pytest.mark.parametrize(

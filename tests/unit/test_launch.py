@@ -1,6 +1,7 @@
 """The TorchX components: what they submit, and how they refuse. The agent of a host: what it hands on, and
 how it ends beside others."""
 
+import logging
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from torch.distributed.run import config_from_args, parse_args
 from torchx.runner import get_runner
 from torchx.schedulers.local_scheduler import SignalException
 from wlb_titan.launch import in_torchx
-from wlb_titan.launch.elastic import Agent
+from wlb_titan.launch.elastic import Agent, run
 from wlb_titan.launch.job import AGENT, hosts_of
 
 from wlb_titan.commands.main import main
@@ -43,6 +44,7 @@ def unchanged_process(monkeypatch):
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    logging.disable(logging.NOTSET)
 
 
 def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
@@ -185,7 +187,7 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     node in torchrun's words, and puts the job back only when its time is up."""
     make_corpus(tmp_path / "texts", tmp_path / "corpus")
     corpus = ["--wlb.corpus.path", str(tmp_path / "corpus")]
-    words = ["slurm", SEVEN_B, "--time", "8:00:00", "-o", "partition=gpu", "-o", "exclusive"]
+    words = ["slurm", SEVEN_B, "--time", "8:00:00", "-o", "partition=gpu", "--checkpoint.enable", "true"]
     script = CliRunner().invoke(main, [*words, *corpus])
     assert script.exit_code == 0, script.output
     assert script.stderr == "", "nothing about this machine's CPU"
@@ -211,7 +213,55 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     assert (agent.nnodes, agent.nproc_per_node, agent.max_restarts) == ("8:8", "8", 0)
     assert (agent.rdzv_endpoint, agent.rdzv_id) == ("node1:24711", "4711.0")
     assert (agent.module, agent.training_script) == (True, "wlb_titan.runtime.train")
-    assert agent.training_script_args == ["--config", SEVEN_B, *corpus]
+    assert agent.training_script_args == ["--config", SEVEN_B, "--checkpoint.enable", "true", *corpus]
+    shared = CliRunner().invoke(main, [*words, *corpus, "-o", "cpus-per-task=96", "-o", "mem=500G"])
+    assert "cpus-per-task=96\n#SBATCH --mem=500G\n" in shared.stdout and "exclusive" not in shared.stdout
+    for again in (("enable", "false"), ("load_only", "true")):
+        lost = CliRunner().invoke(main, [*words, *corpus, f"--checkpoint.{again[0]}", again[1]])
+        assert lost.exit_code == 0, lost.output
+        assert "scontrol requeue" not in lost.stdout, "it would begin again, for ever"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-o nodes=99", "none of nodes, ntasks, .*got 'nodes=99'"),
+        ("-o --no-kill", "got '--no-kill'"),
+        ("-o time=1", "got 'time=1'"),
+        ("-o =", "got '='"),
+        ("-o N=2", "got 'N=2'"),
+        ("--time forever", '--time: "forever" is no duration'),
+        ("--time 0:00:00", "--time: a run needs some time"),
+        ("--time 00:05:00", "--notice: 300 s before the end of --time 00:05:00 is before the run begins"),
+        ("--notice 65536", "65536 is not in the range"),
+        ("--wlb.stop_after 0-0:00:00", 'wlb.stop_after = "0-0:00:00": a run needs some time'),
+    ],
+)
+def test_a_batch_script_that_would_stop_at_once_or_run_elsewhere_is_refused(words, message):
+    corpus = ["--wlb.corpus.path", str(ROOT)]
+    refused = CliRunner().invoke(main, ["slurm", SEVEN_B, *words.split(), *corpus])
+    assert refused.exit_code == 2 and re.search(message, refused.stderr), refused.output
+    assert not refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("own", "meeting", "named"),
+    [("nowhere.invalid", "localhost", "nowhere.invalid"), ("localhost", "away.invalid", "away.invalid")],
+)
+def test_hosts_that_cannot_be_looked_up_are_named_at_once(monkeypatch, tmp_path, capfd, own, meeting, named):
+    """A name of a machine that nobody knows: torch would wait for five minutes, and hear no signal."""
+    monkeypatch.setattr("socket.getfqdn", lambda *name: own)
+    words = ["--rdzv_backend", "c10d", "--nnodes", "2", "--nproc_per_node", "1"]
+    words += ["--rdzv_endpoint", f"{meeting}:{free_port()}", str(tmp_path / "none.py")]
+    assert run(words) == 2
+    assert f"does not reach {named}" in capfd.readouterr().err
+
+
+def test_one_host_meets_itself_whatever_it_calls_itself(monkeypatch, tmp_path):
+    monkeypatch.setattr("socket.getfqdn", lambda *name: "nowhere.invalid")
+    (tmp_path / "rank.py").write_text(MEETING)
+    words = ["--rdzv_backend", "c10d", "--nnodes", "1", "--nproc_per_node", "2"]
+    assert run([*words, "--rdzv_endpoint", "nowhere.invalid:0", str(tmp_path / "rank.py")]) == 0
 
 
 def test_the_agent_hands_on_what_torchrun_would():
@@ -241,6 +291,10 @@ def test_a_host_that_ends_waits_for_the_others_which_need_its_store(status, told
     assert told in "".join(log.read_text() for log in logs)
 
 
+MEETING = """
+import os, socket
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 60).close()
+"""
 PARTING = """
 import os, pathlib, signal, sys, time
 first = pathlib.Path(__file__).with_name("first")
@@ -254,7 +308,7 @@ sys.exit({status})
 """
 SBATCH = """
 job-name=llama2_7b_128k nodes=8 ntasks-per-node=1 gpus-per-node=8 time=8:00:00 signal=USR1@300 requeue
-open-mode=append output=%x-%j.out partition=gpu exclusive
+open-mode=append output=%x-%j.out partition=gpu exclusive mem=0
 """
 FAKE_SLURM = {
     "srun": 'printf "%s\\n" "$@" > started; exit "$STATUS"',

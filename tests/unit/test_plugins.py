@@ -12,12 +12,15 @@ from wlb_titan import plugins
 from wlb_titan.config.build import Builder
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import read_sources
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.context.ulysses import head_shares
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.degrees import DIMENSIONS, Degrees
+from wlb_titan.cost.workload import COST_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job, Policy
 from wlb_titan.packing import POLICIES
+from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.search import degrees_of
 from wlb_titan.simulator.step import meetings, own_weights, seconds_with_meetings, simulate
@@ -157,3 +160,88 @@ def test_its_ranks_share_no_micro_batch():
     slim = POLICIES.configure("slim", dp_merge=True)
     with pytest.raises(PlanError, match="weights of their own"):
         _ = replace(with_own(Apart.Config(degree=2)), packing=slim).by_sharers
+
+
+RULES = {
+    "Loses": "[0-9,]+ tokens that were read are neither packed, waiting nor counted as lost",
+    "Twice": "tokens of document [0-9]+ are there twice|at most 1,024 are allowed",
+    "TwiceMuchLater": "tokens of document [0-9]+ are there twice",
+    "Fewer": "a step has 4 micro-batches, and not 3",
+    "Beyond": "a piece of document [0-9]+ goes past its end, or past what was read of it",
+    "Before": "a start from 0 on",
+    "Unread": "a piece has the id of a document that was read",
+    "Empty": "micro-batch 0 has no token for each context-parallel rank, or none to predict|at most 1,024",
+    "Nothing": r"next\(\) returns a Packing, and not None",
+    "Forgets": "[0-9,]+ tokens that were read are neither packed",
+    "OneRank": "`assigned` gives each micro-batch to a data-parallel rank",
+}
+DIVISIONS = {
+    "Overlap": "every token of a micro-batch lies on one rank",
+    "Misses": "every token of a micro-batch lies on one rank",
+    "Uneven": "each of 2 ranks has 512 tokens at most",
+}
+
+
+@pytest.mark.parametrize(("name", "rule"), [*RULES.items(), *DIVISIONS.items()])
+def test_classes_of_others_are_held_to_their_rules(name, rule):
+    """In one sentence that names the class, before anything trains; whatever the first step is like."""
+    policies = {"sharding": f"toys_wrong:{name}"} if name in DIVISIONS else {"packing": f"toys_wrong:{name}"}
+    degrees = {"data_parallel": 2, "context_parallel": 2}
+    planner = planning.make_planner(LENGTHS, window=1024, micro_batches=4, **policies, **degrees)
+    with pytest.raises(
+        PlanError, match=f"^toys_wrong:{name} breaks a rule of [a-z ]+ .docs/extending.md.: .*({rule})"
+    ):
+        planner.hold_to_rules()
+
+
+@pytest.mark.parametrize("packing", ["plain", "wlb", "wlb_lazy", "fixed_greedy", "dealt", "slim"])
+@pytest.mark.parametrize("tail", ["carry", "drop"])
+def test_the_rules_are_those_that_every_policy_of_ours_keeps(monkeypatch, packing, tail):
+    """As if it were somebody else's: no policy that is right is refused."""
+    monkeypatch.setattr("wlb_titan.packing.rules.is_ours", lambda cls: False)
+    if packing != "plain" and tail == "drop":
+        return
+    settings = POLICIES.configure(packing, **({"tail": tail} if packing == "plain" else {}))
+    degrees = {"data_parallel": 2, "context_parallel": 2, "sharding": "hybrid"}
+    planner = planning.make_planner(LENGTHS, window=1024, micro_batches=8, packing=settings, **degrees)
+    planner.hold_to_rules()
+    assert planner.next().iteration == 20
+
+
+def test_an_order_gives_each_micro_batch_one_place():
+    job = Job(
+        window=1024,
+        micro_batches=4,
+        degrees=Degrees(pipeline=2),
+        order=ORDERS.configure("toys_wrong:Repeats"),
+    )
+    with pytest.raises(PlanError, match="toys_wrong:Repeats breaks the rule of orders"):
+        job.planner(Documents(lengths=LENGTHS)).next()
+
+
+MISFITS = [
+    (STRATEGIES, "OldDivide", r"divide\(self, lengths, total\) is called as divide\(self, lengths: .*slices"),
+    (STRATEGIES, "OldMaking", r"__init__\(self, config, ranks, latency\) is called as .*moves"),
+    (POLICIES, "NewNeed", r"load_state_dict\(self, state, version\) is called as load_state_dict"),
+    (POLICIES, "Called", r"waiting\(self\) is called as waiting\."),
+    (POLICIES, "Lacking", "it lacks variable_length, balances, state_dict, load_state_dict"),
+    (POLICIES, "OldLongest", r"longest\(self\) is called as longest\(self, job"),
+    (COST_MODELS, "OldCost", r"of\(self, config, job\) is called as of\(cls, config"),
+    (DIMENSIONS, "OldPeak", r"memory\(self, peak\) is called as memory\(self, job"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "misfit"), MISFITS)
+def test_a_class_of_another_interface_is_refused_when_it_is_loaded(family, name, misfit):
+    with pytest.raises(UserError, match=f"^toys_wrong:{name}.* .*does not fit.*: .*{misfit}"):
+        family.find(f"toys_wrong:{name}")
+    assert STRATEGIES.find("toys_wrong:Wider").__name__ == "Wider"
+
+
+def test_one_that_does_not_fit_is_left_out_of_what_auto_tries(monkeypatch):
+    plugins._installed.cache_clear()
+    point = EntryPoint("old", "toys_wrong:NewNeed", "wlb_titan.packing")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
+    with pytest.warns(UserWarning, match="packing policy 'old' is left out: toys_wrong:NewNeed"):
+        assert "plain" in POLICIES.candidates and "old" not in POLICIES.candidates
+    plugins._installed.cache_clear()

@@ -64,7 +64,9 @@ def run(*arguments, code=0):
 def test_a_table_has_a_row_for_each_policy_and_a_timeline_the_passes(lengths, tmp_path):
     policies = ["plain/per_sequence", "fixed_greedy/per_sequence", "wlb/adaptive", "wlb_lazy/hybrid/best"]
     drawn = ["--trace", tmp_path / "t.json"]
+    (tmp_path / "t.json").touch()  # as mktemp leaves it
     said = run(*SMALL, "--lengths", lengths, "--policies", ",".join(policies), *drawn)
+    run(*SMALL, "--lengths", lengths, "--steps", 1, *drawn)  # its own file is replaced
     assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 ranks" in said
     rows = [line.split() for line in said.splitlines() if re.match(r"\s+(plain|fixed|wlb)", line)]
     assert [row[0] for row in rows] == policies
@@ -74,7 +76,8 @@ def test_a_table_has_a_row_for_each_policy_and_a_timeline_the_passes(lengths, tm
 
 
 def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(lengths):
-    said = run(CONFIGS / "llama2_7b_64k.toml", "--lengths", lengths, "--cluster", "cpu", "--steps", 1)
+    said = run(CONFIGS / "llama2_7b_64k.toml", "--lengths", lengths, "--cluster", "cpu", "--steps", 1, code=1)
+    assert "plain/per_sequence does not fit" in said
     assert "no attention of head dim 128" in said and "wlb-titan profile FILE" in said
     assert "scaled to the attention rates of CPU" in said
 

@@ -81,6 +81,19 @@ def test_one_rank_needs_no_store():
     assert (stop.status, stop.goes_on(2), stop.goes_on(3)) == (143, True, False)
 
 
+@pytest.mark.parametrize(("status", "last"), [(EXIT_AGAIN, 5), (143, 0)])
+def test_a_run_that_is_started_again_by_itself_does_a_step_first(status, last):
+    """Asked before its first step, as by a limit of time that is shorter than the start."""
+    stops = [Stop(rank, RANKS, store) for rank, store in enumerate([HashStore()] * RANKS)]
+    stops[1].ask("SIGUSR1", status)
+    looked(stops)
+    if status == EXIT_AGAIN:
+        assert all(stop.goes_on(4) for stop in stops)
+        looked(stops)
+    assert not any(stop.goes_on(last) for stop in stops)
+    assert [(stop.status, stop._last) for stop in stops] == [(status, last)] * RANKS
+
+
 def test_rank_0_has_answered_for_all_when_it_has_done_its_last_step():
     """Others in that step, who are asked then, do not wait for it."""
     shared = HashStore()

@@ -64,14 +64,19 @@ class TomlFile(click.Path):
 
 
 class Output(click.Path):
-    """A file or folder written at the end, refused at the start if it cannot be."""
+    """A file, or a `file` in a folder, written at the end. It is refused at the start if it cannot be
+    written, or if it is there and does not begin as such files do: it is somebody else's."""
 
-    def __init__(self, *, folder: bool = False) -> None:
+    def __init__(self, *begins: str, file: str = "") -> None:
+        folder = bool(file)
         super().__init__(path_type=Path, dir_okay=folder, file_okay=not folder, writable=True)
-        self._folder = folder
+        self._begins, self._file, self._folder = begins, file, folder
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if str(value) in ("", "-"):
+            raise UserError(f"{param.opts[0]}: name a {'folder' if self._folder else 'file'}; got {value!r}.")
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+        self._check_kind(path / self._file, param.opts[0])
         place = path.absolute().parent
         while self._folder and not place.exists():
             place = place.parent
@@ -80,6 +85,17 @@ class Output(click.Path):
                 f"{param.opts[0]}: {path} cannot be written: there is no folder {place} to write to."
             )
         return path
+
+    def _check_kind(self, file: Path, option: str) -> None:
+        if not file.is_file():  # not there, or a device
+            return
+        with writing(f"{option}: {file}"), file.open("rb") as opened:
+            begin = opened.read(max(map(len, self._begins)))
+        if begin and not any(begin.startswith(one.encode()) for one in self._begins):
+            raise UserError(
+                f"{option}: {file} is there, and is no file that this command writes. Remove it, or name "
+                "another."
+            )
 
 
 @contextmanager
@@ -147,10 +163,20 @@ def of_job(command: Command) -> Command:
     return of_file(world_size_option(lengths(cluster(command))))
 
 
+PAGE = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+"""How every page begins."""
 report_option = click.option(
-    "--report", type=Output(folder=True), metavar="DIR", help="Write the page DIR/report.html."
+    "--report",
+    type=Output(PAGE, file="report.html"),
+    metavar="DIR",
+    help="Write the page DIR/report.html.",
 )
-json_option = click.option("--output", type=Output(), metavar="FILE.json", help="Write the results as JSON.")
+json_option = click.option(
+    "--output",
+    type=Output('[\n {\n  "rank": ', '{\n "file": '),
+    metavar="FILE.json",
+    help="Write the results as JSON.",
+)
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
             parts = " and ".join(f"{ratio.text('.2f', 'x')} the {what}" for what, ratio in ratios.items())
             scatter = next(iter(ratios.values())).scatter
             said.append(f"{run.name} trains on {parts} a second of {first.name}{scatter}.")
+    if others and any(_gains(run, first) for run in others):
+        said.append("Runs one after another differ by the machine's drift besides, which ± does not have.")
     corpora = [key for key in differences(runs) if key.startswith("wlb.corpus.") and key != "wlb.corpus.seed"]
     if corpora:
         said.append(f"{', '.join(corpora)} differ: losses say nothing about each other.")

@@ -41,7 +41,8 @@ LARGEST = 8  # groups of tensors that are named
     "--device-gib",
     type=Size(),
     metavar="GIB",
-    help="Memory of a GPU: bounds the length of micro-batches as the job would, and says whether it fits.",
+    help="Memory of a GPU: bounds the length of micro-batches as the job would, and says whether it fits; "
+    "if not, the exit status is 1.",
 )
 def dryrun(
     file: Path,
@@ -101,7 +102,7 @@ def dryrun(
     if same and not failed:
         failed = not _meet(calls_of_all(calls, same, job.degrees))
     if device_gib is not None:
-        _say_whether_it_fits(results, device_gib, usable_share(slices))
+        failed |= not _fits(results, device_gib, usable_share(slices))
     if failed:
         sys.exit(1)
 
@@ -138,15 +139,18 @@ def _fullest(job: Job, documents: Documents) -> tuple[int, MicroBatch]:
     return max(micro_batches, key=lambda found: found[1].length)
 
 
-def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> None:
-    traced = [result["traced_gib"] for result in results if "error" not in result]
-    if traced:
-        share = max(traced) / device_gib
-        verdict = "fits" if share <= usable else "leaves too little room" if share <= 1 else "does not fit"
-        say(
-            f"\nThe fullest of these ranks needs {max(traced):.2f} of {device_gib:g} GiB, {share:.0%}: it "
-            f"{verdict} (up to {usable:.0%} leaves room for fragmentation, CUDA and NCCL)."
-        )
+def _fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> bool:
+    """Whether the ranks that came through fit; says so."""
+    fullest = max((result["traced_gib"] for result in results if "error" not in result), default=None)
+    if fullest is None:
+        return True
+    share = fullest / device_gib
+    verdict = "fits" if share <= usable else "leaves too little room" if share <= 1 else "does not fit"
+    say(
+        f"\nThe fullest of these ranks needs {fullest:.2f} of {device_gib:g} GiB, {share:.0%}: it "
+        f"{verdict} (up to {usable:.0%} leaves room for fragmentation, CUDA and NCCL)."
+    )
+    return verdict == "fits"
 
 
 def _parameters(result: dict[str, Any]) -> str:

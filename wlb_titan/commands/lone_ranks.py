@@ -231,10 +231,7 @@ def alike(job: Job, plan: Plan) -> dict[int, int]:
         places = map(int, np.unravel_index(rank, tuple(layout.values())))
         place = dict(zip(layout, places, strict=True))
         apart = tuple(number for axis, number in place.items() if axis not in SHARED)
-        replica = 0
-        for one in job.degrees.dimensions:
-            if one.divides == "data":
-                replica = replica * one.degree + place[one.axis]
+        replica = job.degrees.replica_at(place)
         packs = plan.of_rank(replica)
         flow = None if plan.flows is None else plan.flows[replica]
         merged = replica if any(pack.merged for pack in packs) else None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.commands.command_line import Rows, describe_job, writing
+from wlb_titan.commands.command_line import PAGE, Rows, describe_job, writing
 from wlb_titan.simulator.trace import Span
 from wlb_titan.summary import Estimate
 
@@ -73,8 +73,7 @@ def write_page(
     shown = "".join(_card(row, figure, facts, _color(place)) for place, row in enumerate(cards))
     commands = "".join(f"<p>{_safe(why)}</p><pre>{_safe(what)}</pre>" for why, what in tries)
     text = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'{PAGE}content="width=device-width, initial-scale=1">'
         f"<title>{_safe(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
         f'<h1>{_safe(title)}</h1><p class="answer">{_safe(answer)}</p><p class="about">{_safe(about)}</p>'
         f'<div class="cards">{shown}</div>'

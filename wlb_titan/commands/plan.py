@@ -56,7 +56,7 @@ NEAR = 0.01  # imbalances this close count as the same
     help="Side by side on the same documents, as in wlb.policy.  [default: the file's]",
 )
 @click.option("--steps", type=MANY, default=100, help="Steps to plan.")
-@click.option("--output", type=Output(), help="Write the plans, one JSON object a line.")
+@click.option("--output", type=Output('{"iteration": '), help="Write the plans, one JSON object a line.")
 @report_option
 def plan(
     file: Path,
@@ -93,6 +93,8 @@ def plan(
             raise PlanError("--output writes the plans of one policy; leave out --policies, or --output.")
         if report is not None and all(one.packing.name != "plain" for one in jobs):
             jobs.insert(0, jobs[0].under(Policy()))  # what the balance would be without
+        for one in jobs:
+            one.planner(documents).hold_to_rules()
         summaries = {
             str(one.policy): _run(one, documents, steps, output if one is jobs[-1] else None) for one in jobs
         }

@@ -96,7 +96,7 @@ LINEAR_SIZES = {
 @click.argument("files", type=TomlFile(), nargs=-1, required=True, metavar="FILE...")
 @click.option(
     "--output",
-    type=Output(),
+    type=Output('{"schema": '),
     required=True,
     metavar="FILE",
     help="Where the profile goes: JSON, for [wlb.context] profile.",

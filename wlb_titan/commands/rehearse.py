@@ -118,7 +118,7 @@ def _put_together(lone: LoneRanks, plans: list[Plan], ranks: list[dict[str, Any]
         of_ranks = []
         for rank in ran:
             at, step = rank["coordinates"], rank["steps"][number]
-            dp = at.get("dp_replicate", 0) * job.degrees.shard + at.get("dp_shard", 0)
+            dp = job.degrees.replica_at(at)
             passes = [Pass(*fields) for fields in step["passes"]]
             planned = [m.length for m in plan.of_rank(dp)]
             assert step["lengths"] == planned, f"rank {rank['rank']} ran another plan than the one measured"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -80,7 +81,12 @@ Predictions = dict[Policy, Prediction]
     help=f"Try the degrees and schedules of so many GPUs, and rank what was tried in {SEARCH_SECONDS:g} s.",
 )
 @report_option
-@click.option("--trace", type=Output(), metavar="FILE", help="Timeline for ui.perfetto.dev.")
+@click.option(
+    "--trace",
+    type=Output('{"displayTimeUnit": '),
+    metavar="FILE",
+    help="Timeline for ui.perfetto.dev.",
+)
 def simulate(
     file: Path,
     overrides: tuple[str, ...],
@@ -106,7 +112,8 @@ def simulate(
 
     The speedup of a policy is in FLOPs a second: tokens of documents that are cut are cheaper.
 
-    The bubble is the share of a step in which a rank waits. docs/simulator.md explains the model.
+    The bubble is the share of a step in which a rank waits. docs/simulator.md explains the model. The exit
+    status is 1 where the file's own policy, or without it every policy, does not fit.
     """
     if search and (report or trace):
         raise PlanError("--report and --trace draw policies; leave out --search.")
@@ -130,9 +137,7 @@ def simulate(
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
         notes += what_to_know(predictions)
         say(*notes)
-    if trace is None and report is None:
-        return
-    drawn = _typical_steps(plans, predictions)
+    drawn = {} if trace is None and report is None else _typical_steps(plans, predictions)
     if trace is not None:
         with writing(f"--trace: {trace}"):
             write_trace([span for spans in drawn.values() for span in spans], trace)
@@ -145,6 +150,9 @@ def simulate(
         ]
         page = write_report(report, asked, plans, predictions, rows[: len(predictions)], sections)
         click.echo(f"Report: {page}")
+    own = predictions.get(scenario.under(scenario.job.policy).policy)
+    if not any(one.fits for one in ([own] if own else predictions.values())):
+        sys.exit(1)
 
 
 def _predicted(
@@ -195,6 +203,8 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
             "One GPU waits for no other, so balance saves it no time: what a balanced policy gains is whole "
             "documents, in which a token attends to more. Compare the speedup or MFU, not tokens/s."
         )
+    sources = dict.fromkeys(prediction.job.latency.source for prediction in predictions.values())
+    said += [f"Times of attention: {source}." for source in sources]
     return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
 from wlb_titan.commands.command_line import NUMBER, POSITIVE, command_of_file, of_file
-from wlb_titan.errors import EXIT_AGAIN
+from wlb_titan.errors import EXIT_AGAIN, UserError
 
 SCRIPT = """\
 #!/bin/bash
@@ -25,15 +27,20 @@ srun {srun} \\
     --rdzv_id "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" \\
     {program}
 status=$?
-
-# {again}: time was up, and the run has saved. Back in the queue, the job goes on from there.
-if [ "$status" -eq {again} ]; then
+{again}exit "$status"
+"""
+AGAIN = f"""
+# {EXIT_AGAIN}: time was up, and the run has saved. Back in the queue, the job goes on from there.
+if [ "$status" -eq {EXIT_AGAIN} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
-exit "$status"
 """
 PATIENCE = 120
 """Seconds that srun gives other tasks when one has ended; they end by themselves sooner."""
+LONGEST_NOTICE = 65535  # seconds, of sbatch
+
+OURS = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-requeue", "no-kill")
+"""Options of sbatch on which the script depends."""
 
 
 @command_of_file()
@@ -60,7 +67,7 @@ PATIENCE = 120
 @click.option("--time", default="24:00:00", help="Limit of the job's wall time.")
 @click.option(
     "--notice",
-    type=POSITIVE,
+    type=click.IntRange(1, LONGEST_NOTICE),
     default=300,
     help="Seconds before the limit when the run is told to stop: more than a step and saving take.",
 )
@@ -82,7 +89,11 @@ def slurm(
     this Python environment, must be on a file system that every node sees.
     """
     from wlb_titan.launch.job import AGENT, PROGRAM, hosts_of
+    from wlb_titan.runtime.ends import seconds_of
 
+    if notice >= seconds_of(time, "--time"):
+        raise UserError(f"--notice: {notice} s before the end of --time {time} is before the run begins.")
+    given = dict(map(_option, own))
     hosts = hosts_of(str(file), overrides, nnodes=nnodes, processes=processes)
     survives = hosts.fewest < hosts.nodes
     options = {
@@ -96,7 +107,8 @@ def slurm(
         "open-mode": "append",
         "output": "%x-%j.out",
         **({"no-kill": ""} if survives else {}),
-        **dict(option.lstrip("-").partition("=")[::2] for option in own),
+        **whole_nodes(given),
+        **given,
     }
     agent = [sys.executable, "-m", AGENT, "--nnodes", f"{hosts.fewest}:{hosts.nodes}"]
     agent += ["--nproc_per_node", str(hosts.processes), *hosts.restart_words(max_restarts)]
@@ -109,7 +121,26 @@ def slurm(
             srun=f"--kill-on-bad-exit=0 --wait={0 if survives else PATIENCE}{' --no-kill' * survives}",
             agent=shlex.join(agent),
             program=shlex.join(["-m", PROGRAM, "--config", str(file), *overrides]),
-            again=EXIT_AGAIN,
+            again=AGAIN if hosts.resumes else "",
         ),
         nl=False,
     )
+
+
+def _option(text: str) -> tuple[str, str]:
+    """Name and value of an option of sbatch; refuses those that the script sets."""
+    match = re.fullmatch(r"-{0,2}([a-z][a-z-]+)(?:=(.+))?", text)
+    if match is None or match[1] in OURS:
+        raise UserError(
+            f"-o: write NAME=VALUE, the long name of an option of sbatch, none of {', '.join(OURS)}, which "
+            f"the script sets by its own options; got {text!r}."
+        )
+    return match[1], match[2] or ""
+
+
+def whole_nodes(given: Mapping[str, str]) -> dict[str, str]:
+    """All cores and all memory of a node, unless others are asked for: Slurm would give the ranks of a node
+    one core together, and the memory that belongs to it."""
+    if any(name.startswith("cpus-per") for name in given):
+        return {}
+    return {"exclusive": ""} | ({} if any(name.startswith("mem") for name in given) else {"mem": "0"})

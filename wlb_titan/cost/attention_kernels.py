@@ -15,6 +15,11 @@ fits and prints tile, block, masked, step and tail.
 Head dim: FlashAttention-3 (Shah et al. 2024, H100, 16K tokens, not causal) reaches 497 TFLOP/s forward and
 474 backward at head dim 64, and 648 and 561 at 128. So a block at 64 takes 0.652 and 0.592 of its time at
 128. Ours is assumed to scale alike until it is measured, linearly between and beyond.
+
+`taken` has the kernels that are predicted: those that `auto` takes on a Hopper without a record
+(kernels/implementations.py, which planning does not import; a test compares both). No committed run has shown
+today's backward of Gluon's right on an H100: benchmarks/results/nvidia_h100/attention_turns_h100.jsonl has 56
+checks of an earlier one, which was not persistent.
 """
 
 from __future__ import annotations
@@ -33,6 +38,12 @@ ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
 BLOCK_ROWS = 64  # of queries times packed heads, in Gluon's backward
 MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments; the planner does not import it
+
+
+SLOWER_BY_TRITON = (1.45, 1.53)
+"""Triton's forward and backward over what `hopper` predicts of Gluon's: near the medians of the 22 cases at
+head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl. Those of
+the backward are 1.49 to 1.62 in 16 of them, less on short documents, more on short shares of a mix."""
 
 
 class Point(NamedTuple):
@@ -97,6 +108,14 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
         measured_to=131072,
         group=group,
     )
+
+
+def taken(implementation: str, dims: tuple[int, int]) -> tuple[str, str]:
+    """What computes forward and backward on a Hopper with these head dims (D, Dv) where [wlb.attention] has
+    this implementation, and no trial of Gluon's backward is recorded."""
+    if implementation in ("gluon", "triton"):
+        return implementation, implementation
+    return "gluon" if dims == (128, 128) else "triton", "triton"
 
 
 def fit(points: Sequence[Point], units: int, tiling: Tiling) -> KernelCost:

@@ -11,7 +11,7 @@ Kept elsewhere: a pipeline's order of passes (`pipeline/`), who holds which toke
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
@@ -107,6 +107,12 @@ class Pipeline(Dimension):
             _ = job.layers
         except PlanError as error:
             raise PlanError(str(error), setting=f"parallelism.{self.key}") from error
+        if job.run and self.degree > 1 and job.replica_micro_batches % job.run:
+            raise PlanError(
+                f"A replica's {job.replica_micro_batches} micro-batches of a step make no whole runs of "
+                f"{job.run} through the pipeline.",
+                setting="training.local_batch_size",
+            )
 
 
 class Replicate(Dimension):
@@ -244,6 +250,12 @@ class Degrees:
     def axes_of(self, ranks: Sequence[int]) -> list[str]:
         places: tuple[Ints, ...] = np.unravel_index(ranks, tuple(self.layout.values()))
         return [axis for axis, place in zip(self.layout, places, strict=True) if len(set(place.tolist())) > 1]
+
+    def replica_at(self, place: Mapping[str, int]) -> int:
+        """The data-parallel rank of what lies there; axes that are left out are 0."""
+        data = [one for one in self.dimensions if one.divides == "data"]
+        places, degrees = [place.get(one.axis, 0) for one in data], [one.degree for one in data]
+        return int(np.ravel_multi_index(places, degrees))
 
     def ends_of(self, replica: int) -> list[int]:
         """The first global rank of the first and of the last pipeline rank of a data-parallel rank."""

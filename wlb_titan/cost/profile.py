@@ -29,7 +29,16 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.attention_kernels import Point, fit, hopper, non_negative, predict, tilings
+from wlb_titan.cost.attention_kernels import (
+    SLOWER_BY_TRITON,
+    Point,
+    fit,
+    hopper,
+    non_negative,
+    predict,
+    taken,
+    tilings,
+)
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
@@ -217,10 +226,13 @@ def fitted(
     return entries
 
 
-def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) -> AttentionLatency:
-    """One layer's attention by [wlb.context] profile or, where it is empty, by the cluster."""
+def configured_latency(
+    cluster: Cluster, shape: AttentionShape, profile: str, implementation: str = "auto"
+) -> AttentionLatency:
+    """One layer's attention by [wlb.context] profile or, where it is empty, by the cluster and
+    [wlb.attention] implementation."""
     if not profile:
-        return cluster_latency(cluster, shape)
+        return cluster_latency(cluster, shape, implementation)
     try:
         return Profile.load(Path(profile)).latency(shape)
     except PlanError as error:
@@ -236,7 +248,9 @@ def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
     return replace(cluster, linear_flops=rate(linear.matrices), memory_bandwidth=rate(linear.elements))
 
 
-def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:
+def cluster_latency(
+    cluster: Cluster, shape: AttentionShape, implementation: str = "auto"
+) -> AttentionLatency:
     """One layer's attention by the cluster's profile or, where that lacks it, by our kernels on an H100
     scaled to the cluster's rates."""
     if cluster.attention_profile:
@@ -253,11 +267,17 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
     units = cluster.units / base.units
     forward = units * base.attention_flops / cluster.attention_flops
     backward = units * base.attention_backward_flops / cluster.attention_backward_flops
+    source = ours.source if forward == backward == 1 else f"{ours.source}, scaled to {cluster.name}"
+    if cluster != load_cluster("cpu"):
+        kernels = taken(implementation, shape.both_dims)
+        slower = [SLOWER_BY_TRITON[n] if name == "triton" else 1.0 for n, name in enumerate(kernels)]
+        forward, backward = forward * slower[0], backward * slower[1]
+        source += f", {kernels[0].title()}'s forward and {kernels[1].title()}'s backward pass"
     return replace(
         ours,
         forward=ours.forward.slower(forward),
         backward=ours.backward.slower(backward),
         units=cluster.units,
         windows=shape.windows,
-        source=ours.source if forward == backward == 1 else f"{ours.source}, scaled to {cluster.name}",
+        source=source,
     )

@@ -253,8 +253,7 @@ class FsdpWhole:
         """In a pass through a pipeline's stage; `went_back` has the stages with gradients."""
         result = self._matrix * (self._compute + self._reduced)
         head = self._chunked_head * self._reduced
-        if self._shards > 1:
-            result += head * (1 + in_loss + 2 / self._shards)
+        result += head * (1 + in_loss + 2 / self._shards)
         result += sum(self._held[stage] for stage in went_back) * self._reduced
         if self._last in went_back:
             result -= head

@@ -89,7 +89,7 @@ def for_trial(job: Job) -> Job:
     is not better."""
     few = job.sample(MOST_MICRO_BATCHES)
     most = max(MOST_MICRO_BATCHES // few.replicas, 1) * few.replicas
-    return replace(few, micro_batches=min(few.micro_batches, most))
+    return replace(few, micro_batches=min(few.micro_batches, most), run=None)
 
 
 def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:

@@ -27,7 +27,7 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.pipeline.schedule import SCHEDULES, PipelineShape
-from wlb_titan.plugins import Family, Plugin, PluginConfig
+from wlb_titan.plugins import Family, Plugin, PluginConfig, is_ours
 
 ORDERS = Family(
     kind="order of micro-batches",
@@ -136,18 +136,29 @@ def arranged(
         forward, backward: float64 (packs,), predicted times of their passes, in one unit.
     """
     count = len(assigned[0])
-    assert count % run == 0, f"{count} micro-batches make no whole runs of {run}"
+    assert count % run == 0, f"{count} micro-batches make no whole runs of {run}"  # `Pipeline.check`
     packs = np.array(assigned)
     for first in range(0, count, run):
         rows = packs[:, first : first + run]
         if order.for_all and len(rows) > 1:
             rows = np.stack([row[longest_first(forward[row], backward[row])] for row in rows])
-            rows = rows[:, order.places(forward[rows].mean(axis=0), backward[rows].mean(axis=0))]
+            rows = rows[:, _places(order, forward[rows].mean(axis=0), backward[rows].mean(axis=0))]
         else:
-            rows = np.stack([row[order.places(forward[row], backward[row])] for row in rows])
+            rows = np.stack([row[_places(order, forward[row], backward[row])] for row in rows])
         packs[:, first : first + run] = rows
     result: list[list[int]] = packs.tolist()
     return result
+
+
+def _places(order: MicroBatchOrder, forward: Floats, backward: Floats) -> Ints:
+    places = order.places(forward, backward)
+    if not is_ours(type(order)) and sorted(places) != list(range(len(forward))):
+        name = f"{type(order).__module__}:{type(order).__qualname__}"
+        raise PlanError(
+            f"{name} breaks the rule of orders (docs/extending.md): each of {len(forward)} micro-batches has "
+            f"one place, and places() returns {places}."
+        )
+    return places
 
 
 def longest_first(forward: Floats, backward: Floats) -> Ints:

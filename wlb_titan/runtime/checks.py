@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from pathlib import Path
 
 import spmd_types
@@ -28,6 +29,7 @@ from wlb_titan.config.documents import (
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import check_micro_batches
@@ -79,6 +81,8 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
     check_implementation(config)
     _check_pipeline(config, dims)
     _check_optimizer(config)
+    _check_groups(config, dims)
+    _check_parts(config)
     _check_job(config, dims)
 
 
@@ -289,7 +293,61 @@ def _check_optimizer(config: TrainerConfig) -> None:
             ) from error
 
 
+def _check_groups(config: TrainerConfig, dims: ParallelDims) -> None:
+    """Tries the groups' patterns on the names of each stage's parameters: the first that matches has it."""
+    groups = getattr(config.optimizer, "param_groups", [])
+    if [group.pattern for group in groups] in ([], [".*"]):
+        return
+    config = copy.deepcopy(config)
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        named = config.model_spec.model.build().named_parameters()
+    names = [name for name, parameter in named if parameter.requires_grad]
+    stages = stage_names(config.parallelism, config.model_spec.model) if dims.pp_enabled else [None]
+    for number, modules in enumerate(stages):
+        where = f"stage {number}" if modules else "the model"
+        left = {name for name in names if not modules or any(name.startswith(f"{one}.") for one in modules)}
+        for place, group in enumerate(groups):
+            key = f"optimizer.param_groups.{place}.pattern"
+            try:
+                matched = {name for name in left if re.search(group.pattern, name)}
+            except re.error as error:
+                raise UserError(f"{key}: it is no regular expression: {error}.") from error
+            if not matched:
+                raise UserError(
+                    f"{key}: no parameter of {where} that earlier groups leave has it in its name."
+                )
+            left -= matched
+        if left:
+            raise UserError(
+                f"optimizer.param_groups: no pattern is in the name of {min(left)}, one of {len(left)} such "
+                f'parameters of {where}; add a last group with the pattern ".*".'
+            )
+
+
+def _check_parts(config: TrainerConfig) -> None:
+    """Tries what torchtitan would only find out in the ranks."""
+    if config.training.gc_freq < 1:
+        raise UserError("training.gc_freq: garbage is collected every so many steps, at least 1.")
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if config.compile.enable and config.compile.backend not in backends:
+        raise UserError(f"compile.backend: torch has {', '.join(backends)}, and not this.")
+    logits = torch.zeros(1, 2, config.model_spec.model.vocab_size, requires_grad=True)
+    loss = getattr(config.loss, "loss_fn", config.loss)
+    try:
+        value, _ = loss.build(compile_config=None)(
+            logits, torch.ones(1, 2, dtype=torch.long), torch.tensor(2.0)
+        )
+        value.backward()
+    except Exception as error:  # of the user's own code
+        raise UserError(
+            f"loss: {type(loss).__qualname__} fails on two tokens' logits and labels: {error}"
+        ) from error
+
+
 def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:
+    if dims.ep > 1 and not has_experts(config.model_spec.model):
+        raise UserError("parallelism.expert_parallel_degree: the model has no experts; set it to 1.")
     try:
         job = job_of(config, dims)
     except PlanError as error:
@@ -376,6 +434,13 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
     return corpus
 
 
+def _hold_to_rules(job: Job, documents: Documents) -> None:
+    try:
+        job.planner(documents).hold_to_rules()
+    except PlanError as error:
+        raise PlanError(str(error), setting=error.setting or "wlb.policy") from error
+
+
 def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
     """Plans a step, unless the policy is slow, such as `fixed_solver`. Attention times are always looked up:
     without context parallelism only predictions read them."""
@@ -387,5 +452,6 @@ def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
         _ = job.latency
         if not job.packing.planning_seconds:
             planner.next(sharded=[0])
+            _hold_to_rules(job, documents)
     except PlanError as error:
         raise PlanError(str(error), setting=error.setting or "wlb") from error

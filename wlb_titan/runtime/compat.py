@@ -28,9 +28,9 @@ Overridden or set on classes of torch and torchtitan, without an import, and cov
   meshes of a job with the user's dimensions (`Dims`). Without them: no [[wlb.dimensions]].
 - `PipelineStage._prepare_forward_infra`, `_prepare_backward_infra`, `_pre_metadata_inference_backup`,
   `_post_metadata_inference_cleanup`: torch's inference of shapes, which `PlannedStage` leaves out.
-- `LocalElasticAgent._stop_workers`, `_monitor_workers`, `_shutdown`, `_exit_barrier`, `_worker_group`,
-  `_pcontext`, `_remaining_restarts`, `_exit_barrier_timeout`: how a host's ranks are stopped and restarted
-  (`launch/elastic.py`). Without them: torchrun, which passes no signal on politely.
+- `LocalElasticAgent._start_workers`, `_stop_workers`, `_monitor_workers`, `_shutdown`, `_exit_barrier`,
+  `_worker_group`, `_pcontext`, `_remaining_restarts`, `_exit_barrier_timeout`: how a host's ranks start, stop
+  and are restarted (`launch/elastic.py`). Without them: torchrun, which passes no signal on politely.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Stop:
         store = self._store
         if self._last is not None:
             return
-        if not self._frozen and (self._wish or store.check(["stop"])):
+        if not self._frozen and (self._is_ready or store.check(["stop"])):
             first = json.loads(store.compare_set("stop", "", self._wish).decode())  # what was asked first
             with self._changed:
                 self._frozen = True
@@ -121,6 +121,12 @@ class Stop:
             self._tell()
             if self._rank == 0 and self._last is None:
                 self._store.set("last", str(self._begun))  # of all ranks: none finishes a step alone
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether a wish is passed on. A run that is started again by itself does a step each time: it would
+        otherwise be started for ever."""
+        return bool(self._wish) and (self._begun > 0 or json.loads(self._wish)["status"] != EXIT_AGAIN)
 
     def _tell(self) -> None:
         self._store.set(self._all_begun[self._rank], str(self._begun))
@@ -241,15 +247,17 @@ class Alarm:
         self._leave(code)
 
 
-def seconds_of(duration: str) -> float:
+def seconds_of(duration: str, setting: str = "wlb.stop_after") -> float:
     """`23:40:00` or, with days as in Slurm, `1-12:00:00` in seconds."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", duration)
     if match is None:
         raise UserError(
-            f'wlb.stop_after: "{duration}" is no duration. Write hours:minutes:seconds, such as "23:40:00".'
+            f'{setting}: "{duration}" is no duration. Write hours:minutes:seconds, such as "23:40:00".'
         )
     days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    if not (total := ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds):
+        raise UserError(f"{setting}: a run needs some time.")
+    return total
 
 
 def _store(rank: int) -> Store:

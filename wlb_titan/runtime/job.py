@@ -68,6 +68,7 @@ def configured_job(config: TrainerConfig, dims: ParallelDims) -> Job:
         memory_unknown="a model with experts" if has_experts(model) else unknown,
         # Without streams FSDP waits for each collective.
         overlap=wlb.device != "cpu" and cluster != load_cluster("cpu"),
+        implementation=wlb.attention.implementation,
         sm_margin=wlb.attention.sm_margin,
         tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,
     )

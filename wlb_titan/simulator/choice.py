@@ -116,7 +116,8 @@ class Choice:
 
     def remarks(self) -> list[str]:
         named = [f"{one.policy} {one.problem}" for one in self.candidates if one.problem]
-        return [f"auto is {self.candidates[0].policy}, by predicted MFU.", *named]
+        source = f"Times of attention: {self.job.latency.source}."
+        return [f"auto is {self.candidates[0].policy}, by predicted MFU. {source}", *named]
 
 
 def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) -> Choice:

@@ -1,0 +1,176 @@
+"""Plug-ins that break the rules of docs/extending.md, or were written for other interfaces."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from wlb_titan.context.all_gather import AllGather, PerDocument
+from wlb_titan.context.layout import from_runs
+from wlb_titan.cost.degrees import Dimension
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.packing.plain import Plain
+from wlb_titan.packing.policy import PackingPolicy
+from wlb_titan.packing.wlb import Wlb
+from wlb_titan.pipeline.order import AsPacked
+
+
+class Spoilt(Plain):
+    def next(self):
+        packing = super().next()
+        return self.spoilt(packing, packing.packs)
+
+    def first(self, packing, documents):
+        packing.packs[0] = replace(packing.packs[0], documents=documents)
+        return packing
+
+
+def moved(packs, number=0, start=0):
+    return packs[0].documents + np.array([number, start, 0, 0])
+
+
+class Loses(Spoilt):
+    def spoilt(self, packing, packs):
+        return self.first(packing, packs[0].documents[1:])
+
+
+class Twice(Spoilt):
+    def spoilt(self, packing, packs):
+        documents = packs[0].documents
+        return self.first(packing, np.concatenate([documents[:-1], documents[:1]]))
+
+
+class TwiceMuchLater(Spoilt):
+    steps, kept = 0, None
+
+    def spoilt(self, packing, packs):
+        self.steps += 1
+        self.kept = packs[0].documents if self.steps == 2 else self.kept
+        return self.first(packing, self.kept) if self.steps == 18 else packing
+
+
+class Fewer(Spoilt):
+    def spoilt(self, packing, packs):
+        packs.pop()
+        return packing
+
+
+class Beyond(Spoilt):
+    def spoilt(self, packing, packs):
+        return self.first(packing, moved(packs, start=50))
+
+
+class Before(Spoilt):
+    def spoilt(self, packing, packs):
+        return self.first(packing, moved(packs, start=-50))
+
+
+class Unread(Spoilt):
+    def spoilt(self, packing, packs):
+        return self.first(packing, moved(packs, number=10_000))
+
+
+class Empty(Spoilt):
+    def spoilt(self, packing, packs):
+        packs[1] = replace(packs[1], documents=np.concatenate([packs[1].documents, packs[0].documents]))
+        return self.first(packing, packs[0].documents[:0])
+
+
+class Nothing(Spoilt):
+    def spoilt(self, packing, packs):
+        return None
+
+
+class Forgets(Wlb):
+    """Holds documents back and says nothing of it."""
+
+    @property
+    def waiting(self):
+        return np.empty((0, 4), dtype=np.int64)
+
+
+class OneRank(Spoilt):
+    def spoilt(self, packing, packs):
+        return replace(packing, assigned=[[0, 1], [0, 1]])
+
+
+class Divided(AllGather):
+    def divide(self, lengths, total, slices):
+        number, share = np.arange(self.ranks), total // self.ranks
+        return "divided", from_runs(number, *self.runs(number, share), lengths, self.ranks)
+
+
+class Overlap(Divided):
+    def runs(self, number, share):
+        return 0 * number, 0 * number + share
+
+
+class Misses(Divided):
+    def runs(self, number, share):
+        return number * share, number * share + share - 8
+
+
+class Uneven(Divided):
+    def runs(self, number, share):
+        return number * share + (number > 0) * 8, number * share + share + 8
+
+
+class Repeats(AsPacked):
+    def places(self, forward, backward):
+        return np.zeros(len(forward), dtype=np.int64)
+
+
+class OldDivide(PerDocument):
+    def divide(self, lengths, total):
+        return super().divide(lengths, total, None)
+
+
+class OldMaking(PerDocument):
+    def __init__(self, config, ranks, latency):
+        super().__init__(config, ranks, latency)
+
+
+class NewNeed(Plain):
+    def load_state_dict(self, state, version):
+        pass
+
+
+class Called(Plain):
+    def waiting(self):
+        return np.empty((0, 4), dtype=np.int64)
+
+
+class Lacking(PackingPolicy):
+    def __init__(self, config, stream, job):
+        pass
+
+    def next(self):
+        pass
+
+
+class OldLongest(Plain):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Plain.Config):
+        def longest(self):
+            return 5
+
+
+class OldCost(Quadratic):
+    def of(self, config, job):
+        return self
+
+
+class OldPeak(Dimension):
+    axis = "old"
+
+    def memory(self, peak):
+        return peak
+
+
+class Wider(PerDocument):
+    """Takes more than it is given, and other names: that is no fault."""
+
+    def __init__(self, settings, *rest, more=1):
+        super().__init__(settings, *rest)
+
+    def divide(self, lengths, total, slices, *, more=1):
+        return super().divide(lengths, total, slices)
