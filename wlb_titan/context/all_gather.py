@@ -109,7 +109,7 @@ class Adaptive(AllGather):
 
     def divide(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
         tried = self.candidates(lengths, total, slices)
-        return min(tried, key=lambda named: self._predicted(named[1], slices))
+        return min(tried, key=lambda named: self.predicted(named[1], slices))
 
     def candidates(self, lengths: Ints, total: int, slices: Slices | None) -> list[tuple[str, Sharding]]:
         """Shardings to choose from, with their names; the first of equally fast ones is taken."""
@@ -118,7 +118,7 @@ class Adaptive(AllGather):
             ("per_document", per_document(lengths, total, self.ranks)),
         ]
 
-    def _predicted(self, sharding: Sharding, slices: Slices | None) -> float:
+    def predicted(self, sharding: Sharding, slices: Slices | None) -> float:
         """Seconds of a layer's attention on the slowest rank, and of gathering its keys."""
         sent, seen = self._sent(sharding), sharding
         held = held_keys(sent, self.levels)

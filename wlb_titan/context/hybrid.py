@@ -1,19 +1,16 @@
 """Hybrid sharding: long documents over as many ranks as they need, short ones whole, by predicted time.
 
 The paper names this as future work. Cutting a long document keeps the ranks equal, but its keys travel among
-all ranks that have a part of it; cutting a short one also wastes most of each tile. So a document goes over
-1, 2, 8, ... neighbouring ranks (`levels_of`), which have the fastest links: as few as keep its share of each
-rank's work and tokens below a bound.
+all ranks that have a part of it; cutting a short one also wastes most of each tile. So a document goes to one
+rank, over a group of 2, 8, ... neighbours (`levels_of`), which have the fastest links, or over all ranks.
 
-- Bound: the lower it is, the better the balance, and the more keys travel. Of several bounds the `TRIES` with
-  the least expected time are tried: mean attention, collectives, and a part of the largest share, for the
-  imbalance.
-- Widest first, documents go to the group with the least work that has room for their tokens; heaviest first
-  within a width (LPT). Where no group has room a document goes over more ranks.
-- Equal tokens: a rank has room for total / ranks. Documents that fit nowhere whole are cut to fill the
-  remaining room, and padding fills the smallest rooms, so that at most `ranks` documents are cut this way.
-- Neighbours in the sequence that are short even together are dealt as one item: a kernel can still merge them
-  into one tile, and there are few items however many documents there are.
+- `places.search` chooses places for the heaviest documents, by predicted time.
+- Equal tokens: a rank has room for total / ranks. A group divides its documents evenly. Those over all ranks
+  come last and fill the room that is left, as evenly as it allows: a long document on few ranks needs others
+  to be long elsewhere. Each rank has two chunks, equally far from both ends of the document, so its work
+  follows its tokens, however unequal these are.
+- All other documents are dealt whole: to the rank with least work among those with room.
+  Those that fit nowhere are cut, and padding fills the smallest rooms, so that at most `ranks` are cut.
 
 Example: documents of 8192, 100 and 100 tokens on 2 ranks, 8 tokens of padding: the long one is cut into four
 chunks, and each rank keeps one short one whole.
@@ -21,24 +18,18 @@ chunks, and each rank keeps one short one whole.
 
 from __future__ import annotations
 
-from operator import itemgetter
+from functools import cached_property
 
 import numpy as np
 
-from wlb_titan.arrays import Bools, Floats, Ints
+from wlb_titan.arrays import Ints
 from wlb_titan.bins import REMAINS, Bins
 from wlb_titan.context.all_gather import Adaptive
 from wlb_titan.context.layout import Sharding, document_chunks, from_runs
+from wlb_titan.context.places import Large, Places, fill, search
 from wlb_titan.plan import Slices
 
-BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
-"""Most work of a document on a rank, over the mean rank's. With 0 all long documents go over all ranks."""
-
-TRIES = 2
-GAP = 0.1  # LPT misses the mean by about this much of the largest share
-ROOM = 0.8  # largest share of a rank's tokens for one document, as others must fit beside it
-NEGLIGIBLE = 0.02  # documents below this share of a rank's mean work need not be cut for balance
-ITEMS_PER_RANK = 32  # neighbours are dealt together up to 1 / 32 of a rank's tokens
+SEARCHED = 40  # documents, the heaviest; more if more are long or have to go over all ranks
 
 
 def levels_of(ranks: int) -> tuple[int, ...]:
@@ -61,138 +52,91 @@ class Hybrid(Adaptive):
     def levels(self) -> tuple[int, ...]:
         return levels_of(self.ranks)
 
+    @cached_property
+    def places(self) -> Places:
+        sizes = (1, *self.levels)
+        attention = np.diff(self.latency.fixed(np.array([0, 1])), axis=0).sum()  # of a key
+        token, start = np.zeros((2, len(sizes)))
+        for level, move in enumerate(self.moves, start=1):
+            token[level], start[level] = move
+        token[1:] += attention
+        return Places.of(sizes, token * sizes, start)
+
     def candidates(self, lengths: Ints, total: int, slices: Slices | None) -> list[tuple[str, Sharding]]:
-        work = self.latency.work(lengths, lengths).sum(axis=0)
-        tried = self._widths(lengths, work, total // self.ranks, None if slices is None else slices.cached)
-        hybrid = [("hybrid", self._spread(lengths, widths, work, total)) for widths in tried]
-        return [*super().candidates(lengths, total, slices), *hybrid]
+        large = self.large(lengths, total, slices)
+        hybrid = self.spread(lengths, total, large, search(self.places, large, total // self.ranks))
+        return [*super().candidates(lengths, total, slices), ("hybrid", hybrid)]
 
-    def _widths(self, lengths: Ints, work: Floats, share: int, cached: Bools | None) -> list[Ints]:
-        """int64 (n,), over how many ranks each document goes, for each of the most promising bounds.
+    def large(self, lengths: Ints, total: int, slices: Slices | None) -> Large:
+        """The documents that are worth a search; attention is that of a group's first chunk and its last, as
+        the two of any other rank have about the same work together."""
+        share, sizes = total // self.ranks, np.array(self.levels)[:, None]
+        prefix, cached = (np.zeros_like(lengths), lengths < 0) if slices is None else slices
+        work = self.latency.work(lengths, lengths + prefix).sum(axis=0)
+        searched = max(SEARCHED, int((cached | (lengths > share // 2)).sum()))
+        rows = np.lexsort((-work, ~cached))[:searched]
+        chunks = np.maximum(lengths[rows] // (2 * sizes), 1)
+        ends = np.stack([prefix[rows] + chunks, np.broadcast_to((prefix + lengths)[rows], chunks.shape)])
+        pairs = self.latency.work(np.broadcast_to(chunks, ends.shape).ravel(), ends.ravel()).sum(axis=0)
+        attention = np.vstack([work[rows], pairs.reshape(ends.shape).sum(axis=0)])
+        return Large(rows, lengths[rows], attention, cached[rows], work)
 
-        Args:
-            cached: bool (n,), documents that have to go over all ranks; None for none.
-        """
-        ranks, mean, everywhere = self.ranks, work.sum() / self.ranks, len(self.levels)
-        long = (work > NEGLIGIBLE * mean) | (lengths > share // ITEMS_PER_RANK)
-        if cached is not None:
-            long |= cached
-        (rows,) = np.nonzero(long)
-        sizes = np.array([1, *self.levels])
-        shares, tokens = work[rows] / sizes[:, None], lengths[rows] / sizes[:, None]  # on a rank, by size
-        rest = work.sum() - work[rows].sum()
-        _, begin, end = document_chunks(np.zeros(len(rows), dtype=np.int64), lengths[rows], ranks)
-        pieces = self.latency.work(np.maximum(end - begin, 1), np.maximum(end, 1)).sum(axis=0)
-        # Of documents over all ranks; over fewer, as if whole.
-        cut_work = pieces.reshape(ranks, len(rows), 2).sum(axis=(0, 2))
-        token_seconds, each = np.zeros((2, len(sizes)))
-        for place, move in enumerate(self.moves, start=1):
-            token_seconds[place], each[place] = move
-
-        tried: dict[bytes, tuple[float, Ints]] = {}
-        for bound in BOUNDS:
-            room = ROOM * min(max(bound, 0.3), 1.0) * share
-            narrow = (shares <= bound * mean) & (tokens <= room)
-            choice = np.where(narrow.any(axis=0), narrow.argmax(axis=0), everywhere)  # places in `sizes`
-            if cached is not None:
-                choice[cached[rows]] = everywhere
-            if choice.tobytes() in tried:
-                continue
-            largest = shares[choice, np.arange(len(rows))].max(initial=0.0)
-            computed = (rest + np.where(choice == everywhere, cut_work, work[rows]).sum()) / ranks
-            travelling = np.bincount(choice, lengths[rows], len(sizes)) * sizes / ranks
-            moved = (travelling * token_seconds + (travelling > 0) * each).sum()
-            widths = np.ones(len(lengths), dtype=np.int64)
-            widths[rows] = sizes[choice]
-            tried[choice.tobytes()] = max(computed, largest) + GAP * largest + moved, widths
-        return [widths for _, widths in sorted(tried.values(), key=itemgetter(0))[:TRIES]]
-
-    def _spread(self, lengths: Ints, widths: Ints, work: Floats, total: int) -> Sharding:
-        """The sharding with each document over `widths` ranks, or more where there is no room."""
-        begins, share = np.cumsum(lengths) - lengths, total // self.ranks
-        groups, loads, left = self._place(lengths, widths, work, share)
+    def spread(self, lengths: Ints, total: int, large: Large, chosen: Ints) -> Sharding:
+        """The sharding with each of the `large` documents in its chosen place."""
+        begins, share, places = np.cumsum(lengths) - lengths, total // self.ranks, self.places
+        last = len(places.level) - 1
         runs = [np.zeros((3, 0), dtype=np.int64)]  # owner, begin and end, as of `from_runs`
-        for (size, place), members in groups.items():
+        for place in np.unique(chosen[chosen != last]).tolist():
+            members = np.sort(large.rows[chosen == place])
+            size, first = int(places.sizes[places.level[place]]), int(places.has[:, place].argmax())
             owner, begin, end = document_chunks(begins[members], lengths[members], size)
-            runs.append(np.stack([owner + place * size, begin, end]))
+            runs.append(np.stack([owner + first, begin, end]))
         owner, begin, end = np.concatenate(runs, axis=1)
-        item_begin, item_end, item_work = _items(lengths, begins, widths > 1, work, share // ITEMS_PER_RANK)
-        bins = Bins(self.ranks, share, loads)
-        bins.lengths = np.bincount(owner, end - begin, self.ranks).astype(np.int64).tolist()
-        dealt = bins.place(item_end - item_begin, item_work)
+        room = share - np.bincount(owner, end - begin, self.ranks).astype(np.int64)
+        filling = np.sort(large.rows[chosen == last])
+        filled = fill(int(lengths[filling].sum()), room)
+        runs += _in_halves(begins[filling], lengths[filling], filled)
+
+        attention = large.attention[places.level[chosen], np.arange(len(chosen))]
+        load = (attention * places.has[:, chosen]).sum(axis=1)
+        load += attention[chosen == last].sum() * filled / max(filled.mean(), 1)
+        bins = Bins(self.ranks, share, load.tolist())
+        bins.lengths = (share - room + filled).tolist()
+        others = np.argsort(-large.work, kind="stable")
+        others = others[~np.isin(others, large.rows)]
+        dealt = bins.place(lengths[others], large.work[others])
         fits = dealt != REMAINS
-        runs.append(np.stack([dealt, item_begin, item_end])[:, fits])
-        cut = _fill(
-            np.concatenate([begins[left], item_begin[~fits]]),
-            np.concatenate([begins[left] + lengths[left], item_end[~fits]]),
-            share - np.array(bins.lengths),
-            total - int(lengths.sum()),
-        )
-        owner, begin, end = np.concatenate([*runs, cut], axis=1)
+        runs.append(np.stack([dealt, begins[others], begins[others] + lengths[others]])[:, fits])
+        cut, left = others[~fits], share - np.array(bins.lengths)
+        runs.append(_fill(begins[cut], begins[cut] + lengths[cut], left, total - int(lengths.sum())))
+        owner, begin, end = np.concatenate(runs, axis=1)
         return from_runs(owner, begin, end, lengths, self.ranks)
 
-    def _place(
-        self, lengths: Ints, widths: Ints, work: Floats, share: int
-    ) -> tuple[dict[tuple[int, int], Ints], list[float], list[int]]:
-        """Gives the documents that go over several ranks to groups.
 
-        Returns:
-            Rows of the documents of each group, by its size and its place among groups of that size; work of
-            each rank; and documents without room.
-        """
-        ranks, sizes = self.ranks, self.levels
-        loads = [0.0] * ranks
-        rooms = [float(share - len(sizes))] * ranks  # on each level a rank may have one token more
-        groups: dict[tuple[int, int], list[int]] = {}
-        left = []
-        (rows,) = np.nonzero(widths > 1)
-        for row in rows[np.lexsort((-work[rows], -widths[rows]))].tolist():
-            for size in sizes[sizes.index(int(widths[row])) :]:
-                need, added = lengths[row] / size, float(work[row]) / size
-                firsts = [at for at in range(0, ranks, size) if min(rooms[at : at + size]) >= need]
-                if firsts:
-                    first = min(firsts, key=lambda at: max(loads[at : at + size]))
-                    for rank in range(first, first + size):
-                        loads[rank] += added
-                        rooms[rank] -= need
-                    groups.setdefault((size, first // size), []).append(row)
-                    break
-            else:
-                left.append(row)
-        return {key: np.sort(np.array(members)) for key, members in groups.items()}, loads, left
-
-
-def _items(lengths: Ints, begins: Ints, is_long: Bools, work: Floats, most: int) -> tuple[Ints, Ints, Floats]:
-    """First token, end and work of the items, neighbouring short documents of about `most` tokens; most work
-    first."""
-    short = np.flatnonzero(~is_long)
-    if not short.size:
-        return short, short, np.zeros(0)
-    ends = np.cumsum(lengths[short])
-    span = (ends - 1) // max(most, 1)
-    opens = np.append(True, (np.diff(span) > 0) | (np.diff(short) > 1))
-    head, tail = short[opens], short[np.append(opens[1:], True)]
-    works = np.add.reduceat(work[short], np.flatnonzero(opens))
-    order = np.argsort(-works, kind="stable")
-    return begins[head][order], (begins[tail] + lengths[tail])[order], works[order]
+def _in_halves(begins: Ints, lengths: Ints, tokens: Ints) -> list[Ints]:
+    """Documents over all ranks in proportion to `tokens`: each int64 (3, 2 ranks), as of `from_runs`."""
+    there_and_back = np.concatenate([np.arange(len(tokens)), np.arange(len(tokens))[::-1]])
+    runs = []
+    for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+        exact = length * tokens / tokens.sum()
+        taken = np.floor(exact).astype(np.int64)
+        taken[np.argsort(taken - exact, kind="stable")[: length - int(taken.sum())]] += 1
+        tokens = tokens - taken
+        chunks = np.concatenate([taken // 2, (taken - taken // 2)[::-1]])
+        ends = begin + np.cumsum(chunks)
+        runs.append(np.stack([there_and_back, ends - chunks, ends]))
+    return runs
 
 
 def _fill(begins: Ints, ends: Ints, room: Ints, padding: int) -> Ints:
     """Cuts runs to fill the ranks' rooms, after padding the smallest: int64 (3, n), as of `from_runs`."""
-    order = np.argsort(room, kind="stable").tolist()
-    rooms = room.tolist()
-    for rank in order:
-        taken = min(rooms[rank], padding)
-        rooms[rank] -= taken
-        padding -= taken
-    pieces: list[tuple[int, int, int]] = []
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        while begin < end:
-            while not rooms[order[-1]]:
-                order.pop()
-            rank = order[-1]
-            stop = min(end, begin + rooms[rank])
-            rooms[rank] -= stop - begin
-            pieces.append((rank, begin, stop))
-            begin = stop
-    return np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+    order = np.argsort(room, kind="stable")
+    padded = np.diff(np.minimum(np.cumsum(room[order]), padding), prepend=0)
+    order, rooms = order[::-1], np.cumsum((room[order] - padded)[::-1])
+    sizes = ends - begins
+    stops = np.cumsum(sizes)
+    edges = np.union1d(stops, rooms)
+    starts = np.append(0, edges[:-1])[edges > 0]
+    run, place = (np.searchsorted(of, starts, side="right") for of in (stops, rooms))
+    first = begins[run] + starts - (stops - sizes)[run]
+    return np.stack([order[place], first, first + edges[edges > 0] - starts])
