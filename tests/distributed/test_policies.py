@@ -55,9 +55,6 @@ EXPERTS = {
     "cp2 ep2 wlb_lazy hybrid qwen3_moe": (1e-5, 1e-2),
     "cp2 ep2 wlb_lazy hybrid deepseek_v3": (1e-5, 1e-2),
     "cp2 ep2 wlb_lazy hybrid gpt_oss": (3e-3, 0.1),
-    "tp2 ep2 gpt_oss": (3e-3, 0.1),
-    "tp2 wlb_lazy qwen3_moe": (1e-5, 1e-2),
-    "pp2 wlb_lazy deepseek_v3": (1e-5, 1e-2),
 }
 
 
