@@ -91,8 +91,6 @@ lr_scheduler.total_steps = 2; training.steps = 5; lr_scheduler.warmup_steps = 1
     t.toml:2: lr_scheduler.total_steps = 2: a schedule of 2 steps ... Set it to 5 or more
 lr_scheduler.total_steps = 20; training.steps = 5; lr_scheduler.warmup_steps = 30
     t.toml:2: lr_scheduler.total_steps = 20:  ... 30 of warm-up ... Set it to 31 or more
-compile.enable = true; activation_checkpoint.class = "MemoryBudgetAC"
-    t.toml:3: activation_checkpoint.class =  ... MemoryBudgetAC takes ... set it to FullAC
 wlb.policy = "slim/ulysses"; wlb.packing.dp_merge = true; \
 parallelism.pipeline_parallel_degree = 2; parallelism.context_parallel_degree = 2
     t.toml:3: wlb.packing.dp_merge = true: Data-parallel ranks cannot share ... ulysses, which
@@ -180,6 +178,8 @@ def test_what_is_right_is_told_in_a_line(here, monkeypatch):
     (here / "own.toml").write_text(content + '\n[[wlb.dimensions]]\nname = "toys:Apart"\ndegree = 2')
     said = run("check own.toml --world-size 8 --wlb.epochs 1").stdout
     assert "PP 2 x DP 2 x APART 2 = 8 processes" in said and "1 epoch," in said
+    said = run("check t.toml --activation_checkpoint.class MemoryBudgetAC --compile.enable true")
+    assert said.exit_code == 0 and "Warning: activation_checkpoint.class: MemoryBudgetAC is used" in said.stderr
 
 
 def test_what_is_shown_has_its_origin_and_loads_to_the_same(here):

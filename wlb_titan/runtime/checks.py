@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import warnings
 from pathlib import Path
 
 import spmd_types
@@ -144,10 +145,11 @@ def _check_settings(config: TrainerConfig) -> None:
         )
     recomputation = config.activation_checkpoint
     if not isinstance(recomputation, FullAC.Config | SelectiveAC.Config | None):
-        raise UserError(
-            f"activation_checkpoint.class: nothing is known of the memory and the time that "
-            f"{short_name(owner_of(recomputation))} takes, which packing follows; set it to FullAC or "
-            'SelectiveDocumentAC, or activation_checkpoint = "none".'
+        warnings.warn(
+            f"activation_checkpoint.class: {short_name(owner_of(recomputation))} is used, but the memory and "
+            "times that packing and predictions follow are those of SelectiveDocumentAC: nothing is known of "
+            "its own.",
+            stacklevel=2,
         )
     if not config.wlb.epochs:  # which sets the steps when the run starts
         check_rates(config.lr_scheduler, config.training.steps)
