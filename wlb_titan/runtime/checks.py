@@ -373,11 +373,6 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         check_weights(config, corpus)
-    if config.wlb.validation.enabled:
-        try:
-            validated_documents(config.wlb)
-        except CorpusError as error:
-            raise UserError(f"wlb.validation.path: {error}") from error
     check_place(Path(config.dump_folder))
     return corpus
 
