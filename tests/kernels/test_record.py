@@ -79,6 +79,19 @@ def test_a_damaged_record_says_nothing(text):
     assert record.verdict(subject()) is None and by_auto() == ("gluon", "triton")
 
 
+def test_without_a_home_folder_there_is_no_record(monkeypatch):
+    """As in a container whose user has no entry in /etc/passwd; the verdict is told all the same."""
+
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(record.Path, "home", nowhere)
+    assert by_auto() == ("gluon", "triton")
+    with pytest.warns(UserWarning, match="cannot be recorded, for jobs to read: Could not determine home"):
+        assert record._recorded(subject(), Verdict(True)) == Verdict(True)
+
+
 def test_kernels_are_known_by_their_sources(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
     found = []

@@ -43,6 +43,17 @@ def test_op_is_well_formed():
     torch.library.opcheck(torch.ops.wlb_titan.varlen_attention.default, inputs)
 
 
+def test_a_second_derivative_is_refused_and_not_zero():
+    """Also where the first one was linear in the output, so that no gradient of an output is tracked."""
+    q, k, v, _, _ = random_inputs(9, 9, (2, 2), (16, 16), torch.float64)
+    q.requires_grad_()
+    for power in (1, 2):
+        out = varlen_attention(q, k, v, packed([9]))
+        (first,) = torch.autograd.grad((out**power).sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="wlb_titan::varlen_attention has no second derivative"):
+            first.square().sum().backward()
+
+
 def test_backward_finds_the_forwards_schedule(monkeypatch):
     """Autograd gives the backward the same segments tensor, so that its lookup is the quick one."""
     seen = []

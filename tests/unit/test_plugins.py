@@ -245,3 +245,20 @@ def test_one_that_does_not_fit_is_left_out_of_what_auto_tries(monkeypatch):
     with pytest.warns(UserWarning, match="packing policy 'old' is left out: toys_wrong:NewNeed"):
         assert "plain" in POLICIES.candidates and "old" not in POLICIES.candidates
     plugins._installed.cache_clear()
+
+
+def test_a_step_is_whole_runs_through_the_pipeline():
+    """16 micro-batches of a replica in runs of 15 used to end in an assertion of the order."""
+    best, degrees = ORDERS.configure("best"), Degrees(pipeline=3, shard=4)
+    facts = {
+        "window": 1024,
+        "schedule": "InterleavedZeroBubble",
+        "chunks": 2,
+        "order": best,
+        "degrees": degrees,
+    }
+    with pytest.raises(PlanError, match="16 micro-batches of a step make no whole runs of 15") as refused:
+        Job(micro_batches=64, run=15, **facts)
+    assert refused.value.setting == "training.local_batch_size"
+    plan = Job(micro_batches=60, run=15, **facts).planner(Documents(lengths=LENGTHS)).next()
+    assert len(plan.micro_batches) == 60
