@@ -73,7 +73,7 @@ class Hybrid(Adaptive):
         share, sizes = total // self.ranks, np.array(self.levels)[:, None]
         prefix, cached = (np.zeros_like(lengths), lengths < 0) if slices is None else slices
         work = self.latency.work(lengths, lengths + prefix).sum(axis=0)
-        searched = max(SEARCHED, int((cached | (lengths > share // 2)).sum()))
+        searched = max(SEARCHED, 2 * self.ranks, int((cached | (lengths > share // 2)).sum()))
         rows = np.lexsort((-work, ~cached))[:searched]
         chunks = np.maximum(lengths[rows] // (2 * sizes), 1)
         ends = np.stack([prefix[rows] + chunks, np.broadcast_to((prefix + lengths)[rows], chunks.shape)])
