@@ -300,7 +300,7 @@ def _check_groups(config: TrainerConfig, dims: ParallelDims) -> None:
     for number, modules in enumerate(stages):
         where = f"stage {number}" if modules else "the model"
         left = {name for name in names if not modules or any(name.startswith(f"{one}.") for one in modules)}
-        if not left:
+        if modules and not left:
             raise UserError(
                 "parallelism.pipeline_parallel_degree: LoRA trains nothing in the stage of "
                 f"{', '.join(modules)}, and an optimizer needs weights; take stages of more layers."
@@ -325,9 +325,9 @@ def _check_parts(config: TrainerConfig) -> None:
     """Tries what torchtitan would only find out in the ranks."""
     if config.training.gc_freq < 1:
         raise UserError("training.gc_freq: garbage is collected every so many steps, at least 1.")
-    backends = torch.compiler.list_backends(exclude_tags=()) if config.compile.enable else ()
-    if config.compile.enable and config.compile.backend not in backends:
-        raise UserError(f"compile.backend: torch has {', '.join(backends)}, and not this.")
+    compiler = config.compile
+    if compiler.enable and compiler.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise UserError(f"compile.backend: torch has {', '.join(known)}, and not this.")
     logits = torch.zeros(1, 2, config.model_spec.model.vocab_size, requires_grad=True)
     labels, loss = torch.ones(1, 2, dtype=torch.long), getattr(config.loss, "loss_fn", config.loss)
     try:

@@ -24,20 +24,14 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.corpus.tokenizer import (
-    CONFIG_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_FILE,
-    CorpusTokenizer,
-    tokenizer_files,
-)
+from wlb_titan.corpus.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.checkpoints import HUGGING_FACE_INDEX
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.job import has_latent_attention
 
 KEY = "checkpoint.initial_load_path"
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 LONGEST_HEADER = 100_000_000  # bytes, as of the format
 ROUTER_BIAS = "moe.expert_bias_E"  # by which torchtitan evens out what experts get, beside the loss
 MODEL_TYPES = {"llama3": "llama", "qwen3": "qwen3", "gpt_oss": "gpt_oss", "deepseek_v3": "deepseek_v3"}
@@ -122,7 +116,7 @@ def check_weights(config: TrainerConfig, corpus: Corpus) -> None:
             f"{', ...' * (len(differ) > 3)}. Copy what is missing there, move away what does not belong "
             "there, or choose the base that is theirs."
         )
-    tokenizer, own = folder / TOKENIZER_FILE, corpus.tokenizer_path / TOKENIZER_FILE
+    tokenizer, own = folder / TOKENIZER, corpus.tokenizer_path / TOKENIZER
     if tokenizer.is_file() and not filecmp.cmp(tokenizer, own, shallow=False):
         raise UserError(
             f"wlb.corpus.path: the corpus {str(corpus.path)!r} has another tokenizer than the weights in "
@@ -226,9 +220,9 @@ def described(model: Decoder.Config) -> dict[str, Any]:
 
 def _described_experts(moe: MoE.Config) -> dict[str, Any]:
     router, experts, shared = moe.router, moe.routed_experts.inner_experts, moe.shared_experts
-    values = {
-        **dict.fromkeys(EXPERTS, moe.num_experts),
-        **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), router.top_k),
+    values = dict.fromkeys(EXPERTS, moe.num_experts) | {
+        "num_experts_per_tok": router.top_k,
+        "experts_per_token": router.top_k,
         "moe_intermediate_size": experts.hidden_dim,
         "n_shared_experts": shared.w1.out_features // experts.hidden_dim if shared else 0,
         "norm_topk_prob": router.route_norm,
