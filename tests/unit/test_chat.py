@@ -223,6 +223,7 @@ WRITTEN = {  # messages, template, and what is learned or a part of the refusal
     ),
     "one call of two": (spoken("", tool_calls=[CALL, CALL]), FIRST, "drops the tool_calls"),
     "call without name": (spoken("b", tool_calls=[{}]), ALL, r"2 \(assistant\) calls a tool without name"),
+    "call of text": (spoken("b", tool_calls=[{"function": "f"}]), ALL, "calls a tool without name"),
     "calls as Python": (
         CALLED,
         chatml("{{ m.content }}{{ m.tool_calls or '' }}"),
@@ -310,6 +311,8 @@ RECORDS = {
     "weight of 0": ({"weight": 0}, PLAIN, "the record has a key 'weight'"),
     "system": ({"system": "Be brief."}, PLAIN, "the record has a key 'system'"),
     "others": ({"id": "x", "source": "web", "weight": 1, "system": None}, PLAIN, ""),
+    "nothing else": ({"chat_template_kwargs": {}, "tools": ""}, PLAIN, ""),
+    "names of tools": ({"tools": ["f"]}, PLAIN, "the chat template refuses it"),
 }
 
 

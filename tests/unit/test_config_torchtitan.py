@@ -179,7 +179,9 @@ def test_what_is_right_is_told_in_a_line(here, monkeypatch):
     said = run("check own.toml --world-size 8 --wlb.epochs 1").stdout
     assert "PP 2 x DP 2 x APART 2 = 8 processes" in said and "1 epoch," in said
     said = run("check t.toml --activation_checkpoint.class MemoryBudgetAC --compile.enable true")
-    assert said.exit_code == 0 and "Warning: activation_checkpoint.class: MemoryBudgetAC is used" in said.stderr
+    assert (
+        said.exit_code == 0 and "Warning: activation_checkpoint.class: MemoryBudgetAC is used" in said.stderr
+    )
 
 
 def test_what_is_shown_has_its_origin_and_loads_to_the_same(here):

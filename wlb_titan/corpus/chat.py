@@ -87,10 +87,10 @@ class ChatTemplate:
         try:
             return self._written(messages, tools)
         except ValueError:
-            joined = [
-                message | {"content": "".join(_texts(message))} if "content" in message else message
-                for message in messages
-            ]
+            joined = [dict(message) for message in messages]
+            for message in joined:
+                if "content" in message:
+                    message["content"] = "".join(_texts(message))
             if joined == messages:
                 raise
             return self._written(joined, tools)  # of a template that knows no parts
@@ -100,7 +100,13 @@ class ChatTemplate:
         marked = Marked(messages, tools)
         shown, parts = self._shown(marked)
         alike = MARK.sub("", shown) == text  # else a mark changes more than its own text
-        self._check_written(marked, messages, tools, set(MARK.findall(shown)) if alike else set())
+        there = {int(number) for number in MARK.findall(shown)} if alike else set()
+        for number, place in marked.places.items():
+            if number not in there and not self._writes(messages, tools, number, place):
+                raise ValueError(
+                    f"the chat template drops {_named(place, messages)} or a part of it; take it out, or use "
+                    "a template that writes it (--chat-template FILE)"
+                )
         _check_form(marked, messages, shown)
         learned = [all(message.get(key, 1) for key in FOLLOWED) for message in messages]
         if not self.marked:
@@ -117,16 +123,6 @@ class ChatTemplate:
             turn = marked.places[int(mark[1])][1] if mark else turn
             kept += [span] * learned[turn]
         return text, kept if alike else spans
-
-    def _check_written(
-        self, marked: Marked, messages: list[Message], tools: list[Any] | None, there: set[str]
-    ) -> None:
-        for number, place in marked.places.items():
-            if str(number) not in there and not self._writes(messages, tools, number, place):
-                raise ValueError(
-                    f"the chat template drops {_named(place, messages)} or a part of it; take it out, or use "
-                    "a template that writes it (--chat-template FILE)"
-                )
 
     def _writes(self, messages: list[Message], tools: list[Any] | None, number: int, place: Place) -> bool:
         """Whether the template writes mark `number`, or drops it as a thought of an earlier turn."""
@@ -219,10 +215,10 @@ class Marked:
             }
         if not isinstance(value, str):
             return value
-        thought, end, rest = value.rpartition(END_OF_THOUGHT)
-        if place[2:] != ("content",) or self._roles[place[1]] != ASSISTANT:
-            thought, end, rest = "", "", value
-        return self._mark(thought, (*place, "thought")) + end + self._mark(rest, place)
+        if place[2:] == ("content",) and self._roles[place[1]] == ASSISTANT:
+            thought, end, rest = value.rpartition(END_OF_THOUGHT)
+            return self._mark(thought, (*place, "thought")) + end + self._mark(rest, place)
+        return self._mark(value, place)
 
     def _mark(self, text: str, place: Place) -> str:
         """The text with marks after its first word and before its last, or inside its only one."""
@@ -264,13 +260,12 @@ def _inner(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 def _check_form(marked: Marked, messages: list[Message], text: str) -> None:
     """A ValueError if lists or objects are written as Python spells them, or arguments quoted twice."""
     for place, value in _inner({"messages": marked.messages, "tools": marked.tools}):
-        as_json = json.dumps(value, ensure_ascii=False)
-        wrong = (
-            isinstance(value, list | dict) and len(place) > 1 and str(value) != as_json and str(value) in text
-        )
-        if wrong or (
-            place[-1:] == ("arguments",) and isinstance(value, str) and '"' in value and as_json in text
-        ):
+        as_json, wrong = json.dumps(value, ensure_ascii=False, default=str), ""
+        if isinstance(value, list | dict) and len(place) > 1 and str(value) != as_json:
+            wrong = str(value)
+        elif place[-1:] == ("arguments",) and isinstance(value, str) and '"' in value:
+            wrong = as_json
+        if wrong and wrong in text:
             raise ValueError(
                 f"the chat template writes {_named(place, messages)} as Python spells it, or quotes it "
                 "twice; write arguments as objects, or use a template that writes JSON (--chat-template FILE)"
@@ -286,7 +281,8 @@ def _named(place: Place, messages: list[Message]) -> str:
 
 def _name(call: Any) -> Any:
     """The name of the called function, which OpenAI's form nests."""
-    return (call.get("function") or call).get("name") if isinstance(call, dict) else None
+    function = isinstance(call, dict) and (call.get("function") or call)
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def checked(messages: Any, special: list[str]) -> list[Message]:
@@ -320,21 +316,10 @@ def checked(messages: Any, special: list[str]) -> list[Message]:
 
 def check_spelling(value: Any, special: list[str], what: str) -> None:
     """A ValueError if any text in a JSON value spells a special token."""
-    texts = "\n".join(_strings(value))
+    inner = (text for place, text in _inner(value) for text in (*place[-1:], text))  # keys as well
+    texts = "\n".join(text for text in inner if isinstance(text, str))
     if spelt := [token for token in special if token in texts]:
         raise ValueError(f"{what} spells the special token {spelt[0]!r}; only the template may write it")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
 
 
 def _texts(message: Message, name: str = "") -> list[str]:
@@ -343,10 +328,7 @@ def _texts(message: Message, name: str = "") -> list[str]:
     parts = [{"text": content}] if isinstance(content, str) else content
     for part in parts if isinstance(parts, list) else [parts]:
         given = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
-        if not isinstance(given.get("text"), str) or {"type": "text"} | given != {
-            "type": "text",
-            "text": given["text"],
-        }:
+        if not isinstance(given.pop("text", None), str) or given not in ({}, {"type": "text"}):
             raise ValueError(f"the content of {name} has a part that is no text, {str(part)[:80]}")
     return [part["text"] for part in parts]
 

@@ -32,7 +32,6 @@ PREPARATION_FILE = "corpus.json"
 SAMPLE_TOKENS = 1 << 24
 SPOTS = 256
 
-
 KINDS = {"end_of_text": str, "settings": dict, "tokenizer_sha256": str}  # of `Preparation`; others count
 
 
@@ -53,7 +52,9 @@ class Preparation:
     tokenizer_sha256: str = ""  # of tokenizer.json; corpora of earlier versions do not have it
 
     def save(self, folder: Path) -> None:
-        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
+        tokenizer = TokenizerFacts.of(folder / TOKENIZER_FOLDER, self.vocab_size)
+        facts = dataclasses.asdict(self) | {"tokenizer_sha256": tokenizer.sha256}
+        text = json.dumps(facts, indent=2, ensure_ascii=False)
         (folder / PREPARATION_FILE).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -231,16 +232,17 @@ class Corpus:
 
     def check_learned(self, lengths: Any) -> None:
         """Refuses documents, by the lengths of all rows, of which no token is learned."""
-        for start in range(0, len(self) if self.masked else 0, SPOTS):
+        if not self.masked:
+            return
+        for start in range(0, len(self), SPOTS):
             rows = np.arange(start, min(start + SPOTS, len(self)))
             stops = np.asarray(lengths[rows])
             if self.count_learned(rows, np.minimum(1, stops), stops).any():  # the first is no label
                 return
-        if self.masked:
-            raise CorpusError(
-                f"By the label mask of {self} not one token of these documents is learned. Correct the mask, "
-                'or learn every token with mask = "none".'
-            )
+        raise CorpusError(
+            f"By the label mask of {self} not one token of these documents is learned. Correct the mask, or "
+            'learn every token with mask = "none".'
+        )
 
     @property
     def known_tokenizer(self) -> TokenizerFacts:

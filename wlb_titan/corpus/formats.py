@@ -80,9 +80,8 @@ def _dataset(folder: Path, column: str, mask: str) -> Opened:
     for shard in shards:
         shard.beside = {name: ArrowShard(shard.path, name) for name in PLAIN if name in shard.columns}
         if mask != "none":
-            _check_columns(
-                shard, {TOKENS, column, masking, *shard.beside, *(MASKS if mask != "auto" else ())}
-            )
+            others = MASKS if mask != "auto" else ()
+            _check_columns(shard, {TOKENS, column, masking, *shard.beside, *others})
     if not masking:
         return Opened(shards, files, column, noted)
     for shard in shards:
@@ -94,18 +93,14 @@ def _dataset(folder: Path, column: str, mask: str) -> Opened:
 def _check_columns(shard: ArrowShard, known: set[str]) -> None:
     """Refuses columns that may say of each token what is done with it."""
     for field in shard.schema:
-        listed = pa.types.is_list(field.type) or pa.types.is_large_list(field.type)
-        listed = listed or pa.types.is_fixed_size_list(field.type)
-        kind = field.type.value_type if listed else None
-        numbers = listed and (
-            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-        )
+        kind = getattr(field.type, "value_type", pa.null())  # of a list, of whichever kind
+        numbers = any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
         if field.name not in known and (numbers or SWITCH.search(field.name)):
             raise CorpusError(
                 f"{shard.path} has a column {field.name!r}, which nothing here follows. If it says by 1 and "
                 "0 what is learned, name it with wlb.corpus.mask (in a mixture, `mask` of the source); "
-                "otherwise save the dataset with "
-                f'.remove_columns({field.name!r}). "none" learns every token, whatever columns there are.',
+                f"otherwise save the dataset with .remove_columns({field.name!r}). "
+                '"none" learns every token, whatever columns there are.',
                 setting="corpus.mask",
             )
 
@@ -141,11 +136,12 @@ def _datatrove(files: Sequence[Path], mask: str) -> Opened:
             values = DatatroveShard(shard.path, loss=True)
             shard.mask = LabelMask(values, shard, labels=False, name=str(loss))
             read.append(loss)
-    if bare := [shard.path.name for shard in shards if not shard.mask and len(read) > 2 * len(shards)]:
+    bare = [shard.path.name for shard in shards if not shard.mask]
+    if 0 < len(bare) < len(shards):
         raise CorpusError(
             f"{bare[0]} has no mask {bare[0]}.loss, as others beside it have; write all or none."
         )
-    return Opened(shards, read, "loss" if any(shard.mask for shard in shards) else "")
+    return Opened(shards, read, "" if bare else "loss")
 
 
 def _megatron(prefixes: Sequence[Path], mask: str) -> Opened:

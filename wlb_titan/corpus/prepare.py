@@ -15,14 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.corpus.chat import ChatTemplate, conversations
-from wlb_titan.corpus.corpus import (
-    PREPARATION_FILE,
-    TOKENIZER_FOLDER,
-    UNREADABLE_FILE,
-    Corpus,
-    Preparation,
-    TokenizerFacts,
-)
+from wlb_titan.corpus.corpus import PREPARATION_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE, Corpus, Preparation
 from wlb_titan.corpus.sources import SourceSpec, open_source
 from wlb_titan.corpus.tokenizer import (
     DEFAULT_VOCAB_SIZE,
@@ -152,15 +145,12 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
     unreadable = sorted(left_out.unreadable)
     if not written.documents:
         first = f" (the first: {unreadable[0]})" if unreadable else ""
-        marks = (
-            f" Of {left_out.unlearned:,} conversations nothing is learned: the template's {{% generation %}} "
-            "stands around nothing that the assistant says, or their messages say so."
-        )
+        marks = "the template's {% generation %} stands around nothing that the assistant says"
+        unlearned = f" Of {left_out.unlearned:,} conversations nothing is learned: {marks}, or they say so."
         raise CorpusError(
             f"The source {settings.source} has no text: {left_out.empty:,} documents are empty, "
             f"{left_out.long:,} too long and {len(unreadable):,} cannot be read{first}."
-            + marks
-            * (left_out.unlearned > 0)
+            f"{unlearned if left_out.unlearned else ''}"
         )
     if unreadable:
         lines = "".join(f"{entry}\n" for entry in unreadable)
@@ -175,7 +165,6 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
         settings=dataclasses.asdict(settings),
-        tokenizer_sha256=TokenizerFacts.of(tokenizer.folder, tokenizer.vocab_size).sha256,
     ).save(folder)
 
 

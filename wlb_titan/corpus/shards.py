@@ -117,13 +117,9 @@ class ArrowShard(Shard):
         self._firsts = np.cumsum(counts) - counts  # rows
         for first, chunk in zip(self._firsts, lists, strict=True):
             if chunk.null_count or chunk.values.null_count:
-                nulls = (
-                    row for row, list_ in enumerate(chunk) if list_.values is None or list_.values.null_count
-                )
-                row = first + next(nulls, 0)
-                raise CorpusError(
-                    f"Row {row} of {path} has a null in the column {column!r}, which is no number."
-                )
+                nulls = (i for i, row in enumerate(chunk) if row.values is None or row.values.null_count)
+                where = f"Row {first + next(nulls, 0)} of {path}"
+                raise CorpusError(f"{where} has a null in the column {column!r}, which is no number.")
         self._first_offsets = offsets_at - self._firsts  # where that of row 0 would be
         self.documents = int(counts.sum())
         begins, ends = self._offsets[offsets_at], self._offsets[offsets_at + counts]

@@ -22,8 +22,6 @@ SOURCES = (
     "hf:NAME[,CONFIG][@SPLIT][#field]"
 )
 
-PACKED = re.compile(r"\.(gz|bz2|xz|zst|zip|lz4)$")
-
 SWITCH = re.compile(r"(^|_)(weights?|train(able|ed|ing)?|loss|masks?|masked|learn(ed)?)(_|$)")
 """Keys and columns by whose names data say how much of it is learned."""
 
@@ -155,11 +153,11 @@ def _name(root: Path, path: Path) -> str:
 
 def _files_at(kind: str, location: Path) -> list[Path]:
     files = sorted(location.glob(f"*.{kind}")) if location.is_dir() else [location]
-    packed = [file for file in (*location.glob(f"*.{kind}.*"), location) if PACKED.search(file.name)]
-    if packed:
-        raise CorpusError(
-            f"The source {kind}:{location} has {packed[0].name}, which is compressed; unpack it."
-        )
+    for file in (*location.glob(f"*.{kind}.*"), location):
+        if file.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4"):
+            raise CorpusError(
+                f"The source {kind}:{location} has {file.name}, which is compressed; unpack it."
+            )
     if not files or not all(file.is_file() for file in files):
         raise CorpusError(
             f"The source {kind}:{location} needs a file, or a folder with files *.{kind}, and there is none."
@@ -267,11 +265,11 @@ def text_of(record: Any, field: str) -> str:
 def conversation(record: Any, field: str) -> dict[str, Any]:
     """A record's `messages`, and the `tools` they may call, or None; a ValueError without messages."""
     messages, tools = _field_of(record, field), record.get("tools")
-    if unread := [
-        key for key, value in record.items() if UNREAD.search(key) and value not in (None, 1, "", [])
-    ]:
-        raise ValueError(f"the record has a key {unread[0]!r}, which is not read; take it out")
-    return {"messages": messages, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+    for key in filter(UNREAD.search, record):
+        if record[key] not in (None, 1, "", [], {}):
+            raise ValueError(f"the record has a key {key!r}, which is not read; take it out")
+    tools = json.loads(tools or "null") if isinstance(tools, str) else tools
+    return {"messages": messages, "tools": tools}
 
 
 def _field_of(record: Any, field: str) -> Any:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.corpus import TOKENIZER_FOLDER, Corpus, Preparation, TokenizerFacts, partial_folder
+from wlb_titan.corpus.corpus import TOKENIZER_FOLDER, Corpus, Preparation, partial_folder
 from wlb_titan.corpus.formats import fingerprint_of
 from wlb_titan.corpus.shards import MASK, SOURCE, TOKENS
 from wlb_titan.corpus.tokenizer import MIN_VOCAB_SIZE, CorpusTokenizer, Document, batched, train_tokenizer
@@ -128,6 +128,5 @@ def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
             vocab_size=tokenizer.vocab_size,
             end_of_text=tokenizer.end_of_text,
             settings={"source": "synthetic"},
-            tokenizer_sha256=TokenizerFacts.of(tokenizer.folder, tokenizer.vocab_size).sha256,
         ).save(folder)
     return Corpus.open(path)

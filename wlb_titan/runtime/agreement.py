@@ -93,11 +93,11 @@ def saved_plan(config: TrainerConfig) -> dict[str, Any] | None:
     checkpoint = config.checkpoint
     if checkpoint.load_step >= 0:
         folder = Path(config.dump_folder) / checkpoint.folder / f"step-{checkpoint.load_step}"
-    elif checkpoint.enable and checkpoint.initial_load_path and not checkpoint.initial_load_model_only:
-        folder = Path(checkpoint.initial_load_path)
+        has_plan = checkpoint.load_step > 0  # a seed checkpoint has weights alone
     else:
-        return None
-    if "dataloader" in checkpoint.exclude_from_loading:
+        folder = Path(checkpoint.initial_load_path or "")
+        has_plan = checkpoint.initial_load_path and not checkpoint.initial_load_model_only
+    if not (checkpoint.enable and has_plan) or "dataloader" in checkpoint.exclude_from_loading:
         return None
     saved = {"dataloader.planner": ""}
     dcp.load(saved, checkpoint_id=folder, no_dist=True)

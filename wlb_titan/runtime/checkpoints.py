@@ -55,10 +55,9 @@ def beginning(config: TrainerConfig) -> Beginning:
         named = folder / f"step-{checkpoint.load_step}"
         if wrong := damage(named, needed if checkpoint.load_step else []):
             raise UserError(f"checkpoint.load_step: {named} cannot be loaded: it {wrong}.")
-        later = sorted(step for step in _steps(folder) if step > checkpoint.load_step)
-        return Beginning(
-            checkpoint.load_step, tuple((step, "former", "is of a later step") for step in later)
-        )
+        later = [step for step in sorted(_steps(folder)) if step > checkpoint.load_step]
+        newer = tuple((step, "former", "is of a later step") for step in later)
+        return Beginning(checkpoint.load_step, newer)
     found = newest_whole(folder, needed)
     done = [step for step, _, wrong in found.newer if wrong == WEIGHTS_ALONE]
     if done and max(done) >= config.training.steps and not config.wlb.epochs:
@@ -167,11 +166,10 @@ def explained(error: BaseException, config: TrainerConfig, step: int, *, saving:
 
 
 def _steps(folder: Path) -> list[int]:
-    names = [re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*")]
-    done = (METADATA, HUGGING_FACE_INDEX)
-    return [
-        int(name[1]) for name in names if name and any((folder / name[0] / one).is_file() for one in done)
-    ]
+    done = {
+        file.parent.name for name in (METADATA, HUGGING_FACE_INDEX) for file in folder.glob(f"step-*/{name}")
+    }
+    return [int(name[1]) for name in map(re.compile(r"step-(\d+)").fullmatch, done) if name]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -27,12 +27,9 @@ from wlb_titan.config.documents import (
     training_documents,
     validated_documents,
 )
-from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
-from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.plugins import full_name, short_name
 from wlb_titan.runtime.agreement import check_rates
@@ -46,7 +43,7 @@ from wlb_titan.runtime.hugging_face import ROUTER_BIAS, check_weights, exchanged
 from wlb_titan.runtime.job import configured_degrees, degrees_product, has_experts, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.meshes import Dims
-from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, has_adapters, unsupported
+from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, unsupported
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.schedules import canonical_name, check_schedule, check_stages, stage_names
 from wlb_titan.simulator.choice import choose
@@ -196,19 +193,19 @@ def _check_model(config: TrainerConfig, dims: ParallelDims) -> None:
     if lacking := unsupported(config.model_spec.model):
         cause = "override.imports" if config.override.imports else "base"
         raise UserError(f"{cause}: the model has {'; '.join(lacking)}. {WHAT_TO_DO}")
-    if config.checkpoint.last_save_in_hf and has_adapters(config.model_spec.model):
+    if config.checkpoint.last_save_in_hf and adapters(config.model_spec.model):
         raise UserError(
             "checkpoint.last_save_in_hf: LoRA's adapters have no place in that format, and torchtitan would "
             "save the weights without them; leave it out, and the last checkpoint has both."
         )
     _check_shares(config, dims)
-    for key in ("initial_load_in_hf", "last_save_in_hf"):
-        lost = exchanged(config.model_spec)[1] if getattr(config.checkpoint, key) else []
-        if lost := [name for name in lost if not name.endswith(ROUTER_BIAS)]:
-            raise UserError(
-                f"checkpoint.{key}: Hugging Face's format, as the base's adapter knows it, has no place for "
-                f"{len(lost)} tensors of the model, such as {lost[0]}; leave it out."
-            )
+    keys = [key for key in ("initial_load_in_hf", "last_save_in_hf") if getattr(config.checkpoint, key)]
+    lost = exchanged(config.model_spec)[1] if keys else []
+    if lost := [name for name in lost if not name.endswith(ROUTER_BIAS)]:
+        raise UserError(
+            f"checkpoint.{keys[0]}: Hugging Face's format, as the base's adapter knows it, has no place for "
+            f"{len(lost)} tensors of the model, such as {lost[0]}; leave it out."
+        )
 
 
 def _check_shares(config: TrainerConfig, dims: ParallelDims) -> None:
@@ -262,13 +259,6 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
-    trained = adapters(config.model_spec.model)
-    for stage in stages if trained else ():
-        if not any(f"{name}.".startswith(f"{module}.") for name in trained for module in stage):
-            raise UserError(
-                "parallelism.pipeline_parallel_degree: LoRA trains nothing in the stage of "
-                f"{', '.join(stage)}, and an optimizer needs weights; take stages of more layers."
-            )
 
 
 def _check_optimizer(config: TrainerConfig) -> None:
@@ -298,7 +288,8 @@ def _check_optimizer(config: TrainerConfig) -> None:
 def _check_groups(config: TrainerConfig, dims: ParallelDims) -> None:
     """Tries the groups' patterns on the names of each stage's parameters: the first that matches has it."""
     groups = getattr(config.optimizer, "param_groups", [])
-    if [group.pattern for group in groups] in ([], [".*"]):
+    partly = dims.pp_enabled and adapters(config.model_spec.model)
+    if [group.pattern for group in groups] in ([], [".*"]) and not partly:
         return
     config = copy.deepcopy(config)
     config.model_spec.model.update_from_config(config=config)
@@ -309,6 +300,11 @@ def _check_groups(config: TrainerConfig, dims: ParallelDims) -> None:
     for number, modules in enumerate(stages):
         where = f"stage {number}" if modules else "the model"
         left = {name for name in names if not modules or any(name.startswith(f"{one}.") for one in modules)}
+        if modules and not left:
+            raise UserError(
+                "parallelism.pipeline_parallel_degree: LoRA trains nothing in the stage of "
+                f"{', '.join(modules)}, and an optimizer needs weights; take stages of more layers."
+            )
         for place, group in enumerate(groups):
             key = f"optimizer.param_groups.{place}.pattern"
             try:
@@ -316,11 +312,9 @@ def _check_groups(config: TrainerConfig, dims: ParallelDims) -> None:
             except re.error as error:
                 raise UserError(f"{key}: it is no regular expression: {error}.") from error
             if not matched:
-                raise UserError(
-                    f"{key}: no parameter of {where} that earlier groups leave has it in its name."
-                )
+                raise UserError(f"{key}: no parameter of {where} left by earlier groups has it in its name.")
             left -= matched
-        if left:
+        if left and groups:
             raise UserError(
                 f"optimizer.param_groups: no pattern is in the name of {min(left)}, one of {len(left)} such "
                 f'parameters of {where}; add a last group with the pattern ".*".'
@@ -331,20 +325,17 @@ def _check_parts(config: TrainerConfig) -> None:
     """Tries what torchtitan would only find out in the ranks."""
     if config.training.gc_freq < 1:
         raise UserError("training.gc_freq: garbage is collected every so many steps, at least 1.")
-    backends = torch.compiler.list_backends(exclude_tags=())
-    if config.compile.enable and config.compile.backend not in backends:
-        raise UserError(f"compile.backend: torch has {', '.join(backends)}, and not this.")
+    compiler = config.compile
+    if compiler.enable and compiler.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise UserError(f"compile.backend: torch has {', '.join(known)}, and not this.")
     logits = torch.zeros(1, 2, config.model_spec.model.vocab_size, requires_grad=True)
-    loss = getattr(config.loss, "loss_fn", config.loss)
+    labels, loss = torch.ones(1, 2, dtype=torch.long), getattr(config.loss, "loss_fn", config.loss)
     try:
-        value, _ = loss.build(compile_config=None)(
-            logits, torch.ones(1, 2, dtype=torch.long), torch.tensor(2.0)
-        )
+        value, _ = loss.build(compile_config=None)(logits, labels, torch.tensor(2.0))
         value.backward()
     except Exception as error:  # of the user's own code
-        raise UserError(
-            f"loss: {type(loss).__qualname__} fails on two tokens' logits and labels: {error}"
-        ) from error
+        name = type(loss).__qualname__
+        raise UserError(f"loss: {name} fails on two tokens' logits and labels: {error}") from error
 
 
 def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:
@@ -378,13 +369,26 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
 
 
 def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
-    """`validate_inputs` and `validate_plan`: what a run would only find out itself."""
-    corpus = validate_inputs(config)
-    job = job_of(config, parallel_dims(config, world_size))
-    validate_plan(config.wlb, corpus, job)
-    if config.wlb.epochs and config.lr_scheduler.total_steps is not None and not job.undecided:
-        documents = training_documents(config.wlb, corpus)
-        check_rates(config.lr_scheduler, steps_of_epochs(job, documents, config.wlb.epochs))
+    """What a run would only find out itself: `validate_inputs`, and a step is planned, unless the policy is
+    slow, such as `fixed_solver`. Attention times are always looked up: without context parallelism only
+    predictions read them."""
+    wlb, corpus = config.wlb, validate_inputs(config)
+    job = configured = job_of(config, parallel_dims(config, world_size))
+    setting = "wlb"
+    try:
+        documents = training_documents(wlb, corpus)
+        if job.undecided:
+            job = choose(job, documents).job
+        planner = job.planner(documents)
+        _ = job.latency
+        if not job.packing.planning_seconds:
+            planner.next(sharded=[0])
+            setting = "wlb.policy"
+            job.planner(documents).hold_to_rules()
+    except PlanError as error:
+        raise PlanError(str(error), setting=error.setting or setting) from error
+    if wlb.epochs and config.lr_scheduler.total_steps is not None and not configured.undecided:
+        check_rates(config.lr_scheduler, steps_of_epochs(job, documents, wlb.epochs))
     beginning(config)
 
 
@@ -429,26 +433,3 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
             raise
         raise UserError(f"{key}: {error}") from error
     return corpus
-
-
-def _hold_to_rules(job: Job, documents: Documents) -> None:
-    try:
-        job.planner(documents).hold_to_rules()
-    except PlanError as error:
-        raise PlanError(str(error), setting=error.setting or "wlb.policy") from error
-
-
-def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
-    """Plans a step, unless the policy is slow, such as `fixed_solver`. Attention times are always looked up:
-    without context parallelism only predictions read them."""
-    try:
-        documents = training_documents(wlb, corpus)
-        if job.undecided:
-            job = choose(job, documents).job
-        planner = job.planner(documents)
-        _ = job.latency
-        if not job.packing.planning_seconds:
-            planner.next(sharded=[0])
-            _hold_to_rules(job, documents)
-    except PlanError as error:
-        raise PlanError(str(error), setting=error.setting or "wlb") from error

@@ -26,12 +26,12 @@ from torchtitan.tools.logging import logger
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
 from wlb_titan.errors import UserError
+from wlb_titan.runtime.checkpoints import HUGGING_FACE_INDEX
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.job import has_latent_attention
 
 KEY = "checkpoint.initial_load_path"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
-INDEX = "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000  # bytes, as of the format
 ROUTER_BIAS = "moe.expert_bias_E"  # by which torchtitan evens out what experts get, beside the loss
 MODEL_TYPES = {"llama3": "llama", "qwen3": "qwen3", "gpt_oss": "gpt_oss", "deepseek_v3": "deepseek_v3"}
@@ -40,10 +40,8 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen
 """Models whose config.json is written here."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of Qwen, gpt-oss and DeepSeek
 ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-FIXED = {
-    **{"hidden_act": "silu", "partial_rotary_factor": 1.0, "swiglu_alpha": 1.702},
-    **{"rope_interleave": True, "topk_method": "noaux_tc"},  # of DeepSeek-V3
-}
+FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "swiglu_alpha": 1.702}
+FIXED |= {"rope_interleave": True, "topk_method": "noaux_tc"}  # of DeepSeek-V3
 """What torchtitan's models compute without a setting for it."""
 DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """What transformers takes where a config.json says nothing."""
@@ -130,15 +128,13 @@ def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str
     """How the tensors of a folder differ from a model's; those with the pattern `unread` need not be read."""
     there: dict[str, list[int]] = {}
     twice = []
-    file = folder / INDEX
+    file = folder / HUGGING_FACE_INDEX
     try:
         named = json.loads(file.read_text())["weight_map"].values() if file.is_file() else ()
         for file in sorted({*folder.glob("*.safetensors"), *(folder / name for name in named)}):
-            shapes_there = shapes_in(file)
-            twice += [
-                f"{name} is in {file.name} and in another file" for name in shapes_there if name in there
-            ]
-            there |= shapes_there
+            more = shapes_in(file)
+            twice += [f"{name} is in {file.name} and in another file" for name in more if name in there]
+            there |= more
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return [f"{file} cannot be read ({error!r})"]
     return twice + [
@@ -224,9 +220,9 @@ def described(model: Decoder.Config) -> dict[str, Any]:
 
 def _described_experts(moe: MoE.Config) -> dict[str, Any]:
     router, experts, shared = moe.router, moe.routed_experts.inner_experts, moe.shared_experts
-    values = {
-        **dict.fromkeys(EXPERTS, moe.num_experts),
-        **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), router.top_k),
+    values = dict.fromkeys(EXPERTS, moe.num_experts) | {
+        "num_experts_per_tok": router.top_k,
+        "experts_per_token": router.top_k,
         "moe_intermediate_size": experts.hidden_dim,
         "n_shared_experts": shared.w1.out_features // experts.hidden_dim if shared else 0,
         "norm_topk_prob": router.route_norm,
@@ -259,10 +255,8 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
     """What is saved beside weights, by name: the corpus' tokenizer, chat template and special tokens; all
     else as in the folder that the run began from. Read at the start, as a run may outlive both."""
     checkpoint, folder = config.checkpoint, Path(config.checkpoint.initial_load_path or "")
-    before: dict[str, bytes] = {}
-    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path:
-        places = {**tokenizer_files(folder), CONFIG: folder / CONFIG}
-        before = {name: path.read_bytes() for name, path in places.items()}
+    places = tokenizer_files(folder) | {CONFIG: folder / CONFIG} if checkpoint.initial_load_in_hf else {}
+    before = {name: path.read_bytes() for name, path in places.items()}
     files = {name: path.read_bytes() for name, path in tokenizer_files(corpus.tokenizer_path).items()}
     if TEMPLATE_FILE in before and "chat_template" not in json.loads(files[CONFIG_FILE]):
         files.setdefault(TEMPLATE_FILE, before[TEMPLATE_FILE])
@@ -285,11 +279,7 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
             f"{config.model_spec.name} is not known here. Copy that of the published model there."
         )
         return files
-    for name in (
-        "dtype",
-        "quantization_config",
-        "num_nextn_predict_layers",
-    ):  # of the weights that were loaded
+    for name in ("dtype", "quantization_config", "num_nextn_predict_layers"):  # of the loaded weights
         model.pop(name, None)
     return files | {CONFIG: _written({**model, "torch_dtype": checkpoint.export_dtype})}
 

@@ -118,10 +118,6 @@ def unsupported(
     ]
 
 
-def has_adapters(model: Configurable.Config) -> bool:
-    return bool(adapters(model))
-
-
 def adapters(model: Configurable.Config) -> list[str]:
     """Names of the modules that have LoRA's adapters."""
     nodes = model.traverse(Configurable.Config, recurse=True)

@@ -38,9 +38,7 @@ def parallelized(
     for module, name in frozen:
         getattr(module, name).requires_grad_(False)
     if device_type == "cpu":
-        seed = torch.initial_seed() - parallel_dims.place(
-            "pp"
-        )  # torchtitan adds this place to the job's seed
+        seed = torch.initial_seed() - parallel_dims.place("pp")  # torchtitan adds it to the job's
         for path, module in modules.items():
             if isinstance(module, Module) and module._param_init is not None:
                 module._param_init = {
