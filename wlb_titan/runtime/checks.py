@@ -297,54 +297,55 @@ def _check_optimizer(config: TrainerConfig) -> None:
 
 def _check_groups(config: TrainerConfig, dims: ParallelDims) -> None:
     """Tries the groups' patterns on the names of each stage's parameters: the first that matches has it."""
-    groups = getattr(config.optimizer, "param_groups", [])
-    if [group.pattern for group in groups] in ([], [".*"]):
+    patterns = [group.pattern for group in getattr(config.optimizer, "param_groups", [])]
+    if patterns in ([], [".*"]):
         return
     config = copy.deepcopy(config)
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):
         named = config.model_spec.model.build().named_parameters()
     names = [name for name, parameter in named if parameter.requires_grad]
-    stages = stage_names(config.parallelism, config.model_spec.model) if dims.pp_enabled else [None]
+    stages = stage_names(config.parallelism, config.model_spec.model) if dims.pp_enabled else [[""]]
     for number, modules in enumerate(stages):
-        where = f"stage {number}" if modules else "the model"
-        left = {name for name in names if not modules or any(name.startswith(f"{one}.") for one in modules)}
-        for place, group in enumerate(groups):
+        where = f"stage {number}" if dims.pp_enabled else "the model"
+        inside = tuple(f"{module}." if module else "" for module in modules)
+        left = [name for name in names if name.startswith(inside)]
+        for place, pattern in enumerate(patterns):
             key = f"optimizer.param_groups.{place}.pattern"
             try:
-                matched = {name for name in left if re.search(group.pattern, name)}
+                others = [name for name in left if not re.search(pattern, name)]
             except re.error as error:
                 raise UserError(f"{key}: it is no regular expression: {error}.") from error
-            if not matched:
+            if others == left:
                 raise UserError(
-                    f"{key}: no parameter of {where} that earlier groups leave has it in its name."
+                    f"{key}: it matches no parameter of {where} that earlier groups leave; take the group "
+                    "away, or widen its pattern."
                 )
-            left -= matched
+            left = others
         if left:
             raise UserError(
-                f"optimizer.param_groups: no pattern is in the name of {min(left)}, one of {len(left)} such "
+                f"optimizer.param_groups: no pattern is in the name of {left[0]}, one of {len(left)} such "
                 f'parameters of {where}; add a last group with the pattern ".*".'
             )
 
 
 def _check_parts(config: TrainerConfig) -> None:
-    """Tries what torchtitan would only find out in the ranks."""
+    """Tries what torchtitan would only find out in the ranks. A loss of the user's own may need a GPU."""
     if config.training.gc_freq < 1:
         raise UserError("training.gc_freq: garbage is collected every so many steps, at least 1.")
     backends = torch.compiler.list_backends(exclude_tags=())
     if config.compile.enable and config.compile.backend not in backends:
         raise UserError(f"compile.backend: torch has {', '.join(backends)}, and not this.")
-    logits = torch.zeros(1, 2, config.model_spec.model.vocab_size, requires_grad=True)
     loss = getattr(config.loss, "loss_fn", config.loss)
+    if not type(loss).__module__.startswith("torchtitan."):
+        return
+    logits = torch.zeros(1, 2, config.model_spec.model.vocab_size, requires_grad=True)
     try:
-        value, _ = loss.build(compile_config=None)(
-            logits, torch.ones(1, 2, dtype=torch.long), torch.tensor(2.0)
-        )
-        value.backward()
-    except Exception as error:  # of the user's own code
-        raise UserError(
-            f"loss: {type(loss).__qualname__} fails on two tokens' logits and labels: {error}"
-        ) from error
+        with warnings.catch_warnings(action="ignore"):
+            loss.build(compile_config=None)(logits, torch.ones(1, 2, dtype=torch.long), torch.tensor(2.0))
+    except RuntimeError as error:
+        name = type(loss).__qualname__.removesuffix(".Config")
+        raise UserError(f"loss.class: {name} takes no labels that are token ids: {error}") from error
 
 
 def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:
