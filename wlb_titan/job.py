@@ -269,8 +269,8 @@ class Job:
 
     def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
         moves = () if strategy is None else strategy.exchange(self.model, self.degrees.tensor).moves
-        repeats = self.memory.checkpointing != "none"
-        return ExchangeCost(moves, self.cluster, self.degrees.strides["cp"], repeats)
+        element, repeats = self.memory.compute_bytes, self.memory.checkpointing != "none"
+        return ExchangeCost(moves, self.cluster, self.degrees.strides["cp"], element, repeats)
 
     @cached_property
     def token(self) -> TokenSeconds:

@@ -41,6 +41,23 @@ compile.enable_async_tensor_parallel = true
     t.toml:3: training.disable_cuda_graphs = false: TrainerConfig rejects this: CUDA graphs do not support
 hf_assets_path = "tokenizer"
     t.toml:2: hf_assets_path = "tokenizer": this has no effect ... wlb.corpus.path
+loss.class = "torchtitan.components.loss:MSELoss"
+    t.toml:2: loss.class = ... MSELoss takes no labels that are token ids
+training.gc_freq = 0
+    t.toml:2: training.gc_freq = 0: garbage is collected every so many steps, at least 1
+optimizer.param_groups.0.pattern = "["
+    t.toml:2: optimizer.param_groups.0.pattern = "[": it is no regular expression
+optimizer.param_groups.0.pattern = "zzz"
+    t.toml:2: optimizer.param_groups.0.pattern = "zzz": it matches no parameter of the model
+optimizer.param_groups.0.pattern = "norm"
+    optimizer.param_groups: no pattern is in the name of
+compile.enable = true; compile.backend = "foo"
+    t.toml:3: compile.backend = "foo": torch has ... inductor
+optimizer.param_groups.0.pattern = "tok_embeddings"; parallelism.pipeline_parallel_degree = 2; \
+optimizer.param_groups.0.optimizer_name = "AdamW"
+    optimizer.param_groups: no pattern is in the name of layers.0 ... of stage 0; add a last group
+parallelism.expert_parallel_degree = 2; parallelism.data_parallel_shard_degree = 2
+    t.toml:2: parallelism.expert_parallel_degree = 2: the model has no experts; set it to 1
 loss.class = "torchtitan.tools.profiler:Profiler"
     t.toml:2: loss.class =  ...
     Profiler' is no configuration of the kind torchtitan.components.loss:BaseLoss
@@ -179,9 +196,8 @@ def test_what_is_right_is_told_in_a_line(here, monkeypatch):
     said = run("check own.toml --world-size 8 --wlb.epochs 1").stdout
     assert "PP 2 x DP 2 x APART 2 = 8 processes" in said and "1 epoch," in said
     said = run("check t.toml --activation_checkpoint.class MemoryBudgetAC --compile.enable true")
-    assert (
-        said.exit_code == 0 and "Warning: activation_checkpoint.class: MemoryBudgetAC is used" in said.stderr
-    )
+    assert said.exit_code == 0
+    assert "Warning: activation_checkpoint.class: MemoryBudgetAC is used" in said.stderr
 
 
 def test_what_is_shown_has_its_origin_and_loads_to_the_same(here):

@@ -45,6 +45,14 @@ wlb.corpus.path = "not_here"
 activation_checkpoint.class = "FullAC"
 training = { seq_len = 256, local_batch_size = 3 }
 """
+# No data-parallel rank shards weights: the last stage has the head's whole gradient, and a chunk's beside it.
+LAST = """
+base = "llama2_550m"
+wlb.cluster = "h100_roce"
+wlb.corpus.path = "not_here"
+training = { seq_len = 1024, local_batch_size = 4 }
+parallelism = { pipeline_parallel_degree = 2, pipeline_parallel_schedule = "1F1B" }
+"""
 TIED = ALONE.replace("llama2_550m", "torchtitan.models.qwen3.config_registry:qwen3_debugmodel")
 EXPERTS = """
 base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"
@@ -149,7 +157,7 @@ SHARERS = "dp_shard_cp, 4 ranks"
 GPU = ("--device-gib", 80)
 BALANCED = ("--wlb.policy", "wlb_lazy/hybrid/best", SCHEDULE, "Interleaved1F1B")
 HYBRID = ("--wlb.policy", "wlb_lazy/hybrid")
-GATHERED = (*HYBRID, CP, 4, SHARD, 2, "--training.global_batch_size", 4, "--rank", "first", "--step", 9)
+GATHERED = (*HYBRID, CP, 4, SHARD, 2, "--training.global_batch_size", 4, "--rank", "first", "--step", 5)
 SLIM = ("--wlb.policy", "slim", "--wlb.packing.micropacks", 6, "--wlb.packing.slack", 0)
 # What bounds the plan is the GPU that is asked for, and not the CPU at hand, which these steps would not fit.
 SLICES = (*SLIM, CP, 2, "--rank", "first", "--step", 4, *GPU)
@@ -160,6 +168,7 @@ MERGED = (*SLICES, *SHARED, *TWO_REPLICAS)
 DEALT = ("--wlb.policy", "dealt/hybrid", "--wlb.packing.sharers", 2, *TWO_REPLICAS, "--rank", "first")
 ASYMMETRIC = (*SLICES, PP, 2, "--training.global_batch_size", 2, *FULL, "--wlb.packing.asymmetric", "true")
 FIRST_STEP = ("--rank", "first", "--step", 1)
+LAST_STEP = ("--rank", "last", "--step", 1)
 CASES = {  # a job, what changes it, how near the prediction is, and what else is known of its ranks
     "plain": (TABLE_1, ("--step", 9, *GPU), 0.05, a_stage(even=True, sends=1)),
     # Of two stages a rank all but the last send hidden states on, all but the first gradients back.
@@ -190,6 +199,12 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     "slices_asymmetric": (LONG, ASYMMETRIC, 0.08, sliced(12)),
     "alone": (ALONE, FIRST_STEP, 0.02, whole_weights),
     "tied": (TIED, FIRST_STEP, 0.02, None),  # embedding and head share one table
+    "last_tensor": (LAST, (TP, 2, *NONE, *LAST_STEP), 0.05, None),
+    "last_none": (LAST, (*NONE, *LAST_STEP), 0.05, None),
+    "last_full": (LAST, (*FULL, *LAST_STEP), 0.05, None),
+    "last_gpipe": (LAST, (SCHEDULE, "GPipe", *NONE, *LAST_STEP), 0.05, None),
+    "last_zbv": (LAST, (SCHEDULE, "ZBVZeroBubble", *NONE, *LAST_STEP), 0.05, None),
+    "last_slim": (LAST, (*SLIM, *NONE, *LAST_STEP), 0.05, None),
     # The synthetic corpus does not have the mask that is named.
     "masked": (SMALL, ("--wlb.corpus.mask", "loss_mask", *FIRST_STEP), 0.03, None),
 }
@@ -323,6 +338,13 @@ def test_calls_that_do_not_meet_fail_the_command(dryrun, monkeypatch):
     monkeypatch.setattr(command, "calls_of_all", without_one)
     result, _ = dryrun(SMALL, "--rank", "all", exits=1)
     assert "would hang or fail" in result.stdout and "ank 5" in result.stdout
+
+
+@pytest.mark.parametrize(("gib", "exits", "verdict"), [(0.001, 1, "does not fit"), (80, 0, "it fits")])
+def test_the_status_tells_whether_the_job_fits(dryrun, gib, exits, verdict):
+    words = ("--rank", "first", "--step", 1, "--device-gib", gib)
+    result, (rank,) = dryrun(SMALL, *words, exits=exits)
+    assert verdict in result.stdout and (rank["traced_gib"] < gib) is (exits == 0)
 
 
 def test_synthetic_lengths_have_a_long_tail():

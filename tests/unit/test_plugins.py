@@ -126,6 +126,16 @@ def test_what_divides_data_gets_micro_batches_and_what_does_not_gets_the_same():
     assert both.degrees.strides["twins"] == 8 and both.degrees.strides["dp_shard"] == 32
 
 
+def test_every_place_has_the_data_parallel_rank_whose_micro_batches_it_gets():
+    """Where the user's own dimension divides data, its place counts; where one does not, it is the same."""
+    degrees = with_own(Apart.Config(degree=2), Twins.Config(degree=3), replicate=2, pipeline=2).degrees
+    ranks = np.arange(degrees.ranks).reshape(list(degrees.layout.values()))
+    for place in np.ndindex(ranks.shape):
+        named = dict(zip(degrees.layout, place, strict=True))
+        first = {axis: 0 if axis in ("pp", "cp", "tp", "twins") else at for axis, at in named.items()}
+        assert degrees.ends_of(degrees.replica_at(named))[0] == ranks[tuple(first.values())]
+
+
 def test_ranks_wait_for_each_other_when_they_meet():
     """Of two ranks that are slow in turn, one waits in every step, or neither if they meet in every other."""
     job, seconds = with_own(Apart.Config(degree=2), shard=1), np.array([[1.0, 3.0], [3.0, 1.0]] * 2)

@@ -14,6 +14,7 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.packing.predicted import passing
+from wlb_titan.packing.slim.asymmetric import regrouped_times
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.replicas import rank_memory, transfer_seconds
 from wlb_titan.simulator.step import simulate
@@ -66,10 +67,10 @@ def test_the_slowest_context_parallel_rank_counts_in_each_pass():
     assert batch.backward[0] == pytest.approx(2 * batch.forward[0])
 
 
-def imagined_times(of):
+def imagined_times(of, times=pass_times):
     """Of 1,024 tokens without attention."""
     none = np.zeros((1, 1))
-    return pass_times(of, MicroBatches.imagined(of, none + 1024, none, none))
+    return times(of, MicroBatches.imagined(of, none + 1024, none, none))
 
 
 def test_tensor_collectives_hide_behind_matrix_products():
@@ -169,6 +170,26 @@ def test_transfer_between_pipeline_ranks():
     staged = job(degrees=Degrees(pipeline=2, context=2), cluster=cluster)
     assert transfer_seconds(staged, np.array([[10.0]]))[0, 0] == pytest.approx(10 * 8 * 2 / 2 / 1e6 + 0.5)
     assert transfer_seconds(job(), np.array([[10.0]])) == 0
+
+
+def test_what_moves_has_the_bytes_of_its_type():
+    """Where products take no time, all is bytes: of each kind twice as many in float32."""
+    slow = Link(1e6, 0.0)
+    cluster = replace(CLUSTER, linear_flops=1e30, gpus_per_node=64)
+    kinds = {
+        "elements": replace(cluster, memory_bandwidth=1e6),
+        "collectives": replace(cluster, node=slow),
+        "between nodes": replace(cluster, gpus_per_node=1, network=slow),
+    }
+    degrees = Degrees(pipeline=2, context=2, tensor=2, expert=4)
+    for kind, cluster in kinds.items():
+        half = job(model=EXPERTS, degrees=degrees, cluster=cluster)
+        whole = replace(half, memory=replace(half.memory, compute_bytes=4))
+        for times in (pass_times, regrouped_times):
+            for name in ("forward", "inputs"):
+                once, twice = (getattr(imagined_times(of, times), name) for of in (half, whole))
+                assert (once > 0).all() and twice == pytest.approx(2 * once), (kind, name)
+    assert transfer_seconds(whole, np.ones(1)) == pytest.approx(2 * transfer_seconds(half, np.ones(1)))
 
 
 def pipeline(replicas, **degrees):

@@ -211,10 +211,9 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     for run in others:
         if ratios := _gains(run, first):
             parts = " and ".join(f"{ratio.text('.2f', 'x')} the {what}" for what, ratio in ratios.items())
-            scatter = next(iter(ratios.values())).scatter
-            said.append(f"{run.name} trains on {parts} a second of {first.name}{scatter}.")
-    if others and any(_gains(run, first) for run in others):
-        said.append("Runs one after another differ by the machine's drift besides, which ± does not have.")
+            said.append(f"{run.name} trains on {parts} a second of {first.name}.")
+    if any(_gains(run, first) for run in others):
+        said.append("± is the scatter of a run's steps; runs one after another differ by drift besides.")
     corpora = [key for key in differences(runs) if key.startswith("wlb.corpus.") and key != "wlb.corpus.seed"]
     if corpora:
         said.append(f"{', '.join(corpora)} differ: losses say nothing about each other.")
@@ -222,9 +221,11 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 
 
 def _gains(run: Run, first: Run) -> dict[str, Estimate]:
-    """FLOPs and tokens a second over the first run's, where both have them."""
+    """FLOPs and tokens a second over the first run's, where both have them: without an error, as the scatter
+    of a run's steps does not have what the machine drifts from one run to the next."""
     rates = {what: (run.rate(key), first.rate(key)) for key, what in RATES.items()}
-    return {what: mine.over(base) for what, (mine, base) in rates.items() if mine and base and base.value}
+    known = ((what, mine, base) for what, (mine, base) in rates.items() if mine and base and base.value)
+    return {what: Estimate(mine.value / base.value) for what, mine, base in known}
 
 
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens."

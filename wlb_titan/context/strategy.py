@@ -22,7 +22,6 @@ from wlb_titan.context.layout import Sharding, segments, whole_sequence
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
@@ -134,11 +133,12 @@ class ExchangeCost:
     moves: tuple[Move, ...]  # none without context parallelism
     cluster: Cluster
     stride: int  # distance of context-parallel neighbours, in ranks
+    element: int  # bytes of one
     repeats: bool  # whether activation checkpointing repeats the moves whose results it does not keep
 
     def price(self, move: Move, passes: int) -> MoveSeconds:
         link = self.cluster.link(move.ranks, self.stride * move.stride)
-        token = BYTES * move.received / link.bandwidth
+        token = self.element * move.received / link.bandwidth
         return MoveSeconds(passes * token, passes * move.collectives * link.latency)
 
     def passes(self, move: Move) -> int:

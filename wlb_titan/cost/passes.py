@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.workload import BYTES, CostModel
+from wlb_titan.cost.workload import CostModel
 from wlb_titan.pipeline.graph import PassTimes
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def _tensor(job: Job) -> float:
 def _experts(job: Job) -> float:
     """Seconds a token of a layer's exchange in one pass, on the busiest rank."""
     model, degrees = job.model, job.degrees
-    bytes_ = model.visits * model.hidden * BYTES / (degrees.context * degrees.tensor)
+    elements = model.visits * model.hidden / (degrees.context * degrees.tensor)
+    bytes_ = elements * job.memory.compute_bytes
     return EXPERT_COLLECTIVES * job.cluster.all_to_all(bytes_, degrees.expert) * job.routing_imbalance
 
 

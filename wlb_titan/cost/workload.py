@@ -33,7 +33,6 @@ from wlb_titan.plugins import Family, Plugin, PluginConfig
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
-BYTES = 2  # of an activation in bfloat16
 ATTENTION_BACKWARD = 2.5  # five matrix products over two in the forward pass
 LINEAR_BACKWARD = 2.0
 LARGEST = 1e100  # coefficient for which the work of any step is still finite
@@ -121,7 +120,7 @@ class TokenSeconds:
 
     @classmethod
     def of(cls, job: Job, cluster: Cluster) -> TokenSeconds:
-        shape, tensor = job.model, job.degrees.tensor
+        shape, tensor, element = job.model, job.degrees.tensor, job.memory.compute_bytes
         ranks = tensor * job.degrees.context
         head = shape.hidden * shape.vocabulary
         layer = (shape.linear_weights - head) // shape.layers
@@ -131,8 +130,8 @@ class TokenSeconds:
         shared = 4 * shape.hidden * (tensor - 1) / tensor / job.degrees.context
         return cls(
             matrices=2.0 * layer / ranks / cluster.linear_flops,
-            elements=BYTES * elements / ranks / cluster.memory_bandwidth,
-            tensor=BYTES * shared / cluster.link(tensor).bandwidth,
+            elements=element * elements / ranks / cluster.memory_bandwidth,
+            tensor=element * shared / cluster.link(tensor).bandwidth,
             experts=6.0 * shape.hidden * shape.routed_width / ranks / cluster.linear_flops,
             head=2.0 * head / ranks / cluster.linear_flops,
         )

@@ -287,55 +287,62 @@ def _check_optimizer(config: TrainerConfig) -> None:
 
 def _check_groups(config: TrainerConfig, dims: ParallelDims) -> None:
     """Tries the groups' patterns on the names of each stage's parameters: the first that matches has it."""
-    groups = getattr(config.optimizer, "param_groups", [])
+    patterns = [group.pattern for group in getattr(config.optimizer, "param_groups", [])]
     partly = dims.pp_enabled and adapters(config.model_spec.model)
-    if [group.pattern for group in groups] in ([], [".*"]) and not partly:
+    if patterns in ([], [".*"]) and not partly:
         return
     config = copy.deepcopy(config)
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):
         named = config.model_spec.model.build().named_parameters()
     names = [name for name, parameter in named if parameter.requires_grad]
-    stages = stage_names(config.parallelism, config.model_spec.model) if dims.pp_enabled else [None]
+    stages = stage_names(config.parallelism, config.model_spec.model) if dims.pp_enabled else [[""]]
     for number, modules in enumerate(stages):
-        where = f"stage {number}" if modules else "the model"
-        left = {name for name in names if not modules or any(name.startswith(f"{one}.") for one in modules)}
-        if modules and not left:
+        where = f"stage {number}" if dims.pp_enabled else "the model"
+        inside = tuple(f"{module}." if module else "" for module in modules)
+        left = [name for name in names if name.startswith(inside)]
+        if not left:
             raise UserError(
                 "parallelism.pipeline_parallel_degree: LoRA trains nothing in the stage of "
                 f"{', '.join(modules)}, and an optimizer needs weights; take stages of more layers."
             )
-        for place, group in enumerate(groups):
+        for place, pattern in enumerate(patterns):
             key = f"optimizer.param_groups.{place}.pattern"
             try:
-                matched = {name for name in left if re.search(group.pattern, name)}
+                others = [name for name in left if not re.search(pattern, name)]
             except re.error as error:
                 raise UserError(f"{key}: it is no regular expression: {error}.") from error
-            if not matched:
-                raise UserError(f"{key}: no parameter of {where} left by earlier groups has it in its name.")
-            left -= matched
-        if left and groups:
+            if others == left:
+                raise UserError(
+                    f"{key}: it matches no parameter of {where} that earlier groups leave; take the group "
+                    "away, or widen its pattern."
+                )
+            left = others
+        if left and patterns:
             raise UserError(
-                f"optimizer.param_groups: no pattern is in the name of {min(left)}, one of {len(left)} such "
+                f"optimizer.param_groups: no pattern is in the name of {left[0]}, one of {len(left)} such "
                 f'parameters of {where}; add a last group with the pattern ".*".'
             )
 
 
 def _check_parts(config: TrainerConfig) -> None:
-    """Tries what torchtitan would only find out in the ranks."""
+    """Tries what torchtitan would only find out in the ranks. A loss of the user's own may need a GPU."""
     if config.training.gc_freq < 1:
         raise UserError("training.gc_freq: garbage is collected every so many steps, at least 1.")
     compiler = config.compile
     if compiler.enable and compiler.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise UserError(f"compile.backend: torch has {', '.join(known)}, and not this.")
+    loss = getattr(config.loss, "loss_fn", config.loss)
+    if not type(loss).__module__.startswith("torchtitan."):
+        return
     logits = torch.zeros(1, 2, config.model_spec.model.vocab_size, requires_grad=True)
-    labels, loss = torch.ones(1, 2, dtype=torch.long), getattr(config.loss, "loss_fn", config.loss)
+    labels = torch.ones(1, 2, dtype=torch.long)
     try:
-        value, _ = loss.build(compile_config=None)(logits, labels, torch.tensor(2.0))
-        value.backward()
-    except Exception as error:  # of the user's own code
-        name = type(loss).__qualname__
-        raise UserError(f"loss: {name} fails on two tokens' logits and labels: {error}") from error
+        with warnings.catch_warnings(action="ignore"):
+            loss.build(compile_config=None)(logits, labels, torch.tensor(2.0))
+    except RuntimeError as error:
+        name = type(loss).__qualname__.removesuffix(".Config")
+        raise UserError(f"loss.class: {name} takes no labels that are token ids: {error}") from error
 
 
 def _check_job(config: TrainerConfig, dims: ParallelDims) -> None:

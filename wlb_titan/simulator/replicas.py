@@ -17,7 +17,6 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.degrees import own_dimensions
-from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
@@ -80,7 +79,7 @@ def transfer_seconds(job: Job, tokens: Floats) -> Floats:
     link = job.cluster.link(2, job.degrees.strides["pp"])
     # One pair of ranks: its own network card, without the neighbours of a ring.
     bandwidth = link.bandwidth if link == job.cluster.node else job.cluster.network.bandwidth
-    return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency
+    return tokens * (job.model.hidden * job.memory.compute_bytes / inner / bandwidth) + link.latency
 
 
 def step_ends(job: Job, plan: Plan, passes: StepPasses) -> list[tuple[PipelineGraph, Floats]]:

@@ -29,7 +29,6 @@ import numpy as np
 from wlb_titan.arrays import Ints
 from wlb_titan.context.layout import sequence_positions
 from wlb_titan.cost.passes import MicroBatches, pass_times
-from wlb_titan.cost.workload import BYTES
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Moment, Pass, RankPeak
 from wlb_titan.packing.policy import Pack, Packing
@@ -180,7 +179,8 @@ def regrouped_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     head[-1] = job.token.head
     sharing = job.degrees.context * job.degrees.tensor
     states = np.array(kept_states(job.layers))[:, None, None]
-    received = states * job.cluster.all_to_all(job.model.hidden * BYTES / sharing, sharing)
+    size = job.model.hidden * job.memory.compute_bytes
+    received = states * job.cluster.all_to_all(size / sharing, sharing)
     return PassTimes(
         forward=times.forward - head * tokens,
         inputs=times.inputs + (head + received) * tokens,
