@@ -26,12 +26,10 @@ training = {{ seq_len = 256, local_batch_size = 2 }}
 PP, CP, TP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor"))
 DP = "--parallelism.data_parallel_shard_degree"
 SLIM = ("--wlb.policy", "slim", "--wlb.packing.micropacks", "4")
-APART = '[{name = "toys:Apart", degree = 2}]'
 JOBS = {  # what changes the job, and the kinds of its passes
     "pipeline, context and tensor": ((PP, 2, CP, 2, TP, 2), ["F", "B", "L"]),
     "data": ((DP, 2), ["FB"]),
     "ulysses": ((CP, 2, "--wlb.policy", "plain/ulysses"), ["FB"]),
-    "own dimension": ((DP, 2, "--wlb.policy", "wlb", "--wlb.dimensions", APART), ["FB"]),
     "slices": ((PP, 2, CP, 2, *SLIM), ["F", "B", "L"]),
     "slices, shared": ((DP, 2, "--wlb.packing.dp_merge", "true", *SLIM), ["F", "B"]),
 }
