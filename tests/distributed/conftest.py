@@ -5,7 +5,7 @@ from lab import Lab  # first: a test module may import torchtitan
 
 
 def pytest_addoption(parser):
-    parser.addoption("--layouts", default="24", help="random layouts: how many, or FIRST:LAST of their seeds")
+    parser.addoption("--layouts", default="12", help="random layouts: how many, or FIRST:LAST of their seeds")
 
 
 @pytest.fixture(scope="session")

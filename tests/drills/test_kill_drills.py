@@ -3,11 +3,13 @@
 No rank waits for the timeout of a collective: a drill would take longer than `drill_ground.PATIENCE` then.
 """
 
+import json
 import shutil
 import signal
 
 import pytest
 
+from wlb_titan.corpus.formats import fingerprint_of
 from wlb_titan.corpus.writer import DOCUMENTS_FILE
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.dump_folder import held
@@ -75,12 +77,15 @@ def test_figures_never_end_training(ground):
 
 
 def test_token_ids_that_cannot_be_are_named(ground):
-    """In the middle of the documents' file, where tokens are."""
+    """In the middle of the documents' file, where tokens are, by a tool that notes its fingerprint."""
     damaged = ground.folder / "damaged-corpus"
     shutil.copytree(ground.corpus, damaged)
     content = bytearray((damaged / DOCUMENTS_FILE).read_bytes())
     third = len(content) // 3
     content[third : 2 * third] = b"\x7f" * third
     (damaged / DOCUMENTS_FILE).write_bytes(content)
+    state = json.loads((damaged / "state.json").read_text())
+    state["_fingerprint"] = fingerprint_of([damaged / DOCUMENTS_FILE])
+    (damaged / "state.json").write_text(json.dumps(state))
     job = ground.start("damaged", "--wlb.corpus.path", str(damaged))
     job.ends_in_error("has the token id 2139062143", str(damaged))
