@@ -342,7 +342,8 @@ def test_calls_that_do_not_meet_fail_the_command(dryrun, monkeypatch):
 
 @pytest.mark.parametrize(("gib", "exits"), [(0.001, 1), (80, 0)])
 def test_the_status_tells_whether_the_job_fits(dryrun, gib, exits):
-    dryrun(SMALL, "--rank", "first", "--step", 1, "--device-gib", gib, exits=exits)
+    result, _ = dryrun(SMALL, "--rank", "first", "--step", 1, "--device-gib", gib, exits=exits)
+    assert ("it does not fit" in result.stdout, "it fits" in result.stdout) == (exits == 1, exits == 0)
 
 
 def test_synthetic_lengths_have_a_long_tail():
