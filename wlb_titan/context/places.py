@@ -82,7 +82,7 @@ def _closed(places: Places, large: Large, share: int) -> Floats:
     closed = [places.level != narrowest[:, :, None]]
     closed += [np.repeat((places.level == lacking) & (lacking > 0), len(large.rows), axis=1)]
     everywhere = large.everywhere[:, None] & (np.arange(len(places.level)) < len(places.level) - 1)
-    return CLOSED * (np.concatenate(closed) | everywhere) + CLOSED * everywhere
+    return np.where(everywhere, 2 * CLOSED, CLOSED * np.concatenate(closed))
 
 
 class _Beginnings:
