@@ -11,9 +11,6 @@ that has room; then the heaviest and the lightest micro-batch swap sequences unt
 their heaviest micro-batches first, so that simultaneous ones are alike: under FSDP ranks meet at every layer
 of every micro-batch. n sequences take O(n log n). The same input gives the same plan on every rank, so
 nothing is communicated. Only numpy is needed.
-
-Work may have parts that end at barriers of their own, such as an image encoder before a language model. Then
-micro-batches become even in each part, and a part counts for as much as there is of it.
 """
 
 from __future__ import annotations
@@ -45,13 +42,13 @@ class Assignment:
     """The sequences of each rank's micro-batches: equally many on every rank, and none empty."""
 
     micro_batches: list[list[list[int]]]  # numbers of sequences, by rank and micro-batch
-    work: Floats  # float64 (ranks, micro-batches), or (ranks, micro-batches, parts)
+    work: Floats  # float64 (ranks, micro-batches)
     tokens: Ints  # int64 (ranks, micro-batches)
     waiting: list[int]  # numbers of sequences that found no room, with `may_wait`
 
     @property
     def imbalance(self) -> float:
-        """Time of the step over its time if nobody waited; ranks meet at every micro-batch and part."""
+        """Time of the step over its time if nobody waited; ranks meet at every micro-batch."""
         return float(self.work.max(axis=0).sum() / self.work.mean(axis=0).sum())
 
 
@@ -82,8 +79,7 @@ def balance(
         lengths: tokens of each sequence; with `prompts`, of the answers alone.
         micro_batches: of each rank; "auto" is the fewest that hold everything.
         tokens_per_rank: most tokens of a micro-batch, never exceeded; None sets no limit.
-        cost: work of a sequence by its tokens, or the work itself, numbers (n,) or (n, parts), one unit for
-            all parts; None is `causal()`.
+        cost: work of a sequence by its tokens, or the work itself, numbers (n,); None is `causal()`.
         groups: a label for each sequence; equal ones stay in one micro-batch, as preference pairs must.
         prompts: tokens before each answer, to which it attends. The answers of a group share their prompt,
             which is computed and counted once.
@@ -131,13 +127,13 @@ def balance(
             "ranks. Allow more of one of the three."
         )
     _even_out(first, bins, limit, equal_counts)
-    work = np.array([first.work[members].sum(axis=0) for members in bins])
+    work = np.array([first.work[members].sum() for members in bins])
     tokens = np.array([first.tokens[members].sum() for members in bins])
-    order = balanced(work.sum(axis=1), ranks)
+    order = balanced(work, ranks)
     sequences = [sorted(i for unit in members for i in first.members[unit]) for members in bins]
     return Assignment(
         [[sequences[bin_] for bin_ in own] for own in order],
-        (work if work.shape[1] > 1 else work[:, 0])[order],
+        work[order],
         tokens[order],
         sorted(i for members in units.members[number:] for i in members),
     )
@@ -147,7 +143,7 @@ class _Units(NamedTuple):
     """Sequences, or groups that stay together."""
 
     tokens: Ints  # int64 (n,)
-    work: Floats  # float64 (n, parts)
+    work: Floats  # float64 (n,)
     members: list[list[int]]  # sequences
 
 
@@ -175,7 +171,6 @@ def _units(
     prompt = before[[some[0] for some in sequences]]
     if (before != prompt[unit]).any():
         raise PlanError("The answers of a group share their prompt, and some have prompts of other lengths.")
-    work = np.zeros((len(sequences), 1))
     if callable(cost) or isinstance(cost, CostModel):
 
         def work_of(tokens: Ints) -> Floats:
@@ -183,17 +178,15 @@ def _units(
             return np.asarray(work, dtype=np.float64)
 
         prompt_work = np.where(prompt > 0, work_of(np.maximum(prompt, 1)), 0.0)
-        work[:, 0] = np.bincount(unit, work_of(before + own) - prompt_work[unit]) + prompt_work
+        work = np.bincount(unit, work_of(before + own) - prompt_work[unit]) + prompt_work
     else:
         given = np.asarray(cost, dtype=np.float64)
-        if given.ndim not in (1, 2) or len(given) != len(own) or prompts is not None:
+        if given.shape != own.shape or prompts is not None:
             raise PlanError(
-                "A cost in numbers needs one for each sequence, or a row of its parts; with prompts the cost "
-                "must be a function."
+                "A cost in numbers needs one for each sequence; with prompts the cost must be a function."
             )
-        given = given.reshape(len(own), -1)
-        work = np.stack([np.bincount(unit, part) for part in given.T], axis=1)
-    if not (np.isfinite(work).all() and (work >= 0).all() and (work.sum(axis=1) > 0).all()):
+        work = np.bincount(unit, given)
+    if not (np.isfinite(work).all() and (work > 0).all()):
         raise PlanError(
             "The cost must give every sequence a finite, positive work that grows with its tokens."
         )
@@ -236,13 +229,13 @@ def _fewest_bins(units: _Units, counts: list[int], limit: int, equal: bool) -> l
 
 def _dealt(units: _Units, count: int, limit: int, equal: bool) -> list[list[int]] | None:
     """The units in `count` bins of at most `limit` tokens, none empty; None if they do not fit."""
-    for falling in (units.work.sum(axis=1), units.tokens):
+    for falling in (units.work, units.tokens):
         order = np.argsort(-falling, kind="stable")
         if equal:
             most = len(order) // count
-            placed = _place(np.ones_like(order), falling[order, None].astype(np.float64), count, most)
+            placed = Bins(count, most).place(np.ones_like(order), falling[order].astype(np.float64))
         else:
-            placed = _place(units.tokens[order], units.work[order], count, limit)
+            placed = Bins(count, limit).place(units.tokens[order], units.work[order])
         if (placed == REMAINS).any() or len(np.unique(placed)) < count:
             continue
         bins = [bin_.tolist() for bin_ in split(order, placed, count)]
@@ -251,46 +244,27 @@ def _dealt(units: _Units, count: int, limit: int, equal: bool) -> list[list[int]
     return None
 
 
-def _place(tokens: Ints, work: Floats, count: int, limit: int) -> Ints:
-    """The bin of each unit, or `REMAINS`: that of least work with room for it, `limit` tokens in all.
-
-    Of several parts, that whose sums of squares, of each part and of all together, grow least.
-    """
-    if work.shape[1] == 1:
-        return Bins(count, limit).place(tokens, work[:, 0])
-    loads, filled = np.zeros((count, work.shape[1])), np.zeros(count, dtype=np.int64)
-    placed = np.full(len(tokens), REMAINS)
-    for unit, (length, parts) in enumerate(zip(tokens, work, strict=True)):
-        growth = np.where(filled + length <= limit, loads @ (parts + parts.mean()), np.inf)
-        if np.isfinite(growth).any():
-            placed[unit] = bin_ = growth.argmin()
-            loads[bin_] += parts
-            filled[bin_] += length
-    return placed
-
-
 def _even_out(units: _Units, bins: list[list[int]], limit: int, equal: bool) -> None:
     """Swaps units of the heaviest and a light bin, or moves one, while that lowers the higher of the two."""
-    excess = np.array([units.work[members].sum(axis=0) for members in bins])
+    excess = np.array([units.work[members].sum() for members in bins])
     filled = np.array([units.tokens[members].sum() for members in bins])
-    mean = excess.mean(axis=0)
+    mean = excess.mean()
     excess -= mean
     for _ in range(SWAPS):
-        high, part = np.unravel_index(excess.argmax(), excess.shape)
-        if excess[high, part] <= ENOUGH * mean.sum():
+        high = excess.argmax()
+        if excess[high] <= ENOUGH * mean:
             return
-        for low in excess[:, part].argsort()[:LIGHTEST]:
+        for low in excess.argsort()[:LIGHTEST]:
             given, taken = np.array(_spread(bins[high])), np.array(_spread(bins[low]))
             # The last column takes nothing back: a move.
-            nothing = np.zeros((1, excess.shape[1]))
-            moved = units.work[given][:, None] - np.concatenate([units.work[taken], nothing])
+            moved = units.work[given][:, None] - np.append(units.work[taken], 0)
             tokens = units.tokens[given][:, None] - np.append(units.tokens[taken], 0)
-            higher = np.maximum(excess[high] - moved, excess[low] + moved).max(axis=-1)
+            higher = np.maximum(excess[high] - moved, excess[low] + moved)
             fits = (filled[low] + tokens <= limit) & (filled[high] - tokens <= limit)
             if equal or len(bins[high]) == 1:
                 fits[:, -1] = False
             row, column = np.unravel_index(np.where(fits, higher, np.inf).argmin(), fits.shape)
-            if fits[row, column] and higher[row, column] < excess[high, part]:
+            if fits[row, column] and higher[row, column] < excess[high]:
                 break
         else:
             return
@@ -298,7 +272,7 @@ def _even_out(units: _Units, bins: list[list[int]], limit: int, equal: bool) -> 
         if column < len(taken):
             _hand_over(int(taken[column]), bins[low], bins[high])
         change = np.array([-1, 1])
-        excess[[high, low]] += change[:, None] * moved[row, column]
+        excess[[high, low]] += change * moved[row, column]
         filled[[high, low]] += change * tokens[row, column]
 
 

@@ -100,7 +100,6 @@ class Job:
     """How much of tensor parallelism's collectives runs beside the layer's matrix products: 0 exposes all of
     them, 1 hides what lasts no longer than these products."""
 
-    routing_imbalance: float = 1.0  # tokens of the busiest rank's experts over those of the mean rank
     attention: AttentionLatency | None = None  # None: from [wlb.context] profile, or the cluster
     implementation: str = "auto"  # of attention, as in [wlb.attention]
     sm_margin: int = 0  # multiprocessors that attention leaves to other kernels
@@ -161,7 +160,7 @@ class Job:
     def divisor(self) -> int:
         """A micro-batch's tokens are a multiple of it."""
         context = self.strategy.divisor if self.strategy is not None else 1
-        return math.lcm(self.packing.length_multiple, context, self.degrees.context * self.multiple)
+        return math.lcm(context, self.degrees.context * self.multiple)
 
     def padded(self, tokens: int, sharers: int = 1) -> int:
         """Tokens, with padding, of a micro-batch that this many data-parallel ranks share."""
@@ -319,11 +318,6 @@ class Job:
             context=self.context.named(policy.context),
             order=self.order.named(policy.order),
         )
-
-    @property
-    def trained(self) -> Job:
-        """The job that trains: this one, or with the baseline's policies where its own are only a shadow."""
-        return self.under(Policy("plain")) if self.packing.shadow else self
 
     def on(self, cluster: Cluster) -> Job:
         return replace(self, cluster=cluster)

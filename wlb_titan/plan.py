@@ -167,7 +167,7 @@ class Plan:
     plan_ms: float  # milliseconds that planning took
     waiting_documents: int = 0  # pieces that had arrived and were left for later steps
     waiting_tokens: int = 0
-    lost_tokens: int = 0  # left out for good in this step (`tail = "drop"`)
+    lost_tokens: int = 0  # left out for good in this step, so that each window has a token to predict
     gap: float | None = None  # how far a solver's packing may be from the best, relatively; 0 is optimal
     flows: tuple[Flow, ...] | None = None
     """The order of each data-parallel rank's passes, empty if not asked for; None leaves it to the

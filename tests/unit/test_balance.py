@@ -92,20 +92,6 @@ def test_what_finds_no_room_waits_and_the_earliest_do_not(lengths, ranks, micro_
             )
 
 
-def test_every_part_of_the_work_is_even():
-    rng = np.random.default_rng(0)
-    text = rng.lognormal(6, 0.6, 1000)
-    images = rng.integers(100, 4000, 1000) * (rng.random(1000) < 0.3)
-    lengths = (text + images).astype(int) + 1
-    parts = np.stack([images, text + images], axis=1)
-    together = wlb_titan.balance(lengths, ranks=8, micro_batches=4, cost=parts.sum(axis=1))
-    apart = wlb_titan.balance(lengths, ranks=8, micro_batches=4, cost=parts)
-    assert apart.work.shape == (8, 4, 2) and together.work.shape == (8, 4)
-    again = np.array([[parts[batch].sum(axis=0) for batch in own] for own in together.micro_batches])
-    barriers = again.max(axis=0).sum() / again.mean(axis=0).sum()
-    assert together.imbalance < 1.002 < 1.02 < barriers and apart.imbalance < 1.01
-
-
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_an_epoch_has_every_sequence_once(data):

@@ -241,9 +241,9 @@ def resolved_job(file: Path, overrides: Sequence[str], world_size: int | None) -
     """The job that a file with overrides describes, and its configuration. Without a world size, a
     data-parallel degree of -1 is 1."""
     resolved = load(file, overrides, world_size)
-    from wlb_titan.runtime.job import configured_job, parallel_dims
+    from wlb_titan.runtime.job import job_of, parallel_dims
 
-    return resolved.check(lambda config: configured_job(config, parallel_dims(config, world_size))), resolved
+    return resolved.check(lambda config: job_of(config, parallel_dims(config, world_size))), resolved
 
 
 def describe_job(job: Job, documents: Documents) -> str:

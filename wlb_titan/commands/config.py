@@ -50,7 +50,7 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
 
     resolved.check(lambda config: validate_files(config, world_size))
     if device_gib is not None:
-        resolved.check(lambda _: check_memory(job.trained, int(device_gib * 2**30)))
+        resolved.check(lambda _: check_memory(job, int(device_gib * 2**30)))
     click.echo(f"OK {file}: {summary(resolved.config, job.degrees, world_size)}")
 
 

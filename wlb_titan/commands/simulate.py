@@ -6,7 +6,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,6 @@ Predictions = dict[Policy, Prediction]
 )
 @click.option("--steps", type=MANY, default=20, help="Steps to simulate.")
 @click.option(
-    "--routing-imbalance",
-    type=float,
-    default=1.0,
-    metavar="FACTOR",
-    help="Tokens of the busiest expert-parallel rank over the mean.",
-)
-@click.option(
     "--search",
     is_flag=True,
     help=f"Try the degrees and schedules of so many GPUs, and rank what was tried in {SEARCH_SECONDS:g} s.",
@@ -95,7 +87,6 @@ def simulate(
     lengths: str | None,
     cluster: str | None,
     world_size: int | None,
-    routing_imbalance: float,
     search: bool,
     report: Path | None,
     trace: Path | None,
@@ -122,7 +113,7 @@ def simulate(
     compared = [Policy.parse(one) for one in policies.split(",")] if policies else None
     compared = list(dict.fromkeys(compared or [Policy(), asked.job.policy]))
     with asked.placed():
-        scenario = Scenario(replace(asked.job, routing_imbalance=routing_imbalance), asked.documents)
+        scenario = Scenario(asked.job, asked.documents)
         if search:
             print_search(scenario, asked.resolved, compared, steps, world_size)
             return

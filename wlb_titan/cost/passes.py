@@ -10,8 +10,8 @@ twice as much as a forward pass: for the gradients of inputs (I) and of weights 
 Activation checkpointing repeats part of the forward pass: `selective` every second matrix product, the
 element-wise operators and the gathers they need; `full` all of it.
 The strategy says how much of context parallelism's communication is waited for, and the job
-(`tensor_overlap`) how much of tensor parallelism's. Experts are as slow as their busiest rank, and exchange
-tokens twice in a pass (dispatch and combine).
+(`tensor_overlap`) how much of tensor parallelism's. Experts are taken to get equally many tokens, which they
+exchange twice in a pass (dispatch and combine).
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     """Seconds, float64 (stages, n, k), of micro-batches as arrays (n, k): k runs of n in order."""
     token, tokens = job.token, micro_batches.tokens
     links = _latencies(job) + micro_batches.latency
-    matrices = token.matrices + token.experts * (job.routing_imbalance - 1)
-    every = tokens * (matrices + token.elements + _tensor(job) + _experts(job)) + links
+    every = tokens * (token.matrices + token.elements + _tensor(job) + _experts(job)) + links
     forward = every + (micro_batches.forward + micro_batches.moving)
     backward = micro_batches.backward + micro_batches.moving
     inputs = every + tokens * token.elements + backward + _repeated(job, micro_batches, forward)
@@ -72,7 +71,7 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     return PassTimes(
         forward=layers * forward + head * tokens,
         inputs=layers * inputs + head * tokens,
-        weights=layers * tokens * matrices + head * tokens,
+        weights=layers * tokens * token.matrices + head * tokens,
     )
 
 
@@ -82,11 +81,11 @@ def _tensor(job: Job) -> float:
 
 
 def _experts(job: Job) -> float:
-    """Seconds a token of a layer's exchange in one pass, on the busiest rank."""
+    """Seconds a token of a layer's exchange in one pass."""
     model, degrees = job.model, job.degrees
     elements = model.visits * model.hidden / (degrees.context * degrees.tensor)
     bytes_ = elements * job.memory.compute_bytes
-    return EXPERT_COLLECTIVES * job.cluster.all_to_all(bytes_, degrees.expert) * job.routing_imbalance
+    return EXPERT_COLLECTIVES * job.cluster.all_to_all(bytes_, degrees.expert)
 
 
 def _latencies(job: Job) -> float:

@@ -6,14 +6,9 @@ products, one of them recomputed, against two), that of a linear layer twice (Sl
 balance in one pass is not balance in the other. Packing balances their sum, since a micro-batch holds the
 same documents in both.
 
-`analytic` counts operations, as seconds of a micro-batch of that document on all pipeline stages together:
-
-    W_a(d) = attention FLOPs / achieved FLOP/s
-    W_l(d) = linear FLOPs / achieved FLOP/s + element-wise bytes / memory bandwidth + TP, CP communication
-
-Left out are gradient reduction and FSDP's gathers, which are the same for every micro-batch, and the
-pipeline's point-to-point traffic, which overlaps with computation. `simulated` (`cost/passes.py`) takes all
-of it from the simulator's passes: from measured times, where [wlb.context] or the cluster names a profile.
+`simulated` (`cost/passes.py`) takes both from the simulator's passes: from measured times, where
+[wlb.context] or the cluster names a profile. Left out are gradient reduction and FSDP's gathers, which are
+the same for every micro-batch, and the pipeline's point-to-point traffic, which overlaps with computation.
 """
 
 from __future__ import annotations
@@ -33,8 +28,6 @@ from wlb_titan.plugins import Family, Plugin, PluginConfig
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
-ATTENTION_BACKWARD = 2.5  # five matrix products over two in the forward pass
-LINEAR_BACKWARD = 2.0
 LARGEST = 1e100  # coefficient for which the work of any step is still finite
 
 COST_MODELS = Family(
@@ -43,9 +36,8 @@ COST_MODELS = Family(
     group="wlb_titan.cost",
     base="wlb_titan.cost.workload:CostModel",
     shipped={
-        "analytic": "wlb_titan.cost.workload:Analytic",
-        "quadratic": "wlb_titan.cost.workload:Quadratic",
         "simulated": "wlb_titan.cost.passes:JobCost",
+        "quadratic": "wlb_titan.cost.workload:Quadratic",
     },
 )
 
@@ -115,7 +107,6 @@ class TokenSeconds:
     matrices: float  # products
     elements: float  # element-wise operators
     tensor: float  # collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer
-    experts: float  # the part of `matrices` in routed experts that get equally many tokens
     head: float  # the product with the vocabulary, on the last stage
 
     @classmethod
@@ -132,43 +123,8 @@ class TokenSeconds:
             matrices=2.0 * layer / ranks / cluster.linear_flops,
             elements=element * elements / ranks / cluster.memory_bandwidth,
             tensor=element * shared / cluster.link(tensor).bandwidth,
-            experts=6.0 * shape.hidden * shape.routed_width / ranks / cluster.linear_flops,
             head=2.0 * head / ranks / cluster.linear_flops,
         )
-
-
-class Analytic(CostModel):
-    """`analytic`: seconds by counting operations.
-
-    Example: the paper's 7B model with a document of 131072 tokens on one H100 without parallelism: attention
-    2 x 131072^2 x 4096 x 32 FLOPs forward, 6.9 s at 650 TFLOP/s; linear layers 2 x 6.6e9 x 131072 FLOPs,
-    2.9 s at 600 TFLOP/s.
-    """
-
-    def __init__(self, job: Job, cluster: Cluster) -> None:
-        token = TokenSeconds.of(job, cluster)
-        # Two matrix products, 2 FLOPs a multiplication, over half of the squares d x d.
-        attention = job.model.heads * job.model.head_dims / (job.degrees.tensor * job.degrees.context)
-        self._forward = attention / cluster.attention_flops
-        self._backward = attention * ATTENTION_BACKWARD / cluster.attention_backward_flops
-        self._squares = job.model.squares
-        computed = (token.matrices + token.elements) * job.model.layers + token.head
-        # In context parallelism only what always moves.
-        communicated = (token.tensor + job.exchanging.always.moving) * job.model.layers
-        self.linear_forward = computed + communicated  # W_l of one token, seconds
-        self.linear_backward = LINEAR_BACKWARD * computed + communicated
-
-    @classmethod
-    def of(cls, config: Any, job: Job) -> Analytic:
-        return cls(job, job.cluster)
-
-    def forward(self, lengths: NDArray[Any]) -> Floats:
-        d = np.asarray(lengths, dtype=np.float64)
-        return self._forward * self._squares(d) + self.linear_forward * d
-
-    def backward(self, lengths: NDArray[Any]) -> Floats:
-        d = np.asarray(lengths, dtype=np.float64)
-        return self._backward * self._squares(d) + self.linear_backward * d
 
 
 class Quadratic(CostModel):

@@ -124,20 +124,6 @@ class DocumentStream:
             self._move(block, pieces[-1])
         return np.concatenate(parts)
 
-    def skip_rest(self) -> int:
-        """Skips the rest of a piece that `fill` cut, and returns how many tokens it had.
-
-        In a document longer than the window it ends at the next multiple of the window.
-        """
-        if not self._offset or len(self._returned):
-            return 0
-        block, place = self._here()
-        length = int(block.begins[place + 1] - block.begins[place])
-        stop = min(length, -(-self._offset // self.window) * self.window)
-        skipped = stop - self._offset
-        self._move(block, np.array([self._next, self._offset, skipped]))
-        return skipped
-
     def arrive(self, tokens: int, enough: Callable[[Pieces], bool] = lambda pieces: True) -> Pieces:
         """Whole pieces that begin within the next `tokens` tokens, and more until they are `enough`.
 

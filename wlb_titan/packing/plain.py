@@ -1,8 +1,7 @@
 """`plain`: the paper's data loader (Plain-4D, section 6.1). Documents in stream order fill one window after
 another; nothing is balanced and nothing waits.
 
-A document that a window's end cuts goes on in the next window as a new document (`tail = "carry"`), or its
-rest is lost, as in the paper (`tail = "drop"`).
+A document that a window's end cuts goes on in the next window as a new document. The paper drops its rest.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Interval
@@ -28,26 +27,17 @@ if TYPE_CHECKING:
 class Plain(PackingPolicy):
     """Documents fill windows of exactly `training.seq_len` tokens as they come (the paper's Plain-4D)."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(PackingPolicy.Config):
-        tail: Literal["carry", "drop"] = "carry"
-        """What happens to the rest of a document that a window's end cuts. `carry` makes it the next window's
-        first document, `drop` leaves it out, as in the paper, and counts the tokens lost."""
-
     variable_length = False
     balances = False
 
-    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
+    def __init__(self, config: Any, stream: DocumentStream, job: Job) -> None:
         self._stream = stream
         self._micro_batches = job.micro_batches
-        self._tail = config.tail
 
     def next(self) -> Packing:
         packs, lost = [], 0
         for _ in range(self._micro_batches):
             pieces, left_out = next_window(self._stream)
-            if self._tail == "drop":
-                left_out += self._stream.skip_rest()
             lost += left_out
             packs.append(np.pad(pieces, ((0, 0), (0, 1))))  # DELAY is 0
         return Packing(drafts(packs), lost)

@@ -108,18 +108,11 @@ class PackingPolicy(Plugin, ABC):
 
         family = POLICIES
 
-        cost_model: Annotated[str, MinLen(1)] = "analytic"
-        """What a document's work is predicted from: `analytic` (the model's shape, the parallel degrees and
-        the cluster), `simulated` (the simulator's times, by the profile of [wlb.context] if there is one),
+        cost_model: Annotated[str, MinLen(1)] = "simulated"
+        """What a document's work is predicted from: `simulated` (the simulator's times of this job's passes,
+        by the profile of [wlb.context] if there is one),
         `quadratic:A,B` (A d^2 + B d for a document of d tokens), or a class of your own as
         "package.module:Class"."""
-
-        length_multiple: Annotated[int, Interval(ge=1, le=MOST_TOKENS)] = 1
-        """Micro-batches are padded up to a multiple of it, and of what parallelism needs."""
-
-        shadow: bool = False
-        """Train as `plain` packs, `per_sequence` shards and the schedule orders, and plan as the configured
-        policies would beside it: metrics get their balance as `shadow/...`."""
 
         @property
         def planning_seconds(self) -> float:

@@ -37,14 +37,14 @@ measurements behind this and the ideas that did worse.
 
 Where work is nearly proportional to tokens (windows of a few thousand tokens, large models) `plain`, which
 cuts the document at a window's end, makes nearly equal micro-batches, while whole documents leave gaps of
-about half a document. So in a step that comes out worse than the mean step of `plain`, tails of documents
-move from heavy micro-batches to light ones.
+about half a document. Both are therefore tried on the first documents, and `plain` packs all steps where it
+is balanced better.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -53,12 +53,12 @@ from numpy.typing import NDArray
 
 from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.bins import REMAINS, Bins, split
-from wlb_titan.cost.workload import CostModel, workload
+from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed
-from wlb_titan.packing.plain import imbalance_of_plain
+from wlb_titan.packing.plain import Plain, for_trial, imbalance_of_plain, mean_imbalance
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
-from wlb_titan.plan import LENGTH, START
+from wlb_titan.plan import LENGTH
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -70,10 +70,7 @@ FORESEEN = 24  # documents of at least window / 24 tokens are placed one by one 
 
 
 class WlbLazy(VariableLengthPolicy):
-    """Holds back as few long documents as the balance of the step at hand asks for.
-
-    Where `plain` would be balanced better, a few documents are cut, as it does.
-    """
+    """Holds back as few long documents as the balance of the step at hand asks for."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VariableLengthPolicy.Config):
@@ -85,9 +82,9 @@ class WlbLazy(VariableLengthPolicy):
         max_delay: Annotated[int, Ge(0)] = 16
         """Iterations after which a document is packed, whatever it does to the balance."""
 
-        level: bool | Literal["auto"] = "auto"
-        """Whether documents are cut where `plain`, which cuts them, would be balanced better. `auto`: not if
-        the corpus has label masks, so conversations that fit a window stay whole."""
+        may_cut: bool | Literal["auto"] = "auto"
+        """Whether `plain`, which cuts documents, packs where it is balanced better. `auto`: not if the corpus
+        has label masks, so conversations that fit a window stay whole."""
 
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         self._window = stream.window
@@ -98,12 +95,17 @@ class WlbLazy(VariableLengthPolicy):
         self._max_length = self.bound(job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
         self._max_delay = config.max_delay
-        level = not stream.mixture.masked if config.level == "auto" else config.level
-        self._limit = imbalance_of_plain(stream, job) if level else np.inf  # above it documents are cut
+        may_cut = not stream.mixture.masked if config.may_cut == "auto" else config.may_cut
+        self._stream = stream
+        self._plain = (
+            Plain(Plain.Config(), stream, job) if may_cut and _plain_is_better(config, stream, job) else None
+        )
         self._waiting: Waiting = NOTHING
         self._left = 0  # tokens of documents that were released and did not fit
 
     def next(self) -> Packing:
+        if self._plain is not None:
+            return self._plain.next()
         iteration = self._arrivals.iteration
         # Longest first; among equal ones the latest first, so that it is held back.
         pool = np.concatenate([self._arrivals.next(self._waiting, self._left), self._waiting])
@@ -120,16 +122,7 @@ class WlbLazy(VariableLengthPolicy):
         self._waiting = np.concatenate([pool[:held], pool[left], pool[stop:]])
         self._left = int(pool[left, LENGTH].sum())
         assigned = self._least.topped_up(assigned[assigned != REMAINS], pool[packed, LENGTH])
-        documents, assigned = level_by_cutting(
-            pool[packed],
-            assigned,
-            self._micro_batches,
-            self._max_length,
-            self._cost_model,
-            self._limit,
-            self._least.tokens,
-        )
-        return Packing(drafts(split(delayed(documents, iteration), assigned, self._micro_batches)))
+        return Packing(drafts(split(delayed(pool[packed], iteration), assigned, self._micro_batches)))
 
     def _choose(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, int]:
         """Start and stop of the documents to run. Lengths descend, and those that are overdue must run."""
@@ -207,6 +200,14 @@ class WlbLazy(VariableLengthPolicy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._arrivals.load_state_dict(state["arrivals"])
         self._waiting, self._left = state["waiting"], int(state["left"])
+        if self._plain is not None and len(self._waiting):  # saved where `plain` was not better
+            self._stream.give_back(self._waiting[:, : LENGTH + 1])
+            self._waiting, self._left = NOTHING, 0
+
+
+def _plain_is_better(config: WlbLazy.Config, stream: DocumentStream, job: Job) -> bool:
+    trial = WlbLazy(replace(config, may_cut=False), stream.from_start(), for_trial(job))
+    return imbalance_of_plain(stream, job) < mean_imbalance(trial, job.cost_model)
 
 
 def _candidates(most: int, step: int) -> Ints:
@@ -215,86 +216,3 @@ def _candidates(most: int, step: int) -> Ints:
     while numbers[-1] < most:
         numbers.append(min(most, numbers[-1] + max(step, numbers[-1] // 10)))
     return np.array(numbers, dtype=np.int64)
-
-
-ROUNDS = 4  # a tail loses attention to what precedes it, so the mean falls and one round is not enough
-
-
-def level_by_cutting(
-    documents: Waiting,
-    assigned: Ints,
-    micro_batches: int,
-    max_length: int,
-    cost_model: CostModel,
-    limit: float,
-    least: int = 2,
-) -> tuple[Waiting, Ints]:
-    """Cuts documents of micro-batches whose work is above `limit` times the mean, down to the mean.
-
-    Example: works equal to lengths, micro-batches of documents [6, 4] and [3, 1] tokens, limit 1: the longest
-    document of the first is cut after 3 tokens and its tail goes to the second, 7 tokens each.
-
-    Args:
-        assigned: int64 (n,), micro-batch of each document.
-        max_length: L_max in tokens.
-        least: tokens that a cut document keeps; with two it has one to predict.
-
-    Returns:
-        The documents, cut ones shorter, then the tails; and the micro-batch of each.
-    """
-    lightest = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # least work of a token
-    for _ in range(ROUNDS):
-        lengths = documents[:, LENGTH]
-        works = workload(cost_model, lengths)
-        loads = np.bincount(assigned, works, micro_batches)
-        mean = loads.mean()
-        heavy = loads > limit * mean
-        candidates = np.flatnonzero(heavy[assigned] & (lengths > least))
-        candidates = candidates[np.lexsort((-lengths[candidates], assigned[candidates]))]
-        givers, longest = np.unique(assigned[candidates], return_index=True)
-        tokens = np.bincount(assigned, lengths, micro_batches)
-        room = np.maximum(max_length - tokens, 0) * lightest
-        takers = np.argsort(loads, kind="stable")
-        wanted = np.minimum(np.maximum(mean - loads, 0), room)[takers]
-        giver, taker, until = _transfers(loads[givers] - mean, wanted)
-        if not len(giver):
-            break
-        cut = candidates[longest][giver]  # the longest document of each giver, as often as it gives
-        stops = _shortened(lengths[cut], works[cut], until, cost_model, least)
-        first = np.diff(giver, prepend=-1) > 0
-        ends = np.where(first, lengths[cut], np.roll(stops, 1))
-        tails = documents[cut]
-        tails[:, START] += stops
-        tails[:, LENGTH] = ends - stops
-        some = tails[:, LENGTH] > 0
-        documents = np.concatenate([documents, tails[some]])
-        np.minimum.at(documents[:, LENGTH], cut, stops)
-        assigned = np.concatenate([assigned, takers[taker[some]]])
-    return documents, assigned
-
-
-def _transfers(given: Floats, wanted: Floats) -> tuple[Ints, Ints, Floats]:
-    """Who gives work to whom: two lines of work lie side by side, and are cut where either has an end.
-
-    Returns:
-        (transfers,) each: giver, taker, and what the giver has given after it.
-    """
-    give, want = np.cumsum(given), np.cumsum(wanted)
-    ends = np.unique(np.concatenate([give, want]))
-    ends = ends[(ends > 0) & (ends <= min(give.max(initial=0), want.max(initial=0)))]
-    middles = (ends + np.concatenate([[0.0], ends])[:-1]) / 2
-    # Rounding may put a tiny transfer's middle at the end of a line.
-    giver = np.minimum(np.searchsorted(give, middles, side="right"), len(give) - 1)
-    taker = np.minimum(np.searchsorted(want, middles, side="right"), len(want) - 1)
-    return giver, taker, ends - (give - given)[giver]
-
-
-def _shortened(lengths: Ints, works: Floats, less: Floats, cost_model: CostModel, least: int) -> Ints:
-    """The smallest lengths, at least `least`, to which documents lose no more than `less` work."""
-    low, high = np.full(len(lengths), least, dtype=np.int64), lengths.copy()
-    while (low < high).any():
-        middle = (low + high) // 2
-        enough = works - workload(cost_model, middle) <= less
-        high = np.where(enough, middle, high)
-        low = np.where(enough, low, middle + 1)
-    return high

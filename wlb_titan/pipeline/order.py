@@ -7,7 +7,7 @@ is counted in passes evaluated, not in measured time, so that every rank finds t
 is taken as free, and stages as equal.
 
 Ranks that share parameters (FSDP) meet in collectives at every layer of every micro-batch, so their k-th
-micro-batches should be alike. `longest_first` and `shortest_first` sort every rank's and so keep them alike;
+micro-batches should be alike. Policies that balance pack each rank's longest first, which keeps them alike;
 `best` searches one order for all ranks, on the mean of their longest, of their second longest and so on, and
 every rank's k-th longest runs at the same place.
 """
@@ -18,10 +18,9 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from annotated_types import Interval
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
@@ -36,14 +35,13 @@ ORDERS = Family(
     base="wlb_titan.pipeline.order:MicroBatchOrder",
     shipped={
         "as_packed": "wlb_titan.pipeline.order:AsPacked",
-        "longest_first": "wlb_titan.pipeline.order:LongestFirst",
-        "shortest_first": "wlb_titan.pipeline.order:ShortestFirst",
         "best": "wlb_titan.pipeline.order:Best",
     },
 )
 
 EXHAUSTIVE = 6  # most micro-batches for which all orders are tried, 720
 BATCH = 64  # orders evaluated together in the search
+BUDGET_SECONDS = 2e-3  # of a search, on an ordinary core
 PASS_SECONDS = 5e-6  # time to evaluate one pass for BATCH orders: turns the budget into evaluations
 
 
@@ -78,38 +76,18 @@ class AsPacked(MicroBatchOrder):
         return np.arange(len(forward))
 
 
-class LongestFirst(MicroBatchOrder):
-    """The one with most work first."""
-
-    def places(self, forward: Floats, backward: Floats) -> Ints:
-        return longest_first(forward, backward)
-
-
-class ShortestFirst(MicroBatchOrder):
-    """The one with least work first."""
-
-    def places(self, forward: Floats, backward: Floats) -> Ints:
-        return np.argsort(forward + backward, kind="stable")
-
-
 class Best(MicroBatchOrder):
     """The order with the shortest predicted step, for the schedules whose dependency graph is known."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(MicroBatchOrder.Config):
-        budget_ms: Annotated[float, Interval(gt=0, le=60000)] = 2.0
-        """About how long a search may take, in milliseconds of an ordinary core."""
-
     for_all = True
 
-    def __init__(self, config: Config, shape: PipelineShape) -> None:
+    def __init__(self, config: Any, shape: PipelineShape) -> None:
         super().__init__(config, shape)
-        self._budget_ms = config.budget_ms
         if shape.schedule not in SCHEDULES:
             raise PlanError(
                 f"The order 'best' is searched on the schedule's dependency graph, which is known of "
                 f"{', '.join(SCHEDULES)}, and the schedule is {shape.schedule}. Choose one of them, or "
-                "'longest_first'."
+                "the order 'as_packed'."
             )
 
     def places(self, forward: Floats, backward: Floats) -> Ints:
@@ -122,7 +100,7 @@ class Best(MicroBatchOrder):
             return np.asarray(orders[graph.step_times(forward, backward, orders).argmin()])
         longest = longest_first(forward, backward)
         starts = np.stack([np.arange(n), longest, longest[::-1], hill(longest)])
-        return _search(graph, forward, backward, starts, self._budget_ms)
+        return _search(graph, forward, backward, starts)
 
 
 def arranged(
@@ -170,13 +148,13 @@ def hill(longest: Ints) -> Ints:
     return np.concatenate([longest[::2][::-1], longest[1::2]])
 
 
-def _search(graph: PipelineGraph, forward: Floats, backward: Floats, starts: Ints, budget_ms: float) -> Ints:
+def _search(graph: PipelineGraph, forward: Floats, backward: Floats, starts: Ints) -> Ints:
     """The best of `starts`, improved by random exchanges and moves."""
     times = graph.step_times(forward, backward, starts)
     best: Ints = starts[times.argmin()]
     shortest = times.min()
     random = np.random.default_rng(0)
-    for _ in range(math.floor(budget_ms / 1e3 / (len(graph.actions) * PASS_SECONDS))):
+    for _ in range(math.floor(BUDGET_SECONDS / (len(graph.actions) * PASS_SECONDS))):
         orders = best[_variations(len(best), random)]
         times = graph.step_times(forward, backward, orders)
         if times.min() < shortest:

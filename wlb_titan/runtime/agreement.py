@@ -61,11 +61,9 @@ def agreed_job(config: TrainerConfig, job: Job) -> Job:
         for line in [*rows, *choice.remarks()]:
             logger.info(line)
     if epochs:
-        trained = job.trained
         # A solver stopped by its time limit finds different packings on different ranks.
-        if trained.packing.planning_seconds:
-            trained = replace(trained, on_one_rank=SharedAnswer())
-        config.training.steps = steps_of_epochs(trained, documents, epochs, saved_plan(config))
+        planned = replace(job, on_one_rank=SharedAnswer()) if job.packing.planning_seconds else job
+        config.training.steps = steps_of_epochs(planned, documents, epochs, saved_plan(config))
         check_rates(config.lr_scheduler, config.training.steps)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
     return job

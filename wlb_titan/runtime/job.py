@@ -27,11 +27,6 @@ from wlb_titan.runtime.pipeline.schedules import canonical_name, stage_names
 
 
 def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
-    return configured_job(config, dims).trained
-
-
-def configured_job(config: TrainerConfig, dims: ParallelDims) -> Job:
-    """The job of a configuration, even if it is only planned (`wlb.packing.shadow`)."""
     wlb, training = config.wlb, config.training
     model = config.model_spec.model
     memory = memory_settings(config)

@@ -141,7 +141,6 @@ ON_CONSOLE = {
     "grad_norm": "grad {:7.3f}",
     "tokens_per_second": "{:9,.0f} tokens/s",
     "imbalance": "imbalance {:.3f}",
-    "shadow/imbalance": "in the shadow {:.3f}",
     "measured_imbalance": "measured {:.3f}",
     "bubble": "bubble {:.1%}",
     "delay_mean": "delay {:.2f}",

@@ -38,7 +38,7 @@ from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
 from wlb_titan.runtime.dimension import Axis, meets, own_axes, prepared
 from wlb_titan.runtime.hugging_face import complete_export, drop_router_bias, export_files
-from wlb_titan.runtime.job import configured_job, parallel_dims
+from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.log import tell_end
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
@@ -55,11 +55,10 @@ class Trainer(TorchtitanTrainer):
 
     Config = TrainerConfig
 
-    job: Job  # that trains
-    shadow: Job | None  # the configured job, if it is only planned
+    job: Job
 
     def __init__(self, config: TrainerConfig) -> None:
-        self._decide(configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"]))))
+        self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
         config = with_our_parts(config, self.job)
         self.axes: list[Axis] = []
         config.model_spec = prepared(config.model_spec, self.axes)
@@ -75,10 +74,6 @@ class Trainer(TorchtitanTrainer):
         if config.validator.enable:
             self.validator.prepare(config.wlb, config.dataloader, config.training.steps, self.device)
 
-    def _decide(self, configured: Job) -> None:
-        self.job = configured.trained
-        self.shadow = configured if configured.packing.shadow else None
-
     def init_distributed(self) -> ParallelDims:
         """Starts the process groups and settles the job, before anything is built from it."""
         world_size = dist_utils.init_distributed(
@@ -89,7 +84,7 @@ class Trainer(TorchtitanTrainer):
         dist_config.pipeline_per_edge_p2p = True  # otherwise a send waits behind receives from other ranks
         dims = parallel_dims(self.config, world_size)
         self.beginning = agreed_beginning(self.config)
-        self._decide(agreed_job(self.config, self.shadow or self.job))
+        self.job = agreed_job(self.config, self.job)
         self.set_up(dims)
         return dims
 
@@ -104,7 +99,6 @@ class Trainer(TorchtitanTrainer):
         config.dataloader = PlannedDataLoader.Config(
             corpus=wlb.corpus,
             job=self.job,
-            shadow=self.shadow,
             context_rank=dims.place("cp"),
             tensor_rank=(dims.place("tp"), dims.tp) if divided else (0, 1),
             loss_weight=wlb.loss_weight,
@@ -295,7 +289,7 @@ class Trainer(TorchtitanTrainer):
         figures = {
             "n_tokens_seen": dist_utils.dist_sum(seen, mesh),
             **learning_rates,
-            **step.figures(self.job, self.shadow),
+            **step.figures(self.job),
             **self.step_trace.end(self.step, step.plan),
             **measured_memory(self.parallel_dims, self.device, step.digest),
         }

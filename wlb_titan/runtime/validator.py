@@ -55,15 +55,13 @@ class Validator(titan.BaseValidator):
         job = training.job
         once = dataclasses.replace(
             job,
-            packing=Once.Config(length_multiple=job.packing.length_multiple),
+            packing=Once.Config(),
             order=ORDERS.configure("as_packed"),
             micro_batches=job.degrees.data * (job.run or 1),
         )
         corpus, sources = validated_documents(wlb)
         for name, documents in sources.items():
-            settings = dataclasses.replace(
-                training, corpus=corpus, documents=documents, job=once, shadow=None
-            )
+            settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=once)
             loader = settings.build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
             self._sources.append(Source(name, loader, iter(loader)))
 

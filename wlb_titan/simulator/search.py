@@ -128,7 +128,6 @@ def at_degrees(job: Job, degrees: Degrees, schedule: str, chunks: int) -> Job:
         chunks=chunks,
         run=None,
         stage_layers=(),
-        routing_imbalance=min(job.routing_imbalance, degrees.expert),
     )
 
 

@@ -27,7 +27,6 @@ from wlb_titan.job import Job
 from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
-from wlb_titan.planner import Planner
 from wlb_titan.runtime.data.inputs import Item, rank_item
 from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.pipeline.regroup import regrouped_items
@@ -47,19 +46,15 @@ class Step:
     labels: float  # of the whole job, or the sum of their weights; losses are divided by it
     own_labels: float  # the part of `labels` in `items`
     flops: float  # of the model, on the documents of the whole job
-    state_after: dict[str, dict[str, Any]]  # of the planners
+    state_after: dict[str, Any]  # of the planner
     digest: int  # of the plans up to this one (`Plan.digest`)
     flow: Flow | None = None  # the order of this data-parallel rank's passes; None: that of the schedule
     lowered: Any = None  # the pipeline schedule of that order
-    shadow: Plan | None = None  # the plan of the job's shadow for this step
 
-    def figures(self, job: Job, shadow: Job | None) -> dict[str, Any]:
+    def figures(self, job: Job) -> dict[str, Any]:
         plan = self.plan
-        found = {"tokens": plan.tokens, "labels": self.labels, "padding": plan.padding}
-        found |= plan_figures(plan, job)
-        if self.shadow is not None and shadow is not None:
-            found |= {f"shadow/{key}": value for key, value in plan_figures(self.shadow, shadow).items()}
-        return found | self.source_figures
+        counts = {"tokens": plan.tokens, "labels": self.labels, "padding": plan.padding}
+        return counts | plan_figures(plan, job) | self.source_figures
 
 
 class PlannedDataLoader(BaseDataLoader):
@@ -75,9 +70,6 @@ class PlannedDataLoader(BaseDataLoader):
 
         corpus: CorpusSettings = field(default_factory=CorpusSettings)
         job: Job
-        shadow: Job | None = None
-        """Planned beside it."""
-
         context_rank: int = 0
         """Whose share of each micro-batch is served."""
 
@@ -101,11 +93,11 @@ class PlannedDataLoader(BaseDataLoader):
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
         documents = config.documents or documents_of(config.corpus, self.corpus, config.hold_out)
-        self._planner = _planner(config, config.job, documents)
-        self._planners = {"planner": self._planner}
-        if config.shadow is not None:
-            self._planners["shadow"] = _planner(config, config.shadow, documents)
-        self._state = self._save()
+        planned = config.job
+        if planned.packing.planning_seconds and not config.alone:
+            planned = replace(planned, on_one_rank=SharedAnswer())
+        self._planner = planned.planner(documents)
+        self._state = self._planner.state_dict()
         self._digest = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
@@ -130,20 +122,15 @@ class PlannedDataLoader(BaseDataLoader):
         self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: json.dumps(state, default=np.ndarray.tolist) for name, state in self._state.items()}
+        return {"planner": json.dumps(self._state, default=np.ndarray.tolist)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues after the step of the state. Call it before iterating."""
-        for name in self._planners.keys() & state_dict.keys():  # a shadow may be new
-            self._planners[name].load_state_dict(json.loads(state_dict[name]))
-        self._state = self._save()
-
-    def _save(self) -> dict[str, dict[str, Any]]:
-        return {name: planner.state_dict() for name, planner in self._planners.items()}
+        self._planner.load_state_dict(json.loads(state_dict["planner"]))
+        self._state = self._planner.state_dict()
 
     def _prepare(self, lower: Callable[[Flow], Any] | None) -> Step:
-        plans = {name: planner.next(sharded=[self._dp_rank]) for name, planner in self._planners.items()}
-        plan = plans["planner"]
+        plan = self._planner.next(sharded=[self._dp_rank])
         self._digest = plan.digest(self._digest)
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
         own = plan.of_rank(self._dp_rank)
@@ -159,11 +146,10 @@ class PlannedDataLoader(BaseDataLoader):
             labels=self._planner.labels(plan, by_document=self._by_document),
             own_labels=sum(total_weight(labels) for _, labels in items),
             flops=self._job.model.flops(plan.document_lengths),
-            state_after=self._save(),
+            state_after=self._planner.state_dict(),
             digest=self._digest,
             flow=flow,
             lowered=None if flow is None or lower is None else lower(flow),
-            shadow=plans.get("shadow"),
         )
 
     def _item(self, micro_batch: MicroBatch, cached: Ints | None) -> Item:
@@ -201,12 +187,6 @@ class PlannedDataLoader(BaseDataLoader):
             micro_batch.elsewhere,
             micro_batch.sharers,
         )
-
-
-def _planner(config: PlannedDataLoader.Config, job: Job, documents: Documents) -> Planner:
-    if job.packing.planning_seconds and not config.alone:
-        job = replace(job, on_one_rank=SharedAnswer())
-    return job.planner(documents)
 
 
 class SharedAnswer:

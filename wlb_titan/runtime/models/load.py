@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -28,14 +26,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
 def _base_config(name: str) -> Any:
     """A base. torchtitan takes seconds to import, so the files are read first."""
     if BASES not in sys.modules:
-        # Half a million imported objects stay to the end; not searching them for garbage saves a second.
-        gc.disable()
-        try:
-            importlib.import_module(BASES)
-            gc.freeze()
-            atexit.register(gc.unfreeze)
-        finally:
-            gc.enable()
+        importlib.import_module(BASES)
     from wlb_titan.runtime.models.bases import base_config
 
     return base_config(name)
