@@ -12,7 +12,7 @@ log-normal with a median of 300 tokens and sigma 0.7; answers with a median of 1
   most;
 - `balance`, with `causal(4096)`.
 
-The judge is the predicted time of the sequences' passes on an H100 (Llama-2 7B, cost model `analytic`).
+The judge is the predicted time of the sequences' passes on an H100 (Llama-2 7B, cost model `simulated`).
 `each` is the time of the step over what it were if nobody waited, where ranks meet at every micro-batch, as
 under FSDP; `end`, where they meet at the end of the step only.
 """

@@ -190,7 +190,7 @@ def _units(
         raise PlanError(
             "The cost must give every sequence a finite, positive work that grows with its tokens."
         )
-    return _Units(np.bincount(unit, own).astype(np.int64) + prompt, work, sequences)
+    return _Units(np.bincount(unit, own).astype(np.int64) + prompt, np.asarray(work, np.float64), sequences)
 
 
 def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: int) -> Ints:

@@ -4,13 +4,13 @@ A plug-in is a class with a dataclass `Config` inside it, the settings of its TO
 section names the class, as "package.module:Class" or by a short name (`policy = "wlb_lazy"`); installed
 packages add short names by entry points. The other keys are the fields of the Config.
 
-    class Plain(PackingPolicy):
+    class WlbLazy(PackingPolicy):
         @dataclass(kw_only=True, slots=True)
         class Config(PackingPolicy.Config):
-            tail: Literal["carry", "drop"] = "carry"
+            max_delay: int = 16
 
-    POLICIES.find("plain") is Plain
-    POLICIES.configure("plain", tail="drop").make(stream, job)
+    POLICIES.find("wlb_lazy") is WlbLazy
+    POLICIES.configure("wlb_lazy", max_delay=20).make(stream, job)
 
 torchtitan nests each component's dataclass in the component too (`FullAC.Config` in `FullAC`), so that the
 component's name stands for it: `class = "torchtitan.distributed.activation_checkpoint:FullAC"`. Without a

@@ -249,7 +249,7 @@ OWN = {
 POLICIES = (
     ("plain", "dealt", "wlb_lazy", "slim", "wlb", "fixed_greedy", "fixed_solver", "reversed", "auto"),
     ("per_sequence", "per_document", "adaptive", "hybrid", "ulysses", "contiguous", "gather", "auto"),
-    ("best", "shortest_first", "longest_first"),
+    ("best",),
 )
 """Words of the parts of `wlb.policy`."""
 

@@ -28,7 +28,7 @@ CASES = {
     "dp2 cp2 wlb_lazy adaptive": (),
     "dp2 cp2 fixed_solver": (),
     LAZY: ("--wlb.trace_every", "2"),
-    "pp2 tp2 wlb shortest_first selective": (),
+    "pp2 tp2 wlb best selective": (),
     TRACED: ("--wlb.trace_every", "1"),
     "cp2 wlb_lazy hybrid qwen3": (),
     # Four query heads and two key heads: with four ranks two share a key head, with CP 2 x TP 2 too.
@@ -43,7 +43,7 @@ CASES = {
     ),
     "cp2 layers1 wlb ulysses compiled": (),
     "cp2 layers1 wlb hybrid compiled": (),
-    "pp2 wlb longest_first selective compiled": (),
+    "pp2 wlb best selective compiled": (),
     # Policies, a strategy and mesh axes that the project does not know; and whatever `auto` chooses.
     OWN: (),
     "cp4 reversed gather": (),

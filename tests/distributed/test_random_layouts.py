@@ -48,7 +48,7 @@ def draw(seed):
     if degrees["pp"]:
         schedule = rng.choice(("1F1B", "Interleaved1F1B") if "slim" in policy else TORCH_SCHEDULES)
         words.append(schedule)
-        words.append(rng.choice(["", "", "best", "longest_first"]) if "slim" not in policy else "")
+        words.append(rng.choice(["", "", "best"]) if "slim" not in policy else "")
         if model != "llama" and schedule not in ONE_STAGE:  # a layer a stage, and the ends without one
             others += ["--parallelism.pipeline_parallel_layers_per_stage", "1"]
         if "slim8" in policy and recomputation == "full" and chance(0.5):

@@ -71,7 +71,7 @@ def test_both_passes_are_balanced_where_one_packing_balances_neither():
     lengths = np.random.default_rng(1).integers(4, 64, size=200)
 
     def imbalance(asymmetric):
-        packing = slim(micropacks=24, asymmetric=asymmetric, cost_model="analytic")
+        packing = slim(micropacks=24, asymmetric=asymmetric, cost_model="simulated")
         degrees = Degrees(pipeline=4)
         return planner(lengths, packing, micro_batches=16, degrees=degrees, memory=FULL).next().imbalance
 

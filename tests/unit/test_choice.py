@@ -117,7 +117,7 @@ def test_all_ranks_choose_by_the_figures_of_one(job, choice):
 
 
 def test_settings_that_candidates_have_are_passed_on(job):
-    packing = replace(job.packing, cost_model="quadratic:1,500", max_length=20000, tail="drop")
+    packing = replace(job.packing, cost_model="quadratic:1,500", max_length=20000)
     found = choose(replace(job, packing=packing).under(Policy("auto", "hybrid")), DOCUMENTS).job.packing
     assert found.cost_model == "quadratic:1,500"
     lazy = job.under(AUTO).packing.named("auto")

@@ -65,7 +65,7 @@ optimizer.param_groups.1.optimizer_kwargs.lr = 1.0
     t.toml:2: optimizer.param_groups.1: ... has 1 element(s)
 wlb.policy = "plain//best"; parallelism.pipeline_parallel_degree = 2; \
 parallelism.pipeline_parallel_schedule = "LoopedBFS"; training.local_batch_size = 8
-    t.toml:2: wlb.policy = "plain/per_sequence/best": ... the schedule is LoopedBFS ... 'longest_first'
+    t.toml:2: wlb.policy = "plain/per_sequence/best": ... the schedule is LoopedBFS ... 'as_packed'
 training.disable_cuda_graphs = false
     t.toml:2: training.disable_cuda_graphs = false: a CUDA graph replays one length
 wlb.device = "cpu"; wlb.attention.implementation = "triton"

@@ -46,14 +46,14 @@ def test_the_files_for_fine_tuning_cut_no_conversation_that_fits(tmp_path, name,
     assert len(pieces) > 1000 and not [piece for piece in pieces if piece["start"]]
 
 
-@pytest.mark.parametrize(("mask", "level", "cut"), [
+@pytest.mark.parametrize(("mask", "may_cut", "cut"), [
     ("auto", "auto", False), ("none", "auto", True), ("auto", True, True), ("none", False, False)
 ])  # fmt: skip
-def test_a_corpus_with_masks_is_not_cut_to_level_a_step(tmp_path, mask, level, cut):
+def test_a_corpus_with_masks_is_not_cut_for_balance(tmp_path, mask, may_cut, cut):
     lengths = np.random.default_rng(0).integers(32, 198, 300)
     rows = [[1] * length for length in lengths]
     settings = CorpusSettings(path=str(write_prepared(tmp_path / "c", rows, rows)), mask=mask)
-    packing = POLICIES.configure("wlb_lazy", level=level, cost_model="quadratic:0,1")
+    packing = POLICIES.configure("wlb_lazy", may_cut=may_cut, cost_model="quadratic:0,1")
     job = Job(model=MODEL, window=512, micro_batches=8, packing=packing, dtype="float32")
     planner = job.planner(documents_of(settings, Corpus.open(settings.path, mask=mask)))
     packs = [pack for _ in range(20) for pack in planner.next().packs]

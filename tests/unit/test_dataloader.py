@@ -21,33 +21,6 @@ pytestmark = pytest.mark.slow
 MODEL = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=256)
 
 
-def test_a_shadow_plans_and_trains_nothing(tmp_path):
-    lengths = np.random.default_rng(0).integers(2, 257, 64)
-    write_synthetic_corpus(tmp_path / "corpus", lengths)
-    corpus = CorpusSettings(path=str(tmp_path / "corpus"))
-
-    def loader(packing, shadow=None, state=None):
-        job = Job(model=MODEL, window=256, micro_batches=4, packing=packing, dtype="float32")
-        config = PlannedDataLoader.Config(corpus=corpus, job=job.trained, shadow=shadow and job)
-        made = PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
-        if state is not None:
-            made.load_state_dict(state)
-        return made
-
-    alone, balanced = loader(POLICIES.configure("plain")), loader(POLICIES.configure("wlb_lazy"))
-    both = loader(POLICIES.configure("wlb_lazy", shadow=True), shadow=True)
-    steps = [iter(one) for one in (alone, balanced, both)]
-    for _ in range(2):
-        trained, planned, step = (next(one) for one in steps)
-        assert all(torch.equal(a[1], b[1]) for a, b in zip(trained.items, step.items, strict=True))
-        assert step.shadow.document_lengths.tolist() == planned.plan.document_lengths.tolist()
-    resumed = loader(POLICIES.configure("wlb_lazy", shadow=True), shadow=True, state=both.state_dict())
-    again, follows = next(iter(resumed)), next(steps[2])
-    assert again.shadow.document_lengths.tolist() == follows.shadow.document_lengths.tolist()
-    for one in (alone, balanced, both, resumed):
-        one.close()
-
-
 DOCUMENTS = [[5, 6, 7, 8], [9, 255, 1], [2] * 20, [156, 4, 3]]
 MASKS = [[1, 0, 1, 0], [1, 1, 1], [0, 1] * 10, [0, 0, 1]]
 

@@ -26,7 +26,6 @@ WINDOW = 64
 ROOMY = replace(load_cluster("h100_roce"), memory=1e14)
 PACKINGS = {
     "plain": POLICIES.configure("plain"),
-    "plain-drop": POLICIES.configure("plain", tail="drop"),
     "dealt": POLICIES.configure("dealt"),
     "fixed_greedy": POLICIES.configure("fixed_greedy"),
     "fixed_greedy-3": POLICIES.configure("fixed_greedy", global_batches=3),
@@ -132,25 +131,18 @@ def test_every_rank_plans_the_same_and_divides_and_orders_its_own(packing):
     assert any(m.merged for whole, *_ in steps for m in whole.micro_batches) == (packing.merges is True)
 
 
-def test_plain_keeps_the_order_and_the_paper_drops_the_tail():
+def test_plain_keeps_the_order():
     lengths = np.random.default_rng(2).integers(1, 90, 100)
     plan = planner(PACKINGS["plain"], lengths, data_parallel=2).next()
     rows = np.concatenate([m.documents for m in plan.micro_batches])
     assert (np.lexsort((rows[:, START], rows[:, ID])) == np.arange(len(rows))).all()
-    job = planner(PACKINGS["plain-drop"], lengths)
-    for _ in range(20):
-        for m in job.next().micro_batches:
-            assert (m.documents[1:, START] == 0).all()
-            assert (m.documents[:, START] % WINDOW == 0).all()
 
 
 @settings(max_examples=30)
-@given(lengths=corpora, tail=st.sampled_from(["carry", "drop"]), sharers=st.sampled_from([1, 2, 4]))
-def test_dealt_has_the_windows_of_plain_in_every_step(lengths, tail, sharers):
-    dealt = POLICIES.configure("dealt", tail=tail, sharers=sharers)
-    jobs = [
-        planner(one, lengths, 8, data_parallel=4) for one in (replace(PACKINGS["plain"], tail=tail), dealt)
-    ]
+@given(lengths=corpora, sharers=st.sampled_from([1, 2, 4]))
+def test_dealt_has_the_windows_of_plain_in_every_step(lengths, sharers):
+    dealt = POLICIES.configure("dealt", sharers=sharers)
+    jobs = [planner(packing, lengths, 8, data_parallel=4) for packing in (PACKINGS["plain"], dealt)]
     for _ in range(4):
         plain, ours = (job.next() for job in jobs)
         assert (ours.lost_tokens, ours.tokens) == (plain.lost_tokens, plain.tokens)
@@ -272,7 +264,7 @@ def test_states_that_cannot_be_continued_are_refused(changes, message):
 GOES_ON = [
     (name, name) for name in ("plain", "dealt-2", "fixed_greedy-3", "wlb", "wlb_lazy", "slim", "merged")
 ]
-GOES_ON += [("plain", "wlb"), ("fixed_greedy-3", "plain-drop"), ("wlb", "slim"), ("merged", "wlb_lazy")]
+GOES_ON += [("plain", "wlb"), ("fixed_greedy-3", "plain"), ("wlb", "slim"), ("merged", "wlb_lazy")]
 
 
 @pytest.mark.filterwarnings("ignore:Queues lose")

@@ -34,12 +34,14 @@ def configured(tmp_path, text, *words):
 
 
 def test_a_policy_of_one_s_own_is_named_by_its_module(tmp_path):
-    settings = configured(tmp_path, '[packing]\npolicy = "toys:Reversed"\nevery = 2\ntail = "drop"')
+    settings = configured(
+        tmp_path, '[packing]\npolicy = "toys:Reversed"\nevery = 2\ncost_model = "quadratic:1,9"'
+    )
     assert settings.packing.name == "toys:Reversed"
-    assert (settings.packing.every, settings.packing.tail) == (2, "drop")
+    assert (settings.packing.every, settings.packing.cost_model) == (2, "quadratic:1,9")
     ours, plain = (
         planning.make_planner(LENGTHS, window=1024, micro_batches=4, packing=packing)
-        for packing in (replace(settings.packing, tail="carry"), "plain")
+        for packing in (settings.packing, "plain")
     )
     for step in range(4):
         mine, theirs = (planner.next().micro_batches for planner in (ours, plain))
@@ -205,13 +207,10 @@ def test_classes_of_others_are_held_to_their_rules(name, rule):
 
 
 @pytest.mark.parametrize("packing", ["plain", "wlb", "wlb_lazy", "fixed_greedy", "dealt", "slim"])
-@pytest.mark.parametrize("tail", ["carry", "drop"])
-def test_the_rules_are_those_that_every_policy_of_ours_keeps(monkeypatch, packing, tail):
+def test_the_rules_are_those_that_every_policy_of_ours_keeps(monkeypatch, packing):
     """As if it were somebody else's: no policy that is right is refused."""
     monkeypatch.setattr("wlb_titan.packing.rules.is_ours", lambda cls: False)
-    if packing != "plain" and tail == "drop":
-        return
-    settings = POLICIES.configure(packing, **({"tail": tail} if packing == "plain" else {}))
+    settings = POLICIES.configure(packing)
     degrees = {"data_parallel": 2, "context_parallel": 2, "sharding": "hybrid"}
     planner = planning.make_planner(LENGTHS, window=1024, micro_batches=8, packing=settings, **degrees)
     planner.hold_to_rules()

@@ -97,18 +97,17 @@ def test_tensor_collectives_hide_behind_matrix_products():
 EXPERTS = replace(MODEL, feed_forward=16, experts=8, routed_width=12, visits=2.0, unvisited_weights=900)
 
 
-def test_experts_exchange_tokens_and_wait_for_the_busiest_rank():
+def test_experts_exchange_tokens():
     """EP 4 in nodes of 2: of two copies of 1024 / 2 tokens, a quarter goes to the neighbour and half away."""
     cluster = replace(CLUSTER, gpus_per_node=2, node=Link(1e6, 1e-3), network=Link(1e5, 1e-2))
     degrees = Degrees(context=2, shard=2, expert=4)
-    spread = job(model=EXPERTS, degrees=degrees, cluster=cluster, routing_imbalance=1.5)
-    alone = replace(spread, degrees=replace(degrees, expert=1), routing_imbalance=1.0)
+    spread = job(model=EXPERTS, degrees=degrees, cluster=cluster)
+    alone = replace(spread, degrees=replace(degrees, expert=1))
     times, without = imagined_times(spread), imagined_times(alone)
     copies = 2 * 1024 / 2 * 8 * 2  # bytes of one rank
-    exchange = 2 * (1.5 * max(copies / 4 / 1e6, copies / 2 / 1e5) + 1e-2)
-    products = 1024 / 2 * 2 * 3 * 8 * 12 / 1e9
-    assert (times.forward - without.forward)[0, 0, 0] == pytest.approx(4 * (exchange + 0.5 * products))
-    assert (times.weights - without.weights)[0, 0, 0] == pytest.approx(4 * 0.5 * products)
+    exchange = 2 * (max(copies / 4 / 1e6, copies / 2 / 1e5) + 1e-2)
+    assert (times.forward - without.forward)[0, 0, 0] == pytest.approx(4 * exchange)
+    assert (times.weights == without.weights).all()
 
 
 def communication(degrees, micro_batches=1, bandwidth=1e8, latency=0.0, **changes):
@@ -253,7 +252,6 @@ def test_a_prediction_beyond_the_measured_range_says_so():
 
 WRONG = {
     "overlap of tensor parallelism is 1.5": ({"tensor_overlap": 1.5}, {}),
-    "routing imbalance is 2.0.* degree of 1": ({"routing_imbalance": 2.0}, {}),
     "expert parallel degree is 2, and a layer has 0 experts": ({}, {"shard": 2, "expert": 2}),
     "3 does not divide TP 2 x CP 1 x 2 sharding": ({}, {"tensor": 2, "shard": 2, "expert": 3}),
     "2 heads cannot be divided by the tensor parallel degree 4": ({}, {"tensor": 4}),

@@ -79,17 +79,6 @@ def test_only_a_documents_last_token_has_no_label(lengths):
     assert stream.has_label(pieces).tolist() == expected
 
 
-def test_skip_rest_goes_to_the_next_multiple_of_the_window():
-    stream = DocumentStream(Mixture(np.array([10, 3]), seed=None), 4)
-    assert stream.fill(2).tolist() == [[0, 0, 2]]
-    assert stream.skip_rest() == 2
-    assert stream.fill(4).tolist() == [[0, 4, 4]]
-    assert stream.skip_rest() == 0
-    assert stream.fill(1).tolist() == [[0, 8, 1]]
-    assert stream.skip_rest() == 1  # the document ends before the next multiple
-    assert stream.fill(1).tolist() == [[1, 0, 1]]
-
-
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=600).filter(lambda lengths: max(lengths) > 1))
 def test_documents_without_tokens_are_passed_over(lengths):
     stream = DocumentStream(Mixture(np.array(lengths), seed=1), 2)

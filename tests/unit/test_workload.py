@@ -10,7 +10,7 @@ from wlb_titan.cost.cluster import Link, cluster_of_device, cluster_of_gpu, load
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import AttentionShape, cluster_latency
-from wlb_titan.cost.workload import Analytic, Quadratic, cost_model, workload
+from wlb_titan.cost.workload import Quadratic, cost_model, workload
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 
@@ -29,8 +29,6 @@ memory_bandwidth = 2e12
 SHAPE = PAPER_MODELS["7B"]
 JOB = Job(window=4096, micro_batches=1, model=SHAPE)
 EIGHT_BY_TWO = Degrees(tensor=8, context=2)
-ONES = dict.fromkeys(("attention_flops", "attention_backward_flops", "linear_flops"), 1.0)
-PLAIN = replace(load_cluster("h100_roce"), memory_bandwidth=np.inf, **ONES)
 
 
 def loaded(folder, old="", new=""):
@@ -132,14 +130,11 @@ def test_quadratic():
     assert model.backward(lengths) / model.forward(lengths) == pytest.approx([2.0] * 2)
 
 
-def test_analytic_counts_the_operations_of_llama2_7b():
+def test_the_operations_of_llama2_7b():
     assert SHAPE.linear_weights == 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
-    model, d = Analytic(JOB, PLAIN), np.array([1000])
     attention = 2 * 1000**2 * 4096 * 32
     linear = 2 * SHAPE.linear_weights * 1000
-    assert model.forward(d)[0] == pytest.approx(attention + linear)
-    assert model.backward(d)[0] == pytest.approx(2.5 * attention + 2 * linear)
-    assert SHAPE.flops(d) == 3 * (attention + linear)
+    assert SHAPE.flops(np.array([1000])) == 3 * (attention + linear)
 
 
 def test_a_window_makes_the_work_of_its_layers_linear():
@@ -151,9 +146,7 @@ def test_a_window_makes_the_work_of_its_layers_linear():
         exact = 30 * pairs[0] + pairs[1] + pairs[2]
         assert squares == 2 * exact - (30 * min(7, d) + 2 * d)
     d = np.array([100_000])
-    model, full = Analytic(replace(JOB, model=shape), PLAIN), Analytic(JOB, PLAIN)
-    attention = [m.forward(d)[0] - m.linear_forward * d[0] for m in (model, full)]
-    assert attention[0] == pytest.approx(attention[1] / 32, rel=0.01)
+    assert shape.squares(d)[0] == pytest.approx(SHAPE.squares(d)[0] / 32, rel=0.01)
 
 
 def test_values_may_have_another_head_dim():
@@ -164,17 +157,14 @@ def test_values_may_have_another_head_dim():
 
 
 def test_work_is_superlinear_and_more_so_in_the_backward_pass_and_divided_by_parallelism():
-    alone, divided = (cost_model("analytic", replace(JOB, degrees=of)) for of in (Degrees(), EIGHT_BY_TWO))
+    alone, divided = (cost_model("simulated", replace(JOB, degrees=of)) for of in (Degrees(), EIGHT_BY_TWO))
     lengths = np.array([1024, 131072])
     per_token = [seconds(lengths) / lengths for seconds in (divided.forward, divided.backward)]
     forward, backward = (long / short for short, long in per_token)
     assert 1.1 < forward < backward
     # Communication comes on top of a sixteenth.
-    assert divided.linear_forward > alone.linear_forward / 16
     assert (alone.forward(lengths) / 16 < divided.forward(lengths)).all()
     assert (divided.forward(lengths) < alone.forward(lengths)).all()
-    # Backward passes compute twice as much, and send as much.
-    assert 0 < divided.linear_backward - divided.linear_forward < divided.linear_forward
 
 
 @pytest.mark.parametrize(
@@ -182,8 +172,8 @@ def test_work_is_superlinear_and_more_so_in_the_backward_pass_and_divided_by_par
     [
         *((f"quadratic:{numbers}", "malformed") for numbers in ("1", "a,b", "1,2,3", "")),
         *((f"quadratic:{numbers}", "not both 0") for numbers in ("-1,2", "0,0", "nan,1", "inf,1")),
-        ("analytical", "no cost model is called 'analytical'.*Did you mean 'analytic'"),
-        ("analytic:3", "takes nothing after its name"),
+        ("simulate", "no cost model is called 'simulate'.*Did you mean 'simulated'"),
+        ("simulated:3", "takes nothing after its name"),
     ],
 )
 def test_what_is_no_cost_model_is_refused(text, message):

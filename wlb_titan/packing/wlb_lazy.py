@@ -97,9 +97,8 @@ class WlbLazy(VariableLengthPolicy):
         self._max_delay = config.max_delay
         may_cut = not stream.mixture.masked if config.may_cut == "auto" else config.may_cut
         self._stream = stream
-        self._plain = (
-            Plain(Plain.Config(), stream, job) if may_cut and _plain_is_better(config, stream, job) else None
-        )
+        gives_way = may_cut and _plain_is_better(config, stream, job)
+        self._plain = Plain(Plain.Config(), stream, job) if gives_way else None
         self._waiting: Waiting = NOTHING
         self._left = 0  # tokens of documents that were released and did not fit
 
