@@ -18,7 +18,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-from wlb_titan.runtime.pipeline.schedules import TORCH_SCHEDULES  # noqa: E402
+from wlb_titan.pipeline.schedule import SCHEDULES  # noqa: E402
 
 TESTS = Path(__file__).parent
 CONFIG = TESTS / "experiment.toml"
@@ -239,7 +239,7 @@ SHORT = {
     "compiled": "--compile.enable true --compile.backend aot_eager",
     "draw": "--debug.seed {}",
     "bfloat16": "--training.mixed_precision_param bfloat16",
-    **{name: f"--parallelism.pipeline_parallel_schedule {name}" for name in TORCH_SCHEDULES},
+    **{name: f"--parallelism.pipeline_parallel_schedule {name}" for name in SCHEDULES},
 }
 OWN = {
     "reversed": "toys:Reversed",

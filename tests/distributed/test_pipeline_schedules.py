@@ -11,11 +11,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torchtitan.config import CompileConfig, ParallelismConfig
 
 from wlb_titan.errors import PlanError
-from wlb_titan.pipeline.schedule import check_micro_batches
+from wlb_titan.pipeline.schedule import SCHEDULES, check_micro_batches
 from wlb_titan.runtime.metrics import metrics_rank
 from wlb_titan.runtime.pipeline.schedules import (
-    SPLITS_BACKWARD,
-    TORCH_SCHEDULES,
     canonical_name,
     check_schedule,
 )
@@ -38,7 +36,7 @@ def torch_runs(name, ranks, micro_batches):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", TORCH_SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_numbers_of_micro_batches_are_refused_as_torch_would(name, ranks):
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     for micro_batches in range(1, 14):
@@ -51,7 +49,7 @@ def test_every_concrete_schedule_of_torch_is_known():
     with pytest.raises(ValueError) as error:
         get_schedule_class("none")
     offered = set(str(error.value).split("[")[1].rstrip("]").replace("'", "").split(", "))
-    assert offered == {*TORCH_SCHEDULES, "PipelineScheduleSingle", "PipelineScheduleMulti"}
+    assert offered == {*SCHEDULES, "PipelineScheduleSingle", "PipelineScheduleMulti"}
 
 
 def test_names_are_spelled_in_any_case():
@@ -60,7 +58,7 @@ def test_names_are_spelled_in_any_case():
         canonical_name("PipelineScheduleSingle")
 
 
-@pytest.mark.parametrize("name", TORCH_SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_loss_is_reported_by_a_rank_that_has_the_last_stage(name):
     v_shaped = issubclass(
         get_schedule_class(name), schedules.ScheduleZBVZeroBubble | schedules.ScheduleDualPipeV
@@ -75,11 +73,11 @@ def test_a_schedule_from_a_file_is_refused():
         check_schedule(ParallelismConfig(pipeline_parallel_schedule_csv="schedule.csv"), CompileConfig())
 
 
-@pytest.mark.parametrize("name", TORCH_SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_compiled_model_is_refused_where_the_backward_pass_is_split(name):
     parallelism = ParallelismConfig(pipeline_parallel_schedule=name)
     check_schedule(parallelism, CompileConfig())
     check_schedule(parallelism, CompileConfig(enable=True, components=["loss"]))
     refused = pytest.raises(ValueError, match=f"{name}.*compile")
-    with refused if name in SPLITS_BACKWARD else nullcontext():
+    with refused if SCHEDULES[name].splits else nullcontext():
         check_schedule(parallelism, CompileConfig(enable=True, components=["model", "loss"]))

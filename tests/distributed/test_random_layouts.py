@@ -9,10 +9,10 @@ import random
 from collections import Counter
 
 import pytest
-from lab import CONFIG, DEGREES, TORCH_SCHEDULES, Cases, assert_met, ranks
+from lab import CONFIG, DEGREES, Cases, assert_met, ranks
 
 from wlb_titan.errors import UserError
-from wlb_titan.pipeline.schedule import ONE_STAGE
+from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.runtime.checks import validate_files
 from wlb_titan.runtime.models.load import load_config
 
@@ -46,10 +46,10 @@ def draw(seed):
         words.append(rng.choice(["per_sequence", "per_document", "hybrid", "adaptive", "ulysses"]))
     recomputation = rng.choice(["stored", "stored", "selective", "full"])
     if degrees["pp"]:
-        schedule = rng.choice(("1F1B", "Interleaved1F1B") if "slim" in policy else TORCH_SCHEDULES)
+        schedule = rng.choice(("1F1B", "Interleaved1F1B") if "slim" in policy else tuple(SCHEDULES))
         words.append(schedule)
         words.append(rng.choice(["", "", "best"]) if "slim" not in policy else "")
-        if model != "llama" and schedule not in ONE_STAGE:  # a layer a stage, and the ends without one
+        if model != "llama" and SCHEDULES[schedule].chunks != 1:  # a layer a stage, and the ends without one
             others += ["--parallelism.pipeline_parallel_layers_per_stage", "1"]
         if "slim8" in policy and recomputation == "full" and chance(0.5):
             words.append("asymmetric")

@@ -25,7 +25,7 @@ import numpy as np
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.graph import PipelineGraph
-from wlb_titan.pipeline.schedule import SCHEDULES, PipelineShape
+from wlb_titan.pipeline.schedule import KNOWN, PipelineShape
 from wlb_titan.plugins import Family, Plugin, PluginConfig, is_ours
 
 ORDERS = Family(
@@ -83,10 +83,10 @@ class Best(MicroBatchOrder):
 
     def __init__(self, config: Any, shape: PipelineShape) -> None:
         super().__init__(config, shape)
-        if shape.schedule not in SCHEDULES:
+        if shape.schedule not in KNOWN:
             raise PlanError(
                 f"The order 'best' is searched on the schedule's dependency graph, which is known of "
-                f"{', '.join(SCHEDULES)}, and the schedule is {shape.schedule}. Choose one of them, or "
+                f"{', '.join(KNOWN)}, and the schedule is {shape.schedule}. Choose one of them, or "
                 "the order 'as_packed'."
             )
 

@@ -34,9 +34,6 @@ from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action, Flow
 
 Kind = Literal["F", "B"]
-FLOW_SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""The schedules that PackFlow replaces, with one and with several stages on a rank. Both put stage s on rank
-s mod ranks, which `runtime.pipeline.build.PackFlowSchedule` relies on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,23 +14,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import Action
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
-ONE_STAGE = ("GPipe", "1F1B")  # one stage a rank; the others have several
+class Schedule(NamedTuple):
+    """What a schedule of torch's does with the stages and passes of a rank."""
 
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages go down the ranks and back up: rank 0 has both ends
+    chunks: int | None  # stages of a rank; None: two or more
+    known: bool = True  # whether `rank_actions` has its order
+    splits: bool = False  # whether it runs backward passes in two halves
+    v_shaped: bool = False  # stages go down the ranks and back up: rank 0 has both ends
+    flows: bool = False  # whether PackFlow can take its place: stage s lies on rank s mod ranks
+
+
+SCHEDULES = {
+    "GPipe": Schedule(1),
+    "1F1B": Schedule(1, flows=True),
+    "Interleaved1F1B": Schedule(None, flows=True),
+    "InterleavedZeroBubble": Schedule(None, splits=True),
+    "ZBVZeroBubble": Schedule(2, splits=True, v_shaped=True),
+    "LoopedBFS": Schedule(None, known=False),
+    "DualPipeV": Schedule(2, known=False, splits=True, v_shaped=True),
+}
+KNOWN = tuple(name for name, schedule in SCHEDULES.items() if schedule.known)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    schedule: str  # one of SCHEDULES, or any of torch's if nothing asks for its order
+    schedule: str  # one of SCHEDULES
     ranks: int  # pipeline-parallel degree
-    chunks: int = 1  # stages of each rank; 1 for GPipe and 1F1B, 2 for ZBVZeroBubble
+    chunks: int = 1  # stages of each rank
     splits: bool = True  # whether zero-bubble schedules run backward passes in two halves
 
     @property
@@ -38,7 +54,7 @@ class PipelineShape:
         return self.ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        if self.schedule in V_SHAPED and stage >= self.ranks:
+        if SCHEDULES[self.schedule].v_shaped and stage >= self.ranks:
             return self.stages - 1 - stage
         return stage % self.ranks
 
@@ -62,18 +78,19 @@ def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less
 
 
 def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterator[Action]:
-    if shape.schedule not in SCHEDULES:
+    schedule = SCHEDULES[shape.schedule]
+    if not schedule.known:
         raise PlanError(
-            f"The order of actions is known of the schedules {', '.join(SCHEDULES)}, and the pipeline's is "
+            f"The order of actions is known of the schedules {', '.join(KNOWN)}, and the pipeline's is "
             f"{shape.schedule!r}. Choose one of them."
         )
-    chunks = {"GPipe": 1, "1F1B": 1, "ZBVZeroBubble": 2}.get(shape.schedule, shape.chunks)
+    chunks = schedule.chunks or shape.chunks
     if shape.chunks != chunks:
         raise PlanError(
             f"{shape.schedule} runs {chunks} stage{'s' if chunks > 1 else ''} a rank, not {shape.chunks}. "
             "Change the number of stages or the schedule."
         )
-    in_order = _v_shaped if shape.schedule == "ZBVZeroBubble" else _in_turn
+    in_order = _v_shaped if schedule.v_shaped else _in_turn
     actions = in_order(shape, micro_batches, rank)
     if shape.splits:
         return actions
@@ -108,7 +125,7 @@ def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
     several stages a rank, passes go through them in rounds. With zero bubble, W runs `rank` pairs behind I,
     so that the ranks that would wait longest at the end have most of it left."""
     ranks, chunks = shape.ranks, shape.chunks
-    zero_bubble = shape.schedule == "InterleavedZeroBubble"
+    zero_bubble = SCHEDULES[shape.schedule].splits
     ahead, in_round = ranks - 1 - rank, micro_batches_in_round(shape.schedule, ranks, n)
     if shape.schedule == "GPipe":
         ahead = n

@@ -26,10 +26,10 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
+from wlb_titan.pipeline.schedule import KNOWN, SCHEDULES
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import Prediction, step_seconds
 
-SEARCHED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 MOST_CHUNKS = 8
 MOST_STAGES = 64
 LEAST = 8  # candidates that fit, so that a few runners-up are known too
@@ -137,11 +137,12 @@ def _schedules(job: Job, degrees: Degrees) -> Iterator[tuple[str, int]]:
         yield "1F1B", 1
         return
     most = min(MOST_CHUNKS, MOST_STAGES // degrees.pipeline, job.model.layers // degrees.pipeline)
-    for schedule in SEARCHED:
-        if "ZeroBubble" in schedule and not job.shape.splits:
+    for name in KNOWN:
+        schedule = SCHEDULES[name]
+        if name == "GPipe" or (schedule.splits and not job.shape.splits):  # GPipe is 1F1B with more memory
             continue
-        chunks = {"1F1B": [1], "ZBVZeroBubble": [2]}.get(schedule, _powers_of_two(most)[1:])
-        yield from ((schedule, each) for each in chunks if each <= max(most, 1))
+        choices = [schedule.chunks] if schedule.chunks else _powers_of_two(most)[1:]
+        yield from ((name, chunks) for chunks in choices if chunks <= max(most, 1))
 
 
 def _average_window(scenario: Scenario) -> list[float]:

@@ -32,7 +32,7 @@ from wlb_titan.packing.slim.flow import Flows, Step, in_own_order
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, SolvedPlacing
 from wlb_titan.packing.slim.packer import Packer
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.pipeline.packflow import FLOW_SCHEDULES
+from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.plan import Flow
 
 if TYPE_CHECKING:
@@ -114,9 +114,10 @@ class Slim(PackingPolicy):
 
         def check(self, job: Job) -> None:
             pipeline = job.shape
-            if pipeline.ranks > 1 and pipeline.schedule not in FLOW_SCHEDULES:
+            if pipeline.ranks > 1 and not SCHEDULES[pipeline.schedule].flows:
+                flowing = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.flows)
                 raise PlanError(
-                    f"Slices go through a pipeline under {' and '.join(FLOW_SCHEDULES)}, and the schedule is "
+                    f"Slices go through a pipeline under {flowing}, and the schedule is "
                     f"{pipeline.schedule}, in whose order a document's backward passes would not go from its "
                     "end to its start. Set pipeline_parallel_schedule to one of them, or another policy.",
                     setting="parallelism.pipeline_parallel_schedule",

@@ -55,7 +55,7 @@ class PackFlowSchedule(PipelineScheduleRuntime):
     on all data-parallel ranks, however their passes are ordered.
 
     Another thread may make a schedule while a step runs. The stages are then told again which ranks they are
-    on, but nothing changes: FLOW_SCHEDULES, and no others, put stages on ranks in the same loop.
+    on, but nothing changes: schedules that PackFlow replaces put stages on ranks in one loop.
     """
 
     def __init__(

@@ -9,11 +9,8 @@ from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.pipeline.schedule import ONE_STAGE, SCHEDULES
+from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.runtime.compat import modules_of_stages, pipeline_metadata
-
-TORCH_SCHEDULES = (*SCHEDULES, "LoopedBFS", "DualPipeV")
-SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig) -> None:
@@ -21,10 +18,10 @@ def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig
     if parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
             "a schedule read from a CSV file is for one number of micro-batches and is not supported; name "
-            f"one of {', '.join(TORCH_SCHEDULES)}"
+            f"one of {', '.join(SCHEDULES)}"
         )
     name = canonical_name(parallelism.pipeline_parallel_schedule)
-    if name in SPLITS_BACKWARD and compile_config.enable and "model" in compile_config.components:
+    if SCHEDULES[name].splits and compile_config.enable and "model" in compile_config.components:
         raise ValueError(
             f"{name} runs the backward passes of inputs and of weights one after the other, which torch "
             "cannot do with a compiled model; switch compile.enable off or choose another schedule"
@@ -63,7 +60,7 @@ def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
         return
     modules = modules_of_stages(1, len(model.layers), 1, 1)[0]
     schedule, ranks = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
-    single = canonical_name(schedule) in ONE_STAGE
+    single = SCHEDULES[canonical_name(schedule)].chunks == 1
     each_once = sorted(itertools.chain(*stages)) == sorted(modules)
     if not each_once or len(stages) % ranks or single == (len(stages) > ranks):
         raise ValueError(
@@ -73,8 +70,8 @@ def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
 
 
 def canonical_name(name: str) -> str:
-    """The schedule's name as TORCH_SCHEDULES spells it; ValueError if there is none."""
-    for known in TORCH_SCHEDULES:
+    """The schedule's name as SCHEDULES spells it; ValueError if there is none."""
+    for known in SCHEDULES:
         if known.lower() == name.lower():
             return known
-    raise ValueError(f"no pipeline schedule is called {name!r}; there are {', '.join(TORCH_SCHEDULES)}")
+    raise ValueError(f"no pipeline schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
