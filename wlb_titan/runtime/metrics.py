@@ -18,7 +18,7 @@ import torch
 from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
-from wlb_titan.pipeline.schedule import V_SHAPED
+from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.runtime.compat import metrics_rank_of
 from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.pipeline.schedules import canonical_name
@@ -39,8 +39,8 @@ def metrics_rank(parallel_dims: Any, schedule: str) -> int:
 
 def _shape(parallel_dims: Any, schedule: str) -> str:
     """A schedule's name for torchtitan's metrics, which know only one of those in a V."""
-    in_v = parallel_dims.pp_enabled and canonical_name(schedule) in V_SHAPED
-    return V_SHAPED[0] if in_v else schedule
+    in_v = parallel_dims.pp_enabled and SCHEDULES[canonical_name(schedule)].v_shaped
+    return "ZBVZeroBubble" if in_v else schedule
 
 
 class MetricsProcessor(titan.MetricsProcessor):

@@ -2,7 +2,7 @@
 
 Degrees of tensor and context parallelism are powers of two, tensor parallelism within a node and a divisor of
 the heads; pipelines have at most a stage for every layer; what is left is data parallelism. Expert
-parallelism takes powers of two of these ranks. Each is tried under the schedules of `SEARCHED`, with as many
+parallelism takes powers of two of these ranks. Each is tried under the schedules of known order, with as many
 stages a rank as they and the layers allow, up to `MOST_CHUNKS`. Balanced packing gets the longest
 micro-batches that fit, up to two context windows, as everywhere.
 
