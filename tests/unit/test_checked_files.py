@@ -273,7 +273,8 @@ def step_5(tmp_path, base="llama3_debug"):
     """The settings of a run that exports its fifth step, and that step's folder."""
     config = base_config(base)
     config.dump_folder, config.training.steps = str(tmp_path), 5
-    config.checkpoint = dataclasses.replace(config.checkpoint, enable=True, last_save_in_hf=True)
+    exported = {"last_save_in_hf": True, "last_save_model_only": True}
+    config.checkpoint = dataclasses.replace(config.checkpoint, enable=True, **exported)
     return config, tmp_path / "checkpoint" / "step-5"
 
 

@@ -18,6 +18,7 @@ from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.plugins import check_interface, load, short_name
+from wlb_titan.runtime import model_checks
 from wlb_titan.runtime.agreement import check_rates
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.attention.module import ContextAttention
@@ -31,13 +32,6 @@ from wlb_titan.runtime.hugging_face import check_weights
 from wlb_titan.runtime.job import configured_degrees, degrees_product, has_experts, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.meshes import Dims
-from wlb_titan.runtime.model_checks import (
-    check_groups,
-    check_model,
-    check_optimizer,
-    check_parts,
-    trained_spec,
-)
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.schedules import canonical_name, check_schedule, check_stages, stage_names
 from wlb_titan.simulator.choice import choose
@@ -64,12 +58,12 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
     _check_batch(config, dims)
     _check_settings(config)
     _check_checkpoint(config, dims)
-    weights = check_model(config, dims)
+    weights = model_checks.check_model(config, dims)
     check_implementation(config)
     _check_pipeline(config, dims)
-    check_optimizer(config)
-    check_groups(config, weights, dims)
-    check_parts(config)
+    model_checks.check_optimizer(config)
+    model_checks.check_groups(config, weights, dims)
+    model_checks.check_parts(config)
     _check_halves(config, dims)
     _check_experts(config, dims)
     _check_job(config, dims)
@@ -169,12 +163,8 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
         # Slices have their own schedule, but validation runs whole documents in the job's.
         packing = config.wlb.packing
         if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
-            check_micro_batches(
-                canonical_name(config.parallelism.pipeline_parallel_schedule),
-                dims.pp,
-                len(stages),
-                config.training.local_batch_size,
-            )
+            schedule = canonical_name(config.parallelism.pipeline_parallel_schedule)
+            check_micro_batches(schedule, dims.pp, len(stages), config.training.local_batch_size)
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
 
@@ -228,7 +218,7 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     """Checks the corpus, weights in Hugging Face's format, and the dump folder."""
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
-        check_weights(config, trained_spec(config), corpus)
+        check_weights(config, model_checks.trained_spec(config), corpus)
     check_place(Path(config.dump_folder))
     return corpus
 
