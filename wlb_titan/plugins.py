@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 from wlb_titan.errors import UserError
 
@@ -149,29 +149,30 @@ def is_ours(cls: type) -> bool:
 
 
 @cache
-def check_interface(found: type, *bases: type) -> None:
+def check_interface(cls: type, *bases: type) -> None:
     """Refuses a class of others that does not fit what wlb_titan's classes leave to it, such as one that was
     written for an earlier version. `bases` are those from which it need not derive."""
-    seen: set[str] = set()
-    for base in filter(is_ours, (*found.__mro__, *bases) if not is_ours(found) else ()):
-        hints = inspect.get_annotations(base)
-        lacking = [
-            name for name, hint in hints.items() if "ClassVar" in str(hint) and not hasattr(found, name)
-        ]
-        for name, wanted in vars(base).items():
-            given = inspect.getattr_static(found, name, None)
-            private = name.startswith("_") and (is_dataclass(base) or name not in ("__init__", "__call__"))
-            if name in seen or private:
-                continue
-            seen.add(name)
-            if given is None or getattr(given, "__isabstractmethod__", False):
-                lacking.append(name)
-            elif given is not wanted and not _takes(given, wanted):
-                _misfit(
-                    found, f"{name}{_signature(given) or ''} is called as {name}{_signature(wanted) or ''}"
-                )
-        if lacking:
-            _misfit(found, f"it lacks {', '.join(lacking)}")
+    interface: dict[str, Any] = {}
+    for base in filter(is_ours, reversed((*cls.__mro__, *bases)) if not is_ours(cls) else ()):
+        hints = inspect.get_annotations(base).items()
+        interface |= {name: None for name, hint in hints if "ClassVar" in str(hint)} | dict(vars(base))
+    missing, wrong = [], []
+    for name, wanted in interface.items():
+        if name.startswith("_") and (is_dataclass(cls) or name not in ("__init__", "__call__")):
+            continue
+        given = inspect.getattr_static(cls, name, None)
+        if given is None or getattr(given, "__isabstractmethod__", False):
+            missing.append(name)
+        elif wanted is not None and given is not wanted and not _takes(given, wanted):
+            wrong.append(f"{name}{_signature(given) or ''} is called as {name}{_signature(wanted) or ''}")
+    wrong += [f"it lacks {', '.join(missing)}"] * bool(missing)
+    if wrong:
+        packages = packages_distributions().get(cls.__module__.partition(".")[0], [])
+        package = ", ".join(f"{name} {version(name)}" for name in packages) or "of no installed package"
+        raise UserError(
+            f"{cls.__module__}:{cls.__qualname__} ({package}) does not fit this wlb_titan: "
+            f"{'; '.join(wrong)}. docs/extending.md has the interfaces, CHANGELOG.md what has changed."
+        )
 
 
 def _signature(attribute: Any) -> inspect.Signature | None:
@@ -185,24 +186,16 @@ def _takes(given: Any, wanted: Any) -> bool:
     signature, calls = _signature(given), _signature(wanted)
     if signature is None or calls is None:
         return signature is calls
-    parameters = [
-        one for one in calls.parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    kinds = [(parameter.kind, parameter.name) for parameter in calls.parameters.values()]
+    named = {name: None for kind, name in kinds if kind is inspect.Parameter.KEYWORD_ONLY}
+    positional = [name for kind, name in kinds if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    # After `*meshes` it may want any number of them.
+    open_ended = any(kind is inspect.Parameter.VAR_POSITIONAL for kind, _ in kinds)
     try:
-        signature.bind(*[None] * (len(parameters) - len(names)), **dict.fromkeys(names))
+        (signature.bind_partial if open_ended else signature.bind)(*positional, **named)
     except TypeError:
         return False
     return isinstance(given, classmethod) == isinstance(wanted, classmethod)
-
-
-def _misfit(found: type, what: str) -> NoReturn:
-    packages = packages_distributions().get(found.__module__.partition(".")[0], [])
-    package = ", ".join(f"{one} {version(one)}" for one in packages) or "of no installed package"
-    raise UserError(
-        f"{found.__module__}:{found.__qualname__} ({package}) does not fit this wlb_titan: {what}. "
-        "docs/extending.md has the interfaces, CHANGELOG.md what has changed."
-    )
 
 
 @cache

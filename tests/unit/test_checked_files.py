@@ -10,21 +10,29 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
+from wlb_titan.errors import UserError
+from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.hugging_face import (
+    ROUTER_BIAS,
+    begin_export,
     complete_export,
     described,
     differences,
     differing_tensors,
+    drop_router_bias,
     exchanged,
     export_files,
+    on_meta,
     read_description,
 )
 from wlb_titan.runtime.models.bases import base_config
@@ -247,7 +255,7 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
         tmp_path / "model.safetensors",
     )
     config.checkpoint.export_dtype = "float32"
-    complete_export(tmp_path, export_files(config, corpus))
+    begin_export(tmp_path, export_files(config, corpus))
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and theirs.dtype == torch.float32
     ids = torch.tensor([corpus.tokens(0, 0, 24).tolist()])
@@ -259,6 +267,49 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.decode(ids[0], clean_up_tokenization_spaces=False).startswith("to be or not")
     assert theirs.generation_config.eos_token_id == CorpusTokenizer(corpus.tokenizer_path).end_of_text_id
+
+
+def step_5(tmp_path, base="llama3_debug"):
+    """The settings of a run that exports its fifth step, and that step's folder."""
+    config = base_config(base)
+    config.dump_folder, config.training.steps = str(tmp_path), 5
+    exported = {"last_save_in_hf": True, "last_save_model_only": True}
+    config.checkpoint = dataclasses.replace(config.checkpoint, enable=True, **exported)
+    return config, tmp_path / "checkpoint" / "step-5"
+
+
+def test_a_killed_export_is_made_again_and_only_a_whole_one_is_done(corpora, tmp_path):
+    """Killed at any moment until torch has written the index of the weights."""
+    config, folder = step_5(tmp_path)
+    for _ in range(2):
+        begin_export(folder, export_files(config, Corpus.open(corpora / "corpus")))
+        assert beginning(config).step == -1
+    writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(UserError, match="has done its 5 steps"):
+        beginning(config)
+    complete_export(folder)
+    weights = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
+    settings = {"config.json", "generation_config.json", "tokenizer.json"}
+    names = {file.name for file in folder.iterdir()}
+    assert weights | settings <= names and "sharded" not in names
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_bias_that_the_export_loses_is_named(corpora, tmp_path, caplog, biased):
+    """A run that trained with it is started again with an export, for which the model has none."""
+    config, folder = step_5(tmp_path, "torchtitan.models.qwen3.config_registry:qwen3_moe_debug")
+    names = {
+        name: value for name, value in on_meta(config.model_spec).state_dict().items() if "layers.1." in name
+    }
+    bias = next(name for name in names if name.endswith(ROUTER_BIAS))
+    assert drop_router_bias(config.model_spec)
+    kept = {name: torch.ones(1) for name in names if biased or name != bias}
+    dcp.save(kept, checkpoint_id=folder, no_dist=True)
+    config.checkpoint.load_step = 5
+    export_files(config, Corpus.open(corpora / "corpus"))
+    said = f"1 biases of routers, such as {bias}, for which Hugging Face's format of qwen3 has no place"
+    assert (said in caplog.text) is biased
 
 
 QWEN_0_6B = "torchtitan.models.qwen3.config_registry:qwen3_0_6b"
@@ -392,8 +443,7 @@ def test_an_export_says_what_the_run_says(corpora, tmp_path, caplog):
         files = export_files(config, opened)
     (end,) = {CorpusTokenizer(corpus).end_of_text_id}
     shutil.rmtree(corpus), shutil.rmtree(weights)
-    (tmp_path / "export").mkdir()
-    complete_export(tmp_path / "export", files)
+    begin_export(tmp_path / "export", files)
     saved = {file.name: file.read_text() for file in (tmp_path / "export").iterdir()}
     assert json.loads(saved["generation_config.json"]) == {
         "eos_token_id": end,

@@ -104,6 +104,9 @@ pipeline_parallel_layers_per_stage = 1 | --base bases:lora
 wlb.policy = "slim"; parallelism.data_parallel_shard_degree = 4; parallelism.expert_parallel_degree = 2 \
 | --base torchtitan.models.qwen3.config_registry:qwen3_moe_debug
     t.toml:4: parallelism.expert_parallel_degree = 2: 2 ranks share experts ... several data-parallel ranks
+parallelism.data_parallel_shard_degree = 3; parallelism.expert_parallel_degree = 2; \
+training.local_batch_size = 1 | --base torchtitan.models.qwen3.config_registry:qwen3_moe_debug
+    t.toml:3: parallelism.expert_parallel_degree = 2: ... 2 does not divide TP 1 x CP 1 x 3
 lr_scheduler.total_steps = 2; training.steps = 5; lr_scheduler.warmup_steps = 1
     t.toml:2: lr_scheduler.total_steps = 2: a schedule of 2 steps ... Set it to 5 or more
 lr_scheduler.total_steps = 20; training.steps = 5; lr_scheduler.warmup_steps = 30
@@ -146,6 +149,11 @@ wlb.corpus.path = "nowhere"
     t.toml:4: wlb.dimensions.0.degree
 [[wlb.dimensions]]; name = "toys:Apart"; degree = 2; [checkpoint]; enable = true; interval = 3
     t.toml:7: checkpoint.interval = 3 ... apart meet
+[[wlb.dimensions]]; name = "toys_wrong:Moved"; degree = 2
+    t.toml:3: wlb.dimensions.0.name =  ... toys_runtime:OldAxis ... does not fit this wlb_titan: \
+    after_optimizer(self, trainer) is called as after_optimizer(self, trainer: 'Trainer', *, meets
+wlb.policy = "plain/toys_wrong:Attended"
+    t.toml:2: wlb.policy =  ... toys_wrong:OldAttention ... fit this wlb_titan: __call__(self, q, k, v,
 """
 
 FOUND = re.findall(r"^(\S.*)\n((?:    .*\n)+)", WRONG, re.MULTILINE)

@@ -200,7 +200,7 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     "alone": (ALONE, FIRST_STEP, 0.02, whole_weights),
     "tied": (TIED, FIRST_STEP, 0.02, None),  # embedding and head share one table
     "last_tensor": (LAST, (TP, 2, *NONE, *LAST_STEP), 0.05, None),
-    "last_none": (LAST, (*NONE, *LAST_STEP), 0.05, None),
+    "last_none": (LAST, (*NONE, *LAST_STEP), 0.01, None),
     "last_full": (LAST, (*FULL, *LAST_STEP), 0.05, None),
     "last_gpipe": (LAST, (SCHEDULE, "GPipe", *NONE, *LAST_STEP), 0.05, None),
     "last_zbv": (LAST, (SCHEDULE, "ZBVZeroBubble", *NONE, *LAST_STEP), 0.05, None),

@@ -174,3 +174,21 @@ class Wider(PerDocument):
 
     def divide(self, lengths, total, slices, *, more=1):
         return super().divide(lengths, total, slices)
+
+
+class OldAttention:
+    """Knows nothing of `wants_lse`; the one mesh that it takes is no fault."""
+
+    def __init__(self, config, mesh):
+        pass
+
+    def __call__(self, q, k, v, exchange, attend):
+        return attend(q, k, v)
+
+
+class Attended(PerDocument):
+    attention = "toys_wrong:OldAttention"
+
+
+class Moved(Dimension):
+    axis, runtime = "moved", "toys_runtime:OldAxis"

@@ -168,7 +168,8 @@ class Expert(Dimension):
         if self.degree > max(job.model.experts, 1):
             raise PlanError(
                 f"The expert parallel degree is {self.degree}, and a layer has {job.model.experts} experts; "
-                "it can be at most as many."
+                "it can be at most as many.",
+                setting=f"parallelism.{self.key}",
             )
 
 
@@ -198,7 +199,8 @@ class Degrees:
         if self.tensor * self.sharding_ranks % self.expert:
             raise PlanError(
                 f"The expert parallel degree {self.expert} does not divide TP {self.tensor} x CP "
-                f"{self.context} x {self.shard} sharding data-parallel ranks, of which it takes its own."
+                f"{self.context} x {self.shard} sharding data-parallel ranks, of which it takes its own.",
+                setting=f"parallelism.{Expert.key}",
             )
         own_dimensions(self.own)
 

@@ -266,7 +266,10 @@ class FsdpWhole:
     def in_loss(self, token: TokenBytes, went_back: Collection[int]) -> Iterator[tuple[float, float]]:
         """Bytes a token of the loss, and of weights and gradients: at softmax and at the head's gradient."""
         if self._pipelined:
-            yield token.loss, self.in_pipeline(went_back, in_loss=True)
+            whole = self.in_pipeline(went_back, in_loss=True)
+            yield token.loss, whole
+            # A chunk's gradient of the head, in both types, is added to the others'; no layer's is there.
+            yield token.head, whole + (self._chunked_head - self._matrix) * (self._compute + self._reduced)
             return
         head = self._chunked_head or self._plain_head
         whole = (head * self._whole if self._reshards else self.weights(0)) + self._tied

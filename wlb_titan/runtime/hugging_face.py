@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec
@@ -26,7 +28,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.checkpoints import HUGGING_FACE_INDEX
+from wlb_titan.runtime.checkpoints import HUGGING_FACE_INDEX, METADATA
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.job import has_latent_attention
 
@@ -55,19 +57,35 @@ WITHOUT_EFFECT = re.compile(
 weights begin, losses beside the model's. `intermediate_size` is described wherever a layer has it."""
 
 
-def exchanged(spec: ModelSpec) -> tuple[dict[str, list[int]], list[str]]:
+def on_meta(spec: ModelSpec) -> nn.Module:
+    with torch.device("meta"):
+        return spec.model.build()
+
+
+def exchanged(spec: ModelSpec, module: nn.Module | None = None) -> tuple[dict[str, list[int]], list[str]]:
     """The shapes of a model's tensors in Hugging Face's format, and which of its own do not go there and
-    back; adapters of LoRA are not meant to."""
+    back; adapters of LoRA are not meant to. `module`: the model itself, if it is built already."""
     if spec.state_dict_adapter is None:
         return {}, ["its weights, as its base has no state_dict_adapter"]
-    with torch.device("meta"):
-        weights = dict(spec.model.build().state_dict())
+    weights = dict((module or on_meta(spec)).state_dict())
     adapter = spec.state_dict_adapter(spec.model, None)
     theirs = adapter.to_hf(dict(weights))
     shapes = {name: list(tensor.shape) for name, tensor in theirs.items()}
     back = {name: tensor.shape for name, tensor in adapter.from_hf(theirs).items()}
     lost = [name for name, tensor in weights.items() if back.get(name) != tensor.shape]
     return shapes, [name for name in lost if ".lora_" not in name]
+
+
+def check_exchange(key: str, spec: ModelSpec, module: nn.Module | None = None) -> dict[str, list[int]]:
+    """The shapes of `exchanged`; refuses the key of [checkpoint] for a model that loses a tensor. A router's
+    bias may be lost: such a run trains without."""
+    shapes, lost = exchanged(spec, module)
+    if lost := [name for name in lost if not name.endswith(ROUTER_BIAS)]:
+        raise UserError(
+            f"checkpoint.{key}: Hugging Face's format, as the base's adapter knows it, has no place for "
+            f"{len(lost)} tensors of the model, such as {lost[0]}; leave it out."
+        )
+    return shapes
 
 
 def drop_router_bias(spec: ModelSpec) -> bool:
@@ -81,8 +99,9 @@ def drop_router_bias(spec: ModelSpec) -> bool:
     return True
 
 
-def check_weights(config: TrainerConfig, corpus: Corpus) -> None:
-    """Refuses a folder of weights of another model, or of another tokenizer than the corpus'."""
+def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> None:
+    """Refuses a folder of weights of another model, or of another tokenizer than the corpus'. `built`: the
+    model with the run's settings and the user's overrides."""
     model, checkpoint = config.model_spec.model, config.checkpoint
     folder = Path(checkpoint.initial_load_path or "")
     if not checkpoint.initial_load_path or not any(folder.glob("*.safetensors")):
@@ -110,7 +129,8 @@ def check_weights(config: TrainerConfig, corpus: Corpus) -> None:
             f"{KEY}: the weights in {str(folder)!r} are of another model: {'; '.join(differ)}. Choose "
             "the base that is theirs."
         )
-    if differ := differing_tensors(folder, exchanged(config.model_spec)[0], "|".join(unread)):
+    shapes = check_exchange("initial_load_in_hf", built)
+    if differ := differing_tensors(folder, shapes, "|".join(unread)):
         raise UserError(
             f"{KEY}: the tensors in {str(folder)!r} are not the model's: {'; '.join(differ[:3])}"
             f"{', ...' * (len(differ) > 3)}. Copy what is missing there, move away what does not belong "
@@ -256,6 +276,12 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
     else as in the folder that the run began from. Read at the start, as a run may outlive both."""
     checkpoint, folder = config.checkpoint, Path(config.checkpoint.initial_load_path or "")
     places = tokenizer_files(folder) | {CONFIG: folder / CONFIG} if checkpoint.initial_load_in_hf else {}
+    if lost := _dropped_bias(config):
+        logger.warning(
+            f"The checkpoint has {len(lost)} biases of routers, such as {lost[0]}, for which Hugging Face's "
+            f"format of {config.model_spec.name} has no place: from here on tokens choose other experts, in "
+            "the export as well. To keep them, stop this run, and set checkpoint.last_save_in_hf to false."
+        )
     before = {name: path.read_bytes() for name, path in places.items()}
     files = {name: path.read_bytes() for name, path in tokenizer_files(corpus.tokenizer_path).items()}
     if TEMPLATE_FILE in before and "chat_template" not in json.loads(files[CONFIG_FILE]):
@@ -288,13 +314,31 @@ def _written(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def complete_export(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Adds `export_files` to weights, and deletes the ranks' shards, which are as large again."""
-    if any(folder.glob("*.safetensors")):
-        shutil.rmtree(folder / "sharded", ignore_errors=True)
+def _dropped_bias(config: TrainerConfig) -> list[str]:
+    """The biases that the checkpoint has from which the run goes on, if the model has none (any more)."""
+    checkpoint, folder = config.checkpoint, Path(config.checkpoint.initial_load_path or "")
+    if checkpoint.load_step >= 0:
+        folder = Path(config.dump_folder) / checkpoint.folder / f"step-{checkpoint.load_step}"
+    moes = [layer.moe for layer in config.model_spec.model.layers if layer.moe]
+    if any(moe.load_balance_coeff is not None for moe in moes) or not (folder / METADATA).is_file():
+        return []
+    names = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return [name for name in names if name.endswith(ROUTER_BIAS)]
+
+
+def begin_export(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes `export_files` before the weights: a folder with these and their index, by which a later run
+    takes it for done, lacks nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    if CONFIG in files:
+
+
+def complete_export(folder: Path) -> None:
+    """Deletes the ranks' shards, which are as large as the weights that were made from them."""
+    if any(folder.glob("*.safetensors")):
+        shutil.rmtree(folder / "sharded", ignore_errors=True)
+    if (folder / CONFIG).is_file():
         logger.info(f"{folder} is a model in Hugging Face's format, with its tokenizer")
 
 

@@ -37,7 +37,7 @@ from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
 from wlb_titan.runtime.dimension import Axis, meets, own_axes, prepared
-from wlb_titan.runtime.hugging_face import complete_export, drop_router_bias, export_files
+from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
 from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.log import tell_end
 from wlb_titan.runtime.loss import weighted
@@ -61,6 +61,7 @@ class Trainer(TorchtitanTrainer):
         self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
         config = with_our_parts(config, self.job)
         self.axes: list[Axis] = []
+        self._export: tuple[Path, dict[str, bytes]] | None = None  # of rank 0, at the last step
         config.model_spec = prepared(config.model_spec, self.axes)
         super().__init__(config)
         self._reduces = True
@@ -121,13 +122,14 @@ class Trainer(TorchtitanTrainer):
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         checkpoint = self.config.checkpoint
         exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
-        files = export_files(self.config, self.planned.corpus) if exports and dist.get_rank() == 0 else {}
+        if exports and dist.get_rank() == 0:
+            folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.config.training.steps}"
+            self._export = folder, export_files(self.config, self.planned.corpus)
         super().train()
         if self.step < self.config.training.steps:
             return False
-        folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
-        if files and folder.is_dir():
-            complete_export(folder, files)
+        if self._export:
+            complete_export(self._export[0])
         tell_end(self.config, self.step, self._began if self.planned.plan is not None else None)
         return True
 
@@ -200,6 +202,8 @@ class Trainer(TorchtitanTrainer):
         if self.metrics_processor.should_log(self.step):
             self.report(step, torch.stack(losses).sum() / own_data, grad_norm, learning_rates, difference)
         self.step_trace.end(self.step, step.plan)  # if the step was not logged
+        if self._export and self.step == self.config.training.steps:
+            begin_export(*self._export)  # torchtitan saves the weights next
 
     def _reduce_gradients(self, now: bool) -> None:
         """Sets whether the next backward pass reduces gradients or leaves that to a later one.

@@ -1,0 +1,166 @@
+"""What is refused of a model, its optimizer and its loss: they are built without memory, or tried on a few
+numbers, as torchtitan would only find out in the ranks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import warnings
+
+import spmd_types
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config.override import apply_overrides
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+
+from wlb_titan.errors import UserError
+from wlb_titan.plugins import full_name, short_name
+from wlb_titan.runtime.compat import optimizer_factory, owner_of
+from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.hugging_face import check_exchange, on_meta
+from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, unsupported
+from wlb_titan.runtime.pipeline.schedules import stage_names
+
+Weights = dict[str, nn.Parameter]
+
+WHOLE_BIAS = "torchtitan.models.gpt_oss.moe:GptOssGroupedExperts"
+"""Experts that look for their tensor-parallel degree in DTensors, which ours are not: each of those ranks
+adds a whole bias."""
+
+
+def trained_spec(config: TrainerConfig) -> ModelSpec:
+    """A copy of the model's specification, with the run's settings and the user's overrides."""
+    config = copy.deepcopy(config)
+    try:
+        config.model_spec.model.update_from_config(config=config)
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise UserError(f"the model refuses this: {error}") from error
+    if config.override.imports:
+        try:
+            apply_overrides(config.override, config)
+        except Exception as error:  # importing and calling the user's own code
+            raise UserError(f"override.imports: {error}") from error
+    return config.model_spec
+
+
+def check_model(config: TrainerConfig, dims: ParallelDims) -> Weights:
+    """The model's parameters by name, on the meta device; refuses what cannot be trained, shared or saved."""
+    spec = trained_spec(config)
+    if missing := unsupported(spec.model):
+        cause = "override.imports" if config.override.imports else "base"
+        raise UserError(f"{cause}: the model has {'; '.join(missing)}. {WHAT_TO_DO}")
+    if config.checkpoint.last_save_in_hf and adapters(spec.model):
+        raise UserError(
+            "checkpoint.last_save_in_hf: LoRA's adapters have no place in that format, and torchtitan would "
+            "save the weights without them; leave it out, and the last checkpoint has both."
+        )
+    model = on_meta(spec)
+    weights = dict(model.named_parameters())
+    _check_shares(spec, weights, dims)
+    # What is loaded in that format is checked with the folder of weights.
+    if config.checkpoint.last_save_in_hf and not config.checkpoint.initial_load_in_hf:
+        check_exchange("last_save_in_hf", spec, model)
+    return weights
+
+
+def _check_shares(spec: ModelSpec, weights: Weights, dims: ParallelDims) -> None:
+    """Refuses weights that tensor- or expert-parallel ranks cannot share equally, or would add up wrongly."""
+    degrees = {"tp": ("tensor", dims.tp), "ep": ("expert", dims.ep)}
+    for place, node, _, _ in spec.model.traverse(Module.Config, recurse=True):
+        if full_name(owner_of(node)) == WHOLE_BIAS and dims.ep == 1 < dims.tp:
+            raise UserError(
+                f"parallelism.expert_parallel_degree: tensor-parallel ranks would add the second bias of "
+                f"{place} {dims.tp} times, as torchtitan does not divide it; set it to {dims.tp}, so that "
+                "they share whole experts."
+            )
+        for name, layout in node.sharding_config.state_shardings.items() if node.sharding_config else ():
+            weight = weights.get(f"{place}.{name}")
+            for axis, kind in layout.per_axis_spmd_types().items() if weight is not None else ():
+                what, degree = degrees.get(axis.value, ("", 1))
+                if isinstance(kind, spmd_types.Shard) and (size := weight.shape[kind.dim]) % degree:
+                    raise UserError(
+                        f"parallelism.{what}_parallel_degree: {degree} ranks cannot share the {size:,} "
+                        f"entries of {place}.{name} equally; set a degree that divides them."
+                    )
+
+
+def check_optimizer(config: TrainerConfig) -> None:
+    """Tries optimizers on one parameter, with their keywords as arguments, which torch checks. torchtitan
+    passes them as a parameter group, whose unknown names torch ignores: `lrr = 0.1` would train at the
+    default rate."""
+    if not isinstance(config.optimizer, OptimizersContainer.Config):
+        return
+    for number, group in enumerate(config.optimizer.param_groups):
+        key, keywords = f"optimizer.param_groups.{number}", group.optimizer_kwargs
+        try:
+            factory = optimizer_factory(owner_of(config.optimizer), group.optimizer_name)
+        except NotImplementedError as error:
+            raise UserError(f"{key}.optimizer_name: torchtitan says: {error}") from error
+        arguments = inspect.signature(factory).parameters
+        if any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+            continue  # it checks its arguments itself
+        try:
+            factory([nn.Parameter(torch.zeros(1, 1))], **keywords)
+        except Exception as error:  # an argument of a wrong type may raise anything
+            raise UserError(
+                f"{key}.optimizer_kwargs: {group.optimizer_name} refuses this: {error}. It takes "
+                f"{', '.join(list(arguments)[1:])}."
+            ) from error
+
+
+def check_groups(config: TrainerConfig, weights: Weights, dims: ParallelDims) -> None:
+    """Tries the groups' patterns on the names of each stage's parameters: the first that matches has it."""
+    patterns = [group.pattern for group in getattr(config.optimizer, "param_groups", [])]
+    trained = [name for name, weight in weights.items() if weight.requires_grad]
+    stages = stage_names(config.parallelism, config.model_spec.model) if dims.pp_enabled else [[""]]
+    for number, modules in enumerate(stages):
+        where = f"stage {number}" if dims.pp_enabled else "the model"
+        inside = tuple(f"{module}." if module else "" for module in modules)
+        left = [name for name in trained if name.startswith(inside)]
+        if not left:
+            raise UserError(
+                "parallelism.pipeline_parallel_degree: LoRA trains nothing in the stage of "
+                f"{', '.join(modules)}, and an optimizer needs weights; take stages of more layers."
+            )
+        for place, pattern in enumerate(patterns):
+            key = f"optimizer.param_groups.{place}.pattern"
+            try:
+                unmatched = [name for name in left if not re.search(pattern, name)]
+            except re.error as error:
+                raise UserError(f"{key}: it is no regular expression: {error}.") from error
+            if unmatched == left:
+                raise UserError(
+                    f"{key}: it matches no parameter of {where} that earlier groups leave; take the group "
+                    "away, or widen its pattern."
+                )
+            left = unmatched
+        if left and patterns:
+            raise UserError(
+                f"optimizer.param_groups: no pattern is in the name of {left[0]}, one of {len(left)} such "
+                f'parameters of {where}; add a last group with the pattern ".*".'
+            )
+
+
+def check_parts(config: TrainerConfig) -> None:
+    """Tries garbage collection, compiler and loss. A loss of the user's own may need a GPU."""
+    if config.training.gc_freq < 1:
+        raise UserError("training.gc_freq: garbage is collected every so many steps, at least 1.")
+    backends = torch.compiler.list_backends(exclude_tags=()) if config.compile.enable else []
+    if config.compile.enable and config.compile.backend not in backends:
+        raise UserError(f"compile.backend: torch has {', '.join(backends)}, and not this.")
+    loss = getattr(config.loss, "loss_fn", config.loss)
+    if not type(loss).__module__.startswith("torchtitan."):
+        return
+    logits = torch.zeros(1, 2, config.model_spec.model.vocab_size, requires_grad=True)
+    labels = torch.ones(1, 2, dtype=torch.long)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            loss.build(compile_config=None)(logits, labels, torch.tensor(2.0))
+    except RuntimeError as error:
+        raise UserError(
+            f"loss.class: {short_name(type(loss))} takes no labels that are token ids: {error}"
+        ) from error
