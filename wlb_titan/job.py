@@ -149,7 +149,7 @@ class Job:
 
     @cached_property
     def shape(self) -> PipelineShape:
-        splits = self.memory.checkpointing == "none"
+        splits = self.memory.recompute.splits_backward
         return PipelineShape(self.schedule, self.degrees.pipeline, self.chunks, splits)
 
     @property
@@ -268,7 +268,7 @@ class Job:
 
     def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
         moves = () if strategy is None else strategy.exchange(self.model, self.degrees.tensor).moves
-        element, repeats = self.memory.compute_bytes, self.memory.checkpointing != "none"
+        element, repeats = self.memory.compute_bytes, self.memory.recompute.repeats_moves
         return ExchangeCost(moves, self.cluster, self.degrees.strides["cp"], element, repeats)
 
     @cached_property

@@ -7,8 +7,7 @@
 Context-parallel ranks hold equal numbers of tokens and differ in attention; they meet in a collective in
 every layer and pass, so the slowest rank of each pass counts (paper section 3.1). A backward pass multiplies
 twice as much as a forward pass: for the gradients of inputs (I) and of weights (W).
-Activation checkpointing repeats part of the forward pass: `selective` every second matrix product, the
-element-wise operators and the gathers they need; `full` all of it.
+Activation checkpointing repeats part of the forward pass (`memory/recompute.py`).
 The strategy says how much of context parallelism's communication is waited for, and the job
 (`tensor_overlap`) how much of tensor parallelism's. Experts are taken to get equally many tokens, which they
 exchange twice in a pass (dispatch and combine).
@@ -61,10 +60,12 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     """Seconds, float64 (stages, n, k), of micro-batches as arrays (n, k): k runs of n in order."""
     token, tokens = job.token, micro_batches.tokens
     links = _latencies(job) + micro_batches.latency
-    every = tokens * (token.matrices + token.elements + _tensor(job) + _experts(job)) + links
+    tensor = _tensor(job)
+    every = tokens * (token.matrices + token.elements + tensor + _experts(job)) + links
     forward = every + (micro_batches.forward + micro_batches.moving)
     backward = micro_batches.backward + micro_batches.moving
-    inputs = every + tokens * token.elements + backward + _repeated(job, micro_batches, forward)
+    repeated = job.memory.recompute.seconds(job, micro_batches, forward, tensor)
+    inputs = every + tokens * token.elements + backward + repeated
     layers = np.array(job.layers, dtype=np.float64)[:, None, None]
     head = np.zeros_like(layers)
     head[-1] = token.head
@@ -99,19 +100,6 @@ def _latencies(job: Job) -> float:
     return seconds
 
 
-def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
-    if job.memory.checkpointing == "none":
-        return np.zeros_like(forward)
-    if job.memory.checkpointing == "full":
-        return forward
-    model, token = job.model, job.token
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    # Keys, the attention's output and the MLP's second product, of all seven.
-    repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
-    each = token.matrices * repeated + token.elements + _tensor(job) / 2
-    return micro_batches.tokens * each + micro_batches.repeated
-
-
 class JobCost(CostModel):
     """A document's seconds in the simulator, of all layers on one rank of each stage. W_a is its attention,
     shared equally by context-parallel ranks; W_l all that grows with tokens."""
@@ -141,7 +129,7 @@ class JobCost(CostModel):
         job = self._job
         attention = job.latency.work(lengths, lengths) / job.degrees.context
         d, layers = np.asarray(lengths, dtype=np.float64), job.model.layers
-        again = job.memory.checkpointing == "full"
+        again = job.memory.recompute.repeats_all
         return (
             self._linear_forward * d + layers * attention[0],
             self._linear_backward * d + layers * (attention[1] + again * attention[0]),

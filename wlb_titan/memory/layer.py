@@ -13,42 +13,18 @@ CP x TP-th of its bytes. In elements of the compute type:
                                                                          times `KeyShares.held`
     G   those of them that are gathered, with its own share              the same, times `KeyShares.gathered`
 
-A layer keeps from its forward pass to its backward pass (compare Korthikanti et al., Reducing Activation
-Recomputation, section 4), besides attention's log-sum-exp in float32 (but for `full`) and the rotary factors
-of the rank's tokens (with `none`):
-
-    none        2 s + 2 g + 2 q + 4 f + K   residuals, the inputs of QKV and of the MLP as gathered, rotated
-                                            queries, attention's output; both inner activations, gate, product
-    selective   s + (q + 2 k) + q + f       the layer's input; the outputs of every second matrix product,
-                                            which are QKV and w1 (never w2), and attention's output
-    full        s                           the layer's input
-
-A backward pass recomputes what is missing, layer by layer. Its fullest moment is one of:
-
-    gathering K and V again     2 g + G + 2 k
-    rotating again              2 g + 4 (q + k), in float32, before K is there
-    gathering the MLP's input   4 g, where tensor parallelism gathers: the collective's output and its copy
-    the gradient of w2          3 g + 4 f: inputs of QKV and of the MLP, the output's gradient; w3's output,
-                                silu, product and the product's gradient
-    the gradient of silu        2 g + 5 f
-    the gradients of w1, w3     4 g + f: two inputs, and the gradient of the MLP's input from each
-    the gradient of attention   g + 2 q + K: the gradients of output and q, and those of K and V
-
-All of them add two hidden states (the residual and the incoming gradient), q, the keys and values that
-attention needs again, and the rotary factors of the rank's tokens. QKV's output is only there while q and k
-are rotated, as attention gets a copy of the values. With `full` a layer also makes the outputs of attention,
-w1 and w2 again; with `none` what is kept is not counted again.
+`recompute.py` has what a layer keeps of these, and needs in its passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather_exchange
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
+from wlb_titan.memory.recompute import KINDS, Recompute
 
 FLOAT32 = 4
 
@@ -57,7 +33,7 @@ FLOAT32 = 4
 class MemorySettings:
     """The settings that memory depends on, besides shape, degrees and lengths."""
 
-    checkpointing: Literal["none", "selective", "full"] = "selective"
+    checkpointing: str = "selective"  # a name of `KINDS`
     parameter_bytes: int = 4  # of a weight as the optimizer keeps it, and of its gradient
     compute_bytes: int = 2  # of a weight or an activation in forward and backward
     optimizer_bytes: int = 8  # of a weight's state: AdamW has two moments in float32
@@ -68,6 +44,10 @@ class MemorySettings:
     reshard: bool | None = None
     """Whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default: not under
     pipeline parallelism, where micro-batches add up gradients before they are reduced."""
+
+    @property
+    def recompute(self) -> Recompute:
+        return KINDS[self.checkpointing]
 
     def reshards(self, degrees: Degrees) -> bool:
         return degrees.pipeline == 1 if self.reshard is None else self.reshard
@@ -108,9 +88,9 @@ class TokenBytes:
         micro-batch's; of documents in slices all are cached."""
         cp, tp = degrees.context, degrees.tensor
         exchange = exchange or all_gather_exchange(model, tp, cp)
-        layer = _Layer(model, degrees, settings, exchange, keys)
+        layer = LayerBytes(model, degrees, settings, exchange, keys)
         cached = exchange.keys * settings.compute_bytes
-        forward, backward, attention = layer.passes(settings.checkpointing)
+        moments = settings.recompute.moments(layer)
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
         logits = model.vocabulary / (cp * tp * settings.loss_chunks)
@@ -121,10 +101,8 @@ class TokenBytes:
         return cls(
             hidden=layer.s,
             hidden_gathered=layer.g,
-            kept=layer.kept(settings.checkpointing),
-            forward=forward,
-            backward=backward,
-            attention=attention,
+            kept=settings.recompute.kept(layer),
+            **moments._asdict(),
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f,
             loss=loss,
             head=head,
@@ -134,7 +112,7 @@ class TokenBytes:
         )
 
 
-class _Layer:
+class LayerBytes:
     """The module's symbols in bytes, and what follows from them."""
 
     def __init__(
@@ -165,41 +143,6 @@ class _Layer:
         self.exchanged = exchange.kept * size  # by `selective`
         self.log_sum_exp = FLOAT32 * model.heads / (cp * tp)
         self.rotary = settings.rotary_bytes * model.head_dim / cp
-
-    def kept(self, checkpointing: str) -> float:
-        s, g, q, f = self.s, self.g, self.q, self.f
-        if checkpointing == "none":
-            attention = 2 * q + 2 * self.outputs + self.keys + self.log_sum_exp + self.rotary
-            return 2 * s + 2 * g + attention + 4 * f
-        if checkpointing == "selective":
-            return s + self.qkv + q + self.outputs + self.exchanged + f + self.log_sum_exp
-        return s
-
-    def passes(self, checkpointing: str) -> tuple[float, float, float]:
-        """Bytes besides those kept, when forward and backward are fullest and at attention's gradients."""
-        s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
-        gradients = g + 2 * q + 2 * self.outputs + self.key_gradients
-        if checkpointing == "none":
-            attention = 2 * s + 2 * q + 2 * self.key_gradients - 4 * f  # the MLP's activations are free
-            return g, 2 * s + max(3 * f, 2 * g + f), attention
-        full = checkpointing == "full"
-        w1 = f if full else 0.0
-        output = q + self.log_sum_exp if full else 0.0  # attention's, made again
-        forward = s + max(2 * g + 3 * f + w1, g + q + self.keys + self.gathering, g + 5 * q + 4 * k)
-        moments = [
-            2 * g + (self.gathering + self.sent if self.shared_keys else 0.0),
-            4 * g if self.gathers else 0.0,
-            w1 + 3 * g + 4 * f,
-            w1 + 4 * g + 3 * f if full else 0.0,  # w2's output, which early stop spares `selective`
-            w1 + 2 * g + 5 * f,
-            w1 + 4 * g + f,
-        ]
-        at_hand = 2 * s + q + self.rotary
-        rotating = at_hand + 2 * g + 4 * (q + k) + (self.qkv if full else 0.0)
-        # QKV's output is no longer needed, and at attention's gradients w1's neither.
-        attended = at_hand + output + self.keys - (0.0 if full else self.qkv)
-        attention = attended + gradients - (0.0 if full else f)
-        return forward, max(rotating, attended + max(moments), attention), attention
 
 
 class FsdpWhole:

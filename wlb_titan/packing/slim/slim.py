@@ -129,7 +129,7 @@ class Slim(PackingPolicy):
                     '"auto".',
                     setting="packing.micropacks",
                 )
-            if self.asymmetric and (pipeline.ranks == 1 or job.memory.checkpointing != "full"):
+            if self.asymmetric and (pipeline.ranks == 1 or not job.memory.recompute.repeats_all):
                 raise PlanError(
                     "Backward passes with MicroPacks of their own shrink a pipeline's bubble and compute the "
                     f"forward pass again. There are {pipeline.ranks} pipeline ranks and "

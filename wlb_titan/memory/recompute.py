@@ -1,0 +1,171 @@
+"""Kinds of activation checkpointing: what a layer keeps for its backward pass, and what it repeats there.
+
+In the symbols of `layer.py` a layer keeps from its forward pass to its backward pass (compare Korthikanti et
+al., Reducing Activation Recomputation, section 4), besides attention's log-sum-exp in float32 (but for
+`full`) and the rotary factors of the rank's tokens (with `none`):
+
+    none        2 s + 2 g + 2 q + 4 f + K   residuals, the inputs of QKV and of the MLP as gathered, rotated
+                                            queries, attention's output; both inner activations, gate, product
+    selective   s + (q + 2 k) + q + f       the layer's input; the outputs of every second matrix product,
+                                            which are QKV and w1 (never w2), and attention's output
+    full        s                           the layer's input
+
+A backward pass recomputes what is missing, layer by layer. Its fullest moment is one of:
+
+    gathering K and V again     2 g + G + 2 k
+    rotating again              2 g + 4 (q + k), in float32, before K is there
+    gathering the MLP's input   4 g, where tensor parallelism gathers: the collective's output and its copy
+    the gradient of w2          3 g + 4 f: inputs of QKV and of the MLP, the output's gradient; w3's output,
+                                silu, product and the product's gradient
+    the gradient of silu        2 g + 5 f
+    the gradients of w1, w3     4 g + f: two inputs, and the gradient of the MLP's input from each
+    the gradient of attention   g + 2 q + K: the gradients of output and q, and those of K and V
+
+All of them add two hidden states (the residual and the incoming gradient), q, the keys and values that
+attention needs again, and the rotary factors of the rank's tokens. QKV's output is only there while q and k
+are rotated, as attention gets a copy of the values. With `full` a layer also makes the outputs of attention,
+w1 and w2 again; with `none` what is kept is not counted again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+
+from wlb_titan.arrays import Floats
+
+if TYPE_CHECKING:
+    from wlb_titan.cost.passes import MicroBatches
+    from wlb_titan.job import Job
+    from wlb_titan.memory.layer import LayerBytes
+
+
+class Moments(NamedTuple):
+    """Bytes a token of one layer, besides those it keeps, where its passes are fullest."""
+
+    forward: float
+    backward: float
+    attention: float  # at attention's gradients, which go into the cache of slices
+
+
+class Recompute(ABC):
+    """A kind of activation checkpointing of a transformer layer."""
+
+    name: ClassVar[str]
+    splits_backward: ClassVar[bool] = False
+    """Whether gradients of inputs and of weights can be computed apart; repeated layers are there once."""
+
+    repeats_moves: ClassVar[bool] = True
+    """Whether context parallelism moves again what it does not keep."""
+
+    repeats_all: ClassVar[bool] = False
+    """Whether the whole forward pass is repeated, attention included."""
+
+    @abstractmethod
+    def kept(self, layer: LayerBytes) -> float:
+        """Bytes a token from the forward to the backward pass."""
+
+    @abstractmethod
+    def moments(self, layer: LayerBytes) -> Moments: ...
+
+    @abstractmethod
+    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
+        """What a layer repeats in a backward pass, in the shape of `forward`.
+
+        Args:
+            forward: seconds of a layer's forward pass.
+            tensor: seconds a token that the layer waits for tensor parallelism in one pass.
+        """
+
+
+class KeepAll(Recompute):
+    """`none`: nothing is repeated."""
+
+    name = "none"
+    splits_backward, repeats_moves = True, False
+
+    def kept(self, layer: LayerBytes) -> float:
+        attention = 2 * layer.q + 2 * layer.outputs + layer.keys + layer.log_sum_exp + layer.rotary
+        return 2 * layer.s + 2 * layer.g + attention + 4 * layer.f
+
+    def moments(self, layer: LayerBytes) -> Moments:
+        s, g, q, f = layer.s, layer.g, layer.q, layer.f
+        attention = 2 * s + 2 * q + 2 * layer.key_gradients - 4 * f  # the MLP's activations are free
+        return Moments(g, 2 * s + max(3 * f, 2 * g + f), attention)
+
+    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
+        return np.zeros_like(forward)
+
+
+class Selective(Recompute):
+    """`selective`: every second matrix product and the element-wise operators, with the gathers they need."""
+
+    name = "selective"
+
+    def kept(self, layer: LayerBytes) -> float:
+        attention = layer.qkv + layer.q + layer.outputs + layer.exchanged + layer.log_sum_exp
+        return layer.s + attention + layer.f
+
+    def moments(self, layer: LayerBytes) -> Moments:
+        # QKV's output is no longer needed, and at attention's gradients w1's neither.
+        return _repeating(layer, rotating=0.0, attended=-layer.qkv, w1=0.0, at_attention=-layer.f)
+
+    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
+        model, token = job.model, job.token
+        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        # Keys, the attention's output and the MLP's second product, of all seven.
+        products = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
+        per_token = token.matrices * products + token.elements + tensor / 2
+        return micro_batches.tokens * per_token + micro_batches.repeated
+
+
+class Full(Recompute):
+    """`full`: the whole layer."""
+
+    name = "full"
+    repeats_all = True
+
+    def kept(self, layer: LayerBytes) -> float:
+        return layer.s
+
+    def moments(self, layer: LayerBytes) -> Moments:
+        w2 = layer.f + 4 * layer.g + 3 * layer.f  # its output, which early stop spares `selective`
+        output = layer.q + layer.log_sum_exp  # attention's
+        return _repeating(layer, rotating=layer.qkv, attended=output, w1=layer.f, w2=w2)
+
+    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
+        return forward
+
+
+def _repeating(
+    layer: LayerBytes,
+    *,
+    rotating: float,
+    attended: float,
+    w1: float,
+    w2: float = 0.0,
+    at_attention: float = 0.0,
+) -> Moments:
+    """The fullest moments where layers are repeated: the module's, with what a kind holds more or less of
+    while it rotates, after attention, of w1 and w2, and at attention's gradients."""
+    s, g, q, k, f = layer.s, layer.g, layer.q, layer.k, layer.f
+    forward = s + max(2 * g + 3 * f + w1, g + q + layer.keys + layer.gathering, g + 5 * q + 4 * k)
+    moments = [
+        2 * g + (layer.gathering + layer.sent if layer.shared_keys else 0.0),
+        4 * g if layer.gathers else 0.0,
+        w1 + 3 * g + 4 * f,
+        w2,
+        w1 + 2 * g + 5 * f,
+        w1 + 4 * g + f,
+    ]
+    at_hand = 2 * s + q + layer.rotary
+    held = at_hand + layer.keys + attended
+    attention = held + g + 2 * q + 2 * layer.outputs + layer.key_gradients + at_attention
+    rotated = at_hand + 2 * g + 4 * (q + k) + rotating
+    return Moments(forward, max(rotated, held + max(moments), attention), attention)
+
+
+KINDS: dict[str, Recompute] = {kind.name: kind for kind in (KeepAll(), Selective(), Full())}
+"""By the names that configurations and reports use, from the one that keeps most."""
