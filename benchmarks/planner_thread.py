@@ -31,7 +31,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-from wlb_titan.runtime.data.inputs import rank_item  # noqa: E402
+from wlb_titan.runtime.inputs import rank_item  # noqa: E402
 
 WINDOW = 131072
 REPLICA = 4  # micro-batches of a data-parallel rank

@@ -17,8 +17,8 @@ from wlb_titan.context.layout import segments, sequence_positions, whole_sequenc
 from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
-from wlb_titan.runtime.attention.all_gather import AllGatherAttention
-from wlb_titan.runtime.data.inputs import as_tensor
+from wlb_titan.runtime.attention.exchange import AllGatherAttention
+from wlb_titan.runtime.inputs import as_tensor
 from wlb_titan.runtime.meshes import divided
 
 

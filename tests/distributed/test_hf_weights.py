@@ -15,7 +15,7 @@ from trainers import GRADIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.runtime.data.dataloader import PlannedDataLoader
+from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config
 

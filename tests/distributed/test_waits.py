@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainers import WAITED, Watch
 
 from wlb_titan.context.all_gather import KeyExchange, Level
-from wlb_titan.runtime.data.inputs import to_device
+from wlb_titan.runtime.inputs import to_device
 
 SLIM = "pp2 dp2 slim6 merged milp 1F1B"
 LAYOUTS = {

@@ -23,7 +23,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from trainers import WorkerTrainer, gathered
 
 from wlb_titan.plan import ID, LENGTH, START
-from wlb_titan.runtime.data.inputs import rank_item
+from wlb_titan.runtime.inputs import rank_item
 from wlb_titan.runtime.models.load import load_config
 
 

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from wlb_titan.corpus.formats import fingerprint_of
-from wlb_titan.corpus.writer import DOCUMENTS_FILE
+from wlb_titan.corpus.prepare import DOCUMENTS_FILE
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.dump_folder import held
 

@@ -399,7 +399,7 @@ def test_training_opens_the_tokenizer_of_the_corpus(tmp_path, tokenizer):
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
-    from wlb_titan.runtime.data.dataloader import Tokenizer as OfTraining
+    from wlb_titan.runtime.dataloader import Tokenizer as OfTraining
 
     folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
     (folder / "chat_template.jinja").write_text(MARKED)

@@ -17,9 +17,9 @@ from torchtitan.models.common.linear import Linear
 
 from wlb_titan.context import layout
 from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask
-from wlb_titan.runtime.attention.rotary import PairwiseRoPE
 from wlb_titan.runtime.models import blocks
 from wlb_titan.runtime.models.bases import base_config, llama_spec
+from wlb_titan.runtime.models.blocks import PairwiseRoPE
 from wlb_titan.runtime.one_rank.dry_trace import Trace
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ import torch
 from corpora import write_datatrove, write_megatron, write_prepared
 
 from wlb_titan.config.settings import CorpusSettings
-from wlb_titan.corpus.writer import write_synthetic_corpus
+from wlb_titan.corpus.prepare import write_synthetic_corpus
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
-from wlb_titan.runtime.data.dataloader import PlannedDataLoader
+from wlb_titan.runtime.dataloader import PlannedDataLoader
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@
 import pytest
 from click.testing import CliRunner
 
-from wlb_titan.commands.init import experiment
+from wlb_titan.commands.config import experiment
 from wlb_titan.commands.main import main
 from wlb_titan.runtime.job import degrees_product
 from wlb_titan.runtime.models.load import load_config

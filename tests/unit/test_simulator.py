@@ -18,7 +18,7 @@ from wlb_titan.packing.slim.asymmetric import regrouped_times
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.replicas import rank_memory, transfer_seconds
 from wlb_titan.simulator.step import simulate
-from wlb_titan.simulator.timeline import step_timeline
+from wlb_titan.simulator.trace import step_timeline
 
 
 def plan(replicas, context=1):

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from wlb_titan.runtime.dimension import Axis
+from wlb_titan.runtime.meshes import Axis
 
 
 class Comparing(Axis):

@@ -194,7 +194,7 @@ def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
 def _synthetic_corpus(resolved: Resolved, micro_batches: int, steps: int, folder: Path) -> list[str]:
     """Overrides that name a corpus of synthetic lengths, enough for so many steps of the whole job's
     `micro_batches`; none if the configured corpus is on this machine."""
-    from wlb_titan.corpus.writer import write_synthetic_corpus
+    from wlb_titan.corpus.prepare import write_synthetic_corpus
     from wlb_titan.runtime.checks import validate_corpus
 
     corpus = resolved.config.wlb.corpus

@@ -19,19 +19,19 @@ EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
 SUBCOMMANDS = {
-    "init": "Write a first experiment for this machine.",
-    "prepare": "Turn text into a corpus to train on.",
-    "config": "Check a TOML configuration, or show it resolved.",
-    "train": "Train on this machine as a TOML file says.",
-    "slurm": "Write the batch script of a job for Slurm.",
-    "plan": "Plan the packing of documents without training.",
-    "simulate": "Predict step time and memory of a job on a cluster.",
-    "dryrun": "Run a step of a big job on this machine, without its GPUs.",
-    "rehearse": "Measure a job of many devices on this one.",
-    "compare": "Put the metrics of training runs side by side.",
-    "profile": "Measure this device's attention, for planning.",
+    "init": ("config", "Write a first experiment for this machine."),
+    "prepare": ("prepare", "Turn text into a corpus to train on."),
+    "config": ("config", "Check a TOML configuration, or show it resolved."),
+    "train": ("launch", "Train on this machine as a TOML file says."),
+    "slurm": ("launch", "Write the batch script of a job for Slurm."),
+    "plan": ("plan", "Plan the packing of documents without training."),
+    "simulate": ("simulate", "Predict step time and memory of a job on a cluster."),
+    "dryrun": ("dryrun", "Run a step of a big job on this machine, without its GPUs."),
+    "rehearse": ("rehearse", "Measure a job of many devices on this one."),
+    "compare": ("compare", "Put the metrics of training runs side by side."),
+    "profile": ("profile", "Measure this device's attention, for planning."),
 }
-"""Modules here, each with a command of its name, and their lines in `wlb-titan --help`."""
+"""Commands: their modules here, and their lines in `wlb-titan --help`."""
 
 
 class Refused(click.ClickException):
@@ -61,12 +61,13 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in SUBCOMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"wlb_titan.commands.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"wlb_titan.commands.{SUBCOMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(SUBCOMMANDS.items()))
+            formatter.write_dl([(name, line) for name, (_, line) in SUBCOMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         with warnings.catch_warnings():

@@ -48,8 +48,7 @@ from wlb_titan.plan import Plan
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
-from wlb_titan.simulator.timeline import step_timeline
-from wlb_titan.simulator.trace import Span, write_trace
+from wlb_titan.simulator.trace import Span, step_timeline, write_trace
 from wlb_titan.summary import Estimate
 
 SEARCH_SECONDS = 300.0

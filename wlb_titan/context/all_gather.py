@@ -40,7 +40,7 @@ from wlb_titan.plan import DOCUMENT, Slices
 class AllGather(ContextStrategy):
     """The base of shardings: each is a subclass with its own `divide`."""
 
-    attention = "wlb_titan.runtime.attention.all_gather:AllGatherAttention"
+    attention = "wlb_titan.runtime.attention.exchange:AllGatherAttention"
     merges = True
     keeps_short: ClassVar[bool] = False  # most documents do not travel
 

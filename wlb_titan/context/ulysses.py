@@ -74,7 +74,7 @@ def _cuts(count: int, parts: int) -> list[int]:
 class Ulysses(ContextStrategy):
     """Each rank attends with its share of the heads to the whole sequence."""
 
-    attention = "wlb_titan.runtime.attention.ulysses:UlyssesAttention"
+    attention = "wlb_titan.runtime.attention.exchange:UlyssesAttention"
 
     def check(self, model: ModelShape, tensor: int) -> None:
         head_shares(model.heads // tensor, model.kv_heads // tensor, self.ranks)

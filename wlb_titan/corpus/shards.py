@@ -25,7 +25,7 @@ from wlb_titan.arrays import Ints
 from wlb_titan.errors import CorpusError
 
 if TYPE_CHECKING:
-    from wlb_titan.corpus.masks import LabelMask
+    from wlb_titan.corpus.formats import LabelMask
 
 Tokens = NDArray[np.integer[Any]]
 

@@ -72,7 +72,7 @@ class Dimension(Plugin):
     key: ClassVar[str] = ""  # of its degree in [parallelism]; empty for those of [[wlb.dimensions]]
     borrows: ClassVar[bool] = False  # its ranks are those of other dimensions
     runtime: ClassVar[str] = ""
-    """Its half that moves tensors: "module:Class", a `wlb_titan.runtime.dimension:Axis`; empty: none."""
+    """Its half that moves tensors: "module:Class", a `wlb_titan.runtime.meshes:Axis`; empty: none."""
 
     every: ClassVar[int] = 1  # steps from one meeting of its ranks to the next; none waits in between
 

@@ -55,8 +55,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     from wlb_titan.runtime.attention.implementation import check_implementation
     from wlb_titan.runtime.checks import check_processes, validate_inputs
     from wlb_titan.runtime.job import device_bytes, job_of, parallel_dims
-    from wlb_titan.runtime.log import start_log
     from wlb_titan.runtime.memory import check_memory
+    from wlb_titan.runtime.metrics import start_log
     from wlb_titan.runtime.models.load import load_config
 
     resolved = load_config(path, overrides, world_size=world_size)

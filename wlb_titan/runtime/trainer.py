@@ -34,15 +34,14 @@ from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attent
 from wlb_titan.runtime.checkpoints import save_stopped
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.cpu_device import add_up_by_sums
-from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step, Tokenizer
-from wlb_titan.runtime.data.inputs import Item, grouped, to_device
-from wlb_titan.runtime.dimension import Axis, meets, own_axes, prepared
+from wlb_titan.runtime.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
+from wlb_titan.runtime.inputs import Item, grouped, to_device
 from wlb_titan.runtime.job import job_of, parallel_dims
-from wlb_titan.runtime.log import tell_end
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
-from wlb_titan.runtime.meshes import Dims, context_meshes
+from wlb_titan.runtime.meshes import Axis, Dims, context_meshes, meets, own_axes, prepared
+from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline

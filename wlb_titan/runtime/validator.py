@@ -21,8 +21,8 @@ from torchtitan.distributed import utils as dist_utils
 from wlb_titan.config.documents import validated_documents
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.pipeline.order import ORDERS
-from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.data.inputs import Item, grouped, to_device
+from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
+from wlb_titan.runtime.inputs import Item, grouped, to_device
 from wlb_titan.validation import Once
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from wlb_titan.runtime.dimension import Axis
+from wlb_titan.runtime.meshes import Axis
 
 
 class Averaging(Axis):

@@ -3,8 +3,7 @@ where its attention would run."""
 
 from wlb_titan.context.all_gather import PerDocument
 from wlb_titan.context.ulysses import Ulysses
-from wlb_titan.runtime.attention.all_gather import AllGatherAttention
-from wlb_titan.runtime.attention.ulysses import UlyssesAttention
+from wlb_titan.runtime.attention.exchange import AllGatherAttention, UlyssesAttention
 
 
 class UlyssesGatherAttention:

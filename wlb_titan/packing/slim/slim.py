@@ -28,9 +28,9 @@ from wlb_titan.memory.rank import RankMemory, RankPeak
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, check_merging
 from wlb_titan.packing.slim.asymmetric import AsymmetricPacker, RegroupedRank, regrouped_times
+from wlb_titan.packing.slim.dp_merge import Packer
 from wlb_titan.packing.slim.flow import Flows, Step, in_own_order
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, SolvedPlacing
-from wlb_titan.packing.slim.packer import Packer
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.plan import Flow

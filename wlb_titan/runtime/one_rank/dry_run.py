@@ -36,7 +36,7 @@ from wlb_titan.packing.predicted import travelling
 from wlb_titan.plan import Action
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache, attend, gradients
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
-from wlb_titan.runtime.data.inputs import Item
+from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.one_rank.dry_trace import CallLog, Trace
 from wlb_titan.runtime.one_rank.trainer import OneRankTrainer
 from wlb_titan.runtime.trainer import Trainer

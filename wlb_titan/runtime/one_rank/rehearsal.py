@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from wlb_titan.memory.rank import GIB
 from wlb_titan.runtime.compat import fake_group, ranks_of_group
-from wlb_titan.runtime.data.dataloader import Step
+from wlb_titan.runtime.dataloader import Step
 from wlb_titan.runtime.job import device_bytes
 from wlb_titan.runtime.memory import check_memory, check_planned_memory
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of, kind_of

@@ -31,7 +31,7 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.packing.slim.asymmetric import TokenMoves, token_moves
 from wlb_titan.plan import Flow, MicroBatch
 from wlb_titan.runtime.compat import checkpoint_wrapper
-from wlb_titan.runtime.data.inputs import REGROUPING, Item, on_host
+from wlb_titan.runtime.inputs import REGROUPING, Item, on_host
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule, Pipeline
 from wlb_titan.runtime.pipeline.stage import PlannedStage
 

@@ -1,9 +1,13 @@
-"""The half of all-gather context parallelism that moves tensors (see `context/all_gather.py`).
+"""The halves of context-parallel strategies that move tensors.
 
-q stays as it is. The rows of k and v that other ranks need, sharded over the cp mesh axis, go from Shard to
+All-gather (`context/all_gather.py`): q stays as it is. The rows of k and v that other ranks need, sharded over the cp mesh axis, go from Shard to
 Replicate together (one all-gather; one reduce-scatter of their gradients on the way back), within groups of
 neighbours or over the whole axis. They are brought from the ranks' order into document order, and this rank's
 queries attend to them and to its own.
+
+Ulysses (`context/ulysses.py`): before attention each rank sends the heads of its tokens to the ranks whose
+share they are; after it the outputs go back the same way. A key head that several ranks share is sent to
+each of them, and its gradients are added when they come back.
 
 Shape suffixes: L tokens of this rank, N heads, H head dim, R rows that this rank sends, W of k and v side by
 side.
@@ -11,6 +15,7 @@ side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from wlb_titan.context.all_gather import AllGather, KeyExchange
+from wlb_titan.context.ulysses import Ulysses, head_shares
 from wlb_titan.runtime.attention.module import Attend, Attended
+from wlb_titan.runtime.compat import all_to_all_single_autograd
 
 
 class AllGatherAttention:
@@ -108,3 +115,51 @@ class _InDocumentOrder(torch.autograd.Function):
         # Whoever uses the result waits for it: the gradients of all levels travel together.
         own = rows.redistribute(ctx.mesh, (Shard(0),), async_op=True).to_local()
         return own[ctx.rows], None, None, None, None
+
+
+class UlyssesAttention:
+    def __init__(self, config: Ulysses.Config, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def __call__(
+        self,
+        q_LNH: torch.Tensor,
+        k_LNH: torch.Tensor,
+        v_LNH: torch.Tensor,
+        exchange: tuple[()],
+        attend: Attend,
+        *,
+        wants_lse: bool,
+    ) -> Attended:
+        shares = head_shares(q_LNH.shape[1], k_LNH.shape[1], self._mesh.size())
+        mine = shares[self._mesh.get_local_rank()]
+        queries = [share.query_heads for share in shares]
+        shapes = [
+            (mine.query_heads, q_LNH.shape[2]),
+            (mine.key_heads, k_LNH.shape[2]),
+            (mine.key_heads, v_LNH.shape[2]),
+        ]
+        widths = [heads * dim for heads, dim in shapes]
+        heads = [(q_LNH[:, s.queries], k_LNH[:, s.keys], v_LNH[:, s.keys]) for s in shares]
+        sent = [torch.cat([x.flatten(1) for x in own], dim=1) for own in heads]
+        rows = torch.cat(self._exchanged(sent, [sum(widths)] * len(shares)))
+        parts = rows.split(widths, dim=1)
+        q, k, v = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
+        out, lse = attend(q, k, v)
+        back = self._exchanged(out.flatten(1).chunk(len(shares)), [n * v.shape[2] for n in queries])
+        output = torch.cat(back, dim=1).unflatten(1, (q_LNH.shape[1], v.shape[2]))
+        if wants_lse:
+            lse = torch.cat(self._exchanged(lse.T.chunk(len(shares)), queries), dim=1).T
+        return output, lse
+
+    def _exchanged(self, sent: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
+        """One all-to-all of (L, W) to each rank, where W may differ; `widths` are those received."""
+        tokens = len(sent[0])
+        received = all_to_all_single_autograd(
+            torch.cat([part.flatten() for part in sent]),
+            [tokens * width for width in widths],
+            [part.numel() for part in sent],
+            self._mesh.get_group(),
+        )
+        parts = received.split([tokens * width for width in widths])
+        return [part.view(tokens, width) for part, width in zip(parts, widths, strict=True)]

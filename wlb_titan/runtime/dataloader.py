@@ -27,7 +27,7 @@ from wlb_titan.job import Job
 from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
-from wlb_titan.runtime.data.inputs import Item, rank_item
+from wlb_titan.runtime.inputs import Item, rank_item
 from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.pipeline.regroup import regrouped_items
 from wlb_titan.summary import plan_figures
