@@ -4,17 +4,10 @@ No rank waits for the timeout of a collective: a drill would take longer than `d
 """
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from drill_ground import PATIENCE
-from forking import await_, environment
-from lab import Run
 
 from wlb_titan.corpus.formats import fingerprint_of
 from wlb_titan.corpus.writer import DOCUMENTS_FILE
@@ -96,34 +89,3 @@ def test_token_ids_that_cannot_be_are_named(ground):
     (damaged / "state.json").write_text(json.dumps(state))
     job = ground.start("damaged", "--wlb.corpus.path", str(damaged))
     job.ends_in_error("has the token id 2139062143", str(damaged))
-
-
-def commanded(ground, name: str, *words: str) -> subprocess.Popen:
-    """`wlb-titan train` of two processes that may be started again once, as a user types it."""
-    command = [sys.executable, "-m", "wlb_titan.commands.main", "train", str(ground.config)]
-    command += ["--nproc-per-node", "2", "--max-restarts", "1", "--dump_folder", str(ground.folder / name)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [*command, *words], stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment()
-    )
-
-
-def test_a_command_that_loses_a_rank_goes_on_by_itself(ground):
-    job, run = commanded(ground, "restarted"), Run(ground.folder / "restarted")
-    await_(lambda: len(run.metrics()) >= 3, lambda: "no third step", PATIENCE)
-    children = Path(f"/proc/{job.pid}/task").glob("*/children")
-    ranks = [int(rank) for file in children for rank in file.read_text().split()]
-    ranks = [rank for rank in ranks if b"runtime.train" in Path(f"/proc/{rank}/cmdline").read_bytes()]
-    assert len(ranks) == 2
-    os.kill(ranks[-1], signal.SIGKILL)
-    output, _ = job.communicate(timeout=PATIENCE)
-    assert job.returncode == 0 and "Loading the checkpoint" in output, output
-    assert run.losses() == ground.undisturbed.losses()
-
-
-def test_a_command_that_is_refused_in_its_ranks_is_not_started_again(ground):
-    ground.cut_off("not-restarted", keep=4)
-    job = commanded(ground, "not-restarted", "--wlb.corpus.seed", "7")
-    output, _ = job.communicate(timeout=PATIENCE)
-    assert job.returncode == 2 and "Traceback" not in output, output
-    assert output.count("error: ") == output.count("this job's is 7") == 1, output
