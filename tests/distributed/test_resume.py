@@ -156,7 +156,7 @@ def tensors(run, step) -> dict[str, torch.Tensor]:
 def test_experts_go_on_as_if_nothing_was(lab):
     """With the biases of their routers and the optimizer's moments: exactly on the same degrees, compiled."""
     words = ("--base", "bases:qwen3_moe", "--training.steps", "3", "--checkpoint.interval", "2")
-    words += ("--training.seq_len", "128")
+    words += ("--training.seq_len", "128", "--debug.seed", "0")  # no router is near a tie
     whole = lab.experiment("experts", *words, *layout("dp2"), "--checkpoint.initial_load_path", "none")
     lab.run(2, [whole])
     names = ("dp2 compiled", "dp2 ep2", "tp2", "pp2")
@@ -168,13 +168,13 @@ def test_experts_go_on_as_if_nothing_was(lab):
     assert any(tensor.any() for name, tensor in expected.items() if "expert_bias" in name)
     for name, run in runs.items():
         exact = name == "dp2 compiled"
-        assert run.losses() == pytest.approx(whole.losses()[2:], rel=0 if exact else 1e-4), name
+        assert run.losses() == pytest.approx(whole.losses()[2:], rel=0 if exact else 1e-5), name
         found = tensors(run, 3)
         assert found.keys() == expected.keys(), name
         for key, tensor in expected.items():
-            same = exact or "expert_bias" in key
+            same = exact or "expert_bias" in key  # experts compute in bfloat16
             error = (found[key] - tensor).abs().max()
-            assert error <= (0 if same else 1e-4) * tensor.abs().max(), f"{name}: {key}: {error}"
+            assert error <= (0 if same else 1e-2) * tensor.abs().max(), f"{name}: {key}: {error}"
 
 
 def test_a_seed_checkpoint_of_a_run_of_epochs(lab, corpus, uninterrupted):
