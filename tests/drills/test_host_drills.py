@@ -101,7 +101,8 @@ def test_a_lost_host_costs_time_and_no_document(ground, hosts):
 
 def test_a_command_that_loses_a_rank_goes_on_by_itself(ground):
     run = Run(ground.folder / "restarted")
-    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--dump_folder", str(run.folder)]
+    words = ["--nproc-per-node", "1", "--max-restarts", "1", "--dump_folder", str(run.folder)]
+    words += ["--parallelism.data_parallel_shard_degree", "1", "--training.local_batch_size", "4"]
     words = [sys.executable, "-m", "wlb_titan.commands.main", "train", str(ground.config), *words]
     log = run.folder.with_suffix(".log")
     with log.open("w") as file:
@@ -114,7 +115,7 @@ def test_a_command_that_loses_a_rank_goes_on_by_itself(ground):
     finally:
         command.terminate()
     assert "Loading the checkpoint" in log.read_text()
-    assert run.losses() == ground.undisturbed.losses()
+    assert run.losses() == pytest.approx(ground.undisturbed.losses(), rel=1e-3)
 
 
 @pytest.mark.parametrize(("status", "starts"), [(EXIT_USER_ERROR, 1), (1, 3)])

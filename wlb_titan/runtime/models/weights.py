@@ -10,9 +10,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,12 +65,24 @@ def draw(initialize: Callable[[torch.Tensor], object], seed: str, weight: torch.
 
 def build_optimizers(config: OptimizersContainer.Config, model_parts: list[nn.Module]) -> OptimizersContainer:
     """With the settings of the configuration, whatever wraps layers and whatever a checkpoint has."""
-    named = [{canonical_fqn(name): p for name, p in part.named_parameters()} for part in model_parts]
-    parts = [SimpleNamespace(parameters=one.values, named_parameters=one.items) for one in named]
-    optimizers = config.build(model_parts=parts)
+    optimizers = config.build(model_parts=[Unwrapped(part) for part in model_parts])
     for optimizer in optimizers:
         optimizer.register_load_state_dict_pre_hook(with_own_settings)
     return optimizers
+
+
+class Unwrapped:
+    """A part of the model whose parameters have the names that they have in a checkpoint."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
+
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._part.named_parameters(*arguments, **keywords):
+            yield canonical_fqn(name), parameter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
 
 
 def with_own_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
