@@ -5,6 +5,7 @@ import json
 import shutil
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from trainers import GRADIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from wlb_titan.corpus import Corpus
+from wlb_titan.documents.mixture import is_held_out
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config
@@ -235,3 +237,43 @@ def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversa
         assert record["labels"] == pytest.approx(served.labels) and served.labels > 0
         if learned == "sparse":
             assert any((own == -100).all() for _, own in served.items), "every micro-batch learns something"
+
+
+@pytest.mark.timeout(300)
+def test_validation_losses_are_hugging_face_s_over_the_documents_that_are_held_out(
+    lab, published, conversations
+):
+    """Of each source of a mixture and of all, with other policies, degrees and seeds."""
+    folder, _ = published
+    names = ("dense", "few")
+    sources = ", ".join(f'{{path = "{conversations[name]}", name = "{name}"}}' for name in names)
+    words = ("--base", "bases:scaled_llama", *loading(folder), "--training.steps", "1")
+    words += ("--optimizer.param_groups.0.optimizer_kwargs.lr", "0.0", "--training.seq_len", "1024")
+    words += ("--wlb.validation.hold_out", "0.1", "--wlb.corpus.sources", f"[{sources}]", *lab.reading(None))
+    layouts = {
+        "dp1 plain": (),
+        "dp2 wlb_lazy": ("--wlb.corpus.seed", "5"),
+        "pp2 slim4": ("--debug.seed", "5"),
+    }
+    runs = {
+        name: lab.experiment(f"validated {name}", *words, *layout(name), *more)
+        for name, more in layouts.items()
+    }
+    for processes in (1, 2):
+        lab.run(processes, [run for name, run in runs.items() if ranks(name) == processes])
+    expected, everything, first = {}, [], 0
+    for name in names:
+        rows = datasets.load_from_disk(conversations[name])
+        held_out = is_held_out(np.arange(first, first + len(rows)), 0.1)
+        first += len(rows)
+        documents = [
+            (row["input_ids"][:-1], row["labels"][1:], sum(label != -100 for label in row["labels"][1:]))
+            for row, out in zip(rows, held_out, strict=True)
+            if out
+        ]
+        expected[f"validation_loss/{name}"], _ = hugging_face(folder, documents, "token")
+        everything += documents
+    expected["loss"], _ = hugging_face(folder, everything, "token")
+    for name, run in runs.items():
+        (record,) = run.validation()
+        assert record == pytest.approx({"step": 1, **expected}, rel=1e-6), name

@@ -3,22 +3,22 @@ processes what a naive reference does in one. And one that divides nothing."""
 
 import pytest
 import torch
-from lab import CONFIG, layout
+from lab import CONFIG, going_on, layout
 from trainers import WEIGHTS
 
 COMMON = (
-    *("--training.seq_len", "512", "--training.steps", "3", "--checkpoint.enable", "true"),
+    *("--training.seq_len", "512", "--training.steps", "3", "--checkpoint.interval", "2"),
     *("--wlb.packing.cost_model", "quadratic:1,1000"),
 )
 
 
-def job(lab, name, base, dimension, degree, degrees="", own="", local=1):
+def job(lab, name, base, dimension, degree, degrees="", own="", local=1, others=()):
     """A job with a dimension, from a TOML file of its own."""
     file = lab.folder / f"{name}.toml"
     file.write_text(
         f'extends = "{CONFIG}"\n[[wlb.dimensions]]\nname = "{dimension}"\ndegree = {degree}\n{own}'
     )
-    words = [*layout(degrees), "--training.local_batch_size", str(local)]
+    words = [*layout(degrees), "--training.local_batch_size", str(local), *others]
     return lab.experiment(name, "--config", str(file), "--base", f"averaging:{base}", *COMMON, *words)
 
 
@@ -56,6 +56,16 @@ def test_it_trains_as_one_process_does(runs, name):
     assert mine.keys() == expected.keys()
     for parameter, weight in expected.items():
         assert (mine[parameter] - weight).abs().max() < 1e-5 * weight.abs().max(), parameter
+
+
+def test_it_goes_on_from_a_checkpoint_as_if_nothing_was(lab, runs):
+    whole = runs[0]["sharded"]
+    goes_on = {"degrees": "dp2", "own": ADAMW, "others": going_on(whole, 2)}
+    rest = job(lab, "local_goes_on", "adamw", "own_policies.local_sgd:LocalSgd", 2, **goes_on)
+    lab.run(4, [rest])
+    assert rest.losses() == whole.losses()[2:]
+    found, expected = (torch.load(run.folder / WEIGHTS) for run in (rest, whole))
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def test_to_meet_every_other_step_is_something_else(runs):

@@ -4,6 +4,8 @@ It trains one epoch of conversations with label masks, of which some are held ou
 """
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from lab import going_on, layout
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -106,6 +108,88 @@ def test_a_checkpoint_has_the_entries_that_it_always_had(uninterrupted):
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     found = {name: description(entry) for name, entry in entries.items()}
     assert found == expected | dict.fromkeys(others, "bytes")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--optimizer.param_groups.0.optimizer_kwargs", "{lr = 0.006, weight_decay = 0.5}"),
+        ("--lr_scheduler.warmup_steps", "8", "--lr_scheduler.total_steps", "40"),
+    ],
+    ids=["settings", "schedule"],
+)
+def test_rate_and_decay_are_those_of_the_file_also_of_a_run_that_goes_on(lab, corpus, uninterrupted, words):
+    """Each step from the checkpoint on is AdamW's at the new rate, times the schedule at that step."""
+    settings = ("--checkpoint.interval", "1", *words, *layout("pp2"), *going_on(uninterrupted, 4))
+    experiment = lab.experiment(f"other {words[0]}", *corpus, *OVERRIDES, *settings)
+    lab.run(2, [experiment])
+    records, before = experiment.metrics(), tensors(uninterrupted, 4)
+    of_schedule = "warmup" in words[0]
+    steps, rate, decay = len(uninterrupted.metrics()), *((0.003, 0.1) if of_schedule else (0.006, 0.5))
+    for step in (5, 6):
+        expected = rate * (step / 8 if of_schedule else 1 - (step - 1) / steps)
+        assert records[step - 5]["lr/AdamW"] == pytest.approx(expected)
+        after = tensors(experiment, step)
+        for name in (name for name in after if f"optimizer.state.{name}.exp_avg" in after):
+            mean, square = (after[f"optimizer.state.{name}.{key}"] for key in ("exp_avg", "exp_avg_sq"))
+            update = mean / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
+            weight = before[name] * (1 - expected * decay) - expected * update
+            torch.testing.assert_close(
+                after[name] - before[name], weight - before[name], rtol=1e-3, atol=1e-6
+            )
+        before = after
+
+
+def tensors(run, step) -> dict[str, torch.Tensor]:
+    """Those of a checkpoint, whole."""
+    folder = run.folder / "checkpoint" / f"step-{step}"
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+def test_experts_go_on_as_if_nothing_was(lab):
+    """With the biases of their routers and the optimizer's moments: exactly on the same degrees, compiled."""
+    words = ("--base", "bases:qwen3_moe", "--training.steps", "3", "--checkpoint.interval", "2")
+    words += ("--training.seq_len", "128", "--debug.seed", "0")  # no router is near a tie
+    whole = lab.experiment("experts", *words, *layout("dp2"), "--checkpoint.initial_load_path", "none")
+    lab.run(2, [whole])
+    names = ("dp2 compiled", "dp2 ep2", "tp2", "pp2")
+    runs = {
+        name: lab.experiment(f"experts {name}", *words, *layout(name), *going_on(whole, 2)) for name in names
+    }
+    lab.run(2, list(runs.values()))
+    expected = tensors(whole, 3)
+    assert any(tensor.any() for name, tensor in expected.items() if "expert_bias" in name)
+    for name, run in runs.items():
+        exact = name == "dp2 compiled"
+        assert run.losses() == pytest.approx(whole.losses()[2:], rel=0 if exact else 1e-5), name
+        found = tensors(run, 3)
+        assert found.keys() == expected.keys(), name
+        for key, tensor in expected.items():
+            same = exact or "expert_bias" in key  # experts compute in bfloat16
+            error = (found[key] - tensor).abs().max()
+            assert error <= (0 if same else 1e-2) * tensor.abs().max(), f"{name}: {key}: {error}"
+
+
+def test_a_seed_checkpoint_of_a_run_of_epochs(lab, corpus, uninterrupted):
+    """Training begins at its weights, which stay without a rate, and goes through all documents."""
+    words = ("--wlb.epochs", "1", "--wlb.validation.hold_out", "0.1", *corpus, *layout())
+    words += ("--optimizer.param_groups.0.optimizer_kwargs.lr", "0.0", "--checkpoint.create_seed_checkpoint")
+    run = lab.experiment("seed", *words, "true")
+    run.folder = lab.folder / "seed_of_epochs"
+    lab.run(1, [run])
+    run.overrides = [*run.overrides[:-1], "false"]
+    lab.run(1, [run])
+    tokens = [[record["tokens"] for record in each.metrics()] for each in (run, uninterrupted)]
+    assert tokens[0] == tokens[1]
+    before, after = (tensors(run, step) for step in (0, len(tokens[0])))
+    assert all(torch.equal(after[name], before[name]) for name in before if "optimizer." not in name)
 
 
 def description(entry) -> str:

@@ -1,4 +1,7 @@
-"""Weights begin alike on all degrees, no shard is a copy of another, and frozen ones stay as they are."""
+"""Weights begin alike on all degrees, no shard is a copy of another, and frozen ones, and those of a group
+without a learning rate, stay as they are."""
+
+import re
 
 import pytest
 from lab import Cases
@@ -13,6 +16,12 @@ DRAWN = {  # one model each: the first layout, and those that draw the same
 }
 ADAPTED = ("dp1 lora", "tp2 lora", "pp2 lora selective", "dp2 lora", "cp2 lora full")
 STEPS = 2
+GROUPED = ("dp1 stored", "dp1 full compiled", "pp2 selective")
+STILL = r"^norm\.|^layers\.\d+\.(attention\.wo|ffn_norm)\."
+GROUPS = [
+    f"{{pattern = '{pattern}', optimizer_name = 'AdamW', optimizer_kwargs = {{lr = {rate}}}}}"
+    for pattern, rate in ((STILL, 0.0), (".*", 0.001))
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +30,8 @@ def results(lab, tmp_path_factory, fork_server):
     for layouts in DRAWN.values():  # in processes that know no other meshes
         results.run("weights", {name: {} for name in layouts}, COMMON)
     results.run("weights", {name: {"steps": STEPS} for name in ADAPTED}, COMMON)
+    groups = ("--optimizer.param_groups", f"[{', '.join(GROUPS)}]")
+    results.run("weights", {name: {"steps": STEPS, "words": groups} for name in GROUPED}, COMMON)
     return results
 
 
@@ -41,3 +52,10 @@ def test_lora_trains_its_adapters_and_no_more(results, name):
     assert moved == {key for key in before if ".lora_" in key} and moved
     if "pp2" not in name:  # each rank has its own
         assert results[name]["optimized"] == len(moved)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_group_without_a_rate_stays_and_all_else_moves(results, name):
+    before, after = results[name]["before"], results[name]["after"]
+    stayed = {key for key in before if before[key] == after[key]}
+    assert stayed == {key for key in before if re.search(STILL, key)} and len(stayed) == 5

@@ -60,7 +60,7 @@ PLAN = """
 --training.local_batch_size HUGE | --training.seq_len HUGE | --wlb.corpus.seed -1
 --training.seqlen 5 -> Did you mean training.seq_len
 --cluster nope | --wlb.policy plain/nope | --wlb.policy plain//nope
---wlb.policy nope | --wlb.packing.tail nope
+--wlb.policy nope | --wlb.packing.may_cut nope
 --wlb.packing.cost_model nope | --wlb.packing.cost_model profile:/etc/passwd
 --wlb.packing.cost_model nope.json -> no cost model is called 'nope.json'
 --wlb.packing.cost_model quadratic:1,2,3 -> is malformed

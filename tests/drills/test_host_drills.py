@@ -1,4 +1,5 @@
-"""Two hosts, of which one is told to stop, or goes: two of our agents, as TorchX starts them."""
+"""Two hosts, of which one is told to stop, or goes: two of our agents, as TorchX starts them. And one host,
+which loses a rank."""
 
 import contextlib
 import os
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from drill_ground import PATIENCE
-from forking import await_, free_port
+from forking import await_, environment, free_port
 from lab import Run
 from wlb_titan.launch import job
+
+from wlb_titan.errors import EXIT_USER_ERROR
 
 UNSAVED = ("--checkpoint.interval", "1000")
 
@@ -94,6 +97,35 @@ def test_a_lost_host_costs_time_and_no_document(ground, hosts):
     assert "Loading the checkpoint" in hosts.log(0)
     assert hosts.losses() == pytest.approx(never.losses(), rel=1e-3)
     assert not running(hosts.folder)
+
+
+def test_a_command_that_loses_a_rank_goes_on_by_itself(ground):
+    run = Run(ground.folder / "restarted")
+    words = ["--nproc-per-node", "1", "--max-restarts", "1", "--dump_folder", str(run.folder)]
+    words += ["--parallelism.data_parallel_shard_degree", "1", "--training.local_batch_size", "4"]
+    words = [sys.executable, "-m", "wlb_titan.commands.main", "train", str(ground.config), *words]
+    log = run.folder.with_suffix(".log")
+    with log.open("w") as file:
+        command = subprocess.Popen(words, stdout=file, stderr=file, env=environment())
+    try:
+        await_(lambda: len(run.metrics()) >= 3, log.read_text, 2 * PATIENCE)
+        rank = next(line for line in running(run.folder) if job.PROGRAM in line.read_text())
+        os.kill(int(rank.parent.name), signal.SIGKILL)
+        assert command.wait(2 * PATIENCE) == 0, log.read_text()
+    finally:
+        command.terminate()
+    assert "Loading the checkpoint" in log.read_text()
+    assert run.losses() == pytest.approx(ground.undisturbed.losses(), rel=1e-3)
+
+
+@pytest.mark.parametrize(("status", "starts"), [(EXIT_USER_ERROR, 1), (1, 3)])
+def test_a_users_mistake_is_not_started_again_as_a_failure_is(tmp_path, status, starts):
+    program, started = tmp_path / "rank.py", tmp_path / "started"
+    program.write_text(f"print(1, file=open({str(started)!r}, 'a'))\nraise SystemExit({status})")
+    words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--nproc_per_node", "1"]
+    words += [*job.Hosts(1, 1, 1, on_cpu=True).restart_words(2), str(program)]
+    assert subprocess.run([sys.executable, "-m", job.AGENT, *words], timeout=PATIENCE).returncode == status
+    assert len(started.read_text().splitlines()) == starts
 
 
 def running(folder: Path) -> list[Path]:

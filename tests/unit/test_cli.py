@@ -52,7 +52,7 @@ def test_a_file_that_is_not_there_is_told_without_torch(words):
 
 def test_help_lists_every_subcommand():
     lines = [line.split() for line in CliRunner().invoke(main, ["--help"]).stdout.splitlines()]
-    for name, text in SUBCOMMANDS.items():
+    for name, (_, text) in SUBCOMMANDS.items():
         assert [name, *text.split()] in lines
 
 
@@ -86,7 +86,7 @@ def fail(what: str) -> None:
 
 @pytest.fixture
 def failing(monkeypatch):
-    monkeypatch.setitem(SUBCOMMANDS, "fail", "Fail.")
+    monkeypatch.setitem(SUBCOMMANDS, "fail", ("fail", "Fail."))
     monkeypatch.setitem(sys.modules, "wlb_titan.commands.fail", sys.modules[__name__])
     return lambda what: CliRunner().invoke(main, ["fail", what])
 

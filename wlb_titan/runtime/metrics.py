@@ -15,7 +15,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,11 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.runtime.compat import metrics_rank_of
-from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.pipeline.schedules import canonical_name
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.config import TrainerConfig
 
 IN_TORCHTITAN = {
     "loss": "loss_metrics/global_avg_loss",

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, context_meshes, meets, own_axes, prepared
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
+from wlb_titan.runtime.models.weights import build_optimizers
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
@@ -136,6 +138,9 @@ class Trainer(TorchtitanTrainer):
         """The loader's steps."""
         self._first_step, self._began = self.step + 1, time.monotonic()
         self.metrics_processor.last_step = self.config.training.steps
+        for scheduler in self.lr_schedulers:  # at the step that was loaded
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
         if self._begin is not None:
             self._begin(self.step)
         return data_iterable.steps(self.lower)
@@ -319,9 +324,7 @@ def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
         logger.info(
             f"The routers train without a bias, which {spec.name} does not have in Hugging Face's format"
         )
-    stages = spec.pipelining_fn
-    if job.packing.regroups:
-        stages = partial(regrouped_pipeline, stages)
+    stages = partial(regrouped_pipeline, spec.pipelining_fn) if job.packing.regroups else spec.pipelining_fn
     return dataclasses.replace(
         config,
         comm=dataclasses.replace(config.comm),
@@ -329,6 +332,7 @@ def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
         hf_assets_path=str(open_corpus(wlb.corpus).tokenizer_path),
         tokenizer=Tokenizer.Config(),
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
+        optimizer=cast(Any, SimpleNamespace(build=partial(build_optimizers, config.optimizer))),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
         model_spec=dataclasses.replace(spec, pipelining_fn=stages),
     )

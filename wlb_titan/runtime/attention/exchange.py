@@ -1,9 +1,9 @@
 """The halves of context-parallel strategies that move tensors.
 
-All-gather (`context/all_gather.py`): q stays as it is. The rows of k and v that other ranks need, sharded over the cp mesh axis, go from Shard to
-Replicate together (one all-gather; one reduce-scatter of their gradients on the way back), within groups of
-neighbours or over the whole axis. They are brought from the ranks' order into document order, and this rank's
-queries attend to them and to its own.
+All-gather (`context/all_gather.py`): q stays as it is. The rows of k and v that other ranks need, sharded
+over the cp mesh axis, go from Shard to Replicate together (one all-gather; one reduce-scatter of their
+gradients on the way back), within groups of neighbours or over the whole axis. They are brought from the
+ranks' order into document order, and this rank's queries attend to them and to its own.
 
 Ulysses (`context/ulysses.py`): before attention each rank sends the heads of its tokens to the ranks whose
 share they are; after it the outputs go back the same way. A key head that several ranks share is sent to

@@ -1,21 +1,24 @@
-"""What torchtitan loses of a part's weights when it divides them over ranks, put right.
+"""What torchtitan loses of a part's weights when it divides and wraps them, put right.
 
 - Under `spmd_types` it makes each weight anew, and frozen ones would train (LoRA).
 - All ranks draw from one seed. DTensor shifts the generator by shard on accelerators only: on a CPU, ranks
   would draw the same numbers for different shards. There every rank draws a weight whole, seeded by its name,
   and keeps its own shard, so runs of one seed begin alike on all degrees.
+- Optimizers look for the patterns of groups in the names of wrapped layers, and a checkpoint brings settings.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import device_type
@@ -58,3 +61,30 @@ def draw(initialize: Callable[[torch.Tensor], object], seed: str, weight: torch.
         whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         initialize(whole)
     weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
+
+
+def build_optimizers(config: OptimizersContainer.Config, model_parts: list[nn.Module]) -> OptimizersContainer:
+    """With the settings of the configuration, whatever wraps layers and whatever a checkpoint has."""
+    optimizers = config.build(model_parts=[Unwrapped(part) for part in model_parts])
+    for optimizer in optimizers:
+        optimizer.register_load_state_dict_pre_hook(with_own_settings)
+    return optimizers
+
+
+class Unwrapped:
+    """A part of the model whose parameters have the names that they have in a checkpoint."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
+
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._part.named_parameters(*arguments, **keywords):
+            yield canonical_fqn(name), parameter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+def with_own_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    return {**state, "param_groups": [{**own, "params": saved["params"]} for own, saved in groups]}
