@@ -8,7 +8,6 @@ stage has attention, or a data-parallel rank another to share with.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
@@ -29,7 +27,6 @@ from wlb_titan.arrays import Ints
 from wlb_titan.cost.degrees import TORCHTITAN, Dimension, in_order
 from wlb_titan.job import Job
 from wlb_titan.plugins import load
-from wlb_titan.runtime.models.weights import parallelized
 
 
 @dataclass
@@ -192,15 +189,3 @@ def own_axes(dims: Dims) -> list[Axis]:
             axis.every = one.every
             axes.append(axis)
     return axes
-
-
-def prepared(spec: ModelSpec, axes: list[Axis]) -> ModelSpec:
-    """A model whose parts the axes prepare before these are parallelised. The axes may still come."""
-    parallelize = spec.parallelize_fn
-
-    def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
-        for axis in axes:
-            axis.prepare(part)
-        return parallelized(parallelize, part, **arguments)
-
-    return dataclasses.replace(spec, parallelize_fn=prepare_first)

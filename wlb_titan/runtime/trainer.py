@@ -41,10 +41,10 @@ from wlb_titan.runtime.inputs import Item, grouped, to_device
 from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
-from wlb_titan.runtime.meshes import Axis, Dims, context_meshes, meets, own_axes, prepared
+from wlb_titan.runtime.meshes import Axis, Dims, context_meshes, meets, own_axes
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
-from wlb_titan.runtime.models.weights import build_optimizers
+from wlb_titan.runtime.models.weights import build_optimizers, prepared
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,10 +21,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import device_type
 
-from wlb_titan.runtime.meshes import Dims
+from wlb_titan.runtime.meshes import Axis, Dims
+
+
+def prepared(spec: ModelSpec, axes: list[Axis]) -> ModelSpec:
+    """A model whose parts the axes prepare before these are parallelised. The axes may still come."""
+    parallelize = spec.parallelize_fn
+
+    def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
+        for axis in axes:
+            axis.prepare(part)
+        return parallelized(parallelize, part, **arguments)
+
+    return dataclasses.replace(spec, parallelize_fn=prepare_first)
 
 
 def parallelized(
