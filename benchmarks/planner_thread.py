@@ -21,7 +21,7 @@ import torch
 from common import show
 
 from wlb_titan.context.strategy import STRATEGIES
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES

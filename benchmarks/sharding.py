@@ -20,8 +20,8 @@ from common import machine, save, show
 from wlb_titan.context.hybrid import Hybrid
 from wlb_titan.context.places import search
 from wlb_titan.context.strategy import STRATEGIES
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
 from wlb_titan.job import Job

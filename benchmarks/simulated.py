@@ -24,8 +24,8 @@ from reproduce.paper import PAPER_DEGREES, Setting, attention, configuration
 from wlb_titan.arrays import Ints
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.cluster import load_cluster
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
 from wlb_titan.job import Job, Policy

@@ -23,10 +23,10 @@ from wlb_titan.context.strategy import (
 )
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster, load_cluster
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_cluster
 from wlb_titan.cost.workload import CostModel, TokenSeconds, cost_model
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import Fitting, usable_share

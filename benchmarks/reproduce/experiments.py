@@ -18,8 +18,8 @@ from reproduce.paper import (
 )
 
 from wlb_titan.context.layout import per_document, per_sequence
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.job import Policy
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.predicted import attention_seconds

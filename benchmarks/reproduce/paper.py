@@ -28,8 +28,8 @@ from reproduce.published_attention import published
 
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import load_cluster
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.layer import MemorySettings

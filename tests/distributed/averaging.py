@@ -12,7 +12,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from trainers import WEIGHTS, clean, gathered
 
 from wlb_titan.config.documents import training_documents
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.runtime.trainer import Trainer
 
 RATES = {"SGD": 1.0, "AdamW": 0.01}

@@ -7,8 +7,8 @@ import numpy as np
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
 from wlb_titan.cost.cluster import Cluster, Link
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings

@@ -7,7 +7,7 @@ import numpy as np
 from planning import FULL, NONE, job
 
 from wlb_titan.context.layout import sequence_positions
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, START

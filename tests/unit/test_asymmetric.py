@@ -12,8 +12,8 @@ from slicing import PACKINGS, WINDOW, planner, slim
 
 from wlb_titan.context.layout import sequence_positions
 from wlb_titan.context.strategy import STRATEGIES
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import cost_model
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.slim.asymmetric import cut_line, token_moves
 from wlb_titan.packing.slim.slices import PrefixWork

@@ -7,8 +7,8 @@ import pytest
 
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.cluster import Link, load_cluster
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy

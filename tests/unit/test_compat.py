@@ -28,7 +28,7 @@ from torchtitan.trainer import Trainer
 from toys import Apart, Twins
 from wlb_titan.launch.elastic import Agent
 
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.runtime import compat, log
 from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.models import adoption

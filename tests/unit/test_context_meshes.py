@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torchtitan.distributed.utils import init_fake_mode
 
 from wlb_titan.context.strategy import STRATEGIES
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.runtime.meshes import Dims, context_meshes

@@ -12,7 +12,7 @@ from slicing import PACKINGS, planner, run_through, sliced, slim
 
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.cluster import Link
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Packing

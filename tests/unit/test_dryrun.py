@@ -316,7 +316,7 @@ def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, monkeypatch):
 
     def all_of_all(own, same, degrees):
         ran.update(own)
-        found = calls_of_all({first: own[first] for first in said.values()}, said, degrees)
+        found = calls_of_all({first: own[first] for first in said.values()}, said, degrees.grid)
         for rank, calls in found.items():
             assert (calls.groups, calls.calls) == (own[rank].groups, own[rank].calls), rank
         return found

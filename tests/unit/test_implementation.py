@@ -16,7 +16,7 @@ from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.context.layout import segments, segments_after, whole_sequence
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.attention_kernels import taken
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention import implementation
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache

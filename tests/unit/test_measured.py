@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from wlb_titan.cost.cluster import load_cluster
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.passes import pass_times
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.layer import MemorySettings

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from planning import FULL, MODEL, NONE, job
 
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import USABLE, Fitting
 from wlb_titan.memory.layer import MemorySettings, TokenBytes

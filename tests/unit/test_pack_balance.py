@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from planning import figures
 
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream

@@ -14,8 +14,8 @@ from planning import CLUSTER
 from slicing import PACKINGS, WINDOW, planner, sliced, slim
 
 from wlb_titan.context.strategy import STRATEGIES
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import Quadratic, cost_model, workload
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream

@@ -14,8 +14,9 @@ from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import read_sources
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.context.ulysses import head_shares
-from wlb_titan.cost.degrees import DIMENSIONS, Degrees
 from wlb_titan.cost.workload import COST_MODELS
+from wlb_titan.dimensions.degrees import Degrees
+from wlb_titan.dimensions.dimension import DIMENSIONS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job, Policy

@@ -15,7 +15,7 @@ from wlb_titan.context.layout import per_document, sequence_positions, spans, wi
 from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.attention_latency import slowest
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job

@@ -8,9 +8,9 @@ from planning import CLUSTER, LAYER, MODEL, PAIRS, job, pairs
 
 from wlb_titan.context.layout import per_sequence
 from wlb_titan.cost.cluster import Link
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import JobCost, MicroBatches, pass_times
 from wlb_titan.cost.workload import workload
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.packing.predicted import passing

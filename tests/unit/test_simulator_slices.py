@@ -8,8 +8,8 @@ from planning import CLUSTER, FULL, MODEL, job
 from slicing import PACKINGS, run_through, sliced, slim
 
 from wlb_titan.cost.cluster import Link
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches, pass_times
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes

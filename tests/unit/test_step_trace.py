@@ -8,7 +8,7 @@ import pytest
 import torch
 from slicing import PACKINGS, planner
 
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.runtime.step_trace import PassTimer, RankPasses, bubble, measured_imbalance, spans
 from wlb_titan.simulator.measured import Pass

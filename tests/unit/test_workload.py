@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from wlb_titan.cost.cluster import Link, cluster_of_device, cluster_of_gpu, load_cluster, shipped
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import AttentionShape, cluster_latency
 from wlb_titan.cost.workload import Quadratic, cost_model, workload
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 

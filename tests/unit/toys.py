@@ -7,7 +7,7 @@ import numpy as np
 
 from wlb_titan.context.all_gather import AllGather
 from wlb_titan.context.layout import from_runs
-from wlb_titan.cost.degrees import Dimension, Meeting
+from wlb_titan.dimensions.dimension import Dimension, Meeting
 from wlb_titan.packing.plain import Plain
 from wlb_titan.pipeline.graph import PassTimes
 

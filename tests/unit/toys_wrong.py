@@ -6,8 +6,8 @@ import numpy as np
 
 from wlb_titan.context.all_gather import AllGather, PerDocument
 from wlb_titan.context.layout import from_runs
-from wlb_titan.cost.degrees import Dimension
 from wlb_titan.cost.workload import Quadratic
+from wlb_titan.dimensions.dimension import Dimension
 from wlb_titan.packing.plain import Plain
 from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.wlb import Wlb

@@ -20,7 +20,7 @@ from wlb_titan.commands.command_line import (
     writing,
 )
 from wlb_titan.config.values import to_text
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import UserError
 from wlb_titan.job import Policy
 

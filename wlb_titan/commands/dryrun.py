@@ -100,7 +100,7 @@ def dryrun(
             _print_memory_and_collectives(result)
     failed = any("error" in result for result in results)
     if same and not failed:
-        failed = not _meet(calls_of_all(calls, same, job.degrees))
+        failed = not _meet(calls_of_all(calls, same, job.degrees.grid))
     if device_gib is not None:
         failed |= not _fits(results, device_gib, usable_share(slices))
     if failed:

@@ -30,7 +30,7 @@ from wlb_titan.commands.command_line import (
     world_size_option,
 )
 from wlb_titan.config.load import Resolved
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.dimensions.degrees import Grid
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
 from wlb_titan.errors import UserError
@@ -226,12 +226,10 @@ def alike(job: Job, plan: Plan) -> dict[int, int]:
     Tensor-parallel ranks always do. Data-parallel ranks do where their micro-batches agree, one by one, in
     length and in all that context parallelism exchanges.
     """
-    layout = job.degrees.layout
     first: dict[object, int] = {}
     found = {}
     for rank in range(job.degrees.ranks):
-        places = map(int, np.unravel_index(rank, tuple(layout.values())))
-        place = dict(zip(layout, places, strict=True))
+        place = job.degrees.grid.place(rank)
         apart = tuple(number for axis, number in place.items() if axis not in SHARED)
         replica = job.degrees.replica_at(place)
         packs = plan.of_rank(replica)
@@ -263,28 +261,18 @@ def _sizes(exchange: tuple[Any, ...]) -> Iterator[int]:
             yield len(part) if isinstance(part, np.ndarray) else int(part)
 
 
-def calls_of_all(
-    ran: Mapping[int, RankCalls], same: Mapping[int, int], degrees: Degrees
-) -> dict[int, RankCalls]:
+def calls_of_all(ran: Mapping[int, RankCalls], same: Mapping[int, int], grid: Grid) -> dict[int, RankCalls]:
     """Every rank's calls, from those of the first that does the same, as `alike` has it in `same`."""
-    return {rank: _moved(ran[first], first, rank, degrees.layout) for rank, first in same.items()}
+    return {rank: _moved(ran[first], first, rank, grid) for rank, first in same.items()}
 
 
-def _moved(calls: RankCalls, from_: int, to: int, layout: Mapping[str, int]) -> RankCalls:
-    """The calls of rank `from_`, as `to` makes them. A group keeps its ranks' places on the axes along which
-    they differ, and takes those of `to` on the others."""
-    shape = tuple(layout.values())
-    places = np.array(np.unravel_index([from_, to], shape))
-
-    def moved(ranks: Sequence[int]) -> tuple[int, ...]:
-        along = np.array(np.unravel_index(ranks, shape))
-        same = (along == places[:, :1]).all(axis=1, keepdims=True)
-        result = np.ravel_multi_index(tuple(np.where(same, places[:, 1:], along)), shape)
-        return tuple(result.tolist())
-
-    peers = {call.peer: moved([from_, call.peer])[1] for call in calls.calls if call.peer >= 0}
+def _moved(calls: RankCalls, start: int, to: int, grid: Grid) -> RankCalls:
+    """The calls of rank `start`, as `to` makes them."""
+    peers = {
+        call.peer: grid.moved([start, call.peer], start, to)[1] for call in calls.calls if call.peer >= 0
+    }
     return replace(
         calls,
-        groups=[moved(members) for members in calls.groups],
-        calls=[call._replace(peer=peers.get(call.peer, -1)) for call in calls.calls],
+        groups=[grid.moved(members, start, to) for members in calls.groups],
+        calls=[call._replace(peer=moved.get(call.peer, -1)) for call in calls.calls],
     )

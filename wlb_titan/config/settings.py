@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval, MinLen
 
 from wlb_titan.context.strategy import STRATEGIES, ContextStrategy
-from wlb_titan.cost.degrees import Dimension
+from wlb_titan.dimensions.dimension import Dimension
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 

@@ -22,8 +22,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather_exchange
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.memory.recompute import KINDS, Recompute
 
 FLOAT32 = 4

@@ -17,8 +17,9 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.tools import utils
 
 from wlb_titan.cost.cluster import cluster_of_gpu, load_cluster
-from wlb_titan.cost.degrees import TORCHTITAN, Degrees, own_dimensions
 from wlb_titan.cost.models import ModelShape
+from wlb_titan.dimensions.degrees import Degrees, own_dimensions
+from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.runtime.config import TrainerConfig

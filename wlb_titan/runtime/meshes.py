@@ -24,7 +24,8 @@ from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from wlb_titan.arrays import Ints
-from wlb_titan.cost.degrees import TORCHTITAN, Dimension, in_order
+from wlb_titan.dimensions.degrees import in_order
+from wlb_titan.dimensions.dimension import TORCHTITAN, Dimension
 from wlb_titan.job import Job
 from wlb_titan.plugins import load
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.degrees import own_dimensions
+from wlb_titan.dimensions.degrees import own_dimensions
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.pipeline.schedule import KNOWN, SCHEDULES

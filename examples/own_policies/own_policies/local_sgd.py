@@ -9,7 +9,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Interval
 
-from wlb_titan.cost.degrees import Dimension, Meeting
+from wlb_titan.dimensions.dimension import Dimension, Meeting
 
 TENSORS = 9  # of a Llama's layer: seven matrices and two norms
 

@@ -126,4 +126,4 @@ class OneRankTrainer(Trainer):
 
     def _named_by_ranks(self, group: str) -> str:
         ranks = ranks_of_group(group)
-        return f"{'_'.join(self.job.degrees.axes_of(ranks))}, {len(ranks)} ranks"
+        return f"{'_'.join(self.job.degrees.grid.axes_of(ranks))}, {len(ranks)} ranks"

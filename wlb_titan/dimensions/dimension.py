@@ -1,4 +1,4 @@
-"""Dimensions of parallelism and a job's degrees along them (paper section 2.1: TP, CP, PP and DP).
+"""Dimensions of parallelism (paper section 2.1: TP, CP, PP and DP).
 
 A dimension says what the ranks along a mesh axis divide, where they lie, and what that costs. Those of
 torchtitan are here, with their degrees in [parallelism]. Others are classes that `[[wlb.dimensions]]` names;
@@ -10,17 +10,11 @@ Kept elsewhere: a pipeline's order of passes (`pipeline/`), who holds which toke
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
 from annotated_types import Interval
 
-from wlb_titan.arrays import Ints
-from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plugins import Family, Plugin, PluginConfig
@@ -32,9 +26,9 @@ DIMENSIONS = Family(
     kind="dimension of parallelism",
     key="name",
     group="wlb_titan.dimension",
-    base="wlb_titan.cost.degrees:Dimension",
+    base="wlb_titan.dimensions.dimension:Dimension",
     shipped={
-        name: f"wlb_titan.cost.degrees:{name.capitalize()}"
+        name: f"wlb_titan.dimensions.dimension:{name.capitalize()}"
         for name in ("pipeline", "replicate", "shard", "context", "tensor", "expert")
     },
 )
@@ -181,123 +175,3 @@ TORCHTITAN = {
 
 TAKEN = {"batch", "loss", "dp", "efsdp", "fsdp", "world", *(one.axis for one in TORCHTITAN.values())}
 """Names of torchtitan's meshes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """How many ranks share the work along each dimension of `TORCHTITAN`, and the user's dimensions."""
-
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    shard: int = 1
-    replicate: int = 1
-    expert: int = 1  # divides the ranks of TP, CP and `shard`, and takes its own from them
-    own: tuple[Dimension.Config, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.tensor * self.sharding_ranks % self.expert:
-            raise PlanError(
-                f"The expert parallel degree {self.expert} does not divide TP {self.tensor} x CP "
-                f"{self.context} x {self.shard} sharding data-parallel ranks, of which it takes its own.",
-                setting=f"parallelism.{Expert.key}",
-            )
-        own_dimensions(self.own)
-
-    @cached_property
-    def dimensions(self) -> tuple[Dimension, ...]:
-        """All in the order of ranks, outermost first, then those that borrow ranks."""
-        known = [cls(cls.Config(degree=getattr(self, name))) for name, cls in TORCHTITAN.items()]
-        ranks = in_order([one for one in known if not one.borrows], own_dimensions(self.own))
-        return (*ranks, *(one for one in known if one.borrows))
-
-    @cached_property
-    def layout(self) -> dict[str, int]:
-        """Degree of each mesh axis, in the order of ranks."""
-        return {one.axis: one.degree for one in self.dimensions if not one.borrows}
-
-    @cached_property
-    def strides(self) -> dict[str, int]:
-        """Ranks from one neighbour to the next along each axis."""
-        degrees = list(self.layout.values())
-        return {axis: math.prod(degrees[place + 1 :]) for place, axis in enumerate(self.layout)}
-
-    @cached_property
-    def own_data(self) -> int:
-        """Degree of the user's dimensions that divide data, whose weights differ between meetings."""
-        return math.prod(one.degree for one in own_dimensions(self.own) if one.divides == "data")
-
-    @property
-    def data(self) -> int:
-        """Ranks that run different micro-batches."""
-        return self.shard * self.replicate * self.own_data
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(self.layout.values())
-
-    @property
-    def sharding_ranks(self) -> int:
-        """Ranks over which FSDP shards weights, context-parallel ones included."""
-        return self.shard * self.context
-
-    def link(self, cluster: Cluster, axis: str) -> Link:
-        return cluster.link(self.layout[axis], self.strides[axis])
-
-    def axes_of(self, ranks: Sequence[int]) -> list[str]:
-        places: tuple[Ints, ...] = np.unravel_index(ranks, tuple(self.layout.values()))
-        return [axis for axis, place in zip(self.layout, places, strict=True) if len(set(place.tolist())) > 1]
-
-    def replica_at(self, place: Mapping[str, int]) -> int:
-        """The data-parallel rank of what lies there; axes that are left out are 0."""
-        data = [one for one in self.dimensions if one.divides == "data"]
-        places, degrees = [place.get(one.axis, 0) for one in data], [one.degree for one in data]
-        return int(np.ravel_multi_index(places, degrees))
-
-    def ends_of(self, replica: int) -> list[int]:
-        """The first global rank of the first and of the last pipeline rank of a data-parallel rank."""
-        axes = [one.axis for one in self.dimensions if one.divides == "data"]
-        places = np.unravel_index(replica, [self.layout[axis] for axis in axes])
-        first = sum(int(place) * self.strides[axis] for axis, place in zip(axes, places, strict=True))
-        return sorted({first, first + (self.pipeline - 1) * self.strides["pp"]})
-
-    def __str__(self) -> str:
-        data = self.shard * self.replicate
-        text = f"TP {self.tensor} x CP {self.context} x PP {self.pipeline} x DP {data}"
-        if self.replicate > 1 < self.shard:
-            text += f" ({self.replicate} replicas of {self.shard})"
-        text += "".join(f" x {one.axis.upper()} {one.degree}" for one in own_dimensions(self.own))
-        return text + (f", EP {self.expert}" if self.expert > 1 else "")
-
-
-def own_dimensions(configs: Sequence[Dimension.Config]) -> tuple[Dimension, ...]:
-    """The dimensions of [[wlb.dimensions]], checked."""
-    found: list[Dimension] = []
-    for place, config in enumerate(configs):
-        one = config.make()
-        known = ["dp_replicate"] if one.divides == "data" else ["dp_replicate", "dp_shard", "cp", "tp"]
-        if one.key:
-            wrong = f"torchtitan has it; set parallelism.{one.key}."
-        elif not one.axis:
-            wrong = 'No dimension is named. Write the name of an installed one, or "package.module:Class".'
-        elif one.axis in TAKEN | {other.axis for other in found}:
-            wrong = f"There is a dimension with the axis {one.axis!r} already; each can be there once."
-        elif one.outside not in known:
-            wrong = (
-                f"It says that it lies outside {one.outside!r}; dividing {one.divides} it can lie outside "
-                f"{', '.join(known)}."
-            )
-        else:
-            found.append(one)
-            continue
-        raise PlanError(wrong, setting=f"wlb.dimensions.{place}.name")
-    return tuple(found)
-
-
-def in_order(torchtitan: Sequence[Any], own: Sequence[Dimension]) -> list[Any]:
-    """Dimensions in the order of ranks: the user's directly outside the axis that each names, in order."""
-    found = list(torchtitan)
-    for one in own:
-        place = next(number for number, other in enumerate(found) if other.axis == one.outside)
-        found.insert(place, one)
-    return found

@@ -1,0 +1,158 @@
+"""A job's degrees along its dimensions of parallelism, and where its ranks lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from wlb_titan.cost.cluster import Cluster, Link
+from wlb_titan.dimensions.dimension import TAKEN, TORCHTITAN, Dimension, Expert
+from wlb_titan.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """How many ranks share the work along each dimension of `TORCHTITAN`, and the user's dimensions."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    shard: int = 1
+    replicate: int = 1
+    expert: int = 1  # divides the ranks of TP, CP and `shard`, and takes its own from them
+    own: tuple[Dimension.Config, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tensor * self.sharding_ranks % self.expert:
+            raise PlanError(
+                f"The expert parallel degree {self.expert} does not divide TP {self.tensor} x CP "
+                f"{self.context} x {self.shard} sharding data-parallel ranks, of which it takes its own.",
+                setting=f"parallelism.{Expert.key}",
+            )
+        own_dimensions(self.own)
+
+    @cached_property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """All in the order of ranks, outermost first, then those that borrow ranks."""
+        known = [cls(cls.Config(degree=getattr(self, name))) for name, cls in TORCHTITAN.items()]
+        ranks = in_order([one for one in known if not one.borrows], own_dimensions(self.own))
+        return (*ranks, *(one for one in known if one.borrows))
+
+    @cached_property
+    def layout(self) -> dict[str, int]:
+        """Degree of each mesh axis, in the order of ranks."""
+        return {one.axis: one.degree for one in self.dimensions if not one.borrows}
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Ranks from one neighbour to the next along each axis."""
+        degrees = list(self.layout.values())
+        return {axis: math.prod(degrees[place + 1 :]) for place, axis in enumerate(self.layout)}
+
+    @cached_property
+    def own_data(self) -> int:
+        """Degree of the user's dimensions that divide data, whose weights differ between meetings."""
+        return math.prod(one.degree for one in own_dimensions(self.own) if one.divides == "data")
+
+    @property
+    def data(self) -> int:
+        """Ranks that run different micro-batches."""
+        return self.shard * self.replicate * self.own_data
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.layout.values())
+
+    @property
+    def sharding_ranks(self) -> int:
+        """Ranks over which FSDP shards weights, context-parallel ones included."""
+        return self.shard * self.context
+
+    def link(self, cluster: Cluster, axis: str) -> Link:
+        return cluster.link(self.layout[axis], self.strides[axis])
+
+    @cached_property
+    def grid(self) -> Grid:
+        return Grid(self.layout)
+
+    def replica_at(self, place: Mapping[str, int]) -> int:
+        """The data-parallel rank of what lies there; axes that are left out are 0."""
+        data = [one for one in self.dimensions if one.divides == "data"]
+        places, degrees = [place.get(one.axis, 0) for one in data], [one.degree for one in data]
+        return int(np.ravel_multi_index(places, degrees))
+
+    def ends_of(self, replica: int) -> list[int]:
+        """The first global rank of the first and of the last pipeline rank of a data-parallel rank."""
+        axes = [one.axis for one in self.dimensions if one.divides == "data"]
+        places = np.unravel_index(replica, [self.layout[axis] for axis in axes])
+        first = sum(int(place) * self.strides[axis] for axis, place in zip(axes, places, strict=True))
+        return sorted({first, first + (self.pipeline - 1) * self.strides["pp"]})
+
+    def __str__(self) -> str:
+        data = self.shard * self.replicate
+        text = f"TP {self.tensor} x CP {self.context} x PP {self.pipeline} x DP {data}"
+        if self.replicate > 1 < self.shard:
+            text += f" ({self.replicate} replicas of {self.shard})"
+        text += "".join(f" x {one.axis.upper()} {one.degree}" for one in own_dimensions(self.own))
+        return text + (f", EP {self.expert}" if self.expert > 1 else "")
+
+
+class Grid:
+    """The global ranks of a job by their places along its mesh axes, the outermost first."""
+
+    def __init__(self, layout: Mapping[str, int]) -> None:
+        self._axes, self._shape = tuple(layout), tuple(layout.values())
+
+    def place(self, rank: int) -> dict[str, int]:
+        return dict(zip(self._axes, map(int, np.unravel_index(rank, self._shape)), strict=True))
+
+    def axes_of(self, ranks: Sequence[int]) -> list[str]:
+        """The axes along which these ranks differ."""
+        places = np.array(np.unravel_index(ranks, self._shape))
+        return [axis for axis, along in zip(self._axes, places, strict=True) if len(set(along.tolist())) > 1]
+
+    def moved(self, ranks: Sequence[int], start: int, to: int) -> tuple[int, ...]:
+        """The ranks that are to `to` what these are to `start`: with their own places on the axes along which
+        they differ from it, and with those of `to` on the others."""
+        here, there = np.array(np.unravel_index([start, to], self._shape)).T[..., None]
+        along = np.array(np.unravel_index(ranks, self._shape))
+        same = (along == here).all(axis=1, keepdims=True)
+        return tuple(np.ravel_multi_index(tuple(np.where(same, there, along)), self._shape).tolist())
+
+
+def own_dimensions(configs: Sequence[Dimension.Config]) -> tuple[Dimension, ...]:
+    """The dimensions of [[wlb.dimensions]], checked."""
+    found: list[Dimension] = []
+    for place, config in enumerate(configs):
+        one = config.make()
+        known = ["dp_replicate"] if one.divides == "data" else ["dp_replicate", "dp_shard", "cp", "tp"]
+        if one.key:
+            wrong = f"torchtitan has it; set parallelism.{one.key}."
+        elif not one.axis:
+            wrong = 'No dimension is named. Write the name of an installed one, or "package.module:Class".'
+        elif one.axis in TAKEN | {other.axis for other in found}:
+            wrong = f"There is a dimension with the axis {one.axis!r} already; each can be there once."
+        elif one.outside not in known:
+            wrong = (
+                f"It says that it lies outside {one.outside!r}; dividing {one.divides} it can lie outside "
+                f"{', '.join(known)}."
+            )
+        else:
+            found.append(one)
+            continue
+        raise PlanError(wrong, setting=f"wlb.dimensions.{place}.name")
+    return tuple(found)
+
+
+def in_order(torchtitan: Sequence[Any], own: Sequence[Dimension]) -> list[Any]:
+    """Dimensions in the order of ranks: the user's directly outside the axis that each names, in order."""
+    found = list(torchtitan)
+    for one in own:
+        place = next(number for number, other in enumerate(found) if other.axis == one.outside)
+        found.insert(place, one)
+    return found
