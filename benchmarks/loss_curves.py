@@ -42,7 +42,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from common import RESULTS, save, show
 
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {

@@ -30,7 +30,7 @@ use_cpu_without_accelerator()
 
 from torch._dynamo.utils import counters  # noqa: E402
 
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus  # noqa: E402
+from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus  # noqa: E402
 from wlb_titan.runtime.inputs import rank_item  # noqa: E402
 from wlb_titan.runtime.models.bases import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from common import formatted, save, show, table
 
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
 from wlb_titan.job import Policy
+from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.choice import Scenario
@@ -59,7 +59,7 @@ def documents_of(collection: str) -> Documents:
 
 def predicted(file: str, documents: Documents) -> list[dict[str, Any]]:
     """Figures of each policy."""
-    from wlb_titan.runtime.job import job_of, parallel_dims
+    from wlb_titan.runtime.configured import job_of, parallel_dims
 
     config = load_config(ROOT / "train_configs" / f"{file}.toml", []).config
     job = job_of(config, parallel_dims(config))

@@ -58,7 +58,7 @@ COLUMNS = {
 
 def job_of_file(file: str, replicas: int, in_node: bool) -> Job:
     """The file's job with as many micro-batches a data-parallel rank, on so many of them."""
-    from wlb_titan.runtime.job import job_of, parallel_dims
+    from wlb_titan.runtime.configured import job_of, parallel_dims
 
     path = ROOT / "train_configs" / f"{file}.toml"
     config = load_config(path, []).config

@@ -78,7 +78,7 @@ def trained(words: tuple[str, ...], steps: int) -> dict[str, float]:
 
 def predicted(words: tuple[str, ...], steps: int) -> float:
     """Work a second in the simulator, of the same steps."""
-    from wlb_titan.runtime.job import job_of, parallel_dims
+    from wlb_titan.runtime.configured import job_of, parallel_dims
 
     config = load_config(FILE, list(words)).config
     job = job_of(config, parallel_dims(config))

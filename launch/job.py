@@ -56,7 +56,7 @@ def hosts_of(
 
     use_cpu_without_accelerator()
     from wlb_titan.runtime.checks import validate_files
-    from wlb_titan.runtime.job import degrees_product
+    from wlb_titan.runtime.configured import degrees_product
     from wlb_titan.runtime.models.load import load_config
 
     if processes < 0:
@@ -93,8 +93,8 @@ def _range(nnodes: str) -> tuple[int, int]:
 
 def _takes_the_cpu_at_hand(config: str, overrides: Sequence[str]) -> bool:
     """Whether a job for GPUs elsewhere would be checked on the times of a login node's CPU."""
-    from wlb_titan.config.sources import read_sources
-    from wlb_titan.runtime.job import gpu_at_hand
+    from wlb_titan.runtime.configured import gpu_at_hand
+    from wlb_titan.toml.sources import read_sources
 
     written = read_sources(config, overrides).written()
     named = written.get("wlb.cluster") or written.get("wlb.device") == "cpu"

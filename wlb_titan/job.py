@@ -1,7 +1,7 @@
 """The job: everything besides the documents that plans and predictions depend on.
 
-It is made once, from a configuration (`runtime/job.py`) or from options (`commands`), and is the only way to
-a planner. So `plan`, `simulate`, `dryrun` and training make the same plans from the same TOML file, if it
+It is made once, from a configuration (`runtime/configured.py`) or from options (`commands`), and is the only
+way to a planner: `plan`, `simulate`, `dryrun` and training make the same plans from the same TOML file, if it
 names the cluster or they see the same GPUs.
 """
 

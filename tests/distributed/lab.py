@@ -285,7 +285,7 @@ def ranks(text: str) -> int:
 def make_corpus(texts: Path, output: Path, lengths=None) -> None:
     """Documents of so many words out of 200, so that something can be learned; if not given, 400 documents of
     4 to 1,500 words, most of them short."""
-    from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
+    from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 
     random = np.random.default_rng(0)
     words = [f"w{i:03d}" for i in range(200)]

@@ -10,7 +10,7 @@ import torch
 from lab import going_on, layout
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 
 STEPS = ("--training.steps", "6", "--wlb.policy", "wlb_lazy")
 

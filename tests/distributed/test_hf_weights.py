@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Llam
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents.mixture import is_held_out
+from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader
-from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config
 
 DESCRIPTION = json.loads(

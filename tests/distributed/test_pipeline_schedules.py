@@ -13,7 +13,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.schedule import SCHEDULES, check_micro_batches
 from wlb_titan.runtime.metrics import metrics_rank
-from wlb_titan.runtime.pipeline.schedules import (
+from wlb_titan.runtime.pipeline.keys import (
     canonical_name,
     check_schedule,
 )

@@ -12,9 +12,7 @@ import pytest
 from annotated_types import BaseMetadata, Ge, Gt, Le, Lt
 from drill_ground import make_corpus
 
-from wlb_titan.config.build import dotted
 from wlb_titan.config.load import resolve
-from wlb_titan.config.values import to_text
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.errors import ConfigError
 from wlb_titan.packing import POLICIES
@@ -22,6 +20,8 @@ from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.runtime.checks import validate_files
 from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.models.load import load_config
+from wlb_titan.toml.build import dotted
+from wlb_titan.toml.values import to_text
 
 BASE = 'base = "llama3_debug"\ntraining.seq_len = 128\n'
 

@@ -10,8 +10,8 @@ import signal
 import pytest
 
 from wlb_titan.corpus.formats import fingerprint_of
-from wlb_titan.corpus.prepare import DOCUMENTS_FILE
 from wlb_titan.errors import UserError
+from wlb_titan.prepare.prepare import DOCUMENTS_FILE
 from wlb_titan.runtime.dump_folder import held
 
 FOREVER = ("--training.steps", "10000")

@@ -5,7 +5,7 @@ from lab import CONFIG, lines_of
 from trainers import WAITED
 
 from wlb_titan.config.documents import training_documents
-from wlb_titan.runtime.job import job_of, parallel_dims
+from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.memory import planned_memory
 from wlb_titan.runtime.models.load import load_config
 

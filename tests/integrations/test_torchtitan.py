@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--training.steps 3 --training.seq_len 512 --training.local_batch_size 2 --debug.seed 1"

@@ -105,7 +105,7 @@ def test_a_launch_that_does_not_end_is_found(monkeypatch):
 
 def head_layouts() -> set[tuple[int, int]]:
     """Query and key heads of a rank, of every configuration that ships for GPUs."""
-    from wlb_titan.runtime.job import model_shape
+    from wlb_titan.runtime.configured import model_shape
     from wlb_titan.runtime.models.load import load_config
 
     found = set()

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from wlb_titan.corpus import writer
 from wlb_titan.corpus.corpus import Preparation
-from wlb_titan.corpus.tokenizer import Document
+from wlb_titan.prepare.tokenizer import Document
 
 
 def write_prepared(folder: Path, documents, masks=None) -> Path:

@@ -14,7 +14,7 @@ from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.rank import Passes
 from wlb_titan.packing import POLICIES
 from wlb_titan.runtime import agreement
-from wlb_titan.runtime.job import job_of, model_shape
+from wlb_titan.runtime.configured import job_of, model_shape
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.models.load import load_config
@@ -107,7 +107,7 @@ def test_the_weights_are_those_of_the_model(base):
 
 def test_a_gpu_that_no_cluster_knows_counts_with_its_own_memory(loaded, monkeypatch):
     gpu = "NVIDIA RTX A6000", 48 * GIB
-    monkeypatch.setattr("wlb_titan.runtime.job.gpu_at_hand", lambda device: gpu)
+    monkeypatch.setattr("wlb_titan.runtime.configured.gpu_at_hand", lambda device: gpu)
     own, named = loaded(PIPELINE.replace('cluster = "h100_roce"', "")), loaded(PIPELINE)
     assert (own.cluster.memory, named.cluster.memory) == (48 * GIB, load_cluster("h100_roce").memory)
     assert own.overlap and "RTX A6000" in own.cluster.name

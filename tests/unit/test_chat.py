@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
-from wlb_titan.corpus.tokenizer import CorpusTokenizer, train_tokenizer
+from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
 
 PLAIN = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
-from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.errors import UserError
+from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.prepare.tokenizer import CorpusTokenizer
 from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.hugging_face import (

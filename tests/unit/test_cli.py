@@ -16,7 +16,7 @@ HEAVY = {"torch", "torchtitan", "torchx", "datasets", "numpy", "pyarrow", "token
 LIGHT = {
     "main(['--help'])": HEAVY,
     "import wlb_titan.corpus": {"torch", "torchtitan", "datasets", "tokenizers", "pandas"},
-    "import wlb_titan.corpus.prepare, wlb_titan.commands.prepare": {"torch", "torchtitan", "datasets"},
+    "import wlb_titan.prepare.prepare, wlb_titan.commands.prepare": {"torch", "torchtitan", "datasets"},
     "import wlb_titan.config.settings, wlb_titan.commands.config": {"torch", "torchtitan", "rich"},
 }
 """Programs, and packages that they leave alone, so that they begin at once."""

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.config.build import dotted
 from wlb_titan.config.load import Resolved, resolve
 from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.toml.build import dotted
 
 
 class Circle:

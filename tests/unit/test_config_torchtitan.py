@@ -14,10 +14,10 @@ from wlb_titan.commands.main import main
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.memory.fits import USABLE_IN_SLICES
-from wlb_titan.runtime.job import job_of, parallel_dims
+from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.models.load import load_config
-from wlb_titan.runtime.pipeline.schedules import stage_names
+from wlb_titan.runtime.pipeline.keys import stage_names
 
 pytestmark = pytest.mark.slow
 

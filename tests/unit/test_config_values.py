@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Interval, MinLen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.config.values import Mismatch, convert, describe, expressed, key_text, to_text
+from wlb_titan.toml.values import Mismatch, convert, describe, expressed, key_text, to_text
 
 Rate = Annotated[float, Gt(0)]
 Share = Annotated[float, Interval(gt=0, lt=1)] | None

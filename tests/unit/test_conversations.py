@@ -14,12 +14,12 @@ from wlb_titan.commands.main import main
 from wlb_titan.config.documents import documents_of
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus import Corpus
-from wlb_titan.corpus.tokenizer import train_tokenizer
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.documents.mixture import is_held_out
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import START
+from wlb_titan.prepare.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.slow
 

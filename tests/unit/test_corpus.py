@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from wlb_titan.corpus import Corpus, CorpusError, writer
 from wlb_titan.corpus.shards import Lengths
-from wlb_titan.corpus.tokenizer import train_tokenizer
+from wlb_titan.prepare.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan.commands.prepare import length_rows
-from wlb_titan.corpus.prepare import PrepareSettings
-from wlb_titan.corpus.sources import JsonLines, SourceSpec, open_source
-from wlb_titan.corpus.tokenizer import (
+from wlb_titan.errors import CorpusError
+from wlb_titan.prepare.prepare import PrepareSettings
+from wlb_titan.prepare.sources import JsonLines, SourceSpec, open_source
+from wlb_titan.prepare.tokenizer import (
     TRAINING_CHARACTERS,
     CorpusTokenizer,
     LeftOut,
@@ -27,7 +28,6 @@ from wlb_titan.corpus.tokenizer import (
     train_tokenizer,
     training_texts,
 )
-from wlb_titan.errors import CorpusError
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import torch
 from corpora import write_datatrove, write_megatron, write_prepared
 
 from wlb_titan.config.settings import CorpusSettings
-from wlb_titan.corpus.prepare import write_synthetic_corpus
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.documents.mixture import Divided, Source, is_held_out
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import POLICIES
+from wlb_titan.packing.once import Once
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
-from wlb_titan.validation import Once
 
 # Documents held out of training and validated on once; and how many steps an epoch is.
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from wlb_titan.commands import dryrun as command
 from wlb_titan.commands.lone_ranks import alike, calls_of_all
 from wlb_titan.commands.main import main
-from wlb_titan.corpus.prepare import write_synthetic_corpus
+from wlb_titan.prepare.prepare import write_synthetic_corpus
 
 pytestmark = pytest.mark.slow
 

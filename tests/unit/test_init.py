@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from wlb_titan.commands.config import experiment
 from wlb_titan.commands.main import main
-from wlb_titan.runtime.job import degrees_product
+from wlb_titan.runtime.configured import degrees_product
 from wlb_titan.runtime.models.load import load_config
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,7 @@ import pytest
 from toys import Apart, Twins
 
 from wlb_titan import plugins
-from wlb_titan.config.build import Builder
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.config.sources import read_sources
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.workload import COST_MODELS
@@ -25,6 +23,8 @@ from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.search import degrees_of
 from wlb_titan.simulator.step import meetings, own_weights, seconds_with_meetings, simulate
+from wlb_titan.toml.build import Builder
+from wlb_titan.toml.sources import read_sources
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 2000)
 

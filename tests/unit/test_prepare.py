@@ -16,8 +16,8 @@ from corpora import content, decode
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import partial_folder
-from wlb_titan.corpus.prepare import DOCUMENTS_FILE, PrepareSettings, prepare_corpus, written_whole
-from wlb_titan.corpus.tokenizer import CorpusTokenizer
+from wlb_titan.prepare.prepare import DOCUMENTS_FILE, PrepareSettings, prepare_corpus, written_whole
+from wlb_titan.prepare.tokenizer import CorpusTokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from wlb_titan.corpus.prepare import write_synthetic_corpus
 from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.prepare.prepare import write_synthetic_corpus
+from wlb_titan.runtime.one_rank.lone import OneRankTrainer
 from wlb_titan.runtime.one_rank.rehearsal import ANSWER, STEP, Traffic, without_answers
-from wlb_titan.runtime.one_rank.trainer import OneRankTrainer
 from wlb_titan.simulator.measured import Pass
 
 pytestmark = pytest.mark.slow

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from wlb_titan.commands.lone_ranks import LoneRanks
 from wlb_titan.commands.main import main
 from wlb_titan.config.documents import training_documents
-from wlb_titan.corpus.prepare import write_synthetic_corpus
 from wlb_titan.cost.attention_kernels import Point
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
 from wlb_titan.cost.profile import Entry, Profile
+from wlb_titan.prepare.prepare import write_synthetic_corpus
+from wlb_titan.runtime.configured import job_of, model_shape, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader, SharedAnswer
-from wlb_titan.runtime.job import job_of, model_shape, parallel_dims
 from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.choice import Scenario, choose

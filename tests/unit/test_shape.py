@@ -2,7 +2,7 @@
 
 import pytest
 
-from wlb_titan.runtime.job import model_shape
+from wlb_titan.runtime.configured import model_shape
 from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow

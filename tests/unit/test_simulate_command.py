@@ -16,15 +16,15 @@ from torchtitan.config import ParallelismConfig
 from wlb_titan.commands.command_line import load_job
 from wlb_titan.commands.main import main
 from wlb_titan.commands.simulate import winner_words
-from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
 from wlb_titan.job import Policy
 from wlb_titan.pipeline.schedule import layers_of_stages
+from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.runtime.checks import validate_inputs
-from wlb_titan.runtime.job import job_of, parallel_dims
+from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config
-from wlb_titan.runtime.pipeline.schedules import keys_of_stages, stage_names
+from wlb_titan.runtime.pipeline.keys import keys_of_stages, stage_names
 from wlb_titan.simulator.search import candidates
 
 pytestmark = pytest.mark.slow

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.config.load import Resolved
-from wlb_titan.config.sources import COMMAND_LINE
 from wlb_titan.cost.cluster import shipped
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job
+from wlb_titan.toml.sources import COMMAND_LINE
 
 if TYPE_CHECKING:
     from wlb_titan.simulator.choice import Choice
@@ -241,7 +241,7 @@ def resolved_job(file: Path, overrides: Sequence[str], world_size: int | None) -
     """The job that a file with overrides describes, and its configuration. Without a world size, a
     data-parallel degree of -1 is 1."""
     resolved = load(file, overrides, world_size)
-    from wlb_titan.runtime.job import job_of, parallel_dims
+    from wlb_titan.runtime.configured import job_of, parallel_dims
 
     return resolved.check(lambda config: job_of(config, parallel_dims(config, world_size))), resolved
 

@@ -20,11 +20,11 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
-from wlb_titan.config.sources import read_sources
-from wlb_titan.config.values import shown
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.trace import Span, read_trace
 from wlb_titan.summary import Estimate
+from wlb_titan.toml.sources import read_sources
+from wlb_titan.toml.values import shown
 
 CONFIG, METRICS, TRACES = "config.toml", "metrics.jsonl", "traces"
 """What wlb_titan.runtime writes into a dump folder."""

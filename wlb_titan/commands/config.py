@@ -19,10 +19,10 @@ from wlb_titan.commands.command_line import (
     world_size_option,
     writing,
 )
-from wlb_titan.config.values import to_text
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import UserError
 from wlb_titan.job import Policy
+from wlb_titan.toml.values import to_text
 
 
 @click.group()

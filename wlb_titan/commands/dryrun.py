@@ -120,7 +120,7 @@ def _meet(calls: Mapping[int, RankCalls]) -> bool:
 def _cluster_here(wlb: Any) -> tuple[list[str], float | None]:
     """Overrides, and bytes of a GPU, that name the device at hand to processes that do not see it; neither if
     the file names a cluster."""
-    from wlb_titan.runtime.job import gpu_at_hand
+    from wlb_titan.runtime.configured import gpu_at_hand
 
     if wlb.cluster:
         return [], None

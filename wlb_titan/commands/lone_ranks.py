@@ -95,7 +95,7 @@ class LoneRanks:
         """Those of the file's job. If its corpus is not here, one of synthetic lengths takes its place for
         so many `steps`. `policy` and `memory` replace the file's and the cluster's bytes."""
         from wlb_titan.config.documents import training_documents
-        from wlb_titan.runtime.job import job_of, parallel_dims
+        from wlb_titan.runtime.configured import job_of, parallel_dims
         from wlb_titan.simulator.choice import choose
 
         words = [*overrides, *_under(policy), "--dump_folder", str(folder)]
@@ -194,7 +194,7 @@ def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
 def _synthetic_corpus(resolved: Resolved, micro_batches: int, steps: int, folder: Path) -> list[str]:
     """Overrides that name a corpus of synthetic lengths, enough for so many steps of the whole job's
     `micro_batches`; none if the configured corpus is on this machine."""
-    from wlb_titan.corpus.prepare import write_synthetic_corpus
+    from wlb_titan.prepare.prepare import write_synthetic_corpus
     from wlb_titan.runtime.checks import validate_corpus
 
     corpus = resolved.config.wlb.corpus
@@ -268,9 +268,8 @@ def calls_of_all(ran: Mapping[int, RankCalls], same: Mapping[int, int], grid: Gr
 
 def _moved(calls: RankCalls, start: int, to: int, grid: Grid) -> RankCalls:
     """The calls of rank `start`, as `to` makes them."""
-    peers = {
-        call.peer: grid.moved([start, call.peer], start, to)[1] for call in calls.calls if call.peer >= 0
-    }
+    peers = {call.peer for call in calls.calls if call.peer >= 0}
+    moved = {peer: grid.moved([start, peer], start, to)[1] for peer in peers}
     return replace(
         calls,
         groups=[grid.moved(members, start, to) for members in calls.groups],

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 
 from wlb_titan.commands.command_line import NUMBER, POSITIVE, say, show_table
 from wlb_titan.corpus.corpus import PREPARATION_FILE, UNREADABLE_FILE, Corpus
-from wlb_titan.corpus.prepare import PrepareSettings, Report, prepare_corpus
-from wlb_titan.corpus.sources import SOURCES
-from wlb_titan.corpus.tokenizer import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
+from wlb_titan.prepare.prepare import PrepareSettings, Report, prepare_corpus
+from wlb_titan.prepare.sources import SOURCES
+from wlb_titan.prepare.tokenizer import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
 
 BAR_WIDTH = 24
 SAMPLE_TOKENS = 400

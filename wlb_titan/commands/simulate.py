@@ -38,9 +38,7 @@ from wlb_titan.commands.page import (
     table,
     write_page,
 )
-from wlb_titan.config.build import dotted
 from wlb_titan.config.load import Resolved
-from wlb_titan.config.values import to_text
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
@@ -50,6 +48,8 @@ from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.trace import Span, step_timeline, write_trace
 from wlb_titan.summary import Estimate
+from wlb_titan.toml.build import dotted
+from wlb_titan.toml.values import to_text
 
 SEARCH_SECONDS = 300.0
 SHOWN = 12  # candidates of a search
@@ -316,7 +316,7 @@ def winner_words(job: Job, resolved: Resolved) -> list[str]:
         "parallelism.expert_parallel_degree": degrees.expert,
     }
     if degrees.pipeline > 1:
-        from wlb_titan.runtime.pipeline.schedules import keys_of_stages
+        from wlb_titan.runtime.pipeline.keys import keys_of_stages
 
         wanted["parallelism.pipeline_parallel_schedule"] = job.schedule
         stages = keys_of_stages(job.model.layers, job.shape.stages)

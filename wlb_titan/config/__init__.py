@@ -1,6 +1,5 @@
-"""TOML in, typed configuration out, with errors a person can act on.
+"""Our settings in TOML: what a user's file says becomes a typed configuration.
 
-The files, bottom to top: `values` (one value, its type and its range), `sources` (what the user wrote),
-`build` (that over a base), `load` (all together, and TOML out). `settings` holds our own sections. Nothing
-here imports torchtitan.
+`settings.py` has the sections of [wlb], `documents.py` what those of the corpus mean, and `load.py` reads a
+whole experiment by the engine in `wlb_titan.toml`. Nothing here imports torchtitan. Read `settings.py` first.
 """

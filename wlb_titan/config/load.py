@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
-from wlb_titan.config.build import Builder, Entry, dotted
-from wlb_titan.config.sources import Table, read_sources, string
-from wlb_titan.config.values import in_words, key_text, shown, to_text
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.job import Policy
 from wlb_titan.packing import POLICIES
 from wlb_titan.packing.policy import MOST_TOKENS
 from wlb_titan.pipeline.order import ORDERS
+from wlb_titan.toml.build import Builder, Entry, dotted
+from wlb_titan.toml.sources import Table, read_sources, string
+from wlb_titan.toml.values import in_words, key_text, shown, to_text
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Documents on disk: tokenized once, by `wlb-titan prepare` or another tool, then memory-mapped.
 
-Reading (`Corpus`) needs only numpy and pyarrow; writing (`wlb_titan.corpus.prepare`, imported separately)
-also needs `datasets` and `tokenizers`.
+Nothing but numpy and pyarrow is needed. `corpus.py` is what others use, `formats.py` knows the files of each
+tool and their label masks, `shards.py` reads their columns. `wlb_titan.prepare` makes what is read here.
 """
 
 from wlb_titan.corpus.corpus import Corpus

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -36,8 +37,10 @@ from wlb_titan.corpus.shards import (
     Shard,
     Tokens,
 )
-from wlb_titan.corpus.sources import SWITCH
 from wlb_titan.errors import CorpusError
+
+SWITCH = re.compile(r"(^|_)(weights?|train(able|ed|ing)?|loss|masks?|masked|learn(ed)?)(_|$)")
+"""Keys and columns by whose names data say how much of it is learned."""
 
 MASKS = ("labels", "loss_mask", MASK, "completion_mask")  # columns that say what is learned
 

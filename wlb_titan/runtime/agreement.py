@@ -35,8 +35,8 @@ from wlb_titan.memory.rank import GIB
 from wlb_titan.runtime.checkpoints import Beginning, beginning
 from wlb_titan.runtime.compat import process_groups
 from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.configured import gpu_at_hand
 from wlb_titan.runtime.dataloader import SharedAnswer
-from wlb_titan.runtime.job import gpu_at_hand
 from wlb_titan.simulator.choice import choose
 
 GRAPHS = 6  # of a compiled model, each forward and backward

@@ -13,7 +13,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from wlb_titan.config import documents as corpora
-from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.schedule import check_micro_batches
@@ -25,15 +24,22 @@ from wlb_titan.runtime.attention.module import ContextAttention
 from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.configured import (
+    configured_degrees,
+    degrees_product,
+    has_experts,
+    job_of,
+    parallel_dims,
+)
 from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.ends import seconds_of
 from wlb_titan.runtime.hugging_face import check_weights
-from wlb_titan.runtime.job import configured_degrees, degrees_product, has_experts, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.meshes import Axis, Dims
 from wlb_titan.runtime.pipeline.build import pipeline
-from wlb_titan.runtime.pipeline.schedules import canonical_name, check_schedule, check_stages, stage_names
+from wlb_titan.runtime.pipeline.keys import canonical_name, check_schedule, check_stages, stage_names
 from wlb_titan.simulator.choice import choose
+from wlb_titan.toml.values import shown
 
 ONLY = {
     "parallelism.spmd_backend": ("spmd_types", "our attention takes local tensors"),

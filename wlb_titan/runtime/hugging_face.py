@@ -26,11 +26,11 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.corpus.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
 from wlb_titan.errors import UserError
+from wlb_titan.prepare.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
 from wlb_titan.runtime.checkpoints import HUGGING_FACE_INDEX, METADATA
 from wlb_titan.runtime.config import TrainerConfig
-from wlb_titan.runtime.job import has_latent_attention
+from wlb_titan.runtime.configured import has_latent_attention
 
 KEY = "checkpoint.initial_load_path"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"

@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.runtime.compat import metrics_rank_of
 from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
-from wlb_titan.runtime.pipeline.schedules import canonical_name
+from wlb_titan.runtime.pipeline.keys import canonical_name
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.config import TrainerConfig

@@ -23,7 +23,7 @@ from wlb_titan.runtime.compat import optimizer_factory, owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.hugging_face import check_exchange, on_meta
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, unsupported
-from wlb_titan.runtime.pipeline.schedules import stage_names
+from wlb_titan.runtime.pipeline.keys import stage_names
 
 Weights = dict[str, nn.Parameter]
 

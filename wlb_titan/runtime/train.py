@@ -42,8 +42,8 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
 def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> int:
     """Runs an experiment in one of the launcher's processes; returns the exit status, `Stop.status` if it was
     stopped. A configuration that cannot run is refused before the dump folder is changed."""
-    from wlb_titan.config.sources import read_sources
     from wlb_titan.runtime.cpu_device import hide_accelerators, use_cpu_without_accelerator
+    from wlb_titan.toml.sources import read_sources
 
     if read_sources(path, overrides).written().get("wlb.device") == "cpu":
         hide_accelerators()
@@ -54,7 +54,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     from wlb_titan.kernels.implementations import device_of
     from wlb_titan.runtime.attention.implementation import check_implementation
     from wlb_titan.runtime.checks import check_processes, validate_inputs
-    from wlb_titan.runtime.job import device_bytes, job_of, parallel_dims
+    from wlb_titan.runtime.configured import device_bytes, job_of, parallel_dims
     from wlb_titan.runtime.memory import check_memory
     from wlb_titan.runtime.metrics import start_log
     from wlb_titan.runtime.models.load import load_config

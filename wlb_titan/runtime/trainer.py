@@ -34,11 +34,11 @@ from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
 from wlb_titan.runtime.checkpoints import save_stopped
 from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
 from wlb_titan.runtime.inputs import Item, grouped, to_device
-from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, context_meshes, meets, own_axes

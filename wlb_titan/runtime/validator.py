@@ -1,6 +1,6 @@
 """Validation on all documents that are held out of training, or of another corpus, once.
 
-`wlb_titan.validation` packs them, balanced as in training, with the same sharding and label masks. The loss
+`wlb_titan.packing.once` packs them, balanced as in training, with the same sharding and label masks. The loss
 is that of one step over all of them. It does not depend on packing or parallelism, except for documents above
 the context window, which are cut there. Each source of a mixture is validated by itself.
 """
@@ -20,10 +20,10 @@ from torchtitan.distributed import utils as dist_utils
 
 from wlb_titan.config.documents import validated_documents
 from wlb_titan.config.settings import WlbSettings
+from wlb_titan.packing.once import Once
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.inputs import Item, grouped, to_device
-from wlb_titan.validation import Once
 
 
 class Source(NamedTuple):

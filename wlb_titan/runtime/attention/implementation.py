@@ -20,7 +20,7 @@ from wlb_titan.kernels.op import TOLERANCE, comparison
 from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
 from wlb_titan.runtime.config import TrainerConfig
-from wlb_titan.runtime.job import model_shape
+from wlb_titan.runtime.configured import model_shape
 
 
 def check_implementation(config: TrainerConfig, device: Device | None = None) -> tuple[str, str]:

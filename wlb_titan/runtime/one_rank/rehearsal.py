@@ -26,11 +26,11 @@ import torch.distributed as dist
 
 from wlb_titan.memory.rank import GIB
 from wlb_titan.runtime.compat import fake_group, ranks_of_group
+from wlb_titan.runtime.configured import device_bytes
 from wlb_titan.runtime.dataloader import Step
-from wlb_titan.runtime.job import device_bytes
 from wlb_titan.runtime.memory import check_memory, check_planned_memory
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of, kind_of
-from wlb_titan.runtime.one_rank.trainer import OneRankTrainer
+from wlb_titan.runtime.one_rank.lone import OneRankTrainer
 from wlb_titan.runtime.step_trace import PassTimer
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.calls import RECEIVE, SEND

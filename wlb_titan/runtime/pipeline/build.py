@@ -33,7 +33,7 @@ from wlb_titan.runtime.compat import (
     build_pipeline_schedule,
     split_into_stages,
 )
-from wlb_titan.runtime.pipeline.schedules import stage_names
+from wlb_titan.runtime.pipeline.keys import stage_names
 from wlb_titan.runtime.pipeline.stage import Layout, PlannedStage
 from wlb_titan.runtime.step_trace import PassTimer
 

@@ -18,8 +18,10 @@ from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import BaseMetadata, MinLen
 
-from wlb_titan.config.sources import COMMAND_LINE, Leaf, Node, Table, leaves
-from wlb_titan.config.values import (
+from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.plugins import PluginConfig, configuration, full_name, short_name
+from wlb_titan.toml.sources import COMMAND_LINE, Leaf, Node, Table, leaves
+from wlb_titan.toml.values import (
     Mismatch,
     arms,
     bare,
@@ -32,8 +34,6 @@ from wlb_titan.config.values import (
     shown,
     to_text,
 )
-from wlb_titan.errors import ConfigError, UserError
-from wlb_titan.plugins import PluginConfig, configuration, full_name, short_name
 
 KeyPath = tuple[str | int, ...]
 """Keys from the root down. A place in a list is a string where the base's list is kept ("0"), a number where

@@ -24,7 +24,6 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.chat import ChatTemplate, conversations
 from wlb_titan.corpus.corpus import (
     PREPARATION_FILE,
     TOKENIZER_FOLDER,
@@ -35,8 +34,10 @@ from wlb_titan.corpus.corpus import (
 )
 from wlb_titan.corpus.formats import fingerprint_of
 from wlb_titan.corpus.shards import MASK, SOURCE, TOKENS
-from wlb_titan.corpus.sources import SourceSpec, open_source
-from wlb_titan.corpus.tokenizer import (
+from wlb_titan.errors import CorpusError
+from wlb_titan.prepare.chat import ChatTemplate, conversations
+from wlb_titan.prepare.sources import SourceSpec, open_source
+from wlb_titan.prepare.tokenizer import (
     DEFAULT_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
     CorpusTokenizer,
@@ -49,7 +50,6 @@ from wlb_titan.corpus.tokenizer import (
     train_tokenizer,
     training_texts,
 )
-from wlb_titan.errors import CorpusError
 
 Report = Callable[[str, int, int], None]  # told of an activity, its progress and total (0: unknown)
 

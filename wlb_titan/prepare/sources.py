@@ -15,15 +15,13 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Any, Protocol
 
+from wlb_titan.corpus.formats import SWITCH
 from wlb_titan.errors import CorpusError
 
 SOURCES = (
     "python-source, text:DIR, jsonl:FILE_OR_DIR#field, parquet:FILE_OR_DIR#field, "
     "hf:NAME[,CONFIG][@SPLIT][#field]"
 )
-
-SWITCH = re.compile(r"(^|_)(weights?|train(able|ed|ing)?|loss|masks?|masked|learn(ed)?)(_|$)")
-"""Keys and columns by whose names data say how much of it is learned."""
 
 UNREAD = re.compile(rf"^(system(_prompt)?|functions|documents|chat_template_kwargs)$|{SWITCH.pattern}")
 """Keys beside a conversation that would change it."""

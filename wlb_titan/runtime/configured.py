@@ -24,7 +24,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.meshes import Dims
-from wlb_titan.runtime.pipeline.schedules import canonical_name, stage_names
+from wlb_titan.runtime.pipeline.keys import canonical_name, stage_names
 
 
 def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:

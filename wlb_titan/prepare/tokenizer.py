@@ -16,8 +16,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.sources import Source
 from wlb_titan.errors import CorpusError
+from wlb_titan.prepare.sources import Source
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

@@ -23,9 +23,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.sources import SWITCH, Source
-from wlb_titan.corpus.tokenizer import TOKENIZER_FILE, Document, LeftOut, batched
+from wlb_titan.corpus.formats import SWITCH
 from wlb_titan.errors import CorpusError
+from wlb_titan.prepare.sources import Source
+from wlb_titan.prepare.tokenizer import TOKENIZER_FILE, Document, LeftOut, batched
 
 AT_ONCE = 256  # conversations tokenized together
 

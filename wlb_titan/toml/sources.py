@@ -15,8 +15,8 @@ from typing import Any
 
 import tomli
 
-from wlb_titan.config.values import shown
 from wlb_titan.errors import ConfigError
+from wlb_titan.toml.values import shown
 
 Keys = tuple[str, ...]
 COMMAND_LINE = "command line"

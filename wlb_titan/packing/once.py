@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wlb_titan.balancing import balance
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream, Pieces
-from wlb_titan.job import Job
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH, START
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 BLOCK = 1 << 20  # documents cut at a time
 

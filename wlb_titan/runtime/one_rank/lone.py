@@ -17,8 +17,8 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.memory.rank import GIB, TERMS
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.compat import ranks_of_group
+from wlb_titan.runtime.configured import parallel_dims
 from wlb_titan.runtime.dataloader import Step
-from wlb_titan.runtime.job import parallel_dims
 from wlb_titan.runtime.memory import planned_memory
 from wlb_titan.runtime.meshes import meets
 from wlb_titan.runtime.one_rank.dry_trace import local_tensor
