@@ -314,9 +314,9 @@ def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, monkeypatch):
     """Every rank of two replicas is run, and its calls are those that follow from the one like it."""
     said, ran = {}, {}
 
-    def all_of_all(own, same, degrees):
+    def all_of_all(own, same, grid):
         ran.update(own)
-        found = calls_of_all({first: own[first] for first in said.values()}, said, degrees.grid)
+        found = calls_of_all({first: own[first] for first in said.values()}, said, grid)
         for rank, calls in found.items():
             assert (calls.groups, calls.calls) == (own[rank].groups, own[rank].calls), rank
         return found
@@ -331,8 +331,8 @@ def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, monkeypatch):
 def test_calls_that_do_not_meet_fail_the_command(dryrun, monkeypatch):
     """One of the ranks that are run leaves out the first of its calls."""
 
-    def without_one(own, same, degrees):
-        found = calls_of_all(own, same, degrees)
+    def without_one(own, same, grid):
+        found = calls_of_all(own, same, grid)
         return found | {5: replace(found[5], calls=found[5].calls[1:])}
 
     monkeypatch.setattr(command, "calls_of_all", without_one)
