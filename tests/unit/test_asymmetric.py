@@ -15,8 +15,8 @@ from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.workload import cost_model
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
+from wlb_titan.packing.slices import PrefixWork
 from wlb_titan.packing.slim.asymmetric import cut_line, token_moves
-from wlb_titan.packing.slim.slices import PrefixWork
 from wlb_titan.plan import Action
 from wlb_titan.simulator.replicas import check_slices
 

@@ -21,8 +21,8 @@ from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import USABLE_IN_SLICES
+from wlb_titan.packing.slices import PrefixWork
 from wlb_titan.packing.slim.micropacks import Slots, SolvedPlacing, micropacks, place_greedily
-from wlb_titan.packing.slim.slices import PrefixWork
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.simulator.replicas import rank_memory
 

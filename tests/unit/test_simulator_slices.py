@@ -15,8 +15,8 @@ from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import SliceCache
 from wlb_titan.packing.predicted import pack_sizes, pass_seconds, passing
+from wlb_titan.packing.slices import piece_numbers
 from wlb_titan.packing.slim.asymmetric import regrouped_times
-from wlb_titan.packing.slim.slices import piece_numbers
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import TOTAL, Action, MicroBatch, Plan
 from wlb_titan.simulator.replicas import check_slices, rank_memory

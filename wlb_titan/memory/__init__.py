@@ -1,1 +1,5 @@
-"""Memory of a step at its peak: arithmetic on lengths and shapes."""
+"""Bytes: a step's peak on each pipeline rank, and what fits a device.
+
+`recompute.py` says what each kind of activation checkpointing keeps, `layer.py` the bytes of a layer and of
+the weights, `rank.py` walks a rank's passes, and `fits.py` asks whether a step fits. Read `rank.py` first.
+"""

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class Dealt(Plain):
-    """The windows of `plain`, dealt out to data-parallel ranks, which may share them (ours)."""
+    """The windows of `plain`, dealt out to data-parallel ranks, which may share them (ours).
+
+    Imbalance within a rank, delay and cut are those of `plain`; the sums of ranks are nearly equal.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Plain.Config):
@@ -63,7 +66,7 @@ class Dealt(Plain):
 
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         super().__init__(config, stream, job)
-        self._work = partial(workload, job.cost_model)
+        self._job = job
         self._replicas, self._sharers = job.replicas, config.sharers
 
     def next(self) -> Packing:
@@ -71,7 +74,7 @@ class Dealt(Plain):
         windows, sharers = packing.packs, self._sharers
         if sharers == 1:
             return packing
-        works = packing.work(self._work)
+        works = packing.work(partial(workload, self._job.cost_model))
         rows = balanced(works, len(windows) // sharers)  # of the windows of each pack
         work = np.array([works[own].sum() for own in rows])
         packs: list[MicroBatch] = []

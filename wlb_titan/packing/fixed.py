@@ -43,6 +43,8 @@ class FixedGreedy(PackingPolicy):
     batches (Table 2) needs this: on our lengths it is 1.23, 1.12 and 1.06, and 1.35, 1.32 and 1.31 in stream
     order. The price is that heavy steps come before light ones. Documents arrive when their global batches
     are read, so in the k-th step after that the delay is k.
+
+    Imbalance 1.10 to 1.35, delay 0, over one global batch; 1.02 to 1.06 and 3.38 over eight. Cut as `plain`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -123,7 +125,10 @@ class FixedGreedy(PackingPolicy):
 
 
 class FixedSolver(FixedGreedy):
-    """As `fixed_greedy`, and then a MILP solver makes each packing better."""
+    """As `fixed_greedy`, and then a MILP solver makes each packing better.
+
+    Imbalance 1.09 to 1.29, delay 0, over one global batch; a step is planned in 142 to 246 ms.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(FixedGreedy.Config):

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class Plain(PackingPolicy):
-    """Documents fill windows of exactly `training.seq_len` tokens as they come (the paper's Plain-4D)."""
+    """Documents fill windows of exactly `training.seq_len` tokens as they come (the paper's Plain-4D).
+
+    Imbalance 1.14 to 1.45, delay 0, cut 10.3 % (docs/packing.md, as of all policies).
+    """
 
     variable_length = False
     balances = False

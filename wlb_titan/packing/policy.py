@@ -16,7 +16,7 @@ from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.rank import RankPeak
-from wlb_titan.packing.slim.slices import WorkOf, slice_work
+from wlb_titan.packing.slices import WorkOf, slice_work
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Flow, MicroBatch
 from wlb_titan.plugins import Family, Plugin, PluginConfig

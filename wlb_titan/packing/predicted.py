@@ -15,7 +15,7 @@ from wlb_titan.context.layout import whole_sequence, with_prefix
 from wlb_titan.context.strategy import ALL_KEYS, KeyShares
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.memory.rank import CachedSlice, PackSize, Passes, RankMemory
-from wlb_titan.packing.slim.slices import cache_rows
+from wlb_titan.packing.slices import cache_rows
 from wlb_titan.plan import Flow, MicroBatch
 
 if TYPE_CHECKING:

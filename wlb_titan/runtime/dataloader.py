@@ -25,7 +25,7 @@ from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing.policy import PackingPolicy
-from wlb_titan.packing.slim.slices import cache_rows
+from wlb_titan.packing.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.runtime.inputs import Item, rank_item
 from wlb_titan.runtime.loss import total_weight, with_weights

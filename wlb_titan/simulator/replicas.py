@@ -22,7 +22,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.predicted import pass_seconds, replica_memory
-from wlb_titan.packing.slim.slices import last_needed, piece_numbers
+from wlb_titan.packing.slices import last_needed, piece_numbers
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import PREFIX, TOTAL, Action, Flow, MicroBatch, Plan
 from wlb_titan.simulator.measured import MeasuredPasses

@@ -15,7 +15,7 @@ import numpy as np
 
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
-from wlb_titan.packing.slim.slices import kind
+from wlb_titan.packing.slices import kind
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.replicas import step_ends, step_passes
 

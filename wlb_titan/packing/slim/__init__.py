@@ -1,4 +1,6 @@
-"""Policies of slices: SlimPack.
+"""Policies of slices: SlimPack. Read `slim.py` first, then `dp_merge.py` and `micropacks.py`, then `flow.py`.
 
-Read `slim` first, then `dp_merge` and `micropacks`, which `packer` puts together, then `flow`.
+The asymmetric partition (backward passes with micro-batches of their own) is `asymmetric.py` here and
+`runtime/pipeline/regroup.py` there. Others meet it in three hooks of `PackingPolicy.Config`: `regroups`,
+`rank_memory` and `pass_times`.
 """

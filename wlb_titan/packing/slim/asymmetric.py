@@ -32,9 +32,9 @@ from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Moment, Pass, RankPeak
 from wlb_titan.packing.policy import Pack, Packing
+from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice, piece_numbers
 from wlb_titan.packing.slim.dp_merge import Packer, draft
 from wlb_titan.packing.slim.flow import Flows
-from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice, piece_numbers
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL, MicroBatch
 

@@ -36,9 +36,9 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Least
 from wlb_titan.packing.policy import Pack, Packing
+from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.micropacks import Placing, micropacks, place_greedily
-from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.plan import LENGTH, START, MicroBatch
 
 if TYPE_CHECKING:

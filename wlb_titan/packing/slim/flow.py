@@ -12,7 +12,7 @@ from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.predicted import pass_seconds, replica_memory
-from wlb_titan.packing.slim.slices import last_needed
+from wlb_titan.packing.slices import last_needed
 from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
 from wlb_titan.plan import Action, Flow, MicroBatch
 

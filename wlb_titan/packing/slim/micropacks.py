@@ -29,7 +29,7 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.fixed import Milp
 from wlb_titan.packing.policy import AskRank0, ask_locally
-from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
+from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice
 
 WIDER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)
 """Targets relative to total / M: with a wider one documents are cut into fewer slices."""

@@ -1,4 +1,4 @@
 """One rank of a big job, alone in a process: dry runs (without memory) and rehearsals (measured).
 
-Read `process` first, then `trainer`, then `dry_run` with `dry_trace`, or `rehearsal`.
+Read `process.py` first, then `lone.py`, then `dry_run.py` with `dry_trace.py`, or `rehearsal.py`.
 """

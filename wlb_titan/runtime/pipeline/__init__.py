@@ -1,1 +1,1 @@
-"""The pipeline as torch runs it. Read `build` first, then `schedules`, `stage` and `regroup`."""
+"""The pipeline as torch runs it. Read `build.py` first, then `keys.py`, `stage.py` and `regroup.py`."""
