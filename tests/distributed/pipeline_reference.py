@@ -89,7 +89,7 @@ class Reference:
                     tokens.unsqueeze(0), positions=positions.unsqueeze(0), attention_masks=mask
                 )
                 loss = torch.nn.functional.cross_entropy(
-                    logits.squeeze(0), labels, reduction="sum", ignore_index=IGNORE_INDEX
+                    logits.squeeze(0).float(), labels, reduction="sum", ignore_index=IGNORE_INDEX
                 )
             if backward:
                 (s.weight * loss / count).backward()
