@@ -6,14 +6,9 @@
 | triton         | Triton                          | Triton: dK and dV, then dQ   | sm_80 or later     |
 | gluon          | Gluon, FlashAttention-3's order | Gluon: all three in one pass | sm_90, D 64 or 128 |
 
-"auto" takes what was measured fastest:
-
-- On Hopper with head dim 128 Gluon, which took less time than Triton in all cases timed on an H100, forward
-  and backward. Its backward only where a record says that it passed its trial (record.py), because its warps
-  meet in ways that only that GPU can show to be right; elsewhere Triton's, which takes the same forward.
-- With other head dims, which were not timed, and on other GPUs Triton.
-- On the CPU the reference; under Triton's interpreter (TRITON_INTERPRET=1), which computes bfloat16 wrongly,
-  Triton for float16 and float32.
+"auto" takes what was measured fastest (fastest.py); where nothing was measured, Triton on a GPU and the
+reference on the CPU; under Triton's interpreter (TRITON_INTERPRET=1), which computes bfloat16 wrongly, Triton
+for float16 and float32.
 """
 
 from functools import cache
@@ -21,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from . import record
+from .fastest import FASTEST
 
+PASSES = ("forward", "backward")
 IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon")
 MAX_HEAD_DIM = 256
 GLUON_HEAD_DIMS = (64, 128)
-MEASURED_FASTEST = (128, 128)  # D and Dv for which Gluon was
 
 
 class Device(NamedTuple):
@@ -35,7 +30,6 @@ class Device(NamedTuple):
     type: str  # as of torch.device
     capability: tuple[int, int] | None = None  # of a GPU; None, not known yet, excludes nothing
     interpreted: bool = False  # whether Triton is there and runs its kernels on the CPU, for tests
-    passed: frozenset[tuple[tuple[int, int], torch.dtype]] = frozenset()  # D, Dv, dtype of passed trials
 
     @property
     def tma(self) -> bool:
@@ -47,8 +41,7 @@ class Device(NamedTuple):
 def device_of(device: torch.device) -> Device:
     """What the rule needs to know about a device; cached until `device_of.cache_clear()`."""
     if device.type == "cuda":
-        found = Device("cuda", torch.cuda.get_device_capability(device))
-        return found._replace(passed=record.passed(device, MEASURED_FASTEST)) if found.tma else found
+        return Device("cuda", torch.cuda.get_device_capability(device))
     return Device(device.type, interpreted=_interpreting())
 
 
@@ -85,8 +78,8 @@ def chosen(which: str, implementation: str, dims: tuple[int, int], dtype: torch.
             if dim not in GLUON_HEAD_DIMS:
                 raise ValueError(f"the Gluon kernels have head dims {GLUON_HEAD_DIMS}, but {name} has {dim}")
     if implementation == "auto":
-        fastest = device.tma and dims == MEASURED_FASTEST
-        return "gluon" if fastest and (which == "forward" or (dims, dtype) in device.passed) else "triton"
+        family = FASTEST.get(device.capability[0], {}) if device.capability else {}
+        return family.get(dims, ("triton", "triton"))[PASSES.index(which)]
     return implementation
 
 

@@ -100,9 +100,9 @@ class AttentionSettings:
     """[wlb.attention]: what computes the attention of every layer."""
 
     implementation: Literal["auto", "reference", "triton", "gluon"] = "auto"
-    """`auto`: what was measured fastest on the device at hand, Gluon's backward where a record says that it
-    passed its trial there; the run says which. `reference`: plain PyTorch, on any device. `triton`: GPUs of
-    compute capability 8.0 or later. `gluon`: Hopper, head dims 64 and 128."""
+    """`auto`: what was measured fastest on a GPU like that at hand; the run says which. `reference`: plain
+    PyTorch, on any device. `triton`: GPUs of compute capability 8.0 or later. `gluon`: Hopper, head dims 64
+    and 128."""
 
     sm_margin: Annotated[int, Ge(0)] = 0
     """Multiprocessors that Gluon's kernels leave to NCCL, whose collectives wait for their end otherwise and

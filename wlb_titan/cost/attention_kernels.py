@@ -16,10 +16,8 @@ Head dim: FlashAttention-3 (Shah et al. 2024, H100, 16K tokens, not causal) reac
 474 backward at head dim 64, and 648 and 561 at 128. So a block at 64 takes 0.652 and 0.592 of its time at
 128. Ours is assumed to scale alike until it is measured, linearly between and beyond.
 
-`taken` has the kernels that are predicted: those that `auto` takes on a Hopper without a record
-(kernels/implementations.py, which planning does not import; a test compares both). No committed run has shown
-today's backward of Gluon's right on an H100: benchmarks/results/nvidia_h100/attention_turns_h100.jsonl has 56
-checks of an earlier one, which was not persistent.
+`taken` has the kernels that are predicted: those that `auto` takes on a Hopper, by the same constant
+(kernels/fastest.py).
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
+from wlb_titan.kernels.fastest import HOPPER
 
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
@@ -112,10 +111,11 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
 
 def taken(implementation: str, dims: tuple[int, int]) -> tuple[str, str]:
     """What computes forward and backward on a Hopper with these head dims (D, Dv) where [wlb.attention] has
-    this implementation, and no trial of Gluon's backward is recorded."""
+    this implementation."""
     if implementation in ("gluon", "triton"):
         return implementation, implementation
-    return "gluon" if dims == (128, 128) else "triton", "triton"
+    passes: tuple[str, str] = HOPPER.get(dims, ("triton", "triton"))
+    return passes
 
 
 def fit(points: Sequence[Point], units: int, tiling: Tiling) -> KernelCost:

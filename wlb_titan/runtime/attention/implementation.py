@@ -14,7 +14,6 @@ from torchtitan.tools.logging import logger
 from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
-from wlb_titan.kernels import record
 from wlb_titan.kernels.implementations import Device, chosen, device_of
 from wlb_titan.kernels.op import TOLERANCE, comparison
 from wlb_titan.kernels.segments import Options, Shape
@@ -70,13 +69,6 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
     """
     forward, backward = check_implementation(config, device_of(device))
     logger.info(f"Attention: {forward if forward == backward else f'{forward} forward, {backward} backward'}")
-    if forward != backward:
-        of = record.subject(device, _dims(config), _dtype(config))
-        known = record.verdict(of)
-        what = "has not been tried here; `wlb-titan profile` tries it"
-        if known is not None:
-            what = f"was refused: {known.reason} (remove {of.path} to try it again)"
-        logger.info(f"Gluon's backward pass, which is faster than Triton's, {what}. {of}")
     if forward == "reference" or device.type != "cuda":  # an interpreter compiles nothing
         return
     first = int(os.environ["LOCAL_RANK"]) == 0
