@@ -164,32 +164,3 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(on_hopper, monkeypatch):
     reason = r"with a window of 512 \(triton\) do not work on this NVIDIA H100: dk is .* \"reference\""
     with pytest.raises(UserError, match=reason):
         implementation._prepare(config, shape, 512, "triton", cpu)
-
-
-def test_a_step_compares_gluons_backward_with_tritons(on_hopper, monkeypatch):
-    """One layer's, in the steps that are asked for; what is too far away ends the run."""
-    settings = AttentionSettings(compare_every=3)
-    assert [step for step in range(1, 8) if implementation.ask_comparison(settings, step)] == [3, 6]
-    assert implementation.compared_difference(6) == -1.0, "no pass came"
-    assert not implementation.ask_comparison(AttentionSettings(compare_every=0), 3)
-
-    def difference(step, layers=2):
-        asked = implementation.ask_comparison(settings, step)
-        ran = []
-        for _ in range(layers):
-            passes(on_hopper, "gluon")
-            ran += [name for name, _ in on_hopper[1:]]
-        return ran, implementation.compared_difference(step) if asked else None
-
-    assert difference(2) == (["gluon"] * 2, None)
-    assert difference(3) == (["gluon", "triton", "gluon"], 0.0)
-    right = triton_launch.backward
-    monkeypatch.setattr(triton_launch, "backward", wrong_by(1.01, right))
-    assert difference(3)[1] == pytest.approx(0.01, rel=0.5)
-    for factor in (1.03, torch.nan):
-        monkeypatch.setattr(triton_launch, "backward", wrong_by(factor, right))
-        with pytest.raises(RuntimeError, match=r"step 6 a layer's gradients by Gluon .* \"triton\""):
-            difference(6)
-    implementation.ask_comparison(settings, 3)
-    passes(on_hopper, "triton")
-    assert implementation.compared_difference(3) == -1.0, "nothing was by Gluon"

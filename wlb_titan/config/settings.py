@@ -108,10 +108,6 @@ class AttentionSettings:
     """Multiprocessors that Gluon's kernels leave to NCCL, whose collectives wait for their end otherwise and
     then overlap with nothing. 8 to 16 is what NCCL's channels take. Predicted times know it."""
 
-    compare_every: Annotated[int, Ge(0)] = 1000
-    """Every so many steps one layer's backward pass by Gluon is computed by Triton too. The metrics get their
-    difference, and above 2 % the run ends. 0: never."""
-
 
 @dataclass(kw_only=True, slots=True)
 class WlbSettings:

@@ -1,5 +1,5 @@
 """The implementation of the job's attention: refused before anything is built, compiled and checked before
-the first step, and compared with another within the run."""
+the first step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 
-from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.kernels.implementations import Device, chosen, device_of
-from wlb_titan.kernels.op import TOLERANCE, comparison
 from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
 from wlb_titan.runtime.config import TrainerConfig
@@ -97,26 +95,6 @@ def _prepare(
             f'Set it to "{other}", and report it, please.'
         ) from wrong
     logger.info(f"{what}: right on this GPU, within {error:.2%}")
-
-
-def ask_comparison(settings: AttentionSettings, step: int) -> bool:
-    """Whether the step's first backward pass by Gluon is computed by Triton too."""
-    asked = settings.compare_every > 0 and step % settings.compare_every == 0
-    if asked:
-        comparison.ask()
-    return asked
-
-
-def compared_difference(step: int) -> float:
-    """Between this rank's two passes, norm over norm, at most TOLERANCE; -1 where Gluon ran none."""
-    difference = comparison.answer()
-    if difference is not None and not difference <= TOLERANCE:  # nor is NaN
-        raise RuntimeError(
-            f"In step {step} a layer's gradients by Gluon are {difference:.2g} of their norm away from those "
-            'by Triton; training stops. Set wlb.attention.implementation to "triton" and go on from the last '
-            "checkpoint, and report it, please."
-        )
-    return -1.0 if difference is None else difference
 
 
 def attention_shape(job: Job, context_rank: int) -> Shape:
