@@ -8,6 +8,7 @@ which has no other to race with; the same bits in many launches. n clean launche
 import torch
 from wlb_titan.kernels import op
 from wlb_titan.kernels.gluon_launch import Division
+from wlb_titan.kernels.implementations import units
 from wlb_titan.kernels.segments import Options, Saved
 from wlb_titan.kernels.self_check import KernelError, Noise, attend, compare, same
 
@@ -24,7 +25,8 @@ def try_way(
     got = attend(noise, options, divided)
     compare(got, want, f"{divided}")
     for programs in PROGRAMS:
-        same(got, attend(noise, options, divided, programs), f"is computed by {programs} programs")
+        fewer = options._replace(sm_margin=units(noise.q.device) - programs)
+        same(got, attend(noise, fewer, divided), f"is computed by {programs} programs")
     repeat(noise, options, divided, repeats)
 
 

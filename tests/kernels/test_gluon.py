@@ -11,7 +11,7 @@ import torch
 from gluon_emulator import KERNELS, Emulated, load_kernel, mutants, mutated
 from gluon_machine import ORDERS
 from oracle import SHARD, compare_all, packed, random_inputs, rows
-from wlb_titan.kernels import gluon_launch, op, self_check
+from wlb_titan.kernels import gluon_launch, op, self_check, triton_launch
 from wlb_titan.kernels import schedule as schedules
 from wlb_titan.kernels.implementations import Device
 from wlb_titan.kernels.schedule import Key, Schedule
@@ -137,8 +137,9 @@ def differing(backward, when):
     """A backward pass whose dQ is another in the fifth call, or by two programs."""
     calls = count(1)
 
-    def other(*tensors, programs=None, **divided):
-        dq, dk, dv = backward(*tensors, programs=programs, **divided)
+    def other(dout, dlse, saved, schedule, options, divided):
+        dq, dk, dv = backward(dout, dlse, saved, schedule, options, divided)
+        programs = gluon_launch.most_programs(dq.device, options)
         return dq + (next(calls) == 5 if when == "late" else programs == 2), dk, dv
 
     return other
@@ -161,9 +162,10 @@ def test_a_trial_refuses_what_is_wrong(monkeypatch, name, reason):
     emulated = [Emulated(kernel, order="last program first", programs=None) for kernel in kernels]
     emulate(monkeypatch, *emulated, units=3)
     monkeypatch.setattr(gluon_trial, "PROGRAMS", (1, 2, 7))
+    monkeypatch.setattr(gluon_trial, "units", lambda device: 3)
     if reason and not change:
         monkeypatch.setattr(gluon_launch, "backward", differing(gluon_launch.backward, name))
-    for module in (op, self_check):
+    for module in (op, triton_launch):
         monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
     wish = Options(SCALE, implementation="gluon")
     segments = self_check.rich_segments(2, units=0, scale=40)

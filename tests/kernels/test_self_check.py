@@ -160,7 +160,7 @@ RUNS.remove(("latent attention", "gluon"))  # which has no such head dim
 
 @pytest.fixture
 def hopper(monkeypatch):
-    for module in (op, self_check):
+    for module in (op, triton_launch):
         monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
     monkeypatch.setattr(gluon_launch, "units", lambda device: 132)
 

@@ -24,9 +24,9 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan import __version__
 from wlb_titan.commands.command_line import Output, TomlFile, resolved_job, say, show_table
-from wlb_titan.cost.profile import AttentionShape, Entry, LinearProfile, Profile, fitted, rate
+from wlb_titan.cost.profile import TILES_OF, AttentionShape, Entry, LinearProfile, Profile, fitted, rate
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.implementations import chosen, device_of
+from wlb_titan.kernels.implementations import PASSES, chosen, device_of, load
 from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
@@ -134,16 +134,18 @@ def _measure(shape: AttentionShape, device: str, units: int) -> list[Entry]:
     dtype = getattr(torch, shape.dtype)
     cases = list(grid.cases(shape.heads))
     rule = "auto", shape.both_dims, dtype, device_of(torch.device(device))
-    kinds = chosen("forward", *rule), chosen("backward", *rule)
+    kinds = [chosen(which, *rule) for which in PASSES]
     label = f"{shape.kind}, {' and '.join(dict.fromkeys(kinds))}"
     sizes = Shape(shape.heads, shape.heads // shape.group, *shape.both_dims)
+    cuts = [load(kind).cuts(sizes, torch.device(device))[number] for number, kind in enumerate(kinds)]
+    kernels = [(kind, TILES_OF[cut.tiles_of](*cut[1:])) for kind, cut in zip(kinds, cuts, strict=True)]
     timed = partial(time_attention, shape=sizes, dtype=dtype, device=device, milliseconds=MILLISECONDS)
     rounds: list[list[tuple[float, float]]] = []
     start = time.monotonic()
     while len(rounds) < ROUNDS and (not rounds or time.monotonic() - start < SECONDS):
         with click.progressbar(cases, label=f"{label}, round {len(rounds) + 1}") as bar:
             rounds.append([timed(case.rows()) for case in bar])
-    return fitted(shape, cases, np.median(rounds, axis=0) / 1e3, units, kinds)
+    return fitted(shape, cases, np.median(rounds, axis=0) / 1e3, units, kernels)
 
 
 def _print(result: Profile) -> None:

@@ -99,7 +99,7 @@ class ValidationSettings:
 class AttentionSettings:
     """[wlb.attention]: what computes the attention of every layer."""
 
-    implementation: Literal["auto", "reference", "triton", "gluon"] = "auto"
+    implementation: str = "auto"
     """`auto`: what was measured fastest on a GPU like that at hand; the run says which. `reference`: plain
     PyTorch, on any device. `triton`: GPUs of compute capability 8.0 or later. `gluon`: Hopper, head dims 64
     and 128."""

@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
-from wlb_titan.kernels.implementations import Device, chosen, device_of
+from wlb_titan.kernels.implementations import PASSES, REFERENCE, TABLE, Device, chosen, device_of
 from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
 from wlb_titan.runtime.config import TrainerConfig
@@ -26,15 +26,17 @@ def check_implementation(config: TrainerConfig, device: Device | None = None) ->
     wish = config.wlb.attention.implementation
     dims, dtype = _dims(config), _dtype(config)
     if device is None:
-        anywhere = wish in ("auto", "reference")
+        anywhere = wish in ("auto", REFERENCE)
         device = Device("cpu" if anywhere or config.wlb.device == "cpu" else "cuda")
     try:
-        return chosen("forward", wish, dims, dtype, device), chosen("backward", wish, dims, dtype, device)
+        forward, backward = (chosen(which, wish, dims, dtype, device) for which in PASSES)
+        return forward, backward
     except ValueError as error:
-        if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
+        half = dtype in (torch.float16, torch.bfloat16)
+        if wish in ("auto", *TABLE) and device.type == "cuda" and not half:
             raise UserError(
                 f"training.mixed_precision_param: the attention kernels take bfloat16, got {dtype}; set it "
-                'to "bfloat16", or wlb.attention.implementation to "reference", which is slow.'
+                f'to "bfloat16", or wlb.attention.implementation to "{REFERENCE}", which is slow.'
             ) from error
         raise UserError(f"wlb.attention.implementation: {error}.") from error
 
@@ -67,7 +69,7 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
     """
     forward, backward = check_implementation(config, device_of(device))
     logger.info(f"Attention: {forward if forward == backward else f'{forward} forward, {backward} backward'}")
-    if forward == "reference" or device.type != "cuda":  # an interpreter compiles nothing
+    if forward == REFERENCE or device.type != "cuda":  # an interpreter compiles nothing
         return
     first = int(os.environ["LOCAL_RANK"]) == 0
     for turn in (True, False):
@@ -89,10 +91,10 @@ def _prepare(
     try:
         error = check_kernels(Noise.rich(shape, dtype, device), options)
     except KernelError as wrong:
-        gpu, other = torch.cuda.get_device_name(device), "triton" if which == "gluon" else "reference"
+        gpu = torch.cuda.get_device_name(device)
         raise UserError(
             f"wlb.attention.implementation: {what.lower()} ({which}) do not work on this {gpu}: {wrong}. "
-            f'Set it to "{other}", and report it, please.'
+            f'Set it to "{TABLE[which].judge}", and report it, please.'
         ) from wrong
     logger.info(f"{what}: right on this GPU, within {error:.2%}")
 
