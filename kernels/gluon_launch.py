@@ -106,7 +106,7 @@ def backward(
         dout=packed_descriptor(dout, pack),
         dk=dk,
         dv=dv,
-        dq=sums_descriptor(sums, dim),
+        dq=described(sums, list(sums.shape), [WIDTH, 1], [dim // 4, WIDTH], swizzle=0),  # half a head
         lse_log2=row_descriptor(lse_log2, q_tokens * pack),
         delta=row_descriptor(delta, q_tokens * pack),
         tile_list=tiles,
@@ -165,11 +165,11 @@ def divisions(q_heads: int, kv_heads: int, reach: int) -> list[Division]:
     """What `division` may choose, whatever the segments, but for the section."""
     group, section = q_heads // kv_heads, min(kv_heads, SECTION)
     splits = [2**i for i in range(group.bit_length()) if group % 2**i == 0]
-    found = [Division(1, packed(group, LEAST_PACKED), False, section)]
-    found += [Division(split, 1, False, section) for split in splits[1:]]
+    ways = [Division(1, packed(group, LEAST_PACKED), False, section)]
+    ways += [Division(split, 1, False, section) for split in splits[1:]]
     if reach >= HEADS_FIRST:
-        found += [Division(split, 1, True, section) for split in splits if split < group]
-    return found
+        ways += [Division(split, 1, True, section) for split in splits if split < group]
+    return ways
 
 
 def cuts(shape: Shape, device: torch.device) -> tuple[Cut, Cut]:
@@ -200,11 +200,6 @@ def most_programs(device: torch.device, options: Options) -> int:
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """For x (n, `rows` or more), 32 bits each, in blocks of one step's rows."""
     return described(x, [x.shape[0], rows], [x.stride(0), 1], [1, ROWS], swizzle=0)
-
-
-def sums_descriptor(x: Tensor, dim: int) -> TensorDescriptor:
-    """For the sums of dQ, in blocks of 64 rows of half a head: one run of memory each."""
-    return described(x, list(x.shape), [x.stride(0), 1], [dim // 4, WIDTH], swizzle=0)
 
 
 def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:

@@ -81,10 +81,11 @@ class Implementation(NamedTuple):
     The module, imported when something is computed, as Triton may be absent, has
 
         forward(q, k, v, schedule, options): output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq)
-        backward(dout, dlse, saved, schedule, options, divided): gradients of q, k and v
-        divisions(q_heads, kv_heads, reach): the values of `divided` that the backward may choose, whatever
-            the segments, where it is None; [None] if it has no choice
+        backward(dout, dlse, saved, schedule, options): gradients of q, k and v
         cuts(shape, device): `tiles.Cut` of forward and backward, by which a profile predicts times
+
+    and, if the backward can divide its work in several ways, divisions(q_heads, kv_heads, reach): those that
+    it may choose, whatever the segments, and takes as a last argument.
     """
 
     module: str

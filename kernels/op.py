@@ -155,7 +155,8 @@ def backward(
     kernels = load(taken("backward", q, v, options))
     with current(q.device):
         schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.reach)
-        return kernels.backward(dout, dlse, saved, schedule, options, divided)
+        given = dout, dlse, saved, schedule, options
+        return kernels.backward(*given) if divided is None else kernels.backward(*given, divided)
 
 
 def taken(which: str, q: Tensor, v: Tensor, options: Options) -> str:

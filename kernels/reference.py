@@ -50,9 +50,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, schedule: Schedule, options: Options,
-    divided: None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, dlse: Tensor | None, saved: Saved, schedule: Schedule, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given those of the output (Tq, Nq, Dv) and the log-sum-exp (Nq, Tq)."""
     q, k, v, out, lse = saved
     kv_heads = k.shape[1]
@@ -74,10 +73,6 @@ def backward(
         dq[:, :, rows] = _rows_times(ds, k_[:, keys])
         dk[:, keys] += _stack(ds).transpose(1, 2) @ _stack(qg[:, :, rows])
     return _by_token(dq, q), _by_token(dk.unsqueeze(1), k), _by_token(dv.unsqueeze(1), v)
-
-
-def divisions(q_heads: int, kv_heads: int, reach: int) -> list[None]:
-    return [None]
 
 
 def cuts(shape: Shape, device: torch.device) -> tuple[Cut, Cut]:

@@ -111,7 +111,8 @@ def rich_segments(kv_heads: int, units: int, scale: int = 1) -> Tensor:
 def ways(noise: Noise, options: Options) -> list:
     """The divisions with which the backward may run, whatever the segments; [None] if it has no choice."""
     kernels = load(op.taken("backward", noise.q, noise.v, options))
-    return kernels.divisions(noise.shape.q_heads, noise.shape.kv_heads, options.reach)
+    divisions = getattr(kernels, "divisions", lambda *_: [None])
+    return divisions(noise.shape.q_heads, noise.shape.kv_heads, options.reach)
 
 
 def warm_up(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device) -> int:

@@ -96,8 +96,8 @@ def forward(
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, schedule: Schedule, options: Options,
-    divided: None = None, *, tma: bool | None = None,
+    dout: Tensor, dlse: Tensor | None, saved: Saved, schedule: Schedule, options: Options, *,
+    tma: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, given those of the output and, unless None, of the log-sum-exp."""
     tma = device_of(saved.q.device).tma if tma is None else tma
@@ -108,10 +108,6 @@ def backward(
     key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, configs.key_tiles)
     query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, configs.query_tiles)
     return dq, dk, dv
-
-
-def divisions(q_heads: int, kv_heads: int, reach: int) -> list[None]:
-    return [None]
 
 
 def cuts(shape: Shape, device: torch.device) -> tuple[Cut, Cut]:

@@ -24,7 +24,8 @@ def check_implementation(config: TrainerConfig, device: Device | None = None) ->
     """What computes forward and backward passes; refuses what cannot run the model's attention. The device is
     None where it is not known, as on the machine that submits the job."""
     wish = config.wlb.attention.implementation
-    dims, dtype = _dims(config), _dtype(config)
+    shape, dtype = model_shape(config.model_spec.model), _dtype(config)
+    dims = shape.head_dim, shape.v_head_dim or shape.head_dim
     if device is None:
         anywhere = wish in ("auto", REFERENCE)
         device = Device("cpu" if anywhere or config.wlb.device == "cpu" else "cuda")
@@ -50,11 +51,6 @@ def on_devices(config: TrainerConfig) -> str:
     except UserError:  # heads or a type that only a CPU can have
         return check_implementation(config)[0]
     return other if hopper == other else f"{hopper} on Hopper and {other} on other GPUs"
-
-
-def _dims(config: TrainerConfig) -> tuple[int, int]:
-    shape = model_shape(config.model_spec.model)
-    return shape.head_dim, shape.v_head_dim or shape.head_dim
 
 
 def _dtype(config: TrainerConfig) -> torch.dtype:
@@ -110,5 +106,5 @@ def attention_shape(job: Job, context_rank: int) -> Shape:
 
 def windows(job: Job) -> list[int | None]:
     """The different windows of the model's layers; None for layers without one."""
-    found = dict(job.model.windows)
-    return [*([None] if sum(found.values()) < job.model.layers else []), *found]
+    windowed = dict(job.model.windows)
+    return [*([None] if sum(windowed.values()) < job.model.layers else []), *windowed]
