@@ -7,8 +7,21 @@
 >>> segments = torch.tensor([[0, 4, 0, 4], [4, 2, 4, 2]], dtype=torch.int32)
 >>> varlen_attention(q, k, v, segments).shape
 torch.Size([6, 2, 64])
+
+The op is imported when it is first asked for: `fastest` is read without torch.
 """
 
-from .op import varlen_attention
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .op import varlen_attention
 
 __all__ = ["varlen_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import op
+
+    return getattr(op, name)

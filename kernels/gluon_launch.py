@@ -20,7 +20,8 @@ from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
 from .implementations import units
 from .schedule import Schedule
-from .segments import Options, Saved
+from .segments import Options, Saved, Shape
+from .tiles import Cut
 from .triton_launch import LOG2_E, aligned, result, row_statistics
 
 ROWS = 64  # of one of the forward's two consumers, and of a step of the backward
@@ -43,9 +44,7 @@ class Division(NamedTuple):
     section: int  # key heads that run side by side
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options, programs: int | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32, the same for any number of programs."""
     (q_tokens, q_heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
     q, k, v = (aligned(x) for x in (q, k, v))
@@ -54,7 +53,7 @@ def forward(
     group = q_heads // kv_heads
     pack = packed(group)
     tiles = schedule.query_tiles(2 * ROWS // pack)
-    programs = programs or most_programs(q.device, options)
+    programs = most_programs(q.device, options)
     gluon_forward_kernel[(min(programs, len(tiles) * q_heads // pack),)](
         q=packed_descriptor(q, pack),
         k=descriptor(k, KEYS),
@@ -81,20 +80,16 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    saved: Saved,
-    schedule: Schedule,
-    options: Options,
+    dout: Tensor, dlse: Tensor | None, saved: Saved, schedule: Schedule, options: Options,
     divided: Division | None = None,
-    programs: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, given those of the output and, unless None, of the log-sum-exp."""
     q, k, v, out, lse = saved
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     group = q_heads // kv_heads
-    divided = divided or division(schedule, q_heads, kv_heads, most_programs(q.device, options))
+    programs = most_programs(q.device, options)
+    divided = divided or division(schedule, q_heads, kv_heads, programs)
     split, pack, heads_first, section = divided
     lists = schedule.key_tiles(ROWS // pack, KEYS, turn_rows=ROWS // pack)
     tiles, items, first_turns, edges, *_ = lists
@@ -104,7 +99,6 @@ def backward(
     dv = v.new_empty((split, *v.shape), dtype=dtype)
     sums = no_sums(q, pack, edges)
     turns = first_turns.expand(q_heads // pack, -1).clone()
-    programs = programs or most_programs(q.device, options)
     gluon_backward_kernel[(min(programs, len(tiles) * kv_heads * split),)](
         q=packed_descriptor(q, pack),
         k=descriptor(k, ROWS),
@@ -112,7 +106,7 @@ def backward(
         dout=packed_descriptor(dout, pack),
         dk=dk,
         dv=dv,
-        dq=sums_descriptor(sums, dim),
+        dq=described(sums, list(sums.shape), [WIDTH, 1], [dim // 4, WIDTH], swizzle=0),  # half a head
         lse_log2=row_descriptor(lse_log2, q_tokens * pack),
         delta=row_descriptor(delta, q_tokens * pack),
         tile_list=tiles,
@@ -171,11 +165,18 @@ def divisions(q_heads: int, kv_heads: int, reach: int) -> list[Division]:
     """What `division` may choose, whatever the segments, but for the section."""
     group, section = q_heads // kv_heads, min(kv_heads, SECTION)
     splits = [2**i for i in range(group.bit_length()) if group % 2**i == 0]
-    found = [Division(1, packed(group, LEAST_PACKED), False, section)]
-    found += [Division(split, 1, False, section) for split in splits[1:]]
+    ways = [Division(1, packed(group, LEAST_PACKED), False, section)]
+    ways += [Division(split, 1, False, section) for split in splits[1:]]
     if reach >= HEADS_FIRST:
-        found += [Division(split, 1, True, section) for split in splits if split < group]
-    return found
+        ways += [Division(split, 1, True, section) for split in splits if split < group]
+    return ways
+
+
+def cuts(shape: Shape, device: torch.device) -> tuple[Cut, Cut]:
+    group = shape.q_heads // shape.kv_heads
+    pack = packed(group)
+    forward = Cut("queries", 2 * ROWS // pack, KEYS, heads_per_tile=pack)
+    return forward, Cut("keys", ROWS // packed(group, LEAST_PACKED), KEYS)
 
 
 def parts(heaviest: int, mean: float, group: int) -> int:
@@ -199,11 +200,6 @@ def most_programs(device: torch.device, options: Options) -> int:
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """For x (n, `rows` or more), 32 bits each, in blocks of one step's rows."""
     return described(x, [x.shape[0], rows], [x.stride(0), 1], [1, ROWS], swizzle=0)
-
-
-def sums_descriptor(x: Tensor, dim: int) -> TensorDescriptor:
-    """For the sums of dQ, in blocks of 64 rows of half a head: one run of memory each."""
-    return described(x, list(x.shape), [x.stride(0), 1], [dim // 4, WIDTH], swizzle=0)
 
 
 def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:

@@ -1,32 +1,24 @@
-"""What computes a call of the op, by a rule on pass, head dims, dtype and device.
+"""What computes a call of the op: the table of implementations, and the rule that takes one of them.
 
-| implementation | forward                         | backward                     | needs              |
-|----------------|---------------------------------|------------------------------|--------------------|
-| reference      | plain PyTorch                   | plain PyTorch                | nothing            |
-| triton         | Triton                          | Triton: dK and dV, then dQ   | sm_80 or later     |
-| gluon          | Gluon, FlashAttention-3's order | Gluon: all three in one pass | sm_90, D 64 or 128 |
-
-"auto" takes what was measured fastest:
-
-- On Hopper with head dim 128 Gluon, which took less time than Triton in all cases timed on an H100, forward
-  and backward. Its backward only where a record says that it passed its trial (record.py), because its warps
-  meet in ways that only that GPU can show to be right; elsewhere Triton's, which takes the same forward.
-- With other head dims, which were not timed, and on other GPUs Triton.
-- On the CPU the reference; under Triton's interpreter (TRITON_INTERPRET=1), which computes bfloat16 wrongly,
-  Triton for float16 and float32.
+"auto" takes what was measured fastest (fastest.py); where nothing was measured, Triton on a GPU and the
+reference on the CPU; under Triton's interpreter (TRITON_INTERPRET=1), which computes bfloat16 wrongly, Triton
+for float16 and float32.
 """
 
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from . import record
+from .fastest import FASTEST, HeadDims
 
-IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon")
+PASSES = ("forward", "backward")
 MAX_HEAD_DIM = 256
 GLUON_HEAD_DIMS = (64, 128)
-MEASURED_FASTEST = (128, 128)  # D and Dv for which Gluon was
+REFERENCE = "reference"  # its own judge, in float32
 
 
 class Device(NamedTuple):
@@ -35,59 +27,104 @@ class Device(NamedTuple):
     type: str  # as of torch.device
     capability: tuple[int, int] | None = None  # of a GPU; None, not known yet, excludes nothing
     interpreted: bool = False  # whether Triton is there and runs its kernels on the CPU, for tests
-    passed: frozenset[tuple[tuple[int, int], torch.dtype]] = frozenset()  # D, Dv, dtype of passed trials
+    hip: bool = False  # an AMD GPU, whose capabilities are other numbers
+
+    @property
+    def family(self) -> int | None:
+        """The major number of an NVIDIA GPU's compute capability, if it is known."""
+        return self.capability[0] if self.capability and not self.hip else None
 
     @property
     def tma(self) -> bool:
         """Whether to load by TMA: on Hopper, and in the interpreter, which emulates it."""
-        return self.type != "cuda" or (self.capability is not None and self.capability[0] == 9)
+        return self.type != "cuda" or self.family == 9
 
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """What the rule needs to know about a device; cached until `device_of.cache_clear()`."""
+    """What the rule needs to know about a device."""
     if device.type == "cuda":
-        found = Device("cuda", torch.cuda.get_device_capability(device))
-        return found._replace(passed=record.passed(device, MEASURED_FASTEST)) if found.tma else found
+        capability = torch.cuda.get_device_capability(device)
+        return Device("cuda", capability, hip=torch.version.hip is not None)
     return Device(device.type, interpreted=_interpreting())
 
 
+def _refused_by_triton(which: str, dims: HeadDims, dtype: torch.dtype, device: Device) -> str | None:
+    on_gpu = device.type == "cuda"
+    if not on_gpu and not device.interpreted:
+        return f"needs a CUDA device, and runs on {device.type}"
+    dtypes = (torch.float16, torch.bfloat16 if on_gpu else torch.float32)
+    if dtype not in dtypes:
+        return f"takes {dtypes[0]} and {dtypes[1]} here, got {dtype}"
+    for name, dim in zip("qv", dims, strict=True):
+        if dim > MAX_HEAD_DIM or dim % 8 != 0 or dim == 0:
+            return f"takes head dims that are multiples of 8 up to {MAX_HEAD_DIM}, but {name} has {dim}"
+    if device.capability and device.capability < (8, 0):
+        return f"needs compute capability 8.0 or later, got {device.capability}"
+    return None
+
+
+def _refused_by_gluon(which: str, dims: HeadDims, dtype: torch.dtype, device: Device) -> str | None:
+    if reason := _refused_by_triton(which, dims, dtype, device):  # some of its kernels are Triton's
+        return reason
+    if device.type != "cuda" or (device.capability and device.family != 9):
+        return "needs an NVIDIA GPU of compute capability 9 (Hopper)"
+    for name, dim in zip("qv", dims, strict=True):
+        if dim not in GLUON_HEAD_DIMS:
+            return f"takes head dims {GLUON_HEAD_DIMS}, but {name} has {dim}"
+    return None
+
+
+class Implementation(NamedTuple):
+    """A line of the table.
+
+    The module, imported when something is computed, as Triton may be absent, has
+
+        forward(q, k, v, schedule, options): output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq)
+        backward(dout, dlse, saved, schedule, options): gradients of q, k and v
+        cuts(shape, device): `tiles.Cut` of forward and backward, by which a profile predicts times
+
+    and, if the backward can divide its work in several ways, divisions(q_heads, kv_heads, reach): those that
+    it may choose, whatever the segments, and takes as a last argument.
+    """
+
+    module: str
+    refuses: Callable[[str, HeadDims, torch.dtype, Device], str | None]
+    """Why it cannot run a pass ("forward" or "backward") with head dims D and Dv; None if it can."""
+    judge: str  # the implementation that self_check.py compares it with
+    untimed_on: tuple[str, ...]  # where "auto" takes it without a measurement: "GPU", "CPU"
+
+
+TABLE = {  # the fastest first
+    "gluon": Implementation("gluon_launch", _refused_by_gluon, "triton", ()),
+    "triton": Implementation("triton_launch", _refused_by_triton, REFERENCE, ("GPU", "CPU")),
+    REFERENCE: Implementation("reference", lambda *_: None, REFERENCE, ("CPU",)),
+}
+IMPLEMENTATIONS = ("auto", *TABLE)  # what callers may ask for
+
+
 @cache
-def chosen(which: str, implementation: str, dims: tuple[int, int], dtype: torch.dtype, device: Device) -> str:
+def load(name: str) -> ModuleType:
+    return import_module(f".{TABLE[name].module}", __package__)
+
+
+@cache
+def chosen(which: str, implementation: str, dims: HeadDims, dtype: torch.dtype, device: Device) -> str:
     """What runs a pass, "forward" or "backward", with head dims D and Dv, for a caller that asks for
     `implementation`. Raises ValueError, with the reason, if that cannot run it."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    on_gpu = device.type == "cuda"
-    if implementation == "auto" and not on_gpu:
-        interpretable = device.interpreted and dtype in (torch.float16, torch.float32)
-        implementation = "triton" if interpretable else "reference"
-    if implementation == "reference":
-        return implementation
-
-    if not on_gpu and not device.interpreted:
-        raise ValueError(f"implementation {implementation!r} needs a CUDA device, and runs on {device.type}")
-    dtypes = (torch.float16, torch.bfloat16) if on_gpu else (torch.float16, torch.float32)
-    if dtype not in dtypes:
-        raise ValueError(
-            f"implementation {implementation!r} takes {dtypes[0]} and {dtypes[1]} here, got {dtype}"
-        )
-    for name, dim in zip("qv", dims, strict=True):
-        if dim > MAX_HEAD_DIM or dim % 8 != 0 or dim == 0:
-            raise ValueError(f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} has {dim}")
-    known = on_gpu and device.capability is not None
-    if known and device.capability < (8, 0):
-        raise ValueError(f"the kernels need compute capability 8.0 or later, got {device.capability}")
-    if implementation == "gluon":
-        if not (device.tma if known else on_gpu):
-            raise ValueError("implementation 'gluon' needs a GPU of compute capability 9 (Hopper)")
-        for name, dim in zip("qv", dims, strict=True):
-            if dim not in GLUON_HEAD_DIMS:
-                raise ValueError(f"the Gluon kernels have head dims {GLUON_HEAD_DIMS}, but {name} has {dim}")
+    names = [implementation]
     if implementation == "auto":
-        fastest = device.tma and dims == MEASURED_FASTEST
-        return "gluon" if fastest and (which == "forward" or (dims, dtype) in device.passed) else "triton"
-    return implementation
+        measured = FASTEST.get(device.family, {}).get(dims)
+        kind = "GPU" if device.type == "cuda" else "CPU"
+        names = [measured[PASSES.index(which)]] if measured else []
+        names += [name for name in TABLE if kind in TABLE[name].untimed_on]
+    for name in names:
+        reason = TABLE[name].refuses(which, dims, dtype, device)
+        if reason is None:
+            return name
+    raise ValueError(f"implementation {implementation!r} {reason}")
 
 
 def _interpreting() -> bool:

@@ -7,22 +7,15 @@ what the segments hold: document lengths that change every step recompile nothin
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import reference
-from .implementations import chosen, device_of
+from .implementations import REFERENCE, chosen, device_of, load
 from .schedule import schedule_of
-from .segments import Options, Saved, check_segments, check_tensors
-
-if TYPE_CHECKING:
-    from .gluon_launch import Division  # Triton may be absent
-
-TOLERANCE = 0.02  # between two gradients, norm over norm; rounding to bfloat16 leaves 0.004
+from .segments import Options, Saved, check_tensors
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
@@ -145,91 +138,34 @@ def _backward(
 define_attention("varlen_attention", ("segments",), _forward, _backward)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options, programs: int | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted."""
-    implementation = _chosen("forward", q, v, options)
-    if implementation == "reference":
-        check_segments(segments.numpy(), q.shape[0], k.shape[0])
-        return reference.forward(q, k, v, segments, options)
+    kernels = load(taken("forward", q, v, options))
     with current(q.device):
         schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.reach)
-        if implementation == "gluon":
-            from . import gluon_launch
-
-            return gluon_launch.forward(q, k, v, schedule, options, programs=programs)
-        from . import triton_launch
-
-        return triton_launch.forward(q, k, v, schedule, options, tma=device_of(q.device).tma)
+        return kernels.forward(q, k, v, schedule, options)
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options,
-    divided: "Division | None" = None, programs: int | None = None,
-) -> Gradients:  # fmt: skip
-    """Gradients, given those of the output and, unless None, of the log-sum-exp."""
+    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options, divided: Any = None
+) -> Gradients:
+    """Gradients, given those of the output and, unless None, of the log-sum-exp. divided: one of the
+    implementation's divisions of the work, None for the one that it chooses."""
     q, k, v, _, _ = saved
-    implementation = _chosen("backward", q, v, options)
-    if implementation == "reference":
-        return reference.backward(dout, dlse, saved, segments, options)
-    from . import triton_launch
-
+    kernels = load(taken("backward", q, v, options))
     with current(q.device):
         schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.reach)
-        tma = device_of(q.device).tma
-        by_triton = partial(triton_launch.backward, dout, dlse, saved, schedule, options, tma=tma)
-        if implementation == "triton":
-            return by_triton()
-        from . import gluon_launch
-
         given = dout, dlse, saved, schedule, options
-        got = gluon_launch.backward(*given, divided=divided, programs=programs)
-        return comparison.compare(got, by_triton)
+        return kernels.backward(*given) if divided is None else kernels.backward(*given, divided)
 
 
-def _chosen(which: str, q: Tensor, v: Tensor, options: Options) -> str:
+def taken(which: str, q: Tensor, v: Tensor, options: Options) -> str:
+    """The implementation that computes a pass, "forward" or "backward"."""
     dims = q.shape[2], v.shape[2]
-    found = chosen(which, options.implementation, dims, q.dtype, device_of(q.device))
-    return found if q.numel() and v.numel() else "reference"  # there is nothing to launch
+    name = chosen(which, options.implementation, dims, q.dtype, device_of(q.device))
+    return name if q.numel() and v.numel() else REFERENCE  # there is nothing to launch
 
 
 def current(device: torch.device) -> AbstractContextManager:
     """Makes a GPU the current one, on which Triton launches, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-class Comparison:
-    """Gluon's backward beside Triton's within a run, on its own data and sizes, which no check knows before.
-
-    After `ask`, both compute the next backward pass of any layer; the run goes on with Gluon's. Finds what is
-    always wrong, not a rare race. One for the whole process, as passes run in autograd's threads.
-    """
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._difference: Tensor | None = None
-
-    def ask(self) -> None:
-        self._asked, self._difference = True, None
-
-    def compare(self, got: Gradients, judge: Callable[[], Gradients]) -> Gradients:
-        """Returns `got`, compared with the judge's if that was asked for."""
-        if self._asked:
-            self._asked = False
-            with suppress(torch.OutOfMemoryError):  # of what a run may do without
-                each = [_norm(a - b) / _norm(b).clamp(min=1e-30) for a, b in zip(got, judge(), strict=True)]
-                self._difference = torch.stack(each).max()
-        return got
-
-    def answer(self) -> float | None:
-        """Largest difference of a gradient, norm over norm, once computed; None if none was compared."""
-        self._asked = False
-        return None if self._difference is None else float(self._difference)
-
-
-def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-comparison = Comparison()

@@ -10,10 +10,13 @@ float32, float64 in float64.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .segments import Options, Saved
+from .schedule import Schedule
+from .segments import Options, Saved, Shape
+from .tiles import Cut
 
 BLOCK = 64  # the scores of a block stay in the second-level cache up to some thousand keys
 
@@ -26,15 +29,15 @@ class Block(NamedTuple):
     ahead: int  # rows that see the first key; each row after these sees one key less at the start
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) like q, and log-sum-exp (Nq, Tq), +inf where a query sees no key."""
     q_tokens, q_heads, _ = q.shape
     kv_heads, v_dim = v.shape[1:]
     qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]
     out = qg.new_zeros(kv_heads, q_heads // kv_heads, q_tokens, v_dim)
     lse = qg.new_full((kv_heads, q_heads // kv_heads, q_tokens), torch.inf)
-    hidden = _hidden(segments, qg)
-    for block in _blocks(segments, options.reach):
+    hidden = _hidden(schedule.segments, qg)
+    for block in _blocks(schedule.segments, options.reach):
         rows, keys = block.rows, block.keys
         scores = _scores(qg[:, :, rows], k_[:, keys], options.scale, block, hidden)
         m = scores.amax(-1, keepdim=True)
@@ -47,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options)
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options
+    dout: Tensor, dlse: Tensor | None, saved: Saved, schedule: Schedule, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given those of the output (Tq, Nq, Dv) and the log-sum-exp (Nq, Tq)."""
     q, k, v, out, lse = saved
@@ -59,8 +62,8 @@ def backward(
         delta -= dlse.reshape(delta.shape)  # the gradient of log-sum-exp by the scores is p
     lse = lse.reshape(delta.shape).to(qg.dtype)
     dq, dk, dv = torch.zeros_like(qg), torch.zeros_like(k_), torch.zeros_like(v_)
-    hidden = _hidden(segments, qg)
-    for block in _blocks(segments, options.reach):
+    hidden = _hidden(schedule.segments, qg)
+    for block in _blocks(schedule.segments, options.reach):
         rows, keys = block.rows, block.keys
         p = _scores(qg[:, :, rows], k_[:, keys], options.scale, block, hidden)
         p = p.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
@@ -72,7 +75,12 @@ def backward(
     return _by_token(dq, q), _by_token(dk.unsqueeze(1), k), _by_token(dv.unsqueeze(1), v)
 
 
-def _blocks(segments: Tensor, reach: int) -> Iterator[Block]:
+def cuts(shape: Shape, device: torch.device) -> tuple[Cut, Cut]:
+    cut = Cut("queries", 1, BLOCK)
+    return cut, cut
+
+
+def _blocks(segments: np.ndarray, reach: int) -> Iterator[Block]:
     for q_start, q_len, kv_start, kv_len in segments.tolist():
         shift = kv_start + kv_len - q_len
         for first in range(0, q_len, BLOCK):
@@ -82,7 +90,7 @@ def _blocks(segments: Tensor, reach: int) -> Iterator[Block]:
             yield Block(slice(q_start + first, q_start + last), slice(begin, shift + last), ahead)
 
 
-def _hidden(segments: Tensor, like: Tensor) -> Tensor:
+def _hidden(segments: np.ndarray, like: Tensor) -> Tensor:
     """-inf above the diagonal, 0 elsewhere, in as many rows as the largest block has; adding is fast."""
     rows = min(int(segments[:, 1].max()), BLOCK) if len(segments) else 0
     return like.new_full((rows, rows), -torch.inf).triu_(1)

@@ -54,16 +54,16 @@ class Schedule:
     def query_tiles(self, tokens: int) -> Tensor:
         """(n, 6): see tiles.query_tiles."""
         if tokens not in self._query_tiles:
-            found = tiles.query_tiles(self.segments, self.key.q_tokens, self.key.reach, tokens=tokens)
-            self._query_tiles[tokens] = tiles.send(found, self.key.device)
+            rows = tiles.query_tiles(self.segments, self.key.q_tokens, self.key.reach, tokens=tokens)
+            self._query_tiles[tokens] = tiles.send(rows, self.key.device)
         return self._query_tiles[tokens]
 
     def key_tiles(self, tokens: int, block_n: int, turn_rows: int = 0) -> tiles.KeyTiles:
         shape = (tokens, block_n, turn_rows)
         if shape not in self._key_tiles:
             lists = {"tokens": tokens, "block_n": block_n, "turn_rows": turn_rows}
-            found = tiles.key_tiles(self.segments, self.key.kv_tokens, self.key.reach, **lists)
-            self._key_tiles[shape] = found.to(self.key.device)
+            on_host = tiles.key_tiles(self.segments, self.key.kv_tokens, self.key.reach, **lists)
+            self._key_tiles[shape] = on_host.to(self.key.device)
         return self._key_tiles[shape]
 
 
@@ -76,13 +76,13 @@ def schedule_of(
     key = Key(q_tokens, kv_tokens, reach, device, stream)
     if segments.is_inference():  # these have no version
         return _schedule(segments.numpy().tobytes(), key)
-    version, found = _recent.get(segments, (None, None))
+    version, schedules = _recent.get(segments, (None, None))
     if version != segments._version:
-        found = WeakValueDictionary()
-        _recent[segments] = (segments._version, found)
-    schedule = found.get(key)
+        schedules = WeakValueDictionary()
+        _recent[segments] = (segments._version, schedules)
+    schedule = schedules.get(key)
     if schedule is None:
-        schedule = found[key] = _schedule(segments.numpy().tobytes(), key)
+        schedule = schedules[key] = _schedule(segments.numpy().tobytes(), key)
     return schedule
 
 

@@ -16,17 +16,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import op
-from .implementations import chosen, device_of, units
+from .implementations import REFERENCE, TABLE, load, units
 from .segments import Options, Saved, Shape
-
-if TYPE_CHECKING:
-    from .gluon_launch import Division
 
 FEW = torch.tensor([[0, 128, 0, 128]], dtype=torch.int32)  # segments to compile for
 THREADS = 8  # that compile side by side
@@ -111,15 +108,11 @@ def rich_segments(kv_heads: int, units: int, scale: int = 1) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def ways(noise: Noise, options: Options) -> "list[Division | None]":
+def ways(noise: Noise, options: Options) -> list:
     """The divisions with which the backward may run, whatever the segments; [None] if it has no choice."""
-    shape, device = noise.shape, device_of(noise.q.device)
-    dims = shape.dim, shape.v_dim
-    if chosen("backward", options.implementation, dims, noise.q.dtype, device) != "gluon":
-        return [None]
-    from .gluon_launch import divisions
-
-    return divisions(shape.q_heads, shape.kv_heads, options.reach)
+    kernels = load(op.taken("backward", noise.q, noise.v, options))
+    divisions = getattr(kernels, "divisions", lambda *_: [None])
+    return divisions(noise.shape.q_heads, noise.shape.kv_heads, options.reach)
 
 
 def warm_up(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device) -> int:
@@ -128,7 +121,7 @@ def warm_up(shape: Shape, options: Options, dtype: torch.dtype, device: torch.de
     q, k, v, dout, lse, _ = noise
     k, v = k.contiguous(), v.contiguous()
 
-    def backward(divided: "Division | None") -> None:
+    def backward(divided: Any) -> None:
         for dlse in (None, lse):  # models with sinks have a gradient of the log-sum-exp
             op.backward(dout, dlse, Saved(q, k, v, dout, lse), FEW, options, divided)
 
@@ -144,27 +137,24 @@ def check_kernels(noise: Noise, options: Options) -> float:
     """Runs both passes twice in each of the backward's ways. Returns the largest error of an output or
     gradient, norm over norm; raises KernelError.
 
-    The judge of Gluon's backward is Triton's, whose programs share nothing, and of Triton's the reference.
+    The judge is that of the backward's implementation: of Gluon's Triton's, whose programs share nothing.
     """
-    every = ways(noise, options)
-    want = wanted(noise, options, "reference" if every == [None] else "triton")
+    want = wanted(noise, options, TABLE[op.taken("backward", noise.q, noise.v, options)].judge)
     largest = 0.0
-    for divided in every:
+    for divided in ways(noise, options):
         got = attend(noise, options, divided)
         largest = max(largest, compare(got, want, f"{noise.shape.name}, {divided or 'undivided'}"))
         same(got, attend(noise, options, divided), "is repeated")
     return largest
 
 
-def attend(
-    noise: Noise, options: Options, divided: "Division | None" = None, programs: int | None = None
-) -> dict[str, Tensor]:
+def attend(noise: Noise, options: Options, divided: Any = None) -> dict[str, Tensor]:
     """Output, log-sum-exp (0 for padding) and gradients, on memory full of NaN."""
     q, k, v, dout, dlse, segments = noise
     with poisoned():
-        out, lse = op.forward(q, k, v, segments, options, programs)
+        out, lse = op.forward(q, k, v, segments, options)
         saved = Saved(q, k, v, out, lse)
-        dq, dk, dv = op.backward(dout, dlse, saved, segments, options, divided, programs)
+        dq, dk, dv = op.backward(dout, dlse, saved, segments, options, divided)
     _wait(q.device)
     lse = torch.where(torch.isposinf(lse), 0.0, lse).T  # of tokens, as all else
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
@@ -172,7 +162,7 @@ def attend(
 
 def wanted(noise: Noise, options: Options, judge: str) -> dict[str, Tensor]:
     """The results of another implementation; the reference's in float32."""
-    if judge == "reference":
+    if judge == REFERENCE:
         wide = {name: getattr(noise, name).float() for name in ("q", "k", "v", "dout")}
         noise = noise._replace(**wide)
     return attend(noise, options._replace(implementation=judge))

@@ -49,6 +49,16 @@ ROW_ALIGNMENT = 4
 MASK_COST = 1.2  # work of a masked position over that of an unmasked one
 
 
+class Cut(NamedTuple):
+    """How a pass cuts its work, as a profile's file has it (wlb_titan/cost/profile.py)."""
+
+    tiles_of: str  # "queries" or "keys"
+    query_tile: int  # query tokens of a tile, or of a step where tiles are of keys
+    key_block: int  # keys that a tile reads at a time, or has
+    merge_keys: int = MERGE_KEYS
+    heads_per_tile: int = 1
+
+
 class Cover(NamedTuple):
     """Segments in query order with the gaps between them, int64 (n,) each; gaps have no keys, k0 = k1 = 0."""
 

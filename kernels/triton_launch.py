@@ -13,8 +13,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .implementations import device_of
 from .schedule import Schedule
-from .segments import Options, Saved
+from .segments import Options, Saved, Shape
+from .tiles import Cut
 from .triton_backward import key_tile_kernel, query_tile_kernel, statistics_kernel
 from .triton_forward import forward_kernel
 
@@ -70,15 +72,11 @@ def choose(dims: tuple[int, int], tma: bool) -> Configs:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    schedule: Schedule,
-    options: Options,
-    *,
-    tma: bool,
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options, *, tma: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32. tma: loads by TMA (sm_90)."""
+    """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32. tma: loads by TMA (sm_90), by default where the
+    device can."""
+    tma = device_of(q.device).tma if tma is None else tma
     (q_tokens, q_heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
     config = choose((dim, v_dim), tma).forward
     q, k, v = (aligned(x) for x in (q, k, v))
@@ -98,15 +96,11 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    saved: Saved,
-    schedule: Schedule,
-    options: Options,
-    *,
-    tma: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, dlse: Tensor | None, saved: Saved, schedule: Schedule, options: Options, *,
+    tma: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, given those of the output and, unless None, of the log-sum-exp."""
+    tma = device_of(saved.q.device).tma if tma is None else tma
     configs = choose((saved.q.shape[2], saved.v.shape[2]), tma)
     dout, q, k, v, out = (aligned(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -114,6 +108,13 @@ def backward(
     key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, configs.key_tiles)
     query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, configs.query_tiles)
     return dq, dk, dv
+
+
+def cuts(shape: Shape, device: torch.device) -> tuple[Cut, Cut]:
+    """Those of long segments; both kernels of the backward count as one."""
+    configs = choose((shape.dim, shape.v_dim), device_of(device).tma)
+    forward, backward = (Cut("queries", x.block_m, x.block_n) for x in (configs.forward, configs.query_tiles))
+    return forward, backward
 
 
 def row_statistics(

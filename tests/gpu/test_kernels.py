@@ -8,11 +8,11 @@ import torch
 from oracle import CASES, WINDOWS, compare, packed, random_inputs, rows, wanted, with_gradients
 from test_compile import HEAD_DIMS
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.implementations import chosen, device_of
+from wlb_titan.kernels.implementations import REFERENCE, TABLE, chosen, device_of
 from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import Noise, check_kernels
 
-IMPLEMENTATIONS = ("triton", "gluon")
+IMPLEMENTATIONS = [name for name in TABLE if name != REFERENCE]
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 import triton
 from gluon_emulator import KERNELS, mutants, mutated
+from gluon_trial import LAYOUTS, REPEATS, SMALL_REPEATS, repeat, try_way
 from oracle import packed
-from wlb_titan.kernels import gluon_launch, record, self_check, trial, varlen_attention
+from wlb_titan.kernels import gluon_launch, self_check, varlen_attention
 from wlb_titan.kernels.segments import Options, Shape
 
 DIMS = (128, 128)
@@ -60,7 +61,7 @@ def test_tiles_that_wait_for_each_other_end(target, monkeypatch, length, documen
 
 
 def test_a_way_is_right_repeats_and_is_the_same_by_any_number_of_programs(way):
-    trial.try_way(*way, repeats=3)
+    try_way(*way, repeats=3)
 
 
 def test_it_repeats_while_memory_is_busy(way):
@@ -92,17 +93,30 @@ def test_what_is_broken_on_purpose_is_found(target, way, monkeypatch, tmp_path, 
         pytest.skip("the kernel runs on a GPU alone; the emulator has its mutants")
     monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", kernel)
     with pytest.raises(self_check.KernelError):
-        trial.try_way(*way, repeats=trial.REPEATS)
+        try_way(*way, repeats=REPEATS)
 
 
-def test_the_trial_passes(target):
-    """All of it, in a process of its own, as `wlb-titan profile` does; recorded for this very user."""
-    if target.device == "cpu":
-        pytest.skip("tests/kernels/test_record.py has it without a GPU")
-    device = torch.device("cuda", 0)
-    of = record.subject(device, DIMS, torch.bfloat16)
-    found = record.verdict(of) or record.tried(of, device)
-    assert found.passed, found.reason
+@pytest.mark.parametrize("heads", LAYOUTS, ids=str)
+def test_every_way_is_right_and_repeats_in_many_launches(target, heads):
+    """Of groups that together pack and split in every way."""
+    device = torch.device(target.device)
+    shape = Shape(*heads, *target.pick(cuda=DIMS, cpu=(16, 16)))
+    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
+    options = Options(shape.dim**-0.5, implementation=target.pick(cuda="gluon", cpu="reference"))
+    self_check.warm_up(shape, options, dtype, device)
+    noise = self_check.Noise.rich(
+        shape, dtype, device, target.pick(cuda=1, cpu=20), seed=LAYOUTS.index(heads)
+    )
+    small = self_check.Noise.on(
+        self_check.rich_segments(shape.kv_heads, 1, scale=16 * target.pick(cuda=1, cpu=10)),
+        shape,
+        dtype,
+        device,
+    )
+    want = self_check.wanted(noise, options, "reference")
+    for divided in self_check.ways(noise, options):
+        try_way(noise, options, want, divided, target.pick(cuda=REPEATS, cpu=2))
+        repeat(small, options, divided, target.pick(cuda=SMALL_REPEATS, cpu=2))
 
 
 def run_toy(command: list[str], environment: dict[str, str]) -> None:

@@ -1,15 +1,17 @@
 """The Gluon kernels' arithmetic and synchronization, on the CPU: see gluon_emulator.py."""
 
 from contextlib import nullcontext
+from itertools import count
 from types import ModuleType
 
+import gluon_trial
 import oracle
 import pytest
 import torch
 from gluon_emulator import KERNELS, Emulated, load_kernel, mutants, mutated
 from gluon_machine import ORDERS
 from oracle import SHARD, compare_all, packed, random_inputs, rows
-from wlb_titan.kernels import gluon_launch, op, self_check, trial
+from wlb_titan.kernels import gluon_launch, op, self_check, triton_launch
 from wlb_titan.kernels import schedule as schedules
 from wlb_titan.kernels.implementations import Device
 from wlb_titan.kernels.schedule import Key, Schedule
@@ -131,22 +133,46 @@ def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
     assert run(monkeypatch, *case, **each_a_tile, **slow)[2] > 30
 
 
-@pytest.mark.parametrize("name", ["", "added to nothing", "sums of another group"])
-def test_a_trial_refuses_what_is_wrong(monkeypatch, name):
-    """One division's trial on a GPU (trial.py), on the emulated kernels and few tokens."""
-    change = mutants("gluon_backward")[name] if name else None
+def differing(backward, when):
+    """A backward pass whose dQ is another in the fifth call, or by two programs."""
+    calls = count(1)
+
+    def other(dout, dlse, saved, schedule, options, divided):
+        dq, dk, dv = backward(dout, dlse, saved, schedule, options, divided)
+        programs = gluon_launch.most_programs(dq.device, options)
+        return dq + (next(calls) == 5 if when == "late" else programs == 2), dk, dv
+
+    return other
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("", None),
+        ("added to nothing", "is .* of its norm wrong"),
+        ("sums of another group", "is .* of its norm wrong"),
+        ("late", "gradients differ in 1 of 1 launches"),
+        ("two programs", "dq differs in .* when it is computed by 2 programs"),
+    ],
+)
+def test_a_trial_refuses_what_is_wrong(monkeypatch, name, reason):
+    """One division's trial on a GPU, on the emulated kernels and few tokens."""
+    change = mutants("gluon_backward").get(name)
     kernels = load_kernel("gluon_forward"), load_kernel("gluon_backward", change)
     emulated = [Emulated(kernel, order="last program first", programs=None) for kernel in kernels]
     emulate(monkeypatch, *emulated, units=3)
-    monkeypatch.setattr(trial, "PROGRAMS", (1, 2, 7))
-    for module in (op, self_check):
+    monkeypatch.setattr(gluon_trial, "PROGRAMS", (1, 2, 7))
+    monkeypatch.setattr(gluon_trial, "units", lambda device: 3)
+    if reason and not change:
+        monkeypatch.setattr(gluon_launch, "backward", differing(gluon_launch.backward, name))
+    for module in (op, triton_launch):
         monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
     wish = Options(SCALE, implementation="gluon")
     segments = self_check.rich_segments(2, units=0, scale=40)
     noise = self_check.Noise.on(segments, Shape(8, 2, 64, 64), torch.bfloat16, torch.device("cpu"))
     way, want = self_check.ways(noise, wish)[0], self_check.wanted(noise, wish, "reference")
-    with pytest.raises(self_check.KernelError) if name else nullcontext():
-        trial.try_way(noise, wish, want, way, repeats=1)
+    with pytest.raises(self_check.KernelError, match=reason) if reason else nullcontext():
+        gluon_trial.try_way(noise, wish, want, way, repeats=1)
 
 
 # Tiles of several blocks, two documents that share one, and a window; many tiles of one block on a single

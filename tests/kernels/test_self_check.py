@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from crosscompile import recording, version
+from gluon_trial import LAYOUTS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_tiles import segment_lists
 from wlb_titan.kernels import gluon_launch, op, reference, self_check, tiles, triton_launch
 from wlb_titan.kernels.implementations import Device
 from wlb_titan.kernels.segments import NO_WINDOW, Options, Saved, Shape, check_segments
-from wlb_titan.kernels.trial import LAYOUTS
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 16, 24)
@@ -160,9 +160,8 @@ RUNS.remove(("latent attention", "gluon"))  # which has no such head dim
 
 @pytest.fixture
 def hopper(monkeypatch):
-    passed = frozenset({((128, 128), torch.bfloat16)})
-    for module in (op, self_check):
-        monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0), passed=passed))
+    for module in (op, triton_launch):
+        monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
     monkeypatch.setattr(gluon_launch, "units", lambda device: 132)
 
 
@@ -210,7 +209,8 @@ def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
 def test_what_is_warmed_up():
     """For Qwen3 0.6B: groups in two parts or one, and of very long documents one head after the other."""
     noise = self_check.Noise.on(self_check.FEW, Shape(16, 8, 128, 128), torch.bfloat16, CPU)
-    found = [divided[:3] for divided in self_check.ways(noise, Options(0.1))]
+    wish = Options(0.1, implementation="gluon")
+    found = [divided[:3] for divided in self_check.ways(noise, wish)]
     assert found == [(1, 1, False), (2, 1, False), (1, 1, True)]
-    assert len(self_check.ways(noise, Options(0.1, window=4096))) == 2
+    assert len(self_check.ways(noise, wish._replace(window=4096))) == 2
     assert self_check.ways(noise, Options(0.1, implementation="triton")) == [None]

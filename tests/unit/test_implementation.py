@@ -1,6 +1,5 @@
 """What computes attention: the rule, and that [wlb.attention] implementation reaches every call."""
 
-import typing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,13 +8,14 @@ import planning
 import pytest
 import torch
 from wlb_titan.kernels import gluon_launch, op, reference, self_check, triton_launch
-from wlb_titan.kernels.implementations import IMPLEMENTATIONS, Device, chosen
-from wlb_titan.kernels.segments import Shape
+from wlb_titan.kernels.implementations import PASSES, Device, chosen, device_of, load
+from wlb_titan.kernels.segments import Options, Shape
 
 from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.context.layout import segments, segments_after, whole_sequence
 from wlb_titan.context.strategy import STRATEGIES
-from wlb_titan.cost.attention_kernels import taken
+from wlb_titan.cost.attention_kernels import gluon_tilings, taken
+from wlb_titan.cost.profile import TILES_OF
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention import implementation
@@ -26,22 +26,16 @@ pytestmark = pytest.mark.slow
 
 BF16 = torch.bfloat16
 HOPPER, AMPERE, UNKNOWN, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cuda"), Device("cpu")
-PASSED = HOPPER._replace(passed=frozenset({((128, 128), BF16)}))
-OTHERS = HOPPER._replace(passed=frozenset({((128, 128), torch.float16), ((64, 64), BF16), ((128, 64), BF16)}))
-
-
-def test_the_key_takes_what_the_kernels_have():
-    assert typing.get_args(typing.get_type_hints(AttentionSettings)["implementation"]) == IMPLEMENTATIONS
+AMD = Device("cuda", (9, 4), hip=True)
 
 
 @pytest.mark.parametrize(
     ("wish", "dim", "device", "expected"),
     [
         ("auto", 128, HOPPER, "gluon, then triton"),
-        ("auto", 128, PASSED, "gluon"),
-        ("auto", 128, OTHERS, "gluon, then triton"),
         ("auto", 64, HOPPER, "triton"),
         ("auto", 128, AMPERE, "triton"),
+        ("auto", 128, AMD, "triton"),
         ("auto", 128, UNKNOWN, "triton"),
         ("auto", 7, CPU, "reference"),
         ("triton", 128, HOPPER, "triton"),
@@ -51,27 +45,40 @@ def test_the_key_takes_what_the_kernels_have():
     ],
 )
 def test_what_is_chosen(wish, dim, device, expected):
-    found = [chosen(which, wish, (dim, dim), BF16, device) for which in ("forward", "backward")]
+    found = [chosen(which, wish, (dim, dim), BF16, device) for which in PASSES]
     assert ", then ".join(dict.fromkeys(found)) == expected
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (128, 64)])
 def test_predictions_are_of_what_auto_takes_on_a_hopper(dims):
-    assert taken("auto", dims) == tuple(
-        chosen(which, "auto", dims, BF16, HOPPER) for which in ("forward", "backward")
-    )
+    assert taken("auto", dims) == tuple(chosen(which, "auto", dims, BF16, HOPPER) for which in PASSES)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 12, 16])
+def test_predictions_cut_the_work_as_gluon_does(group):
+    cuts = load("gluon").cuts(Shape(2 * group, 2, 128, 128), torch.device("cpu"))
+    assert tuple(TILES_OF[cut.tiles_of](*cut[1:]) for cut in cuts) == gluon_tilings(group)
+
+
+def test_an_amd_gpu_is_no_hopper(monkeypatch):
+    """Though its compute capability may be 9.4, as an MI300X's is."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    device = device_of.__wrapped__(torch.device("cuda", 0))
+    assert device == AMD and not device.tma
 
 
 @pytest.mark.parametrize(
     ("wish", "dim", "dtype", "device", "reason"),
     [
-        ("gluon", 128, BF16, AMPERE, "needs a GPU of compute capability 9"),
+        ("gluon", 128, BF16, AMPERE, "needs an NVIDIA GPU of compute capability 9"),
+        ("gluon", 128, BF16, AMD, "needs an NVIDIA GPU of compute capability 9"),
         ("gluon", 96, BF16, UNKNOWN, r"head dims \(64, 128\), but q has 96"),
         ("auto", 128, torch.float32, HOPPER, "got torch.float32"),
         ("auto", 128, BF16, Device("cuda", (7, 5)), "needs? compute capability 8.0"),
         ("triton", 264, BF16, UNKNOWN, "up to 256, but q has 264"),
         ("triton", 128, BF16, CPU, "needs a CUDA device"),
-        ("fast", 128, BF16, HOPPER, "'fast' is none of auto, reference, triton, gluon"),
+        ("fast", 128, BF16, HOPPER, "'fast' is none of auto, gluon, triton, reference"),
     ],
 )
 def test_what_is_refused(wish, dim, dtype, device, reason):
@@ -85,10 +92,9 @@ def on_hopper(monkeypatch):
     ran = []
 
     def launch(name, compute):
-        def call(*tensors, **_):
-            *inputs, schedule, options = tensors
-            ran.append((name, options.sm_margin))
-            return compute(*inputs, torch.from_numpy(schedule.segments.copy()), options)
+        def call(*tensors):
+            ran.append((name, next(x for x in tensors if isinstance(x, Options)).sm_margin))
+            return compute(*tensors)
 
         return call
 
@@ -148,9 +154,9 @@ def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, ex
 def wrong_by(factor, right, window=None):
     """A backward pass whose gradient of keys is too large, with this window only."""
 
-    def backward(*tensors, **divided):
-        dq, dk, dv = right(*tensors, **divided)
-        return dq, dk * factor if tensors[-1].window == window else dk, dv
+    def backward(dout, dlse, saved, schedule, options):
+        dq, dk, dv = right(dout, dlse, saved, schedule, options)
+        return dq, dk * factor if options.window == window else dk, dv
 
     return backward
 
@@ -168,32 +174,3 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(on_hopper, monkeypatch):
     reason = r"with a window of 512 \(triton\) do not work on this NVIDIA H100: dk is .* \"reference\""
     with pytest.raises(UserError, match=reason):
         implementation._prepare(config, shape, 512, "triton", cpu)
-
-
-def test_a_step_compares_gluons_backward_with_tritons(on_hopper, monkeypatch):
-    """One layer's, in the steps that are asked for; what is too far away ends the run."""
-    settings = AttentionSettings(compare_every=3)
-    assert [step for step in range(1, 8) if implementation.ask_comparison(settings, step)] == [3, 6]
-    assert implementation.compared_difference(6) == -1.0, "no pass came"
-    assert not implementation.ask_comparison(AttentionSettings(compare_every=0), 3)
-
-    def difference(step, layers=2):
-        asked = implementation.ask_comparison(settings, step)
-        ran = []
-        for _ in range(layers):
-            passes(on_hopper, "gluon")
-            ran += [name for name, _ in on_hopper[1:]]
-        return ran, implementation.compared_difference(step) if asked else None
-
-    assert difference(2) == (["gluon"] * 2, None)
-    assert difference(3) == (["gluon", "triton", "gluon"], 0.0)
-    right = triton_launch.backward
-    monkeypatch.setattr(triton_launch, "backward", wrong_by(1.01, right))
-    assert difference(3)[1] == pytest.approx(0.01, rel=0.5)
-    for factor in (1.03, torch.nan):
-        monkeypatch.setattr(triton_launch, "backward", wrong_by(factor, right))
-        with pytest.raises(RuntimeError, match=r"step 6 a layer's gradients by Gluon .* \"triton\""):
-            difference(6)
-    implementation.ask_comparison(settings, 3)
-    passes(on_hopper, "triton")
-    assert implementation.compared_difference(3) == -1.0, "nothing was by Gluon"

@@ -24,6 +24,7 @@ ROOMS = (
 
 MAY_USE = {
     "kernels": {"torch", "triton", "numpy"},
+    "cost": {"numpy", "wlb_titan.kernels.fastest"},  # which has no torch
     "corpus": {"numpy", "pyarrow", "datasets", "tokenizers"},
     "prepare": {"numpy", "pyarrow", "datasets", "filelock", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},

@@ -77,7 +77,7 @@ CASES = {
 }
 EXCLUDED = {
     *("wlb.epochs", "wlb.validation.path"),  # by the mixture, and by what is held out
-    *("wlb.stop_after", "wlb.attention.compare_every"),  # no plan
+    "wlb.stop_after",  # no plan
 }
 
 

@@ -24,9 +24,9 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan import __version__
 from wlb_titan.commands.command_line import Output, TomlFile, resolved_job, say, show_table
-from wlb_titan.cost.profile import AttentionShape, Entry, LinearProfile, Profile, fitted, rate
-from wlb_titan.kernels import record, varlen_attention
-from wlb_titan.kernels.implementations import chosen, device_of
+from wlb_titan.cost.profile import TILES_OF, AttentionShape, Entry, LinearProfile, Profile, fitted, rate
+from wlb_titan.kernels import varlen_attention
+from wlb_titan.kernels.implementations import PASSES, chosen, device_of, load
 from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
@@ -107,15 +107,12 @@ def profile(files: tuple[Path, ...], output: Path) -> None:
     Times forward and backward of wlb_titan's attention for segments of many shapes, fits the latency model to
     them and writes both as JSON, with the implementation that was measured. Takes about two minutes on a GPU
     and one on the CPU, for each kind of attention. Then matrix products and element-wise operators. Nothing
-    else should use the device meanwhile. On Hopper it first tries Gluon's backward pass and records for
-    training what came of it (docs/kernels.md).
+    else should use the device meanwhile.
     """
     jobs, configured = zip(*(resolved_job(file, (), None) for file in files), strict=True)
     on_cpu = any(one.config.wlb.device == "cpu" for one in configured) or not torch.cuda.is_available()
     device = "cpu" if on_cpu else "cuda"
     shapes = {shape.kind: shape for shape in (job.attention_shape for job in jobs)}.values()
-    for shape in shapes:
-        _try_gluon(shape, torch.device(device))
     units = device_units(torch.device(device))
     entries: list[Entry] = []
     for shape in shapes:
@@ -131,36 +128,24 @@ def profile(files: tuple[Path, ...], output: Path) -> None:
     click.echo(f"Wrote {output}")
 
 
-def _try_gluon(shape: AttentionShape, device: torch.device) -> None:
-    """Tries Gluon's backward on this GPU, where `auto` would take it and nothing is recorded yet."""
-    dims, dtype, facts = shape.both_dims, getattr(torch, shape.dtype), device_of(device)
-    if chosen("backward", "auto", dims, dtype, facts._replace(passed=frozenset({(dims, dtype)}))) != "gluon":
-        return
-    subject = record.subject(device, dims, dtype)
-    found = record.verdict(subject)
-    if found is None:
-        say(f"Trying Gluon's backward on {subject}: some minutes, in a process of its own")
-        found = record.tried(subject, device)
-        device_of.cache_clear()
-    say("Gluon's backward has passed" if found.passed else f"Triton's backward is taken: {found.reason}")
-
-
 def _measure(shape: AttentionShape, device: str, units: int) -> list[Entry]:
     grid = GPU_GRID if device == "cuda" else CPU_GRID
     shape = replace(shape, heads=-(-grid.heads // shape.group) * shape.group)
     dtype = getattr(torch, shape.dtype)
     cases = list(grid.cases(shape.heads))
     rule = "auto", shape.both_dims, dtype, device_of(torch.device(device))
-    kinds = chosen("forward", *rule), chosen("backward", *rule)
+    kinds = [chosen(which, *rule) for which in PASSES]
     label = f"{shape.kind}, {' and '.join(dict.fromkeys(kinds))}"
     sizes = Shape(shape.heads, shape.heads // shape.group, *shape.both_dims)
+    cuts = [load(kind).cuts(sizes, torch.device(device))[number] for number, kind in enumerate(kinds)]
+    kernels = [(kind, TILES_OF[cut.tiles_of](*cut[1:])) for kind, cut in zip(kinds, cuts, strict=True)]
     timed = partial(time_attention, shape=sizes, dtype=dtype, device=device, milliseconds=MILLISECONDS)
     rounds: list[list[tuple[float, float]]] = []
     start = time.monotonic()
     while len(rounds) < ROUNDS and (not rounds or time.monotonic() - start < SECONDS):
         with click.progressbar(cases, label=f"{label}, round {len(rounds) + 1}") as bar:
             rounds.append([timed(case.rows()) for case in bar])
-    return fitted(shape, cases, np.median(rounds, axis=0) / 1e3, units, kinds)
+    return fitted(shape, cases, np.median(rounds, axis=0) / 1e3, units, kernels)
 
 
 def _print(result: Profile) -> None:

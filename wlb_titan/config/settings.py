@@ -99,18 +99,14 @@ class ValidationSettings:
 class AttentionSettings:
     """[wlb.attention]: what computes the attention of every layer."""
 
-    implementation: Literal["auto", "reference", "triton", "gluon"] = "auto"
-    """`auto`: what was measured fastest on the device at hand, Gluon's backward where a record says that it
-    passed its trial there; the run says which. `reference`: plain PyTorch, on any device. `triton`: GPUs of
-    compute capability 8.0 or later. `gluon`: Hopper, head dims 64 and 128."""
+    implementation: str = "auto"
+    """`auto`: what was measured fastest on a GPU like that at hand; the run says which. `reference`: plain
+    PyTorch, on any device. `triton`: GPUs of compute capability 8.0 or later. `gluon`: Hopper, head dims 64
+    and 128."""
 
     sm_margin: Annotated[int, Ge(0)] = 0
     """Multiprocessors that Gluon's kernels leave to NCCL, whose collectives wait for their end otherwise and
     then overlap with nothing. 8 to 16 is what NCCL's channels take. Predicted times know it."""
-
-    compare_every: Annotated[int, Ge(0)] = 1000
-    """Every so many steps one layer's backward pass by Gluon is computed by Triton too. The metrics get their
-    difference, and above 2 % the run ends. 0: never."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """The attention kernels' coefficients: fitted to measured times, and those of ours on H100 and H200.
 
-How a kernel cuts its work is known (`tilings`), so the predicted time is linear in the coefficients once it
+How a kernel cuts its work is known (`Tiling`), so the predicted time is linear in the coefficients once it
 is known which of a launch's two bounds is larger: work spread over the units or the longest tile. `fit`
 alternates between that choice and the coefficients, by non-negative least squares of relative errors.
 
@@ -16,10 +16,8 @@ Head dim: FlashAttention-3 (Shah et al. 2024, H100, 16K tokens, not causal) reac
 474 backward at head dim 64, and 648 and 561 at 128. So a block at 64 takes 0.652 and 0.592 of its time at
 128. Ours is assumed to scale alike until it is measured, linearly between and beyond.
 
-`taken` has the kernels that are predicted: those that `auto` takes on a Hopper without a record
-(kernels/implementations.py, which planning does not import; a test compares both). No committed run has shown
-today's backward of Gluon's right on an H100: benchmarks/results/nvidia_h100/attention_turns_h100.jsonl has 56
-checks of an earlier one, which was not persistent.
+`taken` has the kernels that are predicted: those that `auto` takes on a Hopper, by the same constant
+(kernels/fastest.py).
 """
 
 from __future__ import annotations
@@ -33,17 +31,17 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
+from wlb_titan.kernels.fastest import HOPPER
 
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
 BLOCK_ROWS = 64  # of queries times packed heads, in Gluon's backward
-MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments; the planner does not import it
+MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments
 
-
-SLOWER_BY_TRITON = (1.45, 1.53)
-"""Triton's forward and backward over what `hopper` predicts of Gluon's: near the medians of the 22 cases at
-head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl. Those of
-the backward are 1.49 to 1.62 in 16 of them, less on short documents, more on short shares of a mix."""
+SLOWER = {"gluon": (1.0, 1.0), "triton": (1.45, 1.53)}
+"""Forward and backward over what `hopper` predicts of Gluon's. Triton's are near the medians of the 22 cases
+at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl. Those
+of the backward are 1.49 to 1.62 in 16 of them, less on short documents, more on short shares of a mix."""
 
 
 class Point(NamedTuple):
@@ -56,19 +54,15 @@ class Point(NamedTuple):
     seconds: float  # of one pass over all of it
 
 
-def tilings(implementation: str, group: int) -> tuple[Tiling, Tiling]:
-    """How an implementation ("gluon", "triton" or "reference") cuts its forward and its backward.
+def gluon_tilings(group: int) -> tuple[Tiling, Tiling]:
+    """How Gluon cuts its forward and its backward, as in kernels/gluon_launch.py; a test compares both.
 
-    Gluon packs up to 8 of the `group` query heads that share a key head into a forward tile, and 4 or 8 into
-    a backward block. Triton's tiles are those for long segments; its two backward kernels count as one.
+    Of the `group` query heads that share a key head up to 8 are packed into a forward tile, and 4 or 8 into a
+    backward block.
     """
-    if implementation == "gluon":
-        pack = min(8, group & -group)
-        queries = BLOCK_ROWS // pack if pack >= 4 else BLOCK_ROWS
-        return Tiling(128 // pack, 128, MERGE_KEYS, pack), KeyTiling(queries, 128, MERGE_KEYS)
-    if implementation == "triton":
-        return Tiling(128, 128, MERGE_KEYS), Tiling(128, 64, MERGE_KEYS)
-    return Tiling(1, 64, MERGE_KEYS), Tiling(1, 64, MERGE_KEYS)
+    pack = min(8, group & -group)
+    queries = BLOCK_ROWS // pack if pack >= 4 else BLOCK_ROWS
+    return Tiling(128 // pack, 128, MERGE_KEYS, pack), KeyTiling(queries, 128, MERGE_KEYS)
 
 
 def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
@@ -82,7 +76,7 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
 
     `head_dim` is the mean where values have another; `group` query heads share a key head.
     """
-    cut, backward_cut = tilings("gluon", group)
+    cut, backward_cut = gluon_tilings(group)
     larger = (head_dim - 128) / 64
     tile = 1e-6 / cut.heads_per_tile * (1 + (1 - 0.652) * larger)
     step = 1e-6 / (BLOCK_ROWS // backward_cut.query_tile) * (1 + (1 - 0.592) * larger)
@@ -112,10 +106,11 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
 
 def taken(implementation: str, dims: tuple[int, int]) -> tuple[str, str]:
     """What computes forward and backward on a Hopper with these head dims (D, Dv) where [wlb.attention] has
-    this implementation, and no trial of Gluon's backward is recorded."""
-    if implementation in ("gluon", "triton"):
+    this implementation: "auto"'s where no factor of it was measured."""
+    if implementation in SLOWER:
         return implementation, implementation
-    return "gluon" if dims == (128, 128) else "triton", "triton"
+    passes: tuple[str, str] = HOPPER.get(dims, ("triton", "triton"))
+    return passes
 
 
 def fit(points: Sequence[Point], units: int, tiling: Tiling) -> KernelCost:

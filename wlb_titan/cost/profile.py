@@ -30,14 +30,13 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_kernels import (
-    SLOWER_BY_TRITON,
+    SLOWER,
     Point,
     fit,
     hopper,
     non_negative,
     predict,
     taken,
-    tilings,
 )
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
@@ -95,7 +94,7 @@ class Entry:
     direction: str  # "forward" or "backward"; "pass" in the file
     cost: KernelCost  # fitted to the points
     points: tuple[Point, ...]
-    implementation: str  # that was measured: "gluon", "triton" or "reference"
+    implementation: str  # that was measured, of kernels/implementations.py
     v_head_dim: int | None = None
 
     @property
@@ -211,15 +210,15 @@ def fitted(
     cases: Sequence[tuple[int, int, int]],
     seconds: Floats,
     units: int,
-    implementations: tuple[str, str],
+    kernels: Sequence[tuple[str, Tiling]],
 ) -> list[Entry]:
     """The entries of both passes, fitted to `seconds`, float64 (cases, 2), of forward and backward. A case is
-    (q_len, kv_len, segments); `tilings` names implementations."""
+    (q_len, kv_len, segments); `kernels` has the implementation of each pass, and how it cuts its work."""
     entries = []
-    for number, (direction, name) in enumerate(zip(PASSES, implementations, strict=True)):
+    for number, (direction, (name, tiling)) in enumerate(zip(PASSES, kernels, strict=True)):
         times = seconds[:, number].tolist()
         points = tuple(Point(*case, shape.heads, time) for case, time in zip(cases, times, strict=True))
-        cost = fit(points, units, tilings(name, shape.group)[number])
+        cost = fit(points, units, tiling)
         entries.append(
             Entry(shape.head_dim, shape.group, shape.dtype, direction, cost, points, name, shape.v_head_dim)
         )
@@ -270,7 +269,7 @@ def cluster_latency(
     source = ours.source if forward == backward == 1 else f"{ours.source}, scaled to {cluster.name}"
     if cluster != load_cluster("cpu"):
         kernels = taken(implementation, shape.both_dims)
-        slower = [SLOWER_BY_TRITON[n] if name == "triton" else 1.0 for n, name in enumerate(kernels)]
+        slower = [SLOWER[name][number] for number, name in enumerate(kernels)]
         forward, backward = forward * slower[0], backward * slower[1]
         source += f", {kernels[0].title()}'s forward and {kernels[1].title()}'s backward pass"
     return replace(

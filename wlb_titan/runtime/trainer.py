@@ -29,7 +29,7 @@ from wlb_titan.config.documents import open_corpus
 from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.agreement import agreed_beginning, agreed_job, set_timeouts, timeout
-from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
+from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
 from wlb_titan.runtime.checkpoints import save_stopped
@@ -169,7 +169,6 @@ class Trainer(TorchtitanTrainer):
         step = next(data_iterator)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         self.step_trace.begin(self.step)
-        asked = ask_comparison(self.config.wlb.attention, self.step)
         self.optimizers.zero_grad()
         learning_rates = self.lr_schedulers.get_metrics()
         # Without a learned token, loss and gradients are 0, not 0 / 0.
@@ -202,9 +201,8 @@ class Trainer(TorchtitanTrainer):
             axis.after_optimizer(self, meets=meets(self, axis.every))
         self.lr_schedulers.step()
         self.metrics_processor.count(step.plan.tokens, step.flops)
-        difference = compared_difference(self.step) if asked else None
         if self.metrics_processor.should_log(self.step):
-            self.report(step, torch.stack(losses).sum() / own_data, grad_norm, learning_rates, difference)
+            self.report(step, torch.stack(losses).sum() / own_data, grad_norm, learning_rates)
         self.step_trace.end(self.step, step.plan)  # if the step was not logged
         if self._export and self.step == self.config.training.steps:
             begin_export(*self._export)  # torchtitan saves the weights next
@@ -280,14 +278,9 @@ class Trainer(TorchtitanTrainer):
         return total
 
     def report(
-        self,
-        step: Step,
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor,
-        learning_rates: dict[str, float],
-        difference: float | None = None,
+        self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rates: dict[str, float]
     ) -> None:
-        """Reports a step; every rank takes part. `difference`: of `compared_difference`, if asked for."""
+        """Reports a step; every rank takes part."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         own_mean = loss * (step.labels / step.own_labels if step.own_labels else 0.0)
         mean, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own_mean, mesh)
@@ -301,9 +294,6 @@ class Trainer(TorchtitanTrainer):
             **self.step_trace.end(self.step, step.plan),
             **measured_memory(self.parallel_dims, self.device, step.digest),
         }
-        if difference is not None:
-            largest_of_all = dist_utils.dist_max(torch.tensor(difference, device=self.device), mesh)
-            figures |= {"attention_difference": largest_of_all} if largest_of_all >= 0 else {}
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 
     def close(self) -> None:

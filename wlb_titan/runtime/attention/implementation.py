@@ -1,5 +1,5 @@
 """The implementation of the job's attention: refused before anything is built, compiled and checked before
-the first step, and compared with another within the run."""
+the first step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 
-from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
-from wlb_titan.kernels import record
-from wlb_titan.kernels.implementations import Device, chosen, device_of
-from wlb_titan.kernels.op import TOLERANCE, comparison
+from wlb_titan.kernels.implementations import PASSES, REFERENCE, TABLE, Device, chosen, device_of
 from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
 from wlb_titan.runtime.config import TrainerConfig
@@ -27,17 +24,20 @@ def check_implementation(config: TrainerConfig, device: Device | None = None) ->
     """What computes forward and backward passes; refuses what cannot run the model's attention. The device is
     None where it is not known, as on the machine that submits the job."""
     wish = config.wlb.attention.implementation
-    dims, dtype = _dims(config), _dtype(config)
+    shape, dtype = model_shape(config.model_spec.model), _dtype(config)
+    dims = shape.head_dim, shape.v_head_dim or shape.head_dim
     if device is None:
-        anywhere = wish in ("auto", "reference")
+        anywhere = wish in ("auto", REFERENCE)
         device = Device("cpu" if anywhere or config.wlb.device == "cpu" else "cuda")
     try:
-        return chosen("forward", wish, dims, dtype, device), chosen("backward", wish, dims, dtype, device)
+        forward, backward = (chosen(which, wish, dims, dtype, device) for which in PASSES)
+        return forward, backward
     except ValueError as error:
-        if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
+        half = dtype in (torch.float16, torch.bfloat16)
+        if wish in ("auto", *TABLE) and device.type == "cuda" and not half:
             raise UserError(
                 f"training.mixed_precision_param: the attention kernels take bfloat16, got {dtype}; set it "
-                'to "bfloat16", or wlb.attention.implementation to "reference", which is slow.'
+                f'to "bfloat16", or wlb.attention.implementation to "{REFERENCE}", which is slow.'
             ) from error
         raise UserError(f"wlb.attention.implementation: {error}.") from error
 
@@ -53,11 +53,6 @@ def on_devices(config: TrainerConfig) -> str:
     return other if hopper == other else f"{hopper} on Hopper and {other} on other GPUs"
 
 
-def _dims(config: TrainerConfig) -> tuple[int, int]:
-    shape = model_shape(config.model_spec.model)
-    return shape.head_dim, shape.v_head_dim or shape.head_dim
-
-
 def _dtype(config: TrainerConfig) -> torch.dtype:
     return TORCH_DTYPE_MAP[config.training.mixed_precision_param]
 
@@ -70,14 +65,7 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
     """
     forward, backward = check_implementation(config, device_of(device))
     logger.info(f"Attention: {forward if forward == backward else f'{forward} forward, {backward} backward'}")
-    if forward != backward:
-        of = record.subject(device, _dims(config), _dtype(config))
-        known = record.verdict(of)
-        what = "has not been tried here; `wlb-titan profile` tries it"
-        if known is not None:
-            what = f"was refused: {known.reason} (remove {of.path} to try it again)"
-        logger.info(f"Gluon's backward pass, which is faster than Triton's, {what}. {of}")
-    if forward == "reference" or device.type != "cuda":  # an interpreter compiles nothing
+    if forward == REFERENCE or device.type != "cuda":  # an interpreter compiles nothing
         return
     first = int(os.environ["LOCAL_RANK"]) == 0
     for turn in (True, False):
@@ -99,32 +87,12 @@ def _prepare(
     try:
         error = check_kernels(Noise.rich(shape, dtype, device), options)
     except KernelError as wrong:
-        gpu, other = torch.cuda.get_device_name(device), "triton" if which == "gluon" else "reference"
+        gpu = torch.cuda.get_device_name(device)
         raise UserError(
             f"wlb.attention.implementation: {what.lower()} ({which}) do not work on this {gpu}: {wrong}. "
-            f'Set it to "{other}", and report it, please.'
+            f'Set it to "{TABLE[which].judge}", and report it, please.'
         ) from wrong
     logger.info(f"{what}: right on this GPU, within {error:.2%}")
-
-
-def ask_comparison(settings: AttentionSettings, step: int) -> bool:
-    """Whether the step's first backward pass by Gluon is computed by Triton too."""
-    asked = settings.compare_every > 0 and step % settings.compare_every == 0
-    if asked:
-        comparison.ask()
-    return asked
-
-
-def compared_difference(step: int) -> float:
-    """Between this rank's two passes, norm over norm, at most TOLERANCE; -1 where Gluon ran none."""
-    difference = comparison.answer()
-    if difference is not None and not difference <= TOLERANCE:  # nor is NaN
-        raise RuntimeError(
-            f"In step {step} a layer's gradients by Gluon are {difference:.2g} of their norm away from those "
-            'by Triton; training stops. Set wlb.attention.implementation to "triton" and go on from the last '
-            "checkpoint, and report it, please."
-        )
-    return -1.0 if difference is None else difference
 
 
 def attention_shape(job: Job, context_rank: int) -> Shape:
@@ -138,5 +106,5 @@ def attention_shape(job: Job, context_rank: int) -> Shape:
 
 def windows(job: Job) -> list[int | None]:
     """The different windows of the model's layers; None for layers without one."""
-    found = dict(job.model.windows)
-    return [*([None] if sum(found.values()) < job.model.layers else []), *found]
+    windowed = dict(job.model.windows)
+    return [*([None] if sum(windowed.values()) < job.model.layers else []), *windowed]
