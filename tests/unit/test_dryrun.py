@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from wlb_titan.commands import dryrun as command
 from wlb_titan.commands.lone_ranks import alike, calls_of_all
 from wlb_titan.commands.main import main
-from wlb_titan.prepare.prepare import write_synthetic_corpus
+from wlb_titan.prepare.prepare import long_tailed_lengths, write_synthetic_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -344,6 +344,14 @@ def test_calls_that_do_not_meet_fail_the_command(dryrun, monkeypatch):
 def test_the_status_tells_whether_the_job_fits(dryrun, gib, exits):
     result, _ = dryrun(SMALL, "--rank", "first", "--step", 1, "--device-gib", gib, exits=exits)
     assert ("it does not fit" in result.stdout, "it fits" in result.stdout) == (exits == 1, exits == 0)
+
+
+def test_synthetic_lengths_have_a_long_tail():
+    lengths = long_tailed_lengths(10_000_000, 65536)
+    assert 10_000_000 <= lengths.sum() < 10_000_000 + 65536
+    assert lengths.min() >= 1 and lengths.max() == 65536
+    assert 0.005 < (lengths == 65536).mean() < 0.02
+    assert (lengths == long_tailed_lengths(10_000_000, 65536)).all()
 
 
 def test_experts_get_equally_many_tokens(dryrun):

@@ -4,7 +4,6 @@ import json
 from dataclasses import MISSING, fields, is_dataclass
 
 import datasets
-import numpy as np
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
@@ -15,7 +14,7 @@ from wlb_titan.config.documents import training_documents
 from wlb_titan.cost.attention_kernels import Point
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
 from wlb_titan.cost.profile import Entry, Profile
-from wlb_titan.prepare.prepare import write_synthetic_corpus
+from wlb_titan.prepare.prepare import long_tailed_lengths, write_synthetic_corpus
 from wlb_titan.runtime.configured import job_of, model_shape, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader, SharedAnswer
 from wlb_titan.runtime.models.bases import base_config
@@ -86,8 +85,7 @@ def folder(tmp_path_factory):
     """Two corpora, one as a dataset of others, and a profile of the model's attention in float32."""
     folder = tmp_path_factory.mktemp("plans")
     for seed, name in enumerate("ab"):
-        lengths = np.random.default_rng(seed).lognormal(3.85, 1.5, 1500).clip(1, 1500).astype(np.int64)
-        write_synthetic_corpus(folder / name, lengths)
+        write_synthetic_corpus(folder / name, long_tailed_lengths(200_000, 1500, seed))
     datasets.load_from_disk(folder / "a").rename_column("input_ids", "ids").save_to_disk(folder / "ids")
     config = base_config("llama3_debug")
     model = model_shape(config.model_spec.model)

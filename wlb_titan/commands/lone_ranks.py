@@ -32,7 +32,6 @@ from wlb_titan.commands.command_line import (
 from wlb_titan.config.load import Resolved
 from wlb_titan.dimensions.degrees import Grid
 from wlb_titan.documents import Documents
-from wlb_titan.documents.lengths import NAMED
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
@@ -194,7 +193,7 @@ def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
 def _synthetic_corpus(resolved: Resolved, micro_batches: int, steps: int, folder: Path) -> list[str]:
     """Overrides that name a corpus of synthetic lengths, enough for so many steps of the whole job's
     `micro_batches`; none if the configured corpus is on this machine."""
-    from wlb_titan.prepare.prepare import write_synthetic_corpus
+    from wlb_titan.prepare.prepare import SHAPE, long_tailed_lengths, write_synthetic_corpus
     from wlb_titan.runtime.checks import validate_corpus
 
     corpus = resolved.config.wlb.corpus
@@ -207,14 +206,13 @@ def _synthetic_corpus(resolved: Resolved, micro_batches: int, steps: int, folder
     path = folder / "corpus"
     if not path.exists():  # of another policy
         click.echo(
-            f"There is no corpus at {', '.join(missing)}: planning on lengths of the distribution `paper` "
-            "instead, cut at the window. The job's own plan needs its corpus here (`wlb-titan prepare`).",
+            f"There is no corpus at {', '.join(missing)}: planning on synthetic lengths instead, {SHAPE}. "
+            "The job's own plan needs its corpus here (`wlb-titan prepare`).",
             err=True,
         )
         window = resolved.config.training.seq_len
         tokens = min((steps + 1) * micro_batches * window, SYNTHETIC_TOKENS)
-        lengths = np.minimum(NAMED["paper"].draw(), window)
-        write_synthetic_corpus(path, lengths[: np.searchsorted(np.cumsum(lengths), tokens) + 1])
+        write_synthetic_corpus(path, long_tailed_lengths(tokens, window))
     alone = ["--wlb.corpus.sources", "[]"] if corpus.sources else []
     words = {"path": str(path), "column": "input_ids", "tokenizer": "", "mask": "auto"}
     return [word for name, value in words.items() for word in (f"--wlb.corpus.{name}", value)] + alone

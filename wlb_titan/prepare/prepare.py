@@ -205,6 +205,10 @@ def _taken(documents: Iterable[Document], count: int, most: int | None, report: 
 DOCUMENTS_FILE = "data-00000-of-00001.arrow"  # as `datasets` calls a file that is alone
 BATCH_TOKENS = 1 << 20  # of a record batch, which has one document if that has more
 
+SIGMA = 1.5  # of the logarithm of a synthetic length
+SHAPE = f"log-normal with a median of a 32nd of the context window and sigma {SIGMA:g}, cut at the window"
+"""The distribution of `long_tailed_lengths`, for reports."""
+
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
@@ -270,6 +274,18 @@ def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool
     }
     (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     return Written(count, tokens, learned if masked else None)
+
+
+def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
+    """int64 (documents,), lengths from `SHAPE` that add up to at least `tokens`. About one in a hundred is
+    `longest`, and these have about a tenth of the tokens."""
+    draw = np.random.default_rng(seed)
+    median = max(longest // 32, 1)
+    lengths = np.empty(0, dtype=np.int64)
+    while lengths.sum() < tokens:
+        more = draw.lognormal(np.log(median), SIGMA, size=max(256, tokens // (2 * median)))
+        lengths = np.concatenate([lengths, np.clip(more, 1, longest).astype(np.int64)])
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
 
 
 def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
