@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, is_dataclass
 from typing import Annotated, Any, get_args, get_origin
 
-from annotated_types import BaseMetadata, MinLen
+from annotated_types import BaseMetadata
 
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.plugins import PluginConfig, configuration, full_name, short_name
@@ -27,9 +27,7 @@ from wlb_titan.toml.values import (
     bare,
     convert,
     dataclass_arms,
-    describe,
     expressed,
-    is_sound,
     limits_of,
     shown,
     to_text,
@@ -100,8 +98,7 @@ class Builder:
     def _leaf(self, current: object, hint: object, node: Node | None, path: KeyPath, origin: str) -> Any:
         if node is not None:
             current, origin = _converted(node, hint, current, path), node.source
-        limits = tuple(limit for limit in limits_of(hint) if not isinstance(limit, MinLen))
-        self.entries.append(Entry(path, current, origin, expressed(current, hint), limits))
+        self.entries.append(Entry(path, current, origin, expressed(current, hint), limits_of(hint)))
         return current
 
     def _section(self, current: object, hint: object, node: Node | None, path: KeyPath, origin: str) -> Any:
@@ -274,22 +271,16 @@ def _choosing_key(cls: type) -> str:
 
 def _converted(node: Node, hint: object, current: object, path: KeyPath) -> Any:
     """The value of a leaf (or of an array of tables, for a field that holds a list of dicts)."""
-    if isinstance(node, Table) and not node.array:
-        raise ConfigError(
-            f"{node.source}: [{dotted(path)}]: this is a table, but here belongs {describe(hint)}; "
-            f"write {dotted(path)} = VALUE."
-        )
     value = _plain(node)
-    readings = [value]
-    if isinstance(node, Leaf) and node.text is not None:
-        readings.append(node.text)  # on the command line 5 may also be the string "5"
+    # On the command line 5 may also be the string "5".
+    readings = [value, node.text] if isinstance(node, Leaf) and node.text is not None else [value]
+    reasons = []
     for reading in readings:
         try:
             return convert(reading, hint, current)
-        except Mismatch:
-            continue
-    also = "" if is_sound(value) else " Numbers are finite and have at most 64 bits."
-    raise ConfigError(f"{node.source}: {dotted(path)} = {shown(value)}: expected {describe(hint)}.{also}")
+        except Mismatch as mismatch:
+            reasons.append(mismatch)
+    raise ConfigError(f"{node.source}: {dotted(path)} = {shown(value)}: {reasons[0]}.")
 
 
 @functools.cache
