@@ -38,7 +38,9 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
     ranks, fitting = planned_memory(job, plan, replica), _fitting(job, device_bytes)
     if ranks is not None and ranks[rank].total > fitting.usable:
         prediction = in_a_line(ranks[rank])
-        raise UserError(f"Step {plan.iteration + 1} cannot fit {fitting.room}; the prediction is {prediction}.")
+        raise UserError(
+            f"Step {plan.iteration + 1} cannot fit {fitting.room}; the prediction is {prediction}."
+        )
 
 
 def _fitting(job: Job, device_bytes: int) -> Fitting:
