@@ -125,19 +125,19 @@ class Builder:
 
     def _instance(self, cls: type, start: Any, table: Table | None, path: KeyPath, origin: str) -> Any:
         """`start` with what the table says, or a new `cls` if `start` is None."""
-        fields = {one.name: one for one in dataclasses.fields(cls) if one.init}
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         written = table.children if table is not None else {}
         for key, child in written.items():
             if key not in fields and not (key == _choosing_key(cls) and path):
                 raise self._no_such_key(child, (*path, key), cls, list(fields))
         values: dict[str, Any] = {}
-        for name, one in fields.items():
+        for name, setting in fields.items():
             here, node = (*path, name), written.get(name)
             if dotted(here) in self.locked:
                 if node is not None:
                     raise ConfigError(f"{_written(node, here)}: {self.locked[dotted(here)]}")
                 continue
-            current = _default(one) if start is None else getattr(start, name)
+            current = _default(setting) if start is None else getattr(start, name)
             if current is MISSING and node is None and table is not None:
                 raise ConfigError(
                     f"{table.source}: [{dotted(path)}]: the key {name!r} is missing; {short_name(cls)} "
@@ -253,8 +253,8 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
 
 def _suiting(table: Table, cls: type, choice: Leaf) -> Table:
     """A table without what weaker layers than that of the choice set for another class."""
-    names = {one.name for one in dataclasses.fields(cls)}
-    kept = {key: one for key, one in table.children.items() if key in names or one.layer >= choice.layer}
+    names = {field.name for field in dataclasses.fields(cls)}
+    kept = {k: child for k, child in table.children.items() if k in names or child.layer >= choice.layer}
     return dataclasses.replace(table, children=kept)
 
 
@@ -288,8 +288,8 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def _default(one: dataclasses.Field[Any]) -> Any:
-    return one.default if one.default_factory is MISSING else one.default_factory()
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _is_table(node: Node | None) -> bool:
