@@ -13,8 +13,9 @@ from corpora import content, decode, write_datatrove, write_megatron, write_prep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.corpus import Corpus, CorpusError, writer
+from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.shards import Lengths
+from wlb_titan.prepare import prepare as writer
 from wlb_titan.prepare.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.slow
