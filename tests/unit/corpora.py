@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from wlb_titan.corpus import writer
 from wlb_titan.corpus.corpus import Preparation
+from wlb_titan.prepare import prepare as writer
 from wlb_titan.prepare.tokenizer import Document
 
 

@@ -119,7 +119,7 @@ def test_plan_shows_what_a_mixture_does(write, tmp_path):
     ("corpus", "words"),
     [
         (MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"), "There is no corpus at"),
-        (MIXTURE.replace("0.9", "1.9"), "long_share = 1.9: expected a number, above 0 and below 1"),
+        (MIXTURE.replace("0.9", "1.9"), "long_share = 1.9: should be less than 1"),
         (MIXTURE.replace("long_share = 0.9", ""), "only one of long_length and long_share"),
         (MIXTURE.replace('"books"', '"short"'), "The sources are called short, short"),
         (MIXTURE.replace("weight = 3", "weigth = 3"), r"Did you mean wlb.corpus.sources.1.weight\?"),

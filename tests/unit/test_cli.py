@@ -14,7 +14,7 @@ from wlb_titan.errors import UserError
 
 HEAVY = {"torch", "torchtitan", "torchx", "datasets", "numpy", "pyarrow", "tokenizers", "rich", "pandas"}
 LIGHT = {
-    "main(['--help'])": HEAVY,
+    "main(['--help'])": {*HEAVY, "pydantic"},
     "import wlb_titan.corpus": {"torch", "torchtitan", "datasets", "tokenizers", "pandas"},
     "import wlb_titan.prepare.prepare, wlb_titan.commands.prepare": {"torch", "torchtitan", "datasets"},
     "import wlb_titan.config.settings, wlb_titan.commands.config": {"torch", "torchtitan", "rich"},

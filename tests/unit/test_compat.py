@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import queue
 import re
 from itertools import chain
 from pathlib import Path
@@ -19,18 +20,22 @@ import torchtitan
 import torchtitan.distributed.pipeline_parallel as titan_pipeline
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.checkpointer.base import purge_thread
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import init_fake_mode
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection, get_peak_flops
 from torchtitan.trainer import Trainer
 from toys import Apart, Twins
 from wlb_titan.launch.elastic import Agent
 
 from wlb_titan.dimensions.degrees import Degrees
-from wlb_titan.runtime import compat, log
+from wlb_titan.runtime import compat
 from wlb_titan.runtime.meshes import Dims
+from wlb_titan.runtime.metrics import MISLEADING, drop_misleading_warnings
 from wlb_titan.runtime.models import adoption
 from wlb_titan.runtime.pipeline.regroup import RegroupedSchedule, RegroupedStage
 
@@ -199,5 +204,17 @@ def test_classes_and_modules_of_models_that_are_named_exist():
 def test_messages_that_are_left_out_of_the_log_are_still_written():
     sources = Path(torchtitan.__path__[0]).rglob("*.py")
     text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
-    for message in log.DROPPED:
-        assert message.removeprefix("CPU ") in text, message  # which stands for the device
+    for message in MISLEADING:
+        assert message in text, message
+
+
+def test_torchtitan_says_what_goes_wrong_and_what_becomes_of_checkpoints(caplog):
+    drop_misleading_warnings()
+    caplog.set_level("INFO")
+    GarbageCollection.collect("now")
+    get_peak_flops("a CPU")
+    purged = queue.SimpleQueue()
+    purged.put(None)
+    purge_thread(purged, print)
+    logger.info("ours")
+    assert caplog.messages == ["Destroying the purge thread.", "ours"]

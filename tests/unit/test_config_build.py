@@ -237,13 +237,14 @@ inner.radius = 20 | | --shape.radius=21 --folder=x
 | [extra] |
     train.toml:2: [extra]: the key 'side' is missing; Square has no default for it.
 | [[options]]; a = 1 |
-    train.toml:2: options = [{a = 1}]: expected a table or "none".
+    train.toml:2: options = [{a = 1}]: should be a table or be "none".
 training.steps = 0 | |
-    parent.toml:2: training.steps = 0: expected an integer, at least 1.
+    parent.toml:2: training.steps = 0: should be greater than or equal to 1.
 | limit = nan |
-    train.toml:2: limit = nan: expected a number. Numbers are finite and have at most 64 bits.
+    train.toml:2: limit = nan: numbers should be finite and have at most 64 bits, and dates have no
+    place here.
 groups = 3 | |
-    parent.toml:2: groups = 3: expected an array (each element a table).
+    parent.toml:2: groups = 3: should be a valid array.
 extends = "train.toml" | |
     parent.toml:2: extends = "train.toml": the files extend each other in a circle:
     train.toml -> parent.toml -> train.toml.

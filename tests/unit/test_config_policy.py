@@ -78,7 +78,6 @@ def test_without_it_the_base_decides_and_a_stronger_one_replaces_a_weaker_one_wh
         ),
         ('[wlb.context]\npolicy = "hybrid"', "job.toml:3: wlb.context.policy: one key chooses all policies"),
         ('wlb.pipeline.order = "best"', "job.toml:2: wlb.pipeline.order: one key chooses all policies"),
-        ('wlb.sharding.profile = "x"', "wlb.sharding: this section is called wlb.context"),
         ('wlb.policy = "wlb/hybrid/best/more"', "job.toml:2: wlb.policy = .*too many parts"),
         ('wlb.policy = "wlb:hybrid"', "no packing policy is called 'wlb:hybrid'|cannot be imported"),
         ('wlb.policy = "lazy"', "no packing policy is called 'lazy'.*wlb_lazy"),

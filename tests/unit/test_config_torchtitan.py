@@ -320,10 +320,10 @@ def test_a_window_is_enough_for_four_stages(here):
 def test_a_document_that_fits_in_no_order_is_refused(here):
     job = job_in(here, PIPELINE)
     job = job.on(replace(job.cluster, memory=30 * GIB))
-    with pytest.raises(PlanError, match="A document of 32,768 tokens has all of its slices") as error:
+    with pytest.raises(PlanError, match="with a document of 32,768 tokens") as error:
         job.planner(Documents(lengths=np.full(100, 32768)))
     assert error.value.setting == "training.seq_len"
-    with pytest.raises(UserError, match="with a document of 32768 tokens the prediction is"):
+    with pytest.raises(UserError, match="with a document of 32,768 tokens the prediction is"):
         check_memory(job, 30 * GIB)
 
 

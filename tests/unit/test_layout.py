@@ -28,7 +28,7 @@ MAY_USE = {
     "corpus": {"numpy", "pyarrow", "datasets", "tokenizers"},
     "prepare": {"numpy", "pyarrow", "datasets", "filelock", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},
-    "toml": {"tomli"},
+    "toml": {"tomli", "pydantic"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
     "commands": {
         *("torch", "triton", "numpy", "tomli", "click", "rich", "tokenizers"),
@@ -44,7 +44,7 @@ name, it is loaded where it trains, and planning imports no torch."""
 THIRD_PARTY = {
     *("torch", "triton", "numpy", "scipy", "torchtitan", "torchx", "datasets", "tokenizers", "pyarrow"),
     *("filelock", "transformers"),
-    *("click", "rich", "tomli", "highspy", "pandas", "wlb_titan"),
+    *("click", "rich", "tomli", "highspy", "pydantic", "pandas", "wlb_titan"),
 }
 
 

@@ -75,21 +75,21 @@ def validated_documents(settings: WlbSettings) -> tuple[CorpusSettings, dict[str
         return corpus_settings, {"": _in_order(corpus, corpus.lengths)}
     corpus = open_corpus(settings.corpus)
     sources = mixture_sources(settings.corpus, corpus)
-    found, first = {}, 0
+    held_out, first = {}, 0
     for name, count in [(source.name, source.documents) for source in sources] or [("", len(corpus))]:
         rows = range(first, first + count)
         first += count
-        found[name] = _in_order(
+        held_out[name] = _in_order(
             corpus, Divided(corpus.lengths, validation.hold_out, held_out=True, rows=rows)
         )
         try:
-            found[name].mixture()
+            held_out[name].mixture()
         except PlanError as error:
             raise UserError(
                 f"wlb.validation.hold_out: of the {count:,} documents of {name or corpus} none with a token "
                 "to predict is held out; raise it, or name other documents with wlb.validation.path."
             ) from error
-    return settings.corpus, found
+    return settings.corpus, held_out
 
 
 def _in_order(corpus: Corpus, lengths: Lengths) -> Documents:

@@ -167,13 +167,11 @@ def _with_classes(root: Table) -> Table:
     if not isinstance(wlb, Table):
         return root
     sections = dict(wlb.children)
-    if (old := sections.get("sharding")) is not None:
-        raise ConfigError(f"{old.source}: wlb.sharding: this section is called wlb.context.")
     for name, family in CHOSEN.items():
         section = sections.get(name)
-        if isinstance(section, Table) and (old := section.children.get(family.key)) is not None:
+        if isinstance(section, Table) and (choice := section.children.get(family.key)) is not None:
             raise ConfigError(
-                f"{old.source}: wlb.{name}.{family.key}: one key chooses all policies; write wlb.policy = "
+                f"{choice.source}: wlb.{name}.{family.key}: one key chooses all policies; write wlb.policy = "
                 '"PACKING/CONTEXT/ORDER", such as "wlb_lazy/hybrid/best".'
             )
     if "policy" not in sections:
@@ -183,10 +181,10 @@ def _with_classes(root: Table) -> Table:
         policy = Policy.parse(str(written.value))
     except UserError as error:
         raise ConfigError(f"{written.source}: wlb.policy = {shown(written.value)}: {error}.") from error
-    for (name, family), choice in zip(CHOSEN.items(), policy, strict=True):
+    for (name, family), value in zip(CHOSEN.items(), policy, strict=True):
         section = sections.get(name, Table({}, written.source, written.layer))
         if isinstance(section, Table):
-            chosen = {family.key: replace(written, value=choice), **section.children}
+            chosen = {family.key: replace(written, value=value), **section.children}
             sections[name] = replace(section, children=chosen)
     return replace(root, children={**root.children, "wlb": replace(wlb, children=sections)})
 

@@ -49,7 +49,7 @@ class Preparation:
     vocab_size: int  # rows that an embedding table needs: the largest id, plus one
     end_of_text: str  # the token that ends every document
     settings: dict[str, Any]  # `PrepareSettings`
-    tokenizer_sha256: str = ""  # of tokenizer.json; corpora of earlier versions do not have it
+    tokenizer_sha256: str = ""  # of tokenizer.json; `save` fills it in
 
     def save(self, folder: Path) -> None:
         tokenizer = TokenizerFacts.of(folder / TOKENIZER_FOLDER, self.vocab_size)
@@ -64,11 +64,11 @@ class Preparation:
         if not file.is_file():
             return None
         try:
-            found = cls(**json.loads(file.read_text(encoding="utf-8")))
-            for name, value in vars(found).items():
+            preparation = cls(**json.loads(file.read_text(encoding="utf-8")))
+            for name, value in vars(preparation).items():
                 if not isinstance(value, KINDS.get(name, int | None)):
                     raise TypeError(f"{name} is {value!r}")
-            return found
+            return preparation
         except (OSError, ValueError, TypeError) as error:
             raise _damaged(folder, f"{file.name} cannot be read ({error!r})") from error
 
@@ -76,8 +76,8 @@ class Preparation:
         """Refuses a corpus whose file was cut off, of which pyarrow reads what is left, or has `changed`."""
         documents, tokens = len(corpus), corpus.lengths.sum()
         if (documents, tokens) != (self.documents, self.tokens):
-            found = f"it holds {documents:,} documents and {tokens:,} tokens"
-            raise _damaged(corpus.path, f"{found}, and should hold {self.documents:,} and {self.tokens:,}")
+            contents = f"it holds {documents:,} documents and {tokens:,} tokens"
+            raise _damaged(corpus.path, f"{contents}, and should hold {self.documents:,} and {self.tokens:,}")
         if changed:
             raise _damaged(corpus.path, "its documents are not those that state.json has the fingerprint of")
 
@@ -160,16 +160,16 @@ class Corpus:
     @classmethod
     def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":
         """Several corpora as one, their documents one after the other."""
-        known = [(part, part.tokenizer) for part in parts if part.tokenizer is not None]
-        for part, tokenizer in known[1:]:
-            if tokenizer.sha256 != known[0][1].sha256:
+        tokenizers = [(part, part.tokenizer) for part in parts if part.tokenizer is not None]
+        for part, tokenizer in tokenizers[1:]:
+            if tokenizer.sha256 != tokenizers[0][1].sha256:
                 raise CorpusError(
-                    f"{part} and {known[0][0]} were made with different tokenizers. Prepare one of them "
+                    f"{part} and {tokenizers[0][0]} were made with different tokenizers. Prepare one of them "
                     "again with the tokenizer of the other."
                 )
         fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
         shards = [shard for part in parts for shard in part.shards]
-        return cls(parts[0].path, shards, fingerprint, known[0][1] if known else None, parts=parts)
+        return cls(parts[0].path, shards, fingerprint, tokenizers[0][1] if tokenizers else None, parts=parts)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -192,9 +192,9 @@ class Corpus:
     def count_learned(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
         """int64 (n,), learned tokens among start .. stop - 1 of each document."""
         counts = stops - starts
-        for shard, mine, places in self.lengths.by_shard(rows):
+        for shard, picked, places in self.lengths.by_shard(rows):
             if shard.mask:
-                counts[mine] = shard.mask.count(places, starts[mine], stops[mine])
+                counts[picked] = shard.mask.count(places, starts[picked], stops[picked])
         return counts
 
     def source(self, row: int) -> str:
@@ -204,8 +204,8 @@ class Corpus:
 
     def check_ids(self, row: int, tokens: Tokens, vocabulary: int) -> None:
         """Refuses ids outside the vocabulary: on a GPU a model fails on them later, without a message."""
-        found = [int(tokens.min()), int(tokens.max())] if len(tokens) else []
-        for wrong in (id_ for id_ in found if not 0 <= id_ < vocabulary):
+        extremes = [int(tokens.min()), int(tokens.max())] if len(tokens) else []
+        for wrong in (id_ for id_ in extremes if not 0 <= id_ < vocabulary):
             raise CorpusError(
                 f"Document {row} ({self.source(row)}) of {self} has the token id {wrong}, but the vocabulary "
                 f"has {vocabulary:,} entries. The corpus is damaged, or was made with another tokenizer."
@@ -218,12 +218,12 @@ class Corpus:
         for start, stop in zip(spots, [*spots[1:], len(self)], strict=True):
             lengths = self.lengths[start : min(stop, start + most)]
             run = start + np.flatnonzero(np.cumsum(lengths) - lengths < most)
-            for shard, mine, places in self.lengths.by_shard(run):
+            for shard, picked, places in self.lengths.by_shard(run):
                 tokens = shard.gathered(places, most)
                 fits = not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary
                 if fits and (shard.mask is None or shard.mask.fits(places, most)):
                     continue
-                for row in run[mine].tolist():
+                for row in run[picked].tolist():
                     tokens = self.tokens(row)[:most]
                     self.check_ids(row, tokens, vocabulary)
                     self.learned(row, 0, len(tokens))  # complains about a mask with other values
@@ -267,17 +267,16 @@ class Corpus:
 
 
 def _own_tokenizer(path: Path, preparation: Preparation, named: TokenizerFacts | None) -> TokenizerFacts:
-    known = preparation.tokenizer_sha256
-    own = TokenizerFacts.of(path / TOKENIZER_FOLDER, preparation.vocab_size if known else 0)
-    if known not in ("", own.sha256) or own.vocab_size != preparation.vocab_size:
-        raise _damaged(path, f"{own.path / 'tokenizer.json'} is not the tokenizer that made it")
-    if named is not None and named.sha256 != own.sha256:
+    brought = TokenizerFacts.of(path / TOKENIZER_FOLDER, preparation.vocab_size)
+    if brought.sha256 != preparation.tokenizer_sha256:
+        raise _damaged(path, f"{brought.path / 'tokenizer.json'} is not the tokenizer that made it")
+    if named is not None and named.sha256 != brought.sha256:
         raise CorpusError(
             f"The corpus {path} was not made with the tokenizer in {named.path}; it brings its own, so leave "
             "wlb.corpus.tokenizer out.",
             setting="corpus.tokenizer",
         )
-    return own
+    return brought
 
 
 def partial_folder(path: Path) -> Path:
@@ -291,8 +290,6 @@ def _no_corpus(path: Path) -> str:
             f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. Start "
             f"it again with `wlb-titan prepare {path}` and the same options."
         )
-    if (path / "documents.arrow").is_file():
-        return f"{path} is a corpus of an earlier wlb_titan; prepare it again, into another folder."
     if path.is_dir() and any(path.iterdir()):
         return (
             f"{path} is not a complete corpus: it has no files of Hugging Face's save_to_disk (state.json), "

@@ -146,8 +146,8 @@ def rate(points: Line) -> float:
         0.5
     """
     sizes, seconds = np.array(points, dtype=np.float64).T
-    _, each = non_negative(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(sizes)))
-    return float(1 / each)
+    _, seconds_each = non_negative(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(sizes)))
+    return float(1 / seconds_each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +159,20 @@ class Profile:
     linear: LinearProfile | None = None  # None where only attention was measured
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
-        found = {entry.direction: entry for entry in self.entries if entry.shape.kind == shape.kind}
-        if not found:
-            known = dict.fromkeys(entry.shape.kind for entry in self.entries)
+        entries = {entry.direction: entry for entry in self.entries if entry.shape.kind == shape.kind}
+        if not entries:
+            kinds = dict.fromkeys(entry.shape.kind for entry in self.entries)
             raise PlanError(
-                f"The profile of {self.device} has no attention of {shape.kind}; it has {'; '.join(known)}. "
+                f"The profile of {self.device} has no attention of {shape.kind}; it has {'; '.join(kinds)}. "
                 "Measure that of your job's file: wlb-titan profile FILE --output PROFILE"
             )
         return AttentionLatency(
-            found["forward"].cost,
-            found["backward"].cost,
+            entries["forward"].cost,
+            entries["backward"].cost,
             self.units,
             shape.heads,
             f"profile of {self.device}",
-            measured_to=max((p.kv_len for entry in found.values() for p in entry.points), default=None),
+            measured_to=max((p.kv_len for entry in entries.values() for p in entry.points), default=None),
             windows=shape.windows,
             group=shape.group,
         )

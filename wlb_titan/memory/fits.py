@@ -36,6 +36,11 @@ def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
+def in_a_line(rank: RankMemory) -> str:
+    head, *terms = rank.explain().splitlines()
+    return f"{head}: {' + '.join(' '.join(term.split()) for term in terms)}"
+
+
 @dataclass(frozen=True)
 class Fitting:
     """Which of a job's steps fit a device."""
@@ -46,17 +51,18 @@ class Fitting:
 
     @property
     def room(self) -> str:
-        return f"the {self.usable / GIB:.1f} GiB of a device that may be filled"
+        return f"the {self.usable / GIB:.2f} GiB of a device that may be filled"
 
     def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank over a replica's step."""
         job, packs = self.job, passes.packs
-        run = len(packs) if passes.flow is not None or job.run is None else job.run
-        runs = [Passes(packs[first : first + run], passes.flow) for first in range(0, len(packs), run)]
+        length = len(packs) if passes.flow is not None or job.run is None else job.run
+        starts = range(0, len(packs), length)
+        runs = [Passes(packs[start : start + length], passes.flow) for start in starts]
         result = []
         for number in range(job.shape.ranks):
             rank = job.packing.rank_memory(job, number)
-            most = fullest([rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)])
+            most = fullest([rank.peak(run, reduced=i > 0) for i, run in enumerate(runs)])
             for dimension in job.degrees.own:
                 most = dimension.make().memory(job, most)
             result.append(most)
@@ -84,29 +90,42 @@ class Fitting:
         """Whether micro-batches of `parts` times the divisor fit, as far as is known."""
         if not self.known:
             return True
-        lengths = [parts * self.job.divisor] * self.job.replica_micro_batches
         try:
-            return fullest(self.peak(Passes.of(lengths, self.job.packing.always_shared))).total <= self.usable
+            return fullest(self._alike(parts * self.job.divisor)).total <= self.usable
         except PlanError:  # the schedule's order is not known
             return True
+
+    def _alike(self, tokens: int) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank where all micro-batches have so many tokens."""
+        lengths = [tokens] * self.job.replica_micro_batches
+        return self.peak(Passes.of(lengths, self.job.packing.always_shared))
+
+    def check_window(self) -> None:
+        """Refuses a job in which micro-batches of one context window do not fit or, if documents are sliced,
+        a document of the window: all its slices are in flight when its backward pass starts."""
+        window = self.job.window
+        sliced = self.job.packing.owner.slices
+        what = "a document" if sliced else "micro-batches"
+        try:
+            most = fullest(self.document(window) if sliced else self._alike(window))
+        except PlanError:  # the schedule's order is not known
+            return
+        if most.total > self.usable:
+            raise PlanError(
+                f"this cannot fit {self.room}; with {what} of {window:,} tokens the prediction is "
+                f"{in_a_line(most)}. Raise a degree of parallelism, save more with activation_checkpoint, or "
+                "lower training.seq_len or training.local_batch_size.",
+                setting="training.seq_len",
+            )
 
     @cached_property
     def most_in_flight(self) -> int:
         """The most tokens in flight that are predicted to fit, if all were one document's."""
-        window = self.job.window
-        most = fullest(self.document(window))
-        if most.total > self.usable:
-            raise PlanError(
-                f"A document of {window:,} tokens has all of its slices in flight when its backward "
-                f"pass begins, which does not fit {self.room} in any order of passes:\n{most.explain()}\n"
-                "Raise a degree of parallelism, save more with activation checkpointing, or shorten the "
-                "context window.",
-                setting="training.seq_len",
-            )
+        self.check_window()
         return _most(
             lambda tokens: fullest(self.document(tokens)).total <= self.usable,
-            window,
-            window * self.job.replica_micro_batches,
+            self.job.window,
+            self.job.window * self.job.replica_micro_batches,
         )
 
 

@@ -84,7 +84,7 @@ def note_beginning(folder: Path, config: str, step: int) -> None:
 def _move_former_aside(folder: Path) -> None:
     if not any((folder / name).exists() for name in (METRICS_FILE, VALIDATION_FILE)):
         return
-    aside = next(one for n in itertools.count(1) if not (one := folder / f"former-{n}").exists())
+    aside = next(path for n in itertools.count(1) if not (path := folder / f"former-{n}").exists())
     aside.mkdir()
     for name in (METRICS_FILE, VALIDATION_FILE, CONFIG_FILE, TRACES):
         if (folder / name).exists():

@@ -211,39 +211,23 @@ def _is_before(line: str, step: int) -> bool:
         return False
 
 
-DROPPED = (
-    # Misleading: said of every configuration with the default, of ranks that do show the loss, of a CPU whose
-    # peak is not known, of a tokenizer folder that never holds weights, of a variable that torchtitan sets.
+TORCHTITAN = str(Path(titan.__file__).parents[1])
+
+MISLEADING = (
+    # Of every configuration with the default, of ranks that do show the loss, of a CPU whose peak is not
+    # known, of a tokenizer folder that never holds weights, of a variable that torchtitan sets.
     "initial_load_model_only=True has no effect",
     "Pipeline Parallel loss is not visible",
     "Peak flops undefined for",
     "Error running lspci",
-    "Peak FLOPS used for computing MFU",
-    "CPU memory usage for model",
     "model.safetensors.index.json not found",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "[GC]",
-    # Of no use.
-    "CPU capacity",
-    "Structured logging",
-    "Successfully created meshes",
-    "Building ",
-    "Applied ",
-    "Optimizer ",
-    "Loading tokenizer",
-    "Checkpointing active",
-    "Trainer is initialized",
-    "No checkpoint was provided",
-    "Synchronizing and adjusting timeout",
-    "Sleeping 2 seconds",
-    "Training completed",
-    "Destroying the purge thread",
 )
-"""Words of torchtitan's messages that are not shown, unless they are errors."""
+"""Words of torchtitan's warnings that are not shown."""
 
 
 def drop_misleading_warnings() -> None:
-    """Drops from torchtitan's log what does not apply to wlb_titan's runs, or helps nobody."""
+    """Drops from torchtitan's log what does not apply to wlb_titan's runs."""
     logging.getLogger().addFilter(_applies)  # torchtitan logs on the root logger
     warnings.filterwarnings("ignore", message="To get the last learning rate")  # of every resumed run
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu device mesh")
@@ -262,7 +246,10 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
 
 
 def _applies(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.WARNING or not any(text in record.getMessage() for text in DROPPED)
+    """Of torchtitan's messages, its checkpointer's are shown, warnings that hold, and errors."""
+    if record.levelno < logging.WARNING:
+        return not record.pathname.startswith(TORCHTITAN) or "checkpointer" in record.pathname
+    return record.levelno > logging.WARNING or not any(text in record.getMessage() for text in MISLEADING)
 
 
 def tell_end(config: TrainerConfig, step: int, began: float | None) -> None:

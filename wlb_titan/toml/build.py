@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, is_dataclass
 from typing import Annotated, Any, get_args, get_origin
 
-from annotated_types import BaseMetadata, MinLen
+from annotated_types import BaseMetadata
 
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.plugins import PluginConfig, configuration, full_name, short_name
@@ -27,9 +27,7 @@ from wlb_titan.toml.values import (
     bare,
     convert,
     dataclass_arms,
-    describe,
     expressed,
-    is_sound,
     limits_of,
     shown,
     to_text,
@@ -100,8 +98,7 @@ class Builder:
     def _leaf(self, current: object, hint: object, node: Node | None, path: KeyPath, origin: str) -> Any:
         if node is not None:
             current, origin = _converted(node, hint, current, path), node.source
-        limits = tuple(limit for limit in limits_of(hint) if not isinstance(limit, MinLen))
-        self.entries.append(Entry(path, current, origin, expressed(current, hint), limits))
+        self.entries.append(Entry(path, current, origin, expressed(current, hint), limits_of(hint)))
         return current
 
     def _section(self, current: object, hint: object, node: Node | None, path: KeyPath, origin: str) -> Any:
@@ -128,19 +125,19 @@ class Builder:
 
     def _instance(self, cls: type, start: Any, table: Table | None, path: KeyPath, origin: str) -> Any:
         """`start` with what the table says, or a new `cls` if `start` is None."""
-        fields = {one.name: one for one in dataclasses.fields(cls) if one.init}
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         written = table.children if table is not None else {}
         for key, child in written.items():
             if key not in fields and not (key == _choosing_key(cls) and path):
                 raise self._no_such_key(child, (*path, key), cls, list(fields))
         values: dict[str, Any] = {}
-        for name, one in fields.items():
+        for name, setting in fields.items():
             here, node = (*path, name), written.get(name)
             if dotted(here) in self.locked:
                 if node is not None:
                     raise ConfigError(f"{_written(node, here)}: {self.locked[dotted(here)]}")
                 continue
-            current = _default(one) if start is None else getattr(start, name)
+            current = _default(setting) if start is None else getattr(start, name)
             if current is MISSING and node is None and table is not None:
                 raise ConfigError(
                     f"{table.source}: [{dotted(path)}]: the key {name!r} is missing; {short_name(cls)} "
@@ -256,8 +253,8 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
 
 def _suiting(table: Table, cls: type, choice: Leaf) -> Table:
     """A table without what weaker layers than that of the choice set for another class."""
-    names = {one.name for one in dataclasses.fields(cls)}
-    kept = {key: one for key, one in table.children.items() if key in names or one.layer >= choice.layer}
+    names = {field.name for field in dataclasses.fields(cls)}
+    kept = {k: child for k, child in table.children.items() if k in names or child.layer >= choice.layer}
     return dataclasses.replace(table, children=kept)
 
 
@@ -274,22 +271,16 @@ def _choosing_key(cls: type) -> str:
 
 def _converted(node: Node, hint: object, current: object, path: KeyPath) -> Any:
     """The value of a leaf (or of an array of tables, for a field that holds a list of dicts)."""
-    if isinstance(node, Table) and not node.array:
-        raise ConfigError(
-            f"{node.source}: [{dotted(path)}]: this is a table, but here belongs {describe(hint)}; "
-            f"write {dotted(path)} = VALUE."
-        )
     value = _plain(node)
-    readings = [value]
-    if isinstance(node, Leaf) and node.text is not None:
-        readings.append(node.text)  # on the command line 5 may also be the string "5"
+    # On the command line 5 may also be the string "5".
+    readings = [value, node.text] if isinstance(node, Leaf) and node.text is not None else [value]
+    reasons = []
     for reading in readings:
         try:
             return convert(reading, hint, current)
-        except Mismatch:
-            continue
-    also = "" if is_sound(value) else " Numbers are finite and have at most 64 bits."
-    raise ConfigError(f"{node.source}: {dotted(path)} = {shown(value)}: expected {describe(hint)}.{also}")
+        except Mismatch as mismatch:
+            reasons.append(mismatch)
+    raise ConfigError(f"{node.source}: {dotted(path)} = {shown(value)}: {reasons[0]}.")
 
 
 @functools.cache
@@ -297,8 +288,8 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def _default(one: dataclasses.Field[Any]) -> Any:
-    return one.default if one.default_factory is MISSING else one.default_factory()
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _is_table(node: Node | None) -> bool:

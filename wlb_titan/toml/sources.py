@@ -100,19 +100,19 @@ def _file_layers(path: Path) -> list[Table]:
     files: dict[Path, tuple[dict[str, Any], Callable[[Keys], str]]] = {}
 
     def visit(path: Path, place: str, above: list[Path]) -> None:
-        if path.resolve() in [one.resolve() for one in above]:
+        if path.resolve() in [link.resolve() for link in above]:
             circle = " -> ".join(str(link) for link in [*above, path])
             raise ConfigError(f"{place}: the files extend each other in a circle: {circle}.")
         files.pop(path.resolve(), None)
         document, source = files[path.resolve()] = _read_file(path, place)
         extended = document.get("extends", [])
-        for one in reversed(extended if isinstance(extended, list) else [extended]):
-            written = f"{source(('extends',))}: extends = {shown(one)}"
-            if not isinstance(one, str):
+        for name in reversed(extended if isinstance(extended, list) else [extended]):
+            written = f"{source(('extends',))}: extends = {shown(name)}"
+            if not isinstance(name, str):
                 raise ConfigError(
                     f"{written}: expected a string, the path of a TOML file, or a list of some."
                 )
-            visit(path.parent / one, written, [*above, path])
+            visit(path.parent / name, written, [*above, path])
 
     visit(path, str(path), [])
     return [_to_node(document, source, -n) for n, (document, source) in enumerate(files.values())]
@@ -194,7 +194,7 @@ def _to_node(value: object, source: Callable[[Keys], str], layer: int, keys: Key
 def _command_line(overrides: Sequence[str]) -> list[Table]:
     """`["--training.steps", "5", "--a.b=true"]` as a tree for each override, the last first."""
     remaining = iter(overrides)
-    found: list[Table] = []
+    tables: list[Table] = []
     for word in remaining:
         name, equals, text = word.partition("=")
         keys = name.removeprefix("--").split(".")
@@ -214,8 +214,8 @@ def _command_line(overrides: Sequence[str]) -> list[Table]:
         node: Any = _parse_word(text)
         for key in reversed(keys):
             node = Table({key: node}, COMMAND_LINE)
-        found.insert(0, node)
-    return found
+        tables.insert(0, node)
+    return tables
 
 
 def _parse_word(text: str) -> Node:

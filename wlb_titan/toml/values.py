@@ -1,40 +1,37 @@
 """Plain TOML values and the type hints of dataclass fields: conversion one way, TOML text the other way.
 
-TOML has no null: the string "none" stands for None wherever the type allows None.
+TOML has no null: the string "none" stands for None where the field allows None.
 
-A hint may say which numbers are meant, as `Annotated[int, Ge(1)]` does, in the words of the library
-`annotated_types`: Ge, Gt, Le, Lt, Interval, and MinLen for a string or list. They hold for each element in
-`list[Annotated[int, Ge(2)]]`. Two rules need no annotation: a float is a finite number, and an integer has 64
-bits.
+pydantic checks values, strictly. A hint may say which numbers are meant, as `Annotated[int, Ge(1)]` does, in
+the words of the library `annotated_types`: Ge, Gt, Le, Lt, Interval, and MinLen for a string or list. They
+hold for each element in `list[Annotated[int, Ge(2)]]`. Two rules need no annotation: a float is a finite
+number, and an integer has 64 bits.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
 import operator
 import re
 import types
-import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
-from itertools import chain
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
-from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt, MinLen
+from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 NONE = "none"
 LARGEST_INTEGER = 2**63 - 1
 
-LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
-    Ge: ("ge", operator.ge, "at least {}"),
-    Gt: ("gt", operator.gt, "above {}"),
-    Le: ("le", operator.le, "at most {}"),
-    Lt: ("lt", operator.lt, "below {}"),
-    MinLen: ("min_length", lambda value, least: len(value) >= least, "not empty"),
-}
-"""Kind of limit -> where its bound stands, whether a value keeps to it, and its words."""
+LIMITS = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le}", Lt: "below {0.lt}"}
+"""Kind of limit -> its words."""
 
 
 class Mismatch(Exception):
@@ -64,123 +61,81 @@ def dataclass_arms(hint: object) -> tuple[type, ...]:
 
 
 def limits_of(hint: object) -> tuple[BaseMetadata, ...]:
-    """What `Annotated` says anywhere in a hint: of the alternatives of a union, and of a list's elements."""
-    found: list[BaseMetadata] = []
-    if get_origin(hint) is Annotated:
-        found += _limits(hint)
-        hint = bare(hint)
-    for argument in get_args(hint):
-        found += limits_of(argument)
-    return tuple(found)
+    """The numbers that `Annotated` allows anywhere in a hint: in an alternative, or a list's elements."""
+    if isinstance(hint, BaseMetadata) and type(hint) in LIMITS:
+        return (hint,)
+    inner = hint if isinstance(hint, GroupedMetadata) else get_args(hint)
+    return tuple(itertools.chain.from_iterable(map(limits_of, inner)))
 
 
 def convert(value: object, hint: object, guide: object = None) -> Any:
-    """What a field of type `hint` holds for a value that tomli read; raises Mismatch if it is unfit.
+    """What a field of type `hint` holds for a value that tomli read; a Mismatch says what it should be.
 
-    An integer becomes a float where only a float is asked for, an array a tuple where a tuple is asked for.
-    Where anything may stand (Any), an array becomes a tuple if `guide`, the value it replaces, is one.
+    An integer becomes a float where only a float is asked for, an array a tuple where a tuple is asked for or
+    where `guide`, the value that it replaces, is one.
     """
+    from pydantic import ValidationError  # takes long, and many commands read no settings
+
     if value == NONE and allows_none(hint):
         return None
-    if get_origin(hint) is Annotated:
-        return _convert_in_range(value, hint, guide)
-    if (alternatives := arms(hint)) != (hint,):
-        return _convert_to_union(value, alternatives, guide)
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
-    if hint is Any:
-        if isinstance(value, str | int | float | list | dict) and is_sound(value):
-            return tuple(value) if isinstance(value, list) and isinstance(guide, tuple) else value
-    elif origin is Literal:
-        for option in arguments:
-            if type(option) is type(value) and option == value:
-                return option
-    elif hint is float:
-        if type(value) in (int, float) and is_sound(value):
-            return float(typing.cast(float, value))
-    elif hint in (bool, int, str):
-        if type(value) is hint and is_sound(value):
-            return value
-    elif origin is list and isinstance(value, list):
-        return [convert(item, arguments[0]) for item in value]
-    elif origin is tuple and isinstance(value, list) and len(value) == len(arguments):
-        return tuple(map(convert, value, arguments))
-    elif origin is dict and isinstance(value, dict):
-        return {key: convert(item, arguments[1]) for key, item in value.items()}
-    raise Mismatch
+    if not is_sound(value):
+        raise Mismatch("numbers should be finite and have at most 64 bits, and dates have no place here")
+    try:
+        result = _adapter(hint).validate_json(json.dumps(value))
+    except ValidationError as error:
+        rules = dict.fromkeys(map(_rule, error.errors()))
+        none = f' or be "{NONE}"' if allows_none(hint) else ""
+        raise Mismatch(f"{' or '.join(rules)}{none}") from None
+    return tuple(result) if isinstance(result, list) and isinstance(guide, tuple) else result
 
 
-def _convert_in_range(value: object, hint: object, guide: object) -> Any:
-    result = convert(value, bare(hint), guide)
-    for limit in _limits(hint):
-        bound, holds, _ = LIMITS[type(limit)]
-        if not holds(result, getattr(limit, bound)):
-            raise Mismatch
-    return result
+@functools.cache
+def _adapter(hint: object) -> TypeAdapter[Any]:
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(_with_tables(hint), config=ConfigDict(strict=True, arbitrary_types_allowed=True))
 
 
-def _convert_to_union(value: object, alternatives: tuple[object, ...], guide: object) -> Any:
-    results = []
-    for alternative in alternatives:
-        try:
-            results.append(convert(value, alternative, guide))
-        except Mismatch:
-            continue
-    if not results:
-        raise Mismatch
-    # 1 stays an integer in `float | int`.
-    return next((result for result in results if type(result) is type(value)), results[0])
+def _with_tables(hint: Any) -> Any:
+    """A hint with a dict in place of each dataclass: they are made elsewhere."""
+    from pydantic import BeforeValidator
+
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return Annotated[_with_tables(arguments[0]), *arguments[1:]]
+    if origin in (Union, types.UnionType):
+        return functools.reduce(operator.or_, map(_with_tables, arguments))
+    if origin in (list, tuple, dict):
+        return types.GenericAlias(origin, tuple(map(_with_tables, arguments)))
+    if origin is Literal:  # of 1, pydantic takes 1.0 and true too
+        kinds = {type(option) for option in arguments}
+        return Annotated[hint, BeforeValidator(lambda value: value if type(value) in kinds else ...)]
+    return dict if isinstance(hint, type) and is_dataclass(hint) else hint
+
+
+def _rule(error: Mapping[str, Any]) -> str:
+    """An error of pydantic's in our words: `should be a valid integer`, `element 1: should be a table`."""
+    if error["type"] == "needs_python_object":
+        return "should be a Python object, which only a base can give"
+    place = ".".join(str(key) for key in error["loc"] if isinstance(key, int))
+    _, should, rest = error["msg"].replace("an object", "a table").partition(" should ")
+    return (f"element {place}: " if place else "") + (f"should {rest}" if should else error["msg"])
 
 
 def is_sound(value: object) -> bool:
-    """Whether all numbers are finite and of at most 64 bits."""
+    """Whether JSON has it, and all numbers are finite and of at most 64 bits."""
     if isinstance(value, int):
         return abs(value) <= LARGEST_INTEGER
     if isinstance(value, float):
         return math.isfinite(value)
-    if isinstance(value, dict):
-        return all(map(is_sound, value.values()))
-    return not isinstance(value, list) or all(map(is_sound, value))
-
-
-def _limits(hint: object) -> list[BaseMetadata]:
-    """What `Annotated` says of the whole of a hint."""
-    metadata = getattr(hint, "__metadata__", ())
-    flat = chain.from_iterable(one if isinstance(one, GroupedMetadata) else [one] for one in metadata)
-    return [one for one in flat if type(one) in LIMITS]
-
-
-def describe(hint: object) -> str:
-    """Say in words what may stand in a field: `Literal["a", "b"] | None` -> `one of "a", "b" or "none"`."""
-    words = list(dict.fromkeys(_describe_one(arm) for arm in arms(hint)))
-    if limits := _limits(hint):
-        words[-1] += f", {in_words(limits)}"
-    if allows_none(hint):
-        words.append(f'"{NONE}"')
-    return " or ".join(words)
+    if isinstance(value, dict | list):
+        return all(map(is_sound, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str)
 
 
 def in_words(limits: Iterable[BaseMetadata]) -> str:
     """`(Gt(0), Le(1))` -> `above 0 and at most 1`."""
-    kinds = ((limit, *LIMITS[type(limit)]) for limit in limits)
-    return " and ".join(pattern.format(getattr(limit, bound)) for limit, bound, _, pattern in kinds)
-
-
-def _describe_one(hint: object) -> str:
-    if get_origin(hint) is Annotated:
-        return describe(hint)
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
-    simple = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Any: "a value"}
-    if isinstance(hint, typing.Hashable) and hint in simple:
-        return simple[hint]
-    if origin is Literal:
-        return "one of " + ", ".join(to_text(option) for option in arguments)
-    if origin is list:
-        return f"an array (each element {describe(arguments[0])})"
-    if origin is tuple:
-        return f"an array of {len(arguments)} values"
-    if origin is dict or (isinstance(hint, type) and is_dataclass(hint)):
-        return "a table"
-    return "a Python object that only a base can give"
+    return " and ".join(LIMITS[type(limit)].format(limit) for limit in limits)
 
 
 def to_text(value: object) -> str:
