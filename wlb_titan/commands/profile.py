@@ -111,7 +111,7 @@ def profile(files: tuple[Path, ...], output: Path) -> None:
     training what came of it (docs/kernels.md).
     """
     jobs, configured = zip(*(resolved_job(file, (), None) for file in files), strict=True)
-    on_cpu = any(one.config.wlb.device == "cpu" for one in configured) or not torch.cuda.is_available()
+    on_cpu = any(run.config.wlb.device == "cpu" for run in configured) or not torch.cuda.is_available()
     device = "cpu" if on_cpu else "cuda"
     shapes = {shape.kind: shape for shape in (job.attention_shape for job in jobs)}.values()
     for shape in shapes:
@@ -137,12 +137,12 @@ def _try_gluon(shape: AttentionShape, device: torch.device) -> None:
     if chosen("backward", "auto", dims, dtype, facts._replace(passed=frozenset({(dims, dtype)}))) != "gluon":
         return
     subject = record.subject(device, dims, dtype)
-    found = record.verdict(subject)
-    if found is None:
+    verdict = record.verdict(subject)
+    if verdict is None:
         say(f"Trying Gluon's backward on {subject}: some minutes, in a process of its own")
-        found = record.tried(subject, device)
+        verdict = record.tried(subject, device)
         device_of.cache_clear()
-    say("Gluon's backward has passed" if found.passed else f"Triton's backward is taken: {found.reason}")
+    say("Gluon's backward has passed" if verdict.passed else f"Triton's backward is taken: {verdict.reason}")
 
 
 def _measure(shape: AttentionShape, device: str, units: int) -> list[Entry]:
