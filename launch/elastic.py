@@ -181,7 +181,7 @@ class Agent(LocalElasticAgent):
         self._worker_group.spec.rdzv_handler.shutdown()
 
     def _ranks(self) -> list[subprocess.Popen[Any]]:
-        return [one.proc for one in self._pcontext.subprocess_handlers.values()] if self._pcontext else []
+        return [h.proc for h in self._pcontext.subprocess_handlers.values()] if self._pcontext else []
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         check_host(worker_group.master_addr)

@@ -132,7 +132,7 @@ def balance(
     order = balanced(work, ranks)
     sequences = [sorted(i for unit in members for i in first.members[unit]) for members in bins]
     return Assignment(
-        [[sequences[bin_] for bin_ in own] for own in order],
+        [[sequences[bin_] for bin_ in of_rank] for of_rank in order],
         work[order],
         tokens[order],
         sorted(i for members in units.members[number:] for i in members),
@@ -153,22 +153,22 @@ def _units(
     groups: Sequence[Hashable] | None,
     prompts: Sequence[int] | NDArray[Any] | None,
 ) -> _Units:
-    own = _whole_numbers("lengths", lengths, least=1)
-    before = np.zeros_like(own) if prompts is None else _whole_numbers("prompts", prompts, least=0)
-    labels = range(len(own)) if groups is None else groups
+    sizes = _whole_numbers("lengths", lengths, least=1)
+    before = np.zeros_like(sizes) if prompts is None else _whole_numbers("prompts", prompts, least=0)
+    labels = range(len(sizes)) if groups is None else groups
     for name, values in (("prompts", before), ("groups", labels)):
-        if len(values) != len(own):
+        if len(values) != len(sizes):
             raise PlanError(
-                f"{name} has {len(values)} values for {len(own)} sequences; it needs one for each."
+                f"{name} has {len(values)} values for {len(sizes)} sequences; it needs one for each."
             )
     members: dict[Hashable, list[int]] = {}
     for sequence, label in enumerate(labels):
         members.setdefault(label, []).append(sequence)
     sequences = list(members.values())
-    unit = np.empty_like(own)
-    for number, some in enumerate(sequences):
-        unit[some] = number
-    prompt = before[[some[0] for some in sequences]]
+    unit = np.empty_like(sizes)
+    for number, group in enumerate(sequences):
+        unit[group] = number
+    prompt = before[[group[0] for group in sequences]]
     if (before != prompt[unit]).any():
         raise PlanError("The answers of a group share their prompt, and some have prompts of other lengths.")
     if callable(cost) or isinstance(cost, CostModel):
@@ -178,10 +178,10 @@ def _units(
             return np.asarray(work, dtype=np.float64)
 
         prompt_work = np.where(prompt > 0, work_of(np.maximum(prompt, 1)), 0.0)
-        work = np.bincount(unit, work_of(before + own) - prompt_work[unit]) + prompt_work
+        work = np.bincount(unit, work_of(before + sizes) - prompt_work[unit]) + prompt_work
     else:
         given = np.asarray(cost, dtype=np.float64)
-        if given.shape != own.shape or prompts is not None:
+        if given.shape != sizes.shape or prompts is not None:
             raise PlanError(
                 "A cost in numbers needs one for each sequence; with prompts the cost must be a function."
             )
@@ -190,7 +190,7 @@ def _units(
         raise PlanError(
             "The cost must give every sequence a finite, positive work that grows with its tokens."
         )
-    return _Units(np.bincount(unit, own).astype(np.int64) + prompt, np.asarray(work, np.float64), sequences)
+    return _Units(np.bincount(unit, sizes).astype(np.int64) + prompt, np.asarray(work, np.float64), sequences)
 
 
 def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: int) -> Ints:
@@ -206,8 +206,8 @@ def _most_units(units: _Units, count: int, limit: int, equal: bool) -> int:
     """How many of the first units fit into `count` bins, by bisection; one in each bin does."""
 
     def too_many(number: int) -> bool:
-        some = _Units(units.tokens[:number], units.work[:number], [])
-        return _dealt(some, count, limit, equal) is None
+        first = _Units(units.tokens[:number], units.work[:number], [])
+        return _dealt(first, count, limit, equal) is None
 
     step = count if equal else 1
     more = range(count + step, len(units.tokens) + 1, step)

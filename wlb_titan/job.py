@@ -191,10 +191,10 @@ class Job:
         """Predicts the attention of one layer on one tensor-parallel rank."""
         if self.attention is not None:
             return self.attention
-        found = configured_latency(
+        latency = configured_latency(
             self.cluster, self.attention_shape, self.context.profile, self.implementation
         )
-        return replace(found, units=max(found.units - self.sm_margin, 1))
+        return replace(latency, units=max(latency.units - self.sm_margin, 1))
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -284,8 +284,8 @@ class Job:
     def fitting(self) -> Fitting:
         """Predicts peaks of memory, and what fits a device."""
         usable = self.cluster.memory * usable_share(self.packing.owner.slices)
-        known = not self.memory_unknown and self.cluster != load_cluster("cpu")
-        return Fitting(self, usable, known)
+        memory_known = not self.memory_unknown and self.cluster != load_cluster("cpu")
+        return Fitting(self, usable, memory_known)
 
     @property
     def most_in_flight(self) -> int | None:

@@ -96,18 +96,18 @@ class Family:
     def candidates(self) -> list[str]:
         """Short names of the classes that `auto` chooses from."""
         classes = self._classes.items()
-        return [name for name, one in classes if one.candidate and not one.automatic]
+        return [name for name, cls in classes if cls.candidate and not cls.automatic]
 
     @property
     def _classes(self) -> dict[str, type[Any]]:
         """By short name, without those of other packages that do not fit, which are warned of."""
-        found = {}
+        classes = {}
         for name in self.names:
             try:
-                found[name] = self.find(name)
+                classes[name] = self.find(name)
             except UserError as error:
                 warnings.warn(f"{self.kind} {name!r} is left out: {error}", stacklevel=2)
-        return found
+        return classes
 
     @property
     def _targets(self) -> dict[str, str]:
@@ -125,22 +125,22 @@ class Family:
                 f"no {self.kind} is called {name!r}.{hint} There are {', '.join(self.names)}, and any "
                 'installed one as "package.module:Class"'
             )
-        found = load(target)
-        if not (isinstance(found, type) and issubclass(found, load(self.base))):
+        loaded = load(target)
+        if not (isinstance(loaded, type) and issubclass(loaded, load(self.base))):
             raise UserError(f"{target} is not a {self.kind}: it does not derive from {self.base}")
-        for cls in (found, vars(found)["Config"]):
+        for cls in (loaded, vars(loaded)["Config"]):
             check_interface(cls)
-        return found
+        return loaded
 
     def configure(self, name: str, **settings: Any) -> Any:
         return self.find(name).Config(**settings)
 
     def having(self, key: str) -> list[str]:
-        return [name for name, one in self._classes.items() if key in _keys(one.Config)]
+        return [name for name, cls in self._classes.items() if key in _keys(cls.Config)]
 
     def name_of(self, cls: type) -> str:
         target = f"{cls.__module__}:{cls.__qualname__}"
-        return next((name for name, known in self._targets.items() if known == target), target)
+        return next((name for name, path in self._targets.items() if path == target), target)
 
 
 def is_ours(cls: type) -> bool:
@@ -156,7 +156,7 @@ def check_interface(cls: type, *bases: type) -> None:
     for base in filter(is_ours, reversed((*cls.__mro__, *bases)) if not is_ours(cls) else ()):
         hints = inspect.get_annotations(base).items()
         interface |= {name: None for name, hint in hints if "ClassVar" in str(hint)} | dict(vars(base))
-    missing, wrong = [], []
+    missing, problems = [], []
     for name, wanted in interface.items():
         if name.startswith("_") and (is_dataclass(cls) or name not in ("__init__", "__call__")):
             continue
@@ -164,14 +164,14 @@ def check_interface(cls: type, *bases: type) -> None:
         if given is None or getattr(given, "__isabstractmethod__", False):
             missing.append(name)
         elif wanted is not None and given is not wanted and not _takes(given, wanted):
-            wrong.append(f"{name}{_signature(given) or ''} is called as {name}{_signature(wanted) or ''}")
-    wrong += [f"it lacks {', '.join(missing)}"] * bool(missing)
-    if wrong:
+            problems.append(f"{name}{_signature(given) or ''} is called as {name}{_signature(wanted) or ''}")
+    problems += [f"it lacks {', '.join(missing)}"] * bool(missing)
+    if problems:
         packages = packages_distributions().get(cls.__module__.partition(".")[0], [])
         package = ", ".join(f"{name} {version(name)}" for name in packages) or "of no installed package"
         raise UserError(
             f"{cls.__module__}:{cls.__qualname__} ({package}) does not fit this wlb_titan: "
-            f"{'; '.join(wrong)}. docs/extending.md has the interfaces, CHANGELOG.md what has changed."
+            f"{'; '.join(problems)}. docs/extending.md has the interfaces, CHANGELOG.md what has changed."
         )
 
 
@@ -207,12 +207,12 @@ def load(target: str) -> Any:
     """The object called "package.module:Name"."""
     module, _, qualified_name = target.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        loaded: Any = importlib.import_module(module)
         for part in qualified_name.split("."):
-            found = getattr(found, part)
+            loaded = getattr(loaded, part)
     except (ImportError, AttributeError, ValueError, TypeError) as error:  # these two for "" and ".relative"
         raise UserError(f"{target!r} cannot be imported: {error}") from error
-    return found
+    return loaded
 
 
 def short_name(config: type) -> str:
@@ -229,8 +229,8 @@ def configuration(name: str, allowed: tuple[type, ...]) -> type:
     """The dataclass that a `class = "..."` means, a subclass of one of `allowed`."""
     if ":" not in name:
         name = _loaded_name(name, allowed)
-    found = load(name)
-    for candidate in (found, getattr(found, "Config", None)):
+    loaded = load(name)
+    for candidate in (loaded, getattr(loaded, "Config", None)):
         if isinstance(candidate, type) and is_dataclass(candidate) and issubclass(candidate, allowed):
             return candidate
     kinds = " or ".join(full_name(kind) for kind in allowed)
@@ -239,11 +239,11 @@ def configuration(name: str, allowed: tuple[type, ...]) -> type:
 
 def _loaded_name(name: str, allowed: tuple[type, ...]) -> str:
     """The full name of the one loaded class of a short name."""
-    known = [*allowed]
-    for config in known:
-        known += config.__subclasses__()
+    classes = [*allowed]
+    for config in classes:
+        classes += config.__subclasses__()
     # dataclasses with slots are made twice, so names are compared; a class inside a function has none.
-    names = sorted({full_name(config) for config in known if "<locals>" not in config.__qualname__})
+    names = sorted({full_name(config) for config in classes if "<locals>" not in config.__qualname__})
     matches = [full for full in names if full.partition(":")[2] == name]
     if len(matches) == 1:
         return matches[0]

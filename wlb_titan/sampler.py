@@ -97,7 +97,7 @@ class BalancedBatchSampler:
             self._plans.append(plan)
             # Simultaneous micro-batches are alike, and each step gets some of all weights.
             for number in rng.permutation(len(plan.micro_batches[0])):
-                self._batches += [taken[own[number]].tolist() for own in plan.micro_batches]
+                self._batches += [taken[of_rank[number]].tolist() for of_rank in plan.micro_batches]
         self.left_out, self._epoch = left.tolist(), epoch
 
     def _planned(self, taken: Ints, micro_batches: int) -> Assignment:

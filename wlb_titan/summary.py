@@ -52,7 +52,7 @@ class Summary:
             delays = np.pad(delays, (0, max(0, len(step) - len(delays))))
             delays[: len(step)] += step
         imbalance, plan_ms, waiting, longest, *sums = np.array(steps, dtype=float).T
-        tokens, padding, lost, cut, keys = (float(each.sum()) for each in sums)
+        tokens, padding, lost, cut, keys = (float(column.sum()) for column in sums)
         return cls(
             imbalance,
             plan_ms,
@@ -154,10 +154,10 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
     are sharded, of context-parallel ranks; and the number of each sharding."""
     replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
     packs = [plan.of_rank(rank) for rank in replicas]
-    workloads = [[m.workload for m in own] for own in packs]
+    workloads = [[m.workload for m in of_rank] for of_rank in packs]
     in_pipelines = [imbalance_by_pass(*replica) for replica in zip(packs, workloads, strict=True)]
     figures: dict[str, Any] = {
-        "imbalance_dp": imbalance_degree([sum(own) for own in workloads]),
+        "imbalance_dp": imbalance_degree([sum(of_rank) for of_rank in workloads]),
         "imbalance_pp": float(np.mean(in_pipelines)),
     }
     divided = [

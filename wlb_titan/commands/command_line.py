@@ -91,7 +91,7 @@ class Output(click.Path):
             return
         with writing(f"{option}: {file}"), file.open("rb") as opened:
             begin = opened.read(max(map(len, self._begins)))
-        if begin and not any(begin.startswith(one.encode()) for one in self._begins):
+        if begin and not any(begin.startswith(text.encode()) for text in self._begins):
             raise UserError(
                 f"{option}: {file} is there, and is no file that this command writes. Remove it, or name "
                 "another."
@@ -221,9 +221,9 @@ def load_job(
     wlb = resolved.config.wlb
     if lengths is None:
         return Asked(job, training_documents(wlb), resolved, None, (str(file), *words))
-    found, name = named_or_read(lengths)
+    document_lengths, name = named_or_read(lengths)
     given = resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE
-    documents = Documents(lengths=found, name=name, seed=wlb.corpus.seed if given else None)
+    documents = Documents(lengths=document_lengths, name=name, seed=wlb.corpus.seed if given else None)
     return Asked(job, documents, resolved, lengths, (str(file), *words, "--lengths", lengths))
 
 

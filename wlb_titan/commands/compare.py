@@ -67,8 +67,8 @@ class Run:
 
     def series(self, key: str) -> tuple[Floats, Floats]:
         """Steps and values, float64 (records,), of the records that have `key`."""
-        found = [(r["step"], r[key]) for r in self.records if isinstance(r.get(key), int | float)]
-        steps, values = zip(*found, strict=True) if found else ((), ())
+        points = [(r["step"], r[key]) for r in self.records if isinstance(r.get(key), int | float)]
+        steps, values = zip(*points, strict=True) if points else ((), ())
         return np.array(steps, dtype=float), np.array(values, dtype=float)
 
     def mean(self, key: str) -> float | None:
@@ -100,8 +100,8 @@ class Run:
         if len(steps) < len(self.records):
             return None
         seconds = self.seconds[self.settled]
-        found = Estimate.rate(rates[self.settled] * seconds, seconds)
-        return found if len(seconds) > 2 else Estimate(found.value)
+        estimate = Estimate.rate(rates[self.settled] * seconds, seconds)
+        return estimate if len(seconds) > 2 else Estimate(estimate.value)
 
     def loss_at(self, tokens: float) -> float:
         """Mean loss of the last tenth of the run up to `tokens`; the nearest record's if that has none."""
@@ -164,7 +164,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Settings that differ, by dotted key: all runs' values (None: not set), but not the dump folder."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key != "dump_folder")
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
-    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+    return {key: by_run for key, by_run in values.items() if any(value != by_run[0] for value in by_run)}
 
 
 def setting_rows(runs: Sequence[Run]) -> Rows:
@@ -224,8 +224,8 @@ def _gains(run: Run, first: Run) -> dict[str, Estimate]:
     """FLOPs and tokens a second over the first run's, where both have them: without an error, as the scatter
     of a run's steps does not have what the machine drifts from one run to the next."""
     rates = {what: (run.rate(key), first.rate(key)) for key, what in RATES.items()}
-    known = ((what, mine, base) for what, (mine, base) in rates.items() if mine and base and base.value)
-    return {what: Estimate(mine.value / base.value) for what, mine, base in known}
+    comparable = ((what, rate, base) for what, (rate, base) in rates.items() if rate and base and base.value)
+    return {what: Estimate(rate.value / base.value) for what, rate, base in comparable}
 
 
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens."

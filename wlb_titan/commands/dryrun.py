@@ -91,7 +91,7 @@ def dryrun(
             same = alike(job, job.plans(lone.documents, 1, after=step - 1)[0])
             numbers = sorted(set(same.values()))
         results = lone.run("dryrun", numbers, os.cpu_count() or 1, step=step, device_bytes=job.cluster.memory)
-    calls = {one["rank"]: RankCalls.from_json(one.pop("calls")) for one in results if "calls" in one}
+    calls = {r["rank"]: RankCalls.from_json(r.pop("calls")) for r in results if "calls" in r}
     if output is not None:
         write_json(output, results)
     for result in results:
@@ -112,7 +112,7 @@ def _meet(calls: Mapping[int, RankCalls]) -> bool:
     if problem := unmet(calls, queue_per_edge=True):
         say(f"\nThe job would hang or fail: {problem}")
         return False
-    number = sum(len(one.calls) for one in calls.values())
+    number = sum(len(of_rank.calls) for of_rank in calls.values())
     say(f"\nAll {number:,} calls of {len(calls)} ranks meet, in the order that NCCL keeps.")
     return True
 
@@ -136,7 +136,7 @@ def _fullest(job: Job, documents: Documents) -> tuple[int, MicroBatch]:
     steps = DEFAULT_STEP if job.packing.planning_seconds else PLANNED  # where a step takes seconds
     plans = [planner.next(sharded=()) for _ in range(steps)]
     micro_batches = ((step, m) for step, plan in enumerate(plans, start=1) for m in plan.micro_batches)
-    return max(micro_batches, key=lambda found: found[1].length)
+    return max(micro_batches, key=lambda numbered: numbered[1].length)
 
 
 def _fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> bool:
@@ -164,8 +164,8 @@ def _parameters(result: dict[str, Any]) -> str:
 def _print_memory_and_collectives(result: dict[str, Any]) -> None:
     show_table(memory_rows(result))
     say("The largest tensors at the traced peak:")
-    for one in result["largest"][:LARGEST]:
-        say(f"  {one['gib']:8.3f} GiB  {one['tensors']:4} x {one['what']}")
+    for row in result["largest"][:LARGEST]:
+        say(f"  {row['gib']:8.3f} GiB  {row['tensors']:4} x {row['what']}")
     if result["collectives"]:
         show_table(collective_rows(result["collectives"]))
 
@@ -179,8 +179,8 @@ def memory_rows(result: dict[str, Any]) -> Rows:
     total, peak = result["predicted_gib"], result["traced_gib"]
     figures.append(("total", total, peak, f"{total / peak - 1:+.1%}" if total and peak else ""))
     return [
-        {"memory": term, "predicted GiB": _gib(mine), "traced GiB": _gib(found), "difference": difference}
-        for term, mine, found, difference in figures
+        {"memory": term, "predicted GiB": _gib(model), "traced GiB": _gib(trace), "difference": difference}
+        for term, model, trace, difference in figures
     ]
 
 

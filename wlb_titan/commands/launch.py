@@ -73,7 +73,7 @@ OURS = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-r
     default=300,
     help="Seconds before the limit when the run is told to stop: more than a step and saving take.",
 )
-@click.option("-o", "own", multiple=True, metavar="NAME=VALUE", help="Another option of sbatch.")
+@click.option("-o", "sbatch", multiple=True, metavar="NAME=VALUE", help="Another option of sbatch.")
 def slurm(
     file: Path,
     overrides: tuple[str, ...],
@@ -82,7 +82,7 @@ def slurm(
     max_restarts: int,
     time: str,
     notice: int,
-    own: tuple[str, ...],
+    sbatch: tuple[str, ...],
 ) -> None:
     """Write the batch script of a job for Slurm: wlb-titan slurm job.toml -o partition=gpu > job.sbatch
 
@@ -95,7 +95,7 @@ def slurm(
 
     if notice >= seconds_of(time, "--time"):
         raise UserError(f"--notice: {notice} s before the end of --time {time} is before the run begins.")
-    given = dict(map(_option, own))
+    given = dict(map(_option, sbatch))
     hosts = hosts_of(str(file), overrides, nnodes=nnodes, processes=processes)
     survives = hosts.fewest < hosts.nodes
     options = {

@@ -148,9 +148,9 @@ class LoneRanks:
         if not result.exists():
             error = f"the process ended with exit code {process.returncode}: {tail}"
             return {"rank": asked["rank"], "error": error}
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         result.unlink()  # another policy's has the same name
-        return found
+        return record
 
 
 def _under(policy: str | None) -> list[str]:
@@ -225,7 +225,7 @@ def alike(job: Job, plan: Plan) -> dict[int, int]:
     length and in all that context parallelism exchanges.
     """
     first: dict[object, int] = {}
-    found = {}
+    representative = {}
     for rank in range(job.degrees.ranks):
         place = job.degrees.grid.place(rank)
         apart = tuple(number for axis, number in place.items() if axis not in SHARED)
@@ -234,8 +234,8 @@ def alike(job: Job, plan: Plan) -> dict[int, int]:
         flow = None if plan.flows is None else plan.flows[replica]
         merged = replica if any(pack.merged for pack in packs) else None
         steps = tuple(_shapes(job, pack, replica, place["cp"]) for pack in packs)
-        found[rank] = first.setdefault((apart, steps, flow, merged), rank)
-    return found
+        representative[rank] = first.setdefault((apart, steps, flow, merged), rank)
+    return representative
 
 
 def _shapes(job: Job, pack: MicroBatch, replica: int, context_rank: int) -> tuple[object, ...]:

@@ -123,7 +123,7 @@ def table(rows: Rows) -> str:
     if not rows:
         return ""
     top = "".join(f"<th>{_safe(heading)}</th>" for heading in rows[0])
-    body = "".join(f"<tr>{''.join(_cell(*one) for one in row.items())}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(_cell(*cell) for cell in row.items())}</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
 
 
@@ -135,15 +135,15 @@ def _cell(heading: str, cell: str) -> str:
 def lines(title: str, curves: Curves) -> str:
     """A line for each name; values that are not finite are left out."""
     points = {name: np.array([list(x), list(y)], dtype=float).T for name, (x, y) in curves.items()}
-    points = {name: own[np.isfinite(own).all(axis=1)] for name, own in points.items()}
+    points = {name: curve[np.isfinite(curve).all(axis=1)] for name, curve in points.items()}
     everything = np.concatenate(list(points.values()))
     if not len(everything):
         return ""
     low, high = everything.min(axis=0), everything.max(axis=0)
     extent = np.where(high > low, high - low, 1)
     shapes = [_grid(share, low + share * extent) for share in (0, 0.25, 0.5, 0.75, 1)]
-    for place, (name, own) in enumerate(points.items()):
-        ends = [(f"{100 * x:.2f}%", f"{HEIGHT * (1 - y):.1f}") for x, y in (own - low) / extent]
+    for place, (name, curve) in enumerate(points.items()):
+        ends = [(f"{100 * x:.2f}%", f"{HEIGHT * (1 - y):.1f}") for x, y in (curve - low) / extent]
         shapes.append(f'<g stroke="{_color(place)}">')
         shapes += [
             f'<line class="curve" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
@@ -173,12 +173,12 @@ def pipelines(timelines: Mapping[str, Sequence[Span]]) -> str:
     Documents differ between policies, so times are relative to a rank's work.
     """
     works = {
-        name: sum(s.duration for s in own) / len({s.track for s in own}) for name, own in timelines.items()
+        name: sum(s.duration for s in step) / len({s.track for s in step}) for name, step in timelines.items()
     }
-    ends = {name: max(s.start + s.duration for s in own) / works[name] for name, own in timelines.items()}
+    ends = {name: max(s.start + s.duration for s in step) / works[name] for name, step in timelines.items()}
     return "".join(
-        _pipeline(f"{name}: {1 - 1 / ends[name]:.1%} bubble", own, works[name] * max(ends.values()))
-        for name, own in timelines.items()
+        _pipeline(f"{name}: {1 - 1 / ends[name]:.1%} bubble", step, works[name] * max(ends.values()))
+        for name, step in timelines.items()
     )
 
 

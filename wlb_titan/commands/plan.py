@@ -83,7 +83,7 @@ def plan(
     documents = asked.documents
     with asked.placed():
         scenario = Scenario(asked.job, documents)
-        compared = [Policy.parse(one) for one in policies.split(",")] if policies else [asked.job.policy]
+        compared = [Policy.parse(text) for text in policies.split(",")] if policies else [asked.job.policy]
         compared = list(dict.fromkeys(compared))
         choices = [choice for policy in compared if (choice := scenario.choice(policy))]
         for choice in choices:
@@ -91,12 +91,12 @@ def plan(
         jobs = [scenario.under(policy) for policy in compared]
         if output is not None and len(jobs) > 1:
             raise PlanError("--output writes the plans of one policy; leave out --policies, or --output.")
-        if report is not None and all(one.packing.name != "plain" for one in jobs):
+        if report is not None and all(job.packing.name != "plain" for job in jobs):
             jobs.insert(0, jobs[0].under(Policy()))  # what the balance would be without
-        for one in jobs:
-            one.planner(documents).hold_to_rules()
+        for job in jobs:
+            job.planner(documents).hold_to_rules()
         summaries = {
-            str(one.policy): _run(one, documents, steps, output if one is jobs[-1] else None) for one in jobs
+            str(job.policy): _run(job, documents, steps, output if job is jobs[-1] else None) for job in jobs
         }
     job = jobs[-1]
     say(describe_job(job, documents))
@@ -167,7 +167,7 @@ def write_report(
 ) -> Path:
     """The first of the `summaries` is the baseline; `choices` is what `auto` stands for."""
     job, rows = asked.job, table_rows(summaries)
-    means = {name: float(one.imbalance.mean()) for name, one in summaries.items()}
+    means = {name: float(summary.imbalance.mean()) for name, summary in summaries.items()}
     waits = {name: f"{1 - 1 / mean:.1%}" for name, mean in means.items()}
     near = [name for name, mean in means.items() if mean <= min(means.values()) + NEAR]
     best, first = min(near, key=lambda name: summaries[name].delay), next(iter(summaries))
@@ -202,6 +202,6 @@ def _shares(summaries: Mapping[str, Summary]) -> Curves:
     """Every micro-batch's work over the mean of its step, by the share of all that have more."""
     percent = np.linspace(0, 100, 101)
     return {
-        name: (percent, np.percentile(one.workloads.T / one.workloads.mean(axis=1), 100 - percent))
-        for name, one in summaries.items()
+        name: (percent, np.percentile(summary.workloads.T / summary.workloads.mean(axis=1), 100 - percent))
+        for name, summary in summaries.items()
     }

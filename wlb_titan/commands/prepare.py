@@ -69,11 +69,11 @@ def prepare(output: Path, **options: Any) -> None:
     """
     settings = PrepareSettings(**options)
     console = Console(stderr=True, highlight=False)
-    there = os.path.exists(output / PREPARATION_FILE)
-    if not there:
+    existed = os.path.exists(output / PREPARATION_FILE)
+    if not existed:
         console.print(f"Preparing {output} from {settings.source}", soft_wrap=True, markup=False)
     corpus = prepare_corpus(settings, output, report=progress(console))
-    if there:
+    if existed:
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
         click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
         return

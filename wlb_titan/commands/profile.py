@@ -110,7 +110,7 @@ def profile(files: tuple[Path, ...], output: Path) -> None:
     else should use the device meanwhile.
     """
     jobs, configured = zip(*(resolved_job(file, (), None) for file in files), strict=True)
-    on_cpu = any(one.config.wlb.device == "cpu" for one in configured) or not torch.cuda.is_available()
+    on_cpu = any(run.config.wlb.device == "cpu" for run in configured) or not torch.cuda.is_available()
     device = "cpu" if on_cpu else "cuda"
     shapes = {shape.kind: shape for shape in (job.attention_shape for job in jobs)}.values()
     units = device_units(torch.device(device))

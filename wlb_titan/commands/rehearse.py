@@ -98,15 +98,15 @@ def rehearse(
             if not results:
                 say(describe_job(job, lone.documents))
             click.echo(f"{job.policy}: rank {', '.join(map(str, numbers))} ...", err=True)
-            found = lone.run("rehearse", numbers, at_once, first=first, steps=steps)
-            for rank in found:
+            records = lone.run("rehearse", numbers, at_once, first=first, steps=steps)
+            for rank in records:
                 print_rank(rank, job.degrees.ranks, what_it_ran)
-            results.append(_put_together(lone, plans, found))
-    if any(one.measured for one in results):
+            results.append(_put_together(lone, plans, records))
+    if any(result.measured for result in results):
         show_table(table_rows(results))
     if output is not None:
         write_json(output, {"file": str(file), "policies": list(map(_record, results))})
-    if any("error" in rank for one in results for rank in one.ranks):
+    if any("error" in rank for result in results for rank in result.ranks):
         sys.exit(1)
 
 
@@ -129,30 +129,30 @@ def _put_together(lone: LoneRanks, plans: list[Plan], ranks: list[dict[str, Any]
 
 def table_rows(results: Sequence[Rehearsal]) -> Rows:
     """A row for each policy: rehearsed, with the standard error over the steps, and predicted."""
-    ran = [one for one in results if one.measured]
+    ran = [result for result in results if result.measured]
     return [
         {
-            "policy": str(one.job.policy),
-            "step, s": f"{one.rehearsed.seconds.mean():.3f}",
-            "predicted s": f"{one.predicted.seconds.mean():.3f}",
-            "tokens/s": Estimate.rate(one.rehearsed.tokens, one.rehearsed.seconds).text(",.0f"),
-            "MFU": f"{one.rehearsed.mfu:.1%}",
-            "bubble": f"{one.rehearsed.bubble:.1%}",
-            "speedup": speedup(one.rehearsed, ran[0].rehearsed).text(".3f", "x"),
+            "policy": str(result.job.policy),
+            "step, s": f"{result.rehearsed.seconds.mean():.3f}",
+            "predicted s": f"{result.predicted.seconds.mean():.3f}",
+            "tokens/s": Estimate.rate(result.rehearsed.tokens, result.rehearsed.seconds).text(",.0f"),
+            "MFU": f"{result.rehearsed.mfu:.1%}",
+            "bubble": f"{result.rehearsed.bubble:.1%}",
+            "speedup": speedup(result.rehearsed, ran[0].rehearsed).text(".3f", "x"),
         }
-        for one in ran
+        for result in ran
     ]
 
 
-def _record(one: Rehearsal) -> dict[str, Any]:
+def _record(result: Rehearsal) -> dict[str, Any]:
     return {
-        "policy": str(one.job.policy),
-        "degrees": str(one.job.degrees),
-        "cluster": one.job.cluster.name,
-        "documents": one.documents.name,
-        "rehearsed": figures(one.rehearsed) if one.measured else None,
-        "predicted": figures(one.predicted) if one.measured else None,
-        "ranks": one.ranks,
+        "policy": str(result.job.policy),
+        "degrees": str(result.job.degrees),
+        "cluster": result.job.cluster.name,
+        "documents": result.documents.name,
+        "rehearsed": figures(result.rehearsed) if result.measured else None,
+        "predicted": figures(result.predicted) if result.measured else None,
+        "ranks": result.ranks,
     }
 
 
@@ -167,9 +167,9 @@ def what_it_ran(rank: dict[str, Any]) -> str:
     steps = rank["steps"]
     first, last = steps[0]["iteration"] + 1, steps[-1]["iteration"] + 1
     runs = f"step {first}" if first == last else f"steps {first} to {last}"
-    passes = [one for step in steps for one in step["passes"]]
-    kinds = [kind for kind in PASSES if any(one[0] == kind for one in passes)]
-    seconds = {kind: sum(one[4] for one in passes if one[0] == kind) / len(steps) for kind in kinds}
+    passes = [pass_ for step in steps for pass_ in step["passes"]]
+    kinds = [kind for kind in PASSES if any(pass_[0] == kind for pass_ in passes)]
+    seconds = {kind: sum(pass_[4] for pass_ in passes if pass_[0] == kind) / len(steps) for kind in kinds}
     took = ", ".join(f"{PASSES[kind][0]} {value:.3f}" for kind, value in seconds.items())
     optimizer, peak = mean(step["optimizer"] for step in steps), ""
     if steps[0]["peak_gib"] is not None:

@@ -109,7 +109,7 @@ def simulate(
         raise PlanError("--report and --trace draw policies; leave out --search.")
     degrees_fit = None if search else world_size
     asked = load_job(file, overrides, lengths=lengths, cluster=cluster, world_size=degrees_fit)
-    compared = [Policy.parse(one) for one in policies.split(",")] if policies else None
+    compared = [Policy.parse(text) for text in policies.split(",")] if policies else None
     compared = list(dict.fromkeys(compared or [Policy(), asked.job.policy]))
     with asked.placed():
         scenario = Scenario(asked.job, asked.documents)
@@ -140,8 +140,8 @@ def simulate(
         ]
         page = write_report(report, asked, plans, predictions, rows[: len(predictions)], sections)
         click.echo(f"Report: {page}")
-    own = predictions.get(scenario.under(scenario.job.policy).policy)
-    if not any(one.fits for one in ([own] if own else predictions.values())):
+    configured = predictions.get(scenario.under(scenario.job.policy).policy)
+    if not any(prediction.fits for prediction in ([configured] if configured else predictions.values())):
         sys.exit(1)
 
 
@@ -171,12 +171,12 @@ def table_rows(predictions: Predictions, impossible: Mapping[Policy, UserError])
     rows = [
         {
             "policy": str(policy),
-            **figures(one),
-            "on rank": f"{one.peak_memory.rank}",
-            "speedup": speedup(one, base).text(".3f", "x"),
-            "in tokens": f"{one.tokens_per_second / base.tokens_per_second:.3f}x",
+            **figures(prediction),
+            "on rank": f"{prediction.peak_memory.rank}",
+            "speedup": speedup(prediction, base).text(".3f", "x"),
+            "in tokens": f"{prediction.tokens_per_second / base.tokens_per_second:.3f}x",
         }
-        for policy, one in predictions.items()
+        for policy, prediction in predictions.items()
     ]
     return rows + [dict.fromkeys(rows[0], "–") | {"policy": str(policy)} for policy in impossible]
 
@@ -198,21 +198,21 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
     return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
 
 
-def figures(one: Prediction) -> dict[str, str]:
+def figures(prediction: Prediction) -> dict[str, str]:
     """Headings and cells that every table of predictions has."""
     return {
-        "step, s": f"{one.seconds.mean():.3f}",
-        "tokens/s": f"{one.tokens_per_second:,.0f}",
-        "MFU": f"{one.mfu:.1%}",
-        "bubble": f"{one.bubble:.1%}",
-        "peak GiB": f"{one.peak_memory.total / GIB:.1f}" + ("" if one.fits else " !"),
+        "step, s": f"{prediction.seconds.mean():.3f}",
+        "tokens/s": f"{prediction.tokens_per_second:,.0f}",
+        "MFU": f"{prediction.mfu:.1%}",
+        "bubble": f"{prediction.bubble:.1%}",
+        "peak GiB": f"{prediction.peak_memory.total / GIB:.1f}" + ("" if prediction.fits else " !"),
     }
 
 
 def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
     """FLOPs a second over the baseline's, which cut documents do not flatter as tokens do."""
-    mine, base = (Estimate.rate(one.flops, one.seconds) for one in (prediction, baseline))
-    return mine.over(base)
+    rate, base = (Estimate.rate(compared.flops, compared.seconds) for compared in (prediction, baseline))
+    return rate.over(base)
 
 
 STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
@@ -221,9 +221,9 @@ STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pas
 def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, list[Span]]:
     """For each policy, the passes of the step nearest to the mean."""
     steps = {}
-    for policy, one in predictions.items():
-        number = int(abs(one.seconds - one.seconds.mean()).argmin())
-        steps[str(policy)] = step_timeline(one.job, plans[policy][number], str(policy))
+    for policy, prediction in predictions.items():
+        number = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
+        steps[str(policy)] = step_timeline(prediction.job, plans[policy][number], str(policy))
     return steps
 
 
@@ -233,8 +233,8 @@ def write_report(
     """The baseline is the first of the policies."""
     named = {str(policy): prediction for policy, prediction in predictions.items()}
     base = next(iter(named))
-    gains = {name: speedup(one, named[base]) for name, one in named.items()}
-    fitting = [name for name, one in named.items() if one.fits] or list(named)
+    gains = {name: speedup(prediction, named[base]) for name, prediction in named.items()}
+    fitting = [name for name, prediction in named.items() if prediction.fits] or list(named)
     best = max(fitting, key=lambda name: gains[name].value)
     prediction = named[best]
     degrees, policy = prediction.job.degrees, prediction.job.policy
@@ -277,27 +277,27 @@ def search_rows(result: Search) -> Rows:
     best = result.found[0].flops_per_second
     return [
         {
-            "degrees": str(found.job.degrees),
-            "schedule": pipeline_words(found.job),
-            "policy": str(found.job.policy),
-            "L_max": f"{found.job.longest_micro_batch:,}",
-            **figures(found),
-            "of best": f"{found.flops_per_second / best:.1%}",
+            "degrees": str(prediction.job.degrees),
+            "schedule": pipeline_words(prediction.job),
+            "policy": str(prediction.job.policy),
+            "L_max": f"{prediction.job.longest_micro_batch:,}",
+            **figures(prediction),
+            "of best": f"{prediction.flops_per_second / best:.1%}",
         }
-        for found in result.found
+        for prediction in result.found
     ]
 
 
 def gain(result: Search) -> str:
     """A sentence on what the best gains over the configured job."""
-    best, own = result.found[0], result.configured
-    if own is None:
+    best, configured = result.found[0], result.configured
+    if configured is None:
         return "The configured degrees are of other GPUs or do not fit, so there is no gain to name."
-    words = [f"{one.job.degrees}, {pipeline_words(one.job)}, {one.job.policy}" for one in (best, own)]
+    words = [f"{run.job.degrees}, {pipeline_words(run.job)}, {run.job.policy}" for run in (best, configured)]
     return (
-        f"The best ({words[0]}) does {best.flops_per_second / own.flops_per_second:.2f}x the FLOPs and "
-        f"{best.tokens_per_second / own.tokens_per_second:.2f}x the tokens a second of the configured job at "
-        f"its best ({words[1]})."
+        f"The best ({words[0]}) does {best.flops_per_second / configured.flops_per_second:.2f}x the FLOPs "
+        f"and {best.tokens_per_second / configured.tokens_per_second:.2f}x the tokens a second of the "
+        f"configured job at its best ({words[1]})."
     )
 
 

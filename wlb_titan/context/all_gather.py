@@ -175,8 +175,8 @@ def gathered_mask(
         numbers += [documents, np.array([-1])]
         tokens += [lengths[documents], np.array([rows * size - int(lengths[documents].sum())])]
         offset += sent[place]
-    mine = sharding[rank]
-    whole = mine[span[mine[:, DOCUMENT]] < 0, DOCUMENT]
+    shard = sharding[rank]
+    whole = shard[span[shard[:, DOCUMENT]] < 0, DOCUMENT]
     alone = not any(len(level.order) for level in exchange)
     kept = share - int(offset[rank]) if len(whole) or alone else 0
     number = np.concatenate([*numbers, whole])
@@ -184,7 +184,7 @@ def gathered_mask(
     begins = np.zeros(len(lengths) + 1, dtype=np.int64)
     begins[number] = np.cumsum(size_of) - size_of
     keys = np.stack([number, size_of], axis=1)[size_of > 0]
-    return ContextMask(segments_among(mine, begins[:-1]), KeyExchange(tuple(exchange), kept), keys)
+    return ContextMask(segments_among(shard, begins[:-1]), KeyExchange(tuple(exchange), kept), keys)
 
 
 def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) -> tuple[Ints, Ints]:

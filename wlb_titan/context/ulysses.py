@@ -67,8 +67,8 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
 
 def _cuts(count: int, parts: int) -> list[int]:
     """Bounds of parts of 0 to `count` that differ by one at most, the larger ones first."""
-    each, more = divmod(count, parts)
-    return [part * each + min(part, more) for part in range(parts + 1)]
+    size, more = divmod(count, parts)
+    return [part * size + min(part, more) for part in range(parts + 1)]
 
 
 class Ulysses(ContextStrategy):

@@ -108,12 +108,12 @@ def _dataset(folder: Path, column: str, mask: str) -> Opened:
     return Opened(shards, files, f"{column} {masking}", noted)
 
 
-def _check_columns(shard: ArrowShard, known: set[str]) -> None:
+def _check_columns(shard: ArrowShard, followed: set[str]) -> None:
     """Refuses columns that may say of each token what is done with it."""
     for field in shard.schema:
         kind = getattr(field.type, "value_type", pa.null())  # of a list, of whichever kind
         numbers = any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
-        if field.name not in known and (numbers or SWITCH.search(field.name)):
+        if field.name not in followed and (numbers or SWITCH.search(field.name)):
             raise CorpusError(
                 f"{shard.path} has a column {field.name!r}, which nothing here follows. If it says by 1 and "
                 "0 what is learned, name it with wlb.corpus.mask (in a mixture, `mask` of the source); "
@@ -124,20 +124,20 @@ def _check_columns(shard: ArrowShard, known: set[str]) -> None:
 
 
 def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
-    there = [column for column in MASKS if column in columns] if wanted == "auto" else [wanted]
-    if wanted == "none" or not there:
+    masks = [column for column in MASKS if column in columns] if wanted == "auto" else [wanted]
+    if wanted == "none" or not masks:
         return ""
-    if there[0] not in columns:
+    if masks[0] not in columns:
         raise CorpusError(
             f"{path} has no column {wanted!r}; it has {', '.join(columns)}.", setting="corpus.mask"
         )
-    if len(there) > 1:
+    if len(masks) > 1:
         raise CorpusError(
-            f"{path} has the columns {', '.join(there)}, which all say what is to be learned. Name one with "
+            f"{path} has the columns {', '.join(masks)}, which all say what is to be learned. Name one with "
             'wlb.corpus.mask (in a mixture, `mask` of the source); "none" learns every token.',
             setting="corpus.mask",
         )
-    return there[0]
+    return masks[0]
 
 
 def _datatrove(files: Sequence[Path], mask: str) -> Opened:
@@ -218,11 +218,11 @@ class LabelMask:
             )
         for start in range(0, tokens.documents, BLOCK):
             rows = np.arange(start, min(start + BLOCK, tokens.documents))
-            there, wanted = values.lengths(rows), tokens.lengths(rows)
-            if (different := np.flatnonzero(there != wanted)).size:
+            counts, wanted = values.lengths(rows), tokens.lengths(rows)
+            if (different := np.flatnonzero(counts != wanted)).size:
                 place = int(different[0])
                 raise CorpusError(
-                    f"The mask {name} has {there[place]:,} values for {tokens.source(start + place)}, which "
+                    f"The mask {name} has {counts[place]:,} values for {tokens.source(start + place)}, which "
                     f"has {wanted[place]:,} tokens; it must have one for each token."
                 )
         self._values, self._tokens, self._labels, self._name = values, tokens, labels, name
@@ -230,15 +230,15 @@ class LabelMask:
     def read(self, row: int, start: int, length: int) -> Bools:
         """bool (length,), which of these tokens of a document are learned; other values are refused."""
         values = self._values.read(row, start, length)
-        wrong = self._wrong(values, self._tokens.read(row, start, length))
-        if wrong.any():
-            place = int(np.argmax(wrong))
+        refused = self._refused(values, self._tokens.read(row, start, length))
+        if refused.any():
+            place = int(np.argmax(refused))
             raise CorpusError(self._complaint(row, start + place, int(values[place])))
         return self._learned(values)
 
     def fits(self, rows: Ints, most: int) -> bool:
         """Whether `read` takes the first `most` values of each of these documents."""
-        return not self._wrong(self._values.gathered(rows, most), self._tokens.gathered(rows, most)).any()
+        return not self._refused(self._values.gathered(rows, most), self._tokens.gathered(rows, most)).any()
 
     def count(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
         """int64 (n,), learned tokens among start .. stop - 1 of each document."""
@@ -246,10 +246,10 @@ class LabelMask:
         values, places = self._values.values, zip(begins + starts, begins + stops, strict=True)
         return np.array([self._learned(values[a:b]).sum() for a, b in places], dtype=np.int64)
 
-    def _wrong(self, values: Tokens, tokens: Tokens) -> Bools:
+    def _refused(self, values: Tokens, tokens: Tokens) -> Bools:
         learned = self._learned(values)
-        wrong: Bools = learned & (values != tokens) if self._labels else ~learned & (values != 0)
-        return wrong
+        refused: Bools = learned & (values != tokens) if self._labels else ~learned & (values != 0)
+        return refused
 
     def _learned(self, values: Tokens) -> Bools:
         learned: Bools = values != IGNORED if self._labels else values == 1

@@ -140,13 +140,13 @@ class ArrowShard(Shard):
         rows = max((1 << 18) * self.documents // max(self.tokens, 1), 1)  # at a time
         for name, column in self.beside.items():
             for start in range(0, self.documents, rows):
-                some = np.arange(start, min(start + rows, self.documents))
-                lengths = self.lengths(some)
-                there, wanted = column.lengths(some), np.ones_like(lengths) if name == ROWS else lengths
+                block = np.arange(start, min(start + rows, self.documents))
+                lengths = self.lengths(block)
+                counts, wanted = column.lengths(block), np.ones_like(lengths) if name == ROWS else lengths
                 plain: Any = lengths if name == ROWS else PLAIN.get(name)
                 if name == POSITIONS:
                     plain = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-                if (there != wanted).any() or (column.gathered(some, 1 << 62) != plain).any():
+                if (counts != wanted).any() or (column.gathered(block, 1 << 62) != plain).any():
                     raise CorpusError(
                         f"{self.path} has a column {name!r}, by which not every row is one document without "
                         "padding. Save the dataset as it was before it was padded or packed: documents are "
@@ -213,8 +213,8 @@ class MegatronShard(Shard):
             raise CorpusError(f"{index} is no index of a Megatron dataset.")
         _, version, code, sequences, ends = MEGATRON_HEADER.unpack(header)
         if version != 1 or code not in MEGATRON_TYPES:
-            known = f"known are version 1 and the types {', '.join(map(str, MEGATRON_TYPES))}"
-            raise CorpusError(f"{index} has version {version} and tokens of type {code}; {known}.")
+            readable = f"known are version 1 and the types {', '.join(map(str, MEGATRON_TYPES))}"
+            raise CorpusError(f"{index} has version {version} and tokens of type {code}; {readable}.")
         dtype = np.dtype(MEGATRON_TYPES[code])
         begins_at = MEGATRON_HEADER.size + 4 * sequences
         modes_at = begins_at + 8 * (sequences + ends)
@@ -325,17 +325,17 @@ class Lengths:
             return int(self[np.array([rows])][0])
         rows = np.asarray(rows, dtype=np.int64)
         result = np.empty(len(rows), dtype=np.int64)
-        for shard, mine, places in self.by_shard(rows):
-            result[mine] = shard.lengths(places)
+        for shard, indices, places in self.by_shard(rows):
+            result[indices] = shard.lengths(places)
         return result
 
     def by_shard(self, rows: Ints) -> Iterator[tuple[Shard, Ints, Ints]]:
         """The shards of these documents, with their indices in `rows` and their numbers in the shard."""
         numbers = np.searchsorted(self.firsts, rows, side="right") - 1
         order = np.argsort(numbers, kind="stable")
-        found, begins = np.unique(numbers[order], return_index=True)
-        for number, mine in zip(found, np.split(order, begins[1:]), strict=False):
-            yield self._shards[number], mine, rows[mine] - self.firsts[number]
+        shards, begins = np.unique(numbers[order], return_index=True)
+        for number, indices in zip(shards, np.split(order, begins[1:]), strict=False):
+            yield self._shards[number], indices, rows[indices] - self.firsts[number]
 
     def _run(self, start: int, stop: int) -> Ints:
         parts = [np.empty(0, dtype=np.int64)]

@@ -74,8 +74,8 @@ class Cluster:
 
 TEXTS = ("name", "[gpu] attention_profile", "[gpu] device")
 FIGURES: dict[str, Field[Any]] = {
-    **{one.metadata["key"]: one for one in fields(Cluster) if one.metadata},
-    **{f"[{name}] {one.metadata['key']}": one for name in ("node", "network") for one in fields(Link)},
+    **{f.metadata["key"]: f for f in fields(Cluster) if f.metadata},
+    **{f"[{name}] {f.metadata['key']}": f for name in ("node", "network") for f in fields(Link)},
 }
 
 
@@ -86,16 +86,16 @@ def shipped() -> tuple[str, ...]:
 
 def cluster_of_device(name: str) -> str | None:
     """The shipped cluster whose [gpu] device is in a GPU's name, in whole words."""
-    known = ((cluster, load_cluster(cluster).device) for cluster in shipped())
-    whole = (cluster for cluster, device in known if device and re.search(rf"\b{re.escape(device)}\b", name))
+    named = ((cluster, load_cluster(cluster).device) for cluster in shipped())
+    whole = (cluster for cluster, device in named if device and re.search(rf"\b{re.escape(device)}\b", name))
     return next(whole, None)
 
 
 def cluster_of_gpu(name: str, memory: float) -> Cluster:
     """The shipped cluster of a GPU, or the rates of `UNKNOWN`, with at most `memory` bytes."""
-    known = cluster_of_device(name)
-    cluster = load_cluster(known or UNKNOWN)
-    if known:
+    matching = cluster_of_device(name)
+    cluster = load_cluster(matching or UNKNOWN)
+    if matching:
         return replace(cluster, memory=min(cluster.memory, memory))
     return replace(cluster, name=f"{name} with the rates of {cluster.name}", memory=memory)
 
@@ -126,7 +126,7 @@ def _read(path: Path) -> Cluster:
     given: dict[str, Any] = {}
     for section, value in record.items():
         if isinstance(value, dict):
-            given |= {f"[{section}] {key}": one for key, one in value.items()}
+            given |= {f"[{section}] {key}": figure for key, figure in value.items()}
         else:
             given[section] = value
     for key in given:
@@ -140,7 +140,7 @@ def _read(path: Path) -> Cluster:
         device=str(given.get("[gpu] device", "")),
         node=Link(figures["[node] bandwidth"], figures["[node] latency"]),
         network=Link(figures["[network] bandwidth"], figures["[network] latency"]),
-        **{one.name: figures[one.metadata["key"]] for one in fields(Cluster) if one.metadata},
+        **{f.name: figures[f.metadata["key"]] for f in fields(Cluster) if f.metadata},
     )
 
 

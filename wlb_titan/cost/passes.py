@@ -47,8 +47,9 @@ class MicroBatches:
     @classmethod
     def imagined(cls, job: Job, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
         """Micro-batches of unknown documents, where only what always moves travels."""
-        one, none = job.exchanging.always, np.zeros_like(tokens)
-        return cls(tokens, forward, backward, tokens * one.moving, tokens * one.repeated, none + one.latency)
+        always = job.exchanging.always
+        moving, repeated = tokens * always.moving, tokens * always.repeated
+        return cls(tokens, forward, backward, moving, repeated, np.zeros_like(tokens) + always.latency)
 
     def in_runs(self, n: int) -> MicroBatches:
         """As arrays (n, k): k runs of n micro-batches in order."""

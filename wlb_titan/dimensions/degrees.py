@@ -39,14 +39,14 @@ class Degrees:
     @cached_property
     def dimensions(self) -> tuple[Dimension, ...]:
         """All in the order of ranks, outermost first, then those that borrow ranks."""
-        known = [cls(cls.Config(degree=getattr(self, name))) for name, cls in TORCHTITAN.items()]
-        ranks = in_order([one for one in known if not one.borrows], own_dimensions(self.own))
-        return (*ranks, *(one for one in known if one.borrows))
+        built_in = [cls(cls.Config(degree=getattr(self, name))) for name, cls in TORCHTITAN.items()]
+        ranks = in_order([dim for dim in built_in if not dim.borrows], own_dimensions(self.own))
+        return (*ranks, *(dim for dim in built_in if dim.borrows))
 
     @cached_property
     def layout(self) -> dict[str, int]:
         """Degree of each mesh axis, in the order of ranks."""
-        return {one.axis: one.degree for one in self.dimensions if not one.borrows}
+        return {dim.axis: dim.degree for dim in self.dimensions if not dim.borrows}
 
     @cached_property
     def strides(self) -> dict[str, int]:
@@ -57,7 +57,7 @@ class Degrees:
     @cached_property
     def own_data(self) -> int:
         """Degree of the user's dimensions that divide data, whose weights differ between meetings."""
-        return math.prod(one.degree for one in own_dimensions(self.own) if one.divides == "data")
+        return math.prod(dim.degree for dim in own_dimensions(self.own) if dim.divides == "data")
 
     @property
     def data(self) -> int:
@@ -82,13 +82,13 @@ class Degrees:
 
     def replica_at(self, place: Mapping[str, int]) -> int:
         """The data-parallel rank of what lies there; axes that are left out are 0."""
-        data = [one for one in self.dimensions if one.divides == "data"]
-        places, degrees = [place.get(one.axis, 0) for one in data], [one.degree for one in data]
+        data = [dim for dim in self.dimensions if dim.divides == "data"]
+        places, degrees = [place.get(dim.axis, 0) for dim in data], [dim.degree for dim in data]
         return int(np.ravel_multi_index(places, degrees))
 
     def ends_of(self, replica: int) -> list[int]:
         """The first global rank of the first and of the last pipeline rank of a data-parallel rank."""
-        axes = [one.axis for one in self.dimensions if one.divides == "data"]
+        axes = [dim.axis for dim in self.dimensions if dim.divides == "data"]
         places = np.unravel_index(replica, [self.layout[axis] for axis in axes])
         first = sum(int(place) * self.strides[axis] for axis, place in zip(axes, places, strict=True))
         return sorted({first, first + (self.pipeline - 1) * self.strides["pp"]})
@@ -98,7 +98,7 @@ class Degrees:
         text = f"TP {self.tensor} x CP {self.context} x PP {self.pipeline} x DP {data}"
         if self.replicate > 1 < self.shard:
             text += f" ({self.replicate} replicas of {self.shard})"
-        text += "".join(f" x {one.axis.upper()} {one.degree}" for one in own_dimensions(self.own))
+        text += "".join(f" x {dim.axis.upper()} {dim.degree}" for dim in own_dimensions(self.own))
         return text + (f", EP {self.expert}" if self.expert > 1 else "")
 
 
@@ -119,40 +119,40 @@ class Grid:
     def moved(self, ranks: Sequence[int], start: int, to: int) -> tuple[int, ...]:
         """The ranks that are to `to` what these are to `start`: with their own places on the axes along which
         they differ from it, and with those of `to` on the others."""
-        here, there = np.array(np.unravel_index([start, to], self._shape)).T[..., None]
+        from_place, to_place = np.array(np.unravel_index([start, to], self._shape)).T[..., None]
         along = np.array(np.unravel_index(ranks, self._shape))
-        same = (along == here).all(axis=1, keepdims=True)
-        return tuple(np.ravel_multi_index(tuple(np.where(same, there, along)), self._shape).tolist())
+        same = (along == from_place).all(axis=1, keepdims=True)
+        return tuple(np.ravel_multi_index(tuple(np.where(same, to_place, along)), self._shape).tolist())
 
 
 def own_dimensions(configs: Sequence[Dimension.Config]) -> tuple[Dimension, ...]:
     """The dimensions of [[wlb.dimensions]], checked."""
-    found: list[Dimension] = []
+    dimensions: list[Dimension] = []
     for place, config in enumerate(configs):
-        one = config.make()
-        known = ["dp_replicate"] if one.divides == "data" else ["dp_replicate", "dp_shard", "cp", "tp"]
-        if one.key:
-            wrong = f"torchtitan has it; set parallelism.{one.key}."
-        elif not one.axis:
-            wrong = 'No dimension is named. Write the name of an installed one, or "package.module:Class".'
-        elif one.axis in TAKEN | {other.axis for other in found}:
-            wrong = f"There is a dimension with the axis {one.axis!r} already; each can be there once."
-        elif one.outside not in known:
-            wrong = (
-                f"It says that it lies outside {one.outside!r}; dividing {one.divides} it can lie outside "
-                f"{', '.join(known)}."
+        dim = config.make()
+        allowed = ["dp_replicate"] if dim.divides == "data" else ["dp_replicate", "dp_shard", "cp", "tp"]
+        if dim.key:
+            problem = f"torchtitan has it; set parallelism.{dim.key}."
+        elif not dim.axis:
+            problem = 'No dimension is named. Write the name of an installed one, or "package.module:Class".'
+        elif dim.axis in TAKEN | {other.axis for other in dimensions}:
+            problem = f"There is a dimension with the axis {dim.axis!r} already; each can be there once."
+        elif dim.outside not in allowed:
+            problem = (
+                f"It says that it lies outside {dim.outside!r}; dividing {dim.divides} it can lie outside "
+                f"{', '.join(allowed)}."
             )
         else:
-            found.append(one)
+            dimensions.append(dim)
             continue
-        raise PlanError(wrong, setting=f"wlb.dimensions.{place}.name")
-    return tuple(found)
+        raise PlanError(problem, setting=f"wlb.dimensions.{place}.name")
+    return tuple(dimensions)
 
 
-def in_order(torchtitan: Sequence[Any], own: Sequence[Dimension]) -> list[Any]:
+def in_order(torchtitan: Sequence[Any], users: Sequence[Dimension]) -> list[Any]:
     """Dimensions in the order of ranks: the user's directly outside the axis that each names, in order."""
-    found = list(torchtitan)
-    for one in own:
-        place = next(number for number, other in enumerate(found) if other.axis == one.outside)
-        found.insert(place, one)
-    return found
+    ordered = list(torchtitan)
+    for dim in users:
+        place = next(number for number, other in enumerate(ordered) if other.axis == dim.outside)
+        ordered.insert(place, dim)
+    return ordered

@@ -173,5 +173,5 @@ TORCHTITAN = {
 }
 """The dimensions of [parallelism], by the field of `Degrees`, in the order of ranks: the outermost first."""
 
-TAKEN = {"batch", "loss", "dp", "efsdp", "fsdp", "world", *(one.axis for one in TORCHTITAN.values())}
+TAKEN = {"batch", "loss", "dp", "efsdp", "fsdp", "world", *(cls.axis for cls in TORCHTITAN.values())}
 """Names of torchtitan's meshes."""

@@ -158,8 +158,8 @@ class SliceCache:
         """Bytes of gradients of each document whose last slice goes backward."""
         if action.kind == "F":
             return []
-        each = self._token.cached_gradients * self._layers[action.stage]
-        return [s.prefix * each for s in slices if s.prefix + s.length == s.total]
+        per_token = self._token.cached_gradients * self._layers[action.stage]
+        return [s.prefix * per_token for s in slices if s.prefix + s.length == s.total]
 
 
 class Moment(NamedTuple):
@@ -232,15 +232,15 @@ class RankPeak:
                 if kind == "I":
                     continue
                 kind = "B"
-            own, sharers, keys, cached = passes.packs[place]
-            token, length = tokens(sharers, keys), own * sharers
+            share, sharers, keys, cached = passes.packs[place]
+            token, length = tokens(sharers, keys), share * sharers
             kept = self._kept(token, stage)
             beside, made = slice_cache.begin(action, cached, length)
             whole = partial(self._whole.in_backward, first=not reduced, last=number == len(actions))
             pass_ = Pass(token, stage, length, went_back, beside, made, whole)
             if kind == "F":
                 live += length * kept
-                in_flight += own
+                in_flight += share
                 moments = self._forward(pass_)
             elif kind == "W":
                 moments = iter([Moment(gathered=self._whole.in_pipeline(went_back))])
@@ -260,7 +260,7 @@ class RankPeak:
                 live -= length * token.waiting * layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
                 live -= length * kept
-                in_flight -= own
+                in_flight -= share
                 went_back.add(stage)
                 if self._alone:
                     reduced = True

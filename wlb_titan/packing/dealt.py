@@ -76,7 +76,7 @@ class Dealt(Plain):
             return packing
         works = packing.work(partial(workload, self._job.cost_model))
         rows = balanced(works, len(windows) // sharers)  # of the windows of each pack
-        work = np.array([works[own].sum() for own in rows])
+        work = np.array([works[members].sum() for members in rows])
         packs: list[MicroBatch] = []
         assigned: list[list[int]] = []
         for group, numbers in enumerate(balanced(work, self._replicas // sharers)):

@@ -170,7 +170,7 @@ def solved(milp: Milp, lengths: Ints, start: Ints, packs: int, window: int) -> t
     longest = int(lengths.argmax())
     alike = np.ones(packs)
     # All packs are alike: with the longest document fixed the solver skips many mirror images.
-    found, bound = milp(
+    packing, bound = milp(
         work, share, (0 * alike, alike, alike), start=start, kept=(longest, int(start[longest]))
     )
 
@@ -178,10 +178,10 @@ def solved(milp: Milp, lengths: Ints, start: Ints, packs: int, window: int) -> t
         return float(np.bincount(assigned, work, packs).max())
 
     assigned = start
-    if found is not None:
-        fits = int(np.bincount(found, lengths, packs).max()) <= window
-        if fits and largest(found) < largest(start):
-            assigned = found
+    if packing is not None:
+        fits = int(np.bincount(packing, lengths, packs).max()) <= window
+        if fits and largest(packing) < largest(start):
+            assigned = packing
     least = max(bound, float(work.max()), float(work.sum()) / packs)
     return assigned, max(0.0, 1 - least / largest(assigned))
 
@@ -252,8 +252,8 @@ class Milp:
         whole = np.full(pairs, self._highspy.HighsVarType.kInteger)
         highs.changeColsIntegrality(pairs, columns.ravel(), whole)
         starts = np.arange(documents, dtype=np.int32) * count
-        each = np.ones(documents)
-        highs.addRows(documents, each, each, pairs, starts, columns.ravel(), np.ones(pairs))
+        ones = np.ones(documents)
+        highs.addRows(documents, ones, ones, pairs, starts, columns.ravel(), np.ones(pairs))
         for j in range(count):
             column = np.ascontiguousarray(columns[:, j])
             if np.isfinite(room[j]):
@@ -271,7 +271,7 @@ class Milp:
             return None, 0.0
         highs.setOptionValue("time_limit", left)
         highs.run()
-        found, packed = np.array(highs.getSolution().col_value), None
-        if len(found) == 1 + pairs and found.any():
-            packed = found[columns].argmax(axis=1).astype(np.int64)
+        result, packed = np.array(highs.getSolution().col_value), None
+        if len(result) == 1 + pairs and result.any():
+            packed = result[columns].argmax(axis=1).astype(np.int64)
         return packed, float(highs.getInfo().mip_dual_bound)

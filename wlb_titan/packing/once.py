@@ -51,7 +51,7 @@ class Once(PackingPolicy):
             tokens_per_rank=longest,
             cost=lambda lengths: workload(job.cost_model, lengths),
         )
-        packs = [[np.pad(pieces[pack], ((0, 0), (0, 1))) for pack in own] for own in plan.micro_batches]
+        packs = [[np.pad(pieces[pack], ((0, 0), (0, 1))) for pack in row] for row in plan.micro_batches]
         self._steps: list[list[Pack]] = [list(step) for step in zip(*packs, strict=True)]
         self.steps = len(self._steps)
         self._next = 0

@@ -29,13 +29,13 @@ def pass_seconds(job: Job, micro_batches: Sequence[MicroBatch], context_rank: in
         context_rank: the rank whose attention counts; None takes the slowest for each micro-batch.
     """
     sharers = np.array([m.sharers for m in micro_batches])
-    found = np.empty((3, len(job.layers), len(sharers)))
+    seconds = np.empty((3, len(job.layers), len(sharers)))
     for ranks in np.unique(sharers).tolist():
-        (own,) = np.nonzero(sharers == ranks)
+        (group,) = np.nonzero(sharers == ranks)
         shared = job.by_sharers[ranks]
-        some = passing([micro_batches[number] for number in own.tolist()], shared, context_rank)
-        found[:, :, own] = [times[:, 0] for times in shared.packing.pass_times(shared, some.in_runs(1))]
-    return found
+        packs = passing([micro_batches[number] for number in group.tolist()], shared, context_rank)
+        seconds[:, :, group] = [times[:, 0] for times in shared.packing.pass_times(shared, packs.in_runs(1))]
+    return seconds
 
 
 def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | None = None) -> MicroBatches:

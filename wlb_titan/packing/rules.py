@@ -41,10 +41,10 @@ class Rules:
 
     def check(self, policy: PackingPolicy, packing: Packing) -> None:
         """Raises PlanError for the packs of the next step."""
-        if not is_ours(type(policy)) and (wrong := self._wrong(policy, packing)):
-            raise broken(policy, "packing policies", wrong)
+        if not is_ours(type(policy)) and (problem := self._problem(policy, packing)):
+            raise broken(policy, "packing policies", problem)
 
-    def _wrong(self, policy: PackingPolicy, packing: Packing) -> str:
+    def _problem(self, policy: PackingPolicy, packing: Packing) -> str:
         job, stream = self._job, self._stream
         if not isinstance(packing, Packing):
             return f"next() returns a Packing, and not {packing!r}"

@@ -74,11 +74,11 @@ def cache_rows(packs: Sequence[MicroBatch]) -> list[Ints]:
     need not be cached; PREFIX, LENGTH and TOTAL."""
     numbers = piece_numbers(packs)
     slices = [pack.slices for pack in packs if pack.slices is not None]
-    known = list(zip(packs, slices, numbers, strict=True))
-    cut = np.unique(np.concatenate([own[s[:, TOTAL] > pack.lengths] for pack, s, own in known]))
+    per_pack = list(zip(packs, slices, numbers, strict=True))
+    cut = np.unique(np.concatenate([ids[s[:, TOTAL] > pack.lengths] for pack, s, ids in per_pack]))
     return [
-        np.stack([np.where(np.isin(own, cut), own, -1), s[:, PREFIX], pack.lengths, s[:, TOTAL]], axis=1)
-        for pack, s, own in known
+        np.stack([np.where(np.isin(ids, cut), ids, -1), s[:, PREFIX], pack.lengths, s[:, TOTAL]], axis=1)
+        for pack, s, ids in per_pack
     ]
 
 

@@ -210,7 +210,7 @@ def tune(config: Wlb.Config, lengths: Ints, window: int, max_length: int, job: J
             setting="packing.thresholds",
         )
     grid = [window * step // GRID for step in range(1, GRID + 1)]
-    tried = [list(some) for some in combinations(grid, config.queues) if drains(lengths, some, window)]
+    tried = [list(limits) for limits in combinations(grid, config.queues) if drains(lengths, limits, window)]
     if not tried:
         raise PlanError(
             f"No thresholds for {config.queues} queues let outliers leave as fast as they come: too many "

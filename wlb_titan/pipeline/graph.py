@@ -41,9 +41,9 @@ class PassTimes(NamedTuple):
     def equal_stages(cls, forward: Floats, backward: Floats, shape: PipelineShape) -> PassTimes:
         """Equal stages, and halves of a backward pass for I and W; arguments are float64 (n, k), times of
         each micro-batch through all stages of a rank."""
-        each = (shape.stages, *forward.shape)
-        half = np.broadcast_to(backward / (2 * shape.chunks), each)
-        return cls(np.broadcast_to(forward / shape.chunks, each), half, half)
+        dims = (shape.stages, *forward.shape)
+        half = np.broadcast_to(backward / (2 * shape.chunks), dims)
+        return cls(np.broadcast_to(forward / shape.chunks, dims), half, half)
 
     def of(self, action: Action) -> Floats:
         kind, stage, place = action

@@ -165,10 +165,10 @@ def _search(graph: PipelineGraph, forward: Floats, backward: Floats, starts: Int
 def _variations(n: int, random: np.random.Generator) -> Ints:
     """int64 (BATCH, n): permutations that exchange two entries, or move one to before or behind another."""
     rows = np.arange(BATCH)
-    one, other = random.integers(n, size=(2, BATCH))
+    first, second = random.integers(n, size=(2, BATCH))
     keys = np.tile(np.arange(n, dtype=np.float64), (BATCH, 1))
-    keys[rows, one] = other
+    keys[rows, first] = second
     exchanged = random.integers(2, size=BATCH).astype(bool)
-    keys[rows[exchanged], other[exchanged]] = one[exchanged]
-    keys[rows[~exchanged], one[~exchanged]] += random.choice([-0.5, 0.5], size=int((~exchanged).sum()))
+    keys[rows[exchanged], second[exchanged]] = first[exchanged]
+    keys[rows[~exchanged], first[~exchanged]] += random.choice([-0.5, 0.5], size=int((~exchanged).sum()))
     return np.argsort(keys, axis=1, kind="stable")

@@ -155,11 +155,11 @@ class _Run:
         return {rank, (stage + (1 if kind == "F" else -1)) % self._shape.ranks}
 
 
-def _rounds(n: int, each: int, chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """(chunk, place) in rounds: `each` places through every chunk, then the next places."""
+def _rounds(n: int, size: int, chunks: Iterable[int]) -> list[tuple[int, int]]:
+    """(chunk, place) in rounds: `size` places through every chunk, then the next places."""
     return [
         (chunk, place)
-        for first in range(0, n, each)
+        for first in range(0, n, size)
         for chunk in chunks
-        for place in range(first, min(first + each, n))
+        for place in range(first, min(first + size, n))
     ]

@@ -68,11 +68,11 @@ def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less
     Example: 32 layers on 4 stages are 8, 9, 8 and 7."""
     if stages == 1:
         return (layers,)
-    each, more = divmod(layers + first_less + last_less, stages)
-    result = [each + (stage < more) for stage in range(stages)]
+    share, more = divmod(layers + first_less + last_less, stages)
+    result = [share + (stage < more) for stage in range(stages)]
     result[0] -= first_less
     result[-1] -= last_less
-    if min(result) < 0 or each < 1:
+    if min(result) < 0 or share < 1:
         raise PlanError(f"{layers} layers cannot be divided into {stages} pipeline stages; use fewer stages.")
     return tuple(result)
 

@@ -101,9 +101,9 @@ class ChatTemplate:
         marked = Marked(messages, tools)
         shown, parts = self._shown(marked)
         alike = MARK.sub("", shown) == text  # else a mark changes more than its own text
-        there = {int(number) for number in MARK.findall(shown)} if alike else set()
+        present = {int(number) for number in MARK.findall(shown)} if alike else set()
         for number, place in marked.places.items():
-            if number not in there and not self._writes(messages, tools, number, place):
+            if number not in present and not self._writes(messages, tools, number, place):
                 raise ValueError(
                     f"the chat template drops {_named(place, messages)} or a part of it; take it out, or use "
                     "a template that writes it (--chat-template FILE)"
@@ -261,12 +261,12 @@ def _inner(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 def _check_form(marked: Marked, messages: list[Message], text: str) -> None:
     """A ValueError if lists or objects are written as Python spells them, or arguments quoted twice."""
     for place, value in _inner({"messages": marked.messages, "tools": marked.tools}):
-        as_json, wrong = json.dumps(value, ensure_ascii=False, default=str), ""
+        as_json, misspelt = json.dumps(value, ensure_ascii=False, default=str), ""
         if isinstance(value, list | dict) and len(place) > 1 and str(value) != as_json:
-            wrong = str(value)
+            misspelt = str(value)
         elif place[-1:] == ("arguments",) and isinstance(value, str) and '"' in value:
-            wrong = as_json
-        if wrong and wrong in text:
+            misspelt = as_json
+        if misspelt and misspelt in text:
             raise ValueError(
                 f"the chat template writes {_named(place, messages)} as Python spells it, or quotes it "
                 "twice; write arguments as objects, or use a template that writes JSON (--chat-template FILE)"
@@ -293,8 +293,8 @@ def checked(messages: Any, special: list[str]) -> list[Message]:
     result = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            there = f"it has {', '.join(message)}; " if isinstance(message, dict) else ""
-            raise ValueError(f'message {number} has no "role"; {there}write {{"role": ..., "content": ...}}')
+            detail = f"it has {', '.join(message)}; " if isinstance(message, dict) else ""
+            raise ValueError(f'message {number} has no "role"; {detail}write {{"role": ..., "content": ...}}')
         message = {key: value for key, value in message.items() if value is not None}
         name = f"message {number} ({message['role']})"
         calls = message.get("tool_calls", [])

@@ -113,11 +113,11 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
         )
     corpus = Corpus.open(output)
     assert corpus.preparation is not None
-    wanted, found = dataclasses.asdict(settings), corpus.preparation.settings
+    wanted, existing = dataclasses.asdict(settings), corpus.preparation.settings
     differences = [
-        f"{name} is {found.get(name)!r} there, and {value!r} was asked for"
+        f"{name} is {existing.get(name)!r} there, and {value!r} was asked for"
         for name, value in wanted.items()
-        if found.get(name) != value
+        if existing.get(name) != value
     ]
     differences += _changed_tokenizer(settings, output / TOKENIZER_FOLDER)
     if differences:

@@ -91,8 +91,8 @@ def _end_of_text(config: Path) -> str:
 
 def tokenizer_files(folder: Path, template: str | None = None) -> dict[str, Path]:
     """The files that a corpus copies, by their names there; `template` replaces the chat template."""
-    there = {name: folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, *BESIDE)}
-    files = {name: path for name, path in there.items() if path.is_file()}
+    paths = {name: folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, *BESIDE)}
+    files = {name: path for name, path in paths.items() if path.is_file()}
     return files | {TEMPLATE_FILE: Path(template)} if template else files
 
 

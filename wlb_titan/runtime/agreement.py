@@ -71,13 +71,13 @@ def agreed_job(config: TrainerConfig, job: Job) -> Job:
 
 def agreed_beginning(config: TrainerConfig) -> Beginning:
     """The checkpoint that rank 0 finds, for all ranks; sets `checkpoint.load_step`, warns of newer ones."""
-    found = [beginning(config) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    (agreed,) = found
+    beginnings = [beginning(config) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(beginnings)
+    (agreed,) = beginnings
     folder = Path(config.dump_folder) / config.checkpoint.folder
-    for step, kind, wrong in agreed.newer if dist.get_rank() == 0 else ():
+    for step, kind, fault in agreed.newer if dist.get_rank() == 0 else ():
         logger.warning(
-            f"The run goes on from step {agreed.step}: {folder / f'step-{step}'} {wrong}"
+            f"The run goes on from step {agreed.step}: {folder / f'step-{step}'} {fault}"
             + f", and becomes {kind}-{step} beside it" * (not config.checkpoint.load_only)
             + ". If you have a whole copy, stop this run and put it there" * (kind == "broken")
         )
@@ -124,16 +124,16 @@ def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
     )
 
 
-def check_same(mine: Mapping[str, Any]) -> None:
+def check_same(facts: Mapping[str, Any]) -> None:
     """Refuses values that differ between ranks. Every rank takes part."""
-    ranks = _gathered((socket.gethostname(), mine))
+    ranks = _gathered((socket.gethostname(), facts))
     first_host, first = ranks[0]
-    different = [rank for rank, (_, its) in enumerate(ranks) if its != first]
+    different = [rank for rank, (_, values) in enumerate(ranks) if values != first]
     if not different:
         return
-    host, its = ranks[different[0]]
-    both = [(key, its.get(key), first.get(key)) for key in first | its]
-    what = "; ".join(f"{key} is {one}, not {other}" for key, one, other in both if one != other)
+    host, values = ranks[different[0]]
+    both = [(key, values.get(key), first.get(key)) for key in first | values]
+    what = "; ".join(f"{key} is {value}, not {other}" for key, value, other in both if value != other)
     more = ", ..." * (len(different) > 8)
     raise UserError(
         f"Rank {', '.join(map(str, different[:8]))}{more} (host {host}) would not train what rank 0 (host "
@@ -146,16 +146,16 @@ def _facts(job: Job, documents: Documents) -> dict[str, str]:
     facts = {field.name: repr(getattr(job, field.name)) for field in fields(job) if field.repr}
     facts["cluster"] = repr(replace(job.cluster, attention_profile=""))  # which lies where packages do
     facts["attention"] = repr(job.strategy and job.latency)
-    auto = (one for one in (job.packing, job.context) if one.owner.automatic)
-    facts["auto"] = repr([one.family.candidates for one in auto])
+    auto = (policy for policy in (job.packing, job.context) if policy.owner.automatic)
+    facts["auto"] = repr([policy.family.candidates for policy in auto])
     facts["corpus"] = f"{documents.fingerprint} of {len(documents.lengths):,} documents"
     facts["order of documents"] = repr((documents.seed, documents.sources))
     return facts
 
 
-def _gathered(mine: Any) -> list[Any]:
+def _gathered(value: Any) -> list[Any]:
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    dist.all_gather_object(ranks, value)
     return ranks
 
 

@@ -53,39 +53,39 @@ def beginning(config: TrainerConfig) -> Beginning:
     needed = [state for state in STATES if state not in checkpoint.exclude_from_loading]
     if checkpoint.load_step >= 0:
         named = folder / f"step-{checkpoint.load_step}"
-        if wrong := damage(named, needed if checkpoint.load_step else []):
-            raise UserError(f"checkpoint.load_step: {named} cannot be loaded: it {wrong}.")
+        if fault := damage(named, needed if checkpoint.load_step else []):
+            raise UserError(f"checkpoint.load_step: {named} cannot be loaded: it {fault}.")
         later = [step for step in sorted(_steps(folder)) if step > checkpoint.load_step]
         newer = tuple((step, "former", "is of a later step") for step in later)
         return Beginning(checkpoint.load_step, newer)
-    found = newest_whole(folder, needed)
-    done = [step for step, _, wrong in found.newer if wrong == WEIGHTS_ALONE]
+    newest = newest_whole(folder, needed)
+    done = [step for step, _, fault in newest.newer if fault == WEIGHTS_ALONE]
     if done and max(done) >= config.training.steps and not config.wlb.epochs:
         raise UserError(
             f"training.steps: the run in {config.dump_folder} has done its {max(done)} steps; set more to "
             "go on."
         )
-    if found.step < 0 and found.newer:
+    if newest.step < 0 and newest.newer:
         raise UserError(
             f"checkpoint.folder: a run can go on from no checkpoint in {folder}: "
-            + "; ".join(f"step-{step} {wrong}" for step, _, wrong in found.newer)
+            + "; ".join(f"step-{step} {fault}" for step, _, fault in newest.newer)
             + ". Copy a whole one there, or name another dump_folder to start anew; weights alone are loaded "
             "by checkpoint.initial_load_path."
         )
     initial = "" if checkpoint.initial_load_in_hf else checkpoint.initial_load_path
     needed = [] if checkpoint.initial_load_model_only else needed
-    if found.step < 0 and initial and (wrong := damage(Path(initial), needed)):
-        raise UserError(f"checkpoint.initial_load_path: {initial} cannot be loaded: it {wrong}.")
-    return found
+    if newest.step < 0 and initial and (fault := damage(Path(initial), needed)):
+        raise UserError(f"checkpoint.initial_load_path: {initial} cannot be loaded: it {fault}.")
+    return newest
 
 
 def newest_whole(folder: Path, needed: Collection[str] = STATES) -> Beginning:
     newer: list[tuple[int, str, str]] = []
     for step in sorted(_steps(folder), reverse=True):
-        wrong = damage(folder / f"step-{step}", needed if step else [])  # a seed checkpoint has weights alone
-        if not wrong:
+        fault = damage(folder / f"step-{step}", needed if step else [])  # a seed checkpoint has weights alone
+        if not fault:
             return Beginning(step, tuple(newer))
-        newer.append((step, "former" if wrong == WEIGHTS_ALONE else "broken", wrong))
+        newer.append((step, "former" if fault == WEIGHTS_ALONE else "broken", fault))
     return Beginning(-1, tuple(newer))
 
 

@@ -177,7 +177,7 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
 def _check_halves(config: TrainerConfig, dims: Dims) -> None:
     """Loads the halves of the user's own parts that move tensors, which planning does without."""
     halves = [("wlb.policy", config.wlb.context.owner.attention, ContextAttention)]
-    halves += [(f"wlb.dimensions.{place}.name", own.runtime, Axis) for place, own in enumerate(dims.own)]
+    halves += [(f"wlb.dimensions.{place}.name", dim.runtime, Axis) for place, dim in enumerate(dims.own)]
     for key, target, interface in halves:
         try:
             if target:

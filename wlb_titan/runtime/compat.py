@@ -148,7 +148,7 @@ def place_in_batch() -> int | None:
     if frame is None:
         return None
     here = frame.f_locals
-    return next(i for i, one in enumerate(here["p2p_op_list"]) if one is here["p2p_op"])
+    return next(i for i, op in enumerate(here["p2p_op_list"]) if op is here["p2p_op"])
 
 
 def optimizer_factory(

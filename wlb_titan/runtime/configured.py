@@ -38,7 +38,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         schedule = canonical_name(config.parallelism.pipeline_parallel_schedule)
         chunks, run = len(names) // dims.pp, training.local_batch_size
         stage_layers = tuple(sum(name.startswith("layers.") for name in stage) for stage in names)
-    degrees = {name: getattr(dims, one.axis) for name, one in TORCHTITAN.items()}
+    degrees = {name: getattr(dims, cls.axis) for name, cls in TORCHTITAN.items()}
     if not has_experts(model):
         degrees["expert"] = 1  # a dense model has nothing to spread
     job_degrees = Degrees(**degrees, own=tuple(wlb.dimensions))
@@ -72,10 +72,10 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
 
 def configured_degrees(config: TrainerConfig) -> dict[str, int]:
     """The degrees whose product is the job's processes, by key; -1 stands for all that are left."""
-    known = [one.key for one in TORCHTITAN.values() if not one.borrows]
-    found = {f"parallelism.{key}": getattr(config.parallelism, key) for key in known}
-    own = enumerate(config.wlb.dimensions)
-    return found | {f"wlb.dimensions.{place}.degree": one.degree for place, one in own}
+    keys = [cls.key for cls in TORCHTITAN.values() if not cls.borrows]
+    degrees = {f"parallelism.{key}": getattr(config.parallelism, key) for key in keys}
+    numbered = enumerate(config.wlb.dimensions)
+    return degrees | {f"wlb.dimensions.{place}.degree": dim.degree for place, dim in numbered}
 
 
 def degrees_product(config: TrainerConfig) -> int:

@@ -58,7 +58,7 @@ class Stop:
         self.status = 0  # the exit status of a stopped run; 0 until somebody asks
         self._rank = rank
         self._store = store or HashStore()
-        self._all_begun = [f"begun/{one}" for one in range(world_size)]
+        self._all_begun = [f"begun/{number}" for number in range(world_size)]
         self._deadline = float("inf")
         self._begun = 0
         self._wish = ""
@@ -183,9 +183,9 @@ class Alarm:
         """Notes a failure in the store, unless another rank's is there already."""
         if self._store is None:
             return True
-        own = json.dumps({"rank": self._rank, "host": self._host, "message": message})
+        failure = json.dumps({"rank": self._rank, "host": self._host, "message": message})
         try:
-            return self._store.compare_set("failed", "", own).decode() == own
+            return self._store.compare_set("failed", "", failure).decode() == failure
         except Exception:  # the store's host may be what failed
             return self._seen is None
 

@@ -69,9 +69,9 @@ def exchanged(spec: ModelSpec, module: nn.Module | None = None) -> tuple[dict[st
         return {}, ["its weights, as its base has no state_dict_adapter"]
     weights = dict((module or on_meta(spec)).state_dict())
     adapter = spec.state_dict_adapter(spec.model, None)
-    theirs = adapter.to_hf(dict(weights))
-    shapes = {name: list(tensor.shape) for name, tensor in theirs.items()}
-    back = {name: tensor.shape for name, tensor in adapter.from_hf(theirs).items()}
+    exported = adapter.to_hf(dict(weights))
+    shapes = {name: list(tensor.shape) for name, tensor in exported.items()}
+    back = {name: tensor.shape for name, tensor in adapter.from_hf(exported).items()}
     lost = [name for name, tensor in weights.items() if back.get(name) != tensor.shape]
     return shapes, [name for name in lost if ".lora_" not in name]
 
@@ -107,24 +107,24 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
     if not checkpoint.initial_load_path or not any(folder.glob("*.safetensors")):
         raise UserError(f"{KEY}: there is no folder {str(folder)!r} with *.safetensors.")
     try:
-        theirs = read_description(folder / CONFIG)
+        description = read_description(folder / CONFIG)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{KEY}: which model the weights are of cannot be seen: {error}. Copy the config.json of the "
             "published model there."
         ) from error
     unread = [r"rotary_emb\.inv_freq$", r"^lm_head\.weight$" if model.enable_weight_tying else "^$"]
-    for extra in range(theirs.get("num_nextn_predict_layers", 0)):  # transformers leaves them out, too
+    for extra in range(description.get("num_nextn_predict_layers", 0)):  # transformers leaves them out, too
         unread.append(rf"^model\.layers\.{len(model.layers) + extra}\.")
     if checkpoint.initial_load_in_hf_quantized:
-        theirs.pop("quantization_config", None)
+        description.pop("quantization_config", None)
         unread.append(r"\.weight_scale_inv$")
-    elif method := theirs.get("quantization_config"):
+    elif method := description.get("quantization_config"):
         raise UserError(
             f"{KEY}: the weights in {str(folder)!r} are quantised ({str(method)[:80]}). Save them in "
             "bfloat16 (docs/models.md), or set checkpoint.initial_load_in_hf_quantized for DeepSeek-V3's."
         )
-    if differ := differences(model, theirs):
+    if differ := differences(model, description):
         raise UserError(
             f"{KEY}: the weights in {str(folder)!r} are of another model: {'; '.join(differ)}. Choose "
             "the base that is theirs."
@@ -136,8 +136,8 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
             f"{', ...' * (len(differ) > 3)}. Copy what is missing there, move away what does not belong "
             "there, or choose the base that is theirs."
         )
-    tokenizer, own = folder / TOKENIZER, corpus.tokenizer_path / TOKENIZER
-    if tokenizer.is_file() and not filecmp.cmp(tokenizer, own, shallow=False):
+    tokenizer, corpus_tokenizer = folder / TOKENIZER, corpus.tokenizer_path / TOKENIZER
+    if tokenizer.is_file() and not filecmp.cmp(tokenizer, corpus_tokenizer, shallow=False):
         raise UserError(
             f"wlb.corpus.path: the corpus {str(corpus.path)!r} has another tokenizer than the weights in "
             f"{str(folder)!r}; prepare one with `wlb-titan prepare NAME --tokenizer {folder}`."
@@ -146,21 +146,21 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
 
 def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str) -> list[str]:
     """How the tensors of a folder differ from a model's; those with the pattern `unread` need not be read."""
-    there: dict[str, list[int]] = {}
+    stored: dict[str, list[int]] = {}
     twice = []
     file = folder / HUGGING_FACE_INDEX
     try:
         named = json.loads(file.read_text())["weight_map"].values() if file.is_file() else ()
         for file in sorted({*folder.glob("*.safetensors"), *(folder / name for name in named)}):
             more = shapes_in(file)
-            twice += [f"{name} is in {file.name} and in another file" for name in more if name in there]
-            there |= more
+            twice += [f"{name} is in {file.name} and in another file" for name in more if name in stored]
+            stored |= more
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return [f"{file} cannot be read ({error!r})"]
     return twice + [
-        f"{name} is {there.get(name, 'missing')} there and {shapes.get(name, 'read by nothing')} in the base"
-        for name in shapes | there
-        if there.get(name) != shapes.get(name) and (name in shapes or not re.search(unread, name))
+        f"{name} is {stored.get(name, 'missing')} there and {shapes.get(name, 'read by nothing')} in the base"
+        for name in shapes | stored
+        if stored.get(name) != shapes.get(name) and (name in shapes or not re.search(unread, name))
     ]
 
 
@@ -176,14 +176,14 @@ def shapes_in(file: Path) -> dict[str, list[int]]:
     return {name: entry["shape"] for name, entry in header.items()}
 
 
-def differences(model: Decoder.Config, theirs: Mapping[str, Any]) -> list[str]:
+def differences(model: Decoder.Config, description: Mapping[str, Any]) -> list[str]:
     """Where a description, as of `read_description`, differs from a model. A name that is not known here
     passes with false, 0 or nothing: the feature is not used."""
-    known = FIXED | described(model)
+    expected = FIXED | described(model)
     return [
-        f"{name} is {value} there and {known.get(name, 'unknown')} in the base"
-        for name, value in theirs.items()
-        if (value != known[name] if name in known else value and not WITHOUT_EFFECT.fullmatch(name))
+        f"{name} is {value} there and {expected.get(name, 'unknown')} in the base"
+        for name, value in description.items()
+        if (value != expected[name] if name in expected else value and not WITHOUT_EFFECT.fullmatch(name))
     ]
 
 

@@ -40,7 +40,7 @@ class Dims(ParallelDims):
     @classmethod
     def of(cls, parallelism: ParallelismConfig, ranks: int, own: Sequence[Dimension] = ()) -> Dims:
         return cls(
-            **{one.axis: getattr(parallelism, one.key) for one in TORCHTITAN.values()},
+            **{dim.axis: getattr(parallelism, dim.key) for dim in TORCHTITAN.values()},
             world_size=ranks,
             spmd_backend=parallelism.spmd_backend,
             own=tuple(own),
@@ -49,8 +49,8 @@ class Dims(ParallelDims):
     @property
     def data(self) -> int:
         """Ranks that run different micro-batches."""
-        own = math.prod(one.degree for one in self.own if one.divides == "data")
-        return self.dp_replicate * self.dp_shard * own
+        degree = math.prod(dim.degree for dim in self.own if dim.divides == "data")
+        return self.dp_replicate * self.dp_shard * degree
 
     def place(self, axis: str) -> int:
         """This rank's place along a mesh axis; 0 if the axis has one rank."""
@@ -59,7 +59,7 @@ class Dims(ParallelDims):
 
     def _validate(self) -> None:
         ranks = self.world_size
-        self.world_size = ranks // math.prod(one.degree for one in self.own)
+        self.world_size = ranks // math.prod(dim.degree for dim in self.own)
         super()._validate()
         self.world_size = ranks
 
@@ -72,12 +72,12 @@ class Dims(ParallelDims):
 
     def build_open_mesh(self) -> DeviceMesh:
         """torchtitan's `build_mesh` under `spmd_types`, after ranks are put in its order."""
-        ranked = in_order([one for one in TORCHTITAN.values() if not one.borrows], self.own)
-        degrees = {one.axis: getattr(self, one.axis) for one in TORCHTITAN.values()}
-        degrees |= {one.axis: one.degree for one in self.own}
-        data = [one.axis for one in self.own if one.divides == "data"]
-        apart = [one.axis for one in self.own if one.divides != "data"]
-        names = [one.axis for one in ranked]
+        ranked = in_order([cls for cls in TORCHTITAN.values() if not cls.borrows], self.own)
+        degrees = {cls.axis: getattr(self, cls.axis) for cls in TORCHTITAN.values()}
+        degrees |= {dim.axis: dim.degree for dim in self.own}
+        data = [dim.axis for dim in self.own if dim.divides == "data"]
+        apart = [dim.axis for dim in self.own if dim.divides != "data"]
+        names = [dim.axis for dim in ranked]
         wanted = [*apart, "pp", *data, "dp_replicate", "dp_shard", "cp", "tp"]
         ranks = np.arange(self.world_size).reshape([degrees[name] for name in names])
         ranks = ranks.transpose([names.index(name) for name in wanted])
@@ -125,7 +125,7 @@ def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
     first is a multiple of n. Ranks that are left over share none.
     """
     made: dict[tuple[object, bytes], DeviceMesh | None] = {}
-    found: ContextMeshes = {}
+    meshes: ContextMeshes = {}
     ranks = dims._global_meshes["dataloading"].mesh.numpy()
     layout = ranks.reshape(-1, *ranks.shape[-4:])
     others, stages, data, context, tensor = layout.shape  # `others` is 1 without dimensions of one's own
@@ -141,8 +141,8 @@ def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
             if key not in made:
                 made[key] = divided(places, sizes)
             if (mesh := made[key]) is not None:
-                found.setdefault(sharers, []).append(mesh)
-    return found
+                meshes.setdefault(sharers, []).append(mesh)
+    return meshes
 
 
 def divided(ranks: Ints, sizes: Mapping[str, int]) -> DeviceMesh | None:
@@ -184,9 +184,9 @@ def own_axes(dims: Dims) -> list[Axis]:
     """The user's dimensions of parallelism ([[wlb.dimensions]]) of more than one rank, on this one. The job's
     meshes must exist."""
     axes = []
-    for one in dims.own:
-        if one.runtime and one.degree > 1:
-            axis = load(one.runtime)(one.config, dims.get_mesh(one.axis))
-            axis.every = one.every
+    for dim in dims.own:
+        if dim.runtime and dim.degree > 1:
+            axis = load(dim.runtime)(dim.config, dims.get_mesh(dim.axis))
+            axis.every = dim.every
             axes.append(axis)
     return axes

@@ -131,10 +131,10 @@ class StepTrace:
             return {}
         self._measuring = False
         place = (self._dims.place(axis) for axis in ("batch", "pp", "cp", "tp"))
-        mine = RankPasses(*place, self._timer.stop())
+        rank_passes = RankPasses(*place, self._timer.stop())
         is_writer = dist.get_rank() == self._writer
-        ranks: list[RankPasses] | None = [mine] * dist.get_world_size() if is_writer else None
-        dist.gather_object(mine, ranks, dst=self._writer)
+        ranks: list[RankPasses] | None = [rank_passes] * dist.get_world_size() if is_writer else None
+        dist.gather_object(rank_passes, ranks, dst=self._writer)
         if ranks is None:
             return {}
         ranks.sort(key=lambda rank: (rank.dp, rank.pp, rank.cp, rank.tp))
@@ -155,8 +155,8 @@ def measured_imbalance(ranks: Sequence[RankPasses], plan: Plan) -> float:
     seconds: dict[tuple[int, int], float] = defaultdict(float)
     sharers = len({(rank.cp, rank.tp) for rank in ranks})
     for rank in ranks:
-        for one in rank.passes:
-            seconds[rank.dp, one.micro_batch] += one.seconds / sharers
+        for pass_ in rank.passes:
+            seconds[rank.dp, pass_.micro_batch] += pass_.seconds / sharers
     return imbalance_by_pass(plan.micro_batches, [seconds[m.dp_rank, m.index] for m in plan.micro_batches])
 
 
@@ -167,9 +167,9 @@ def bubble(ranks: Sequence[RankPasses]) -> float:
         pipelines[rank.dp].append(rank)
     idle = []
     for pipeline in pipelines.values():
-        passes = [one for rank in pipeline for one in rank.passes]
-        span = max(one.end for one in passes) - min(one.start for one in passes)
-        idle.append(1 - sum(one.seconds for one in passes) / (span * len(pipeline)))
+        passes = [pass_ for rank in pipeline for pass_ in rank.passes]
+        span = max(pass_.end for pass_ in passes) - min(pass_.start for pass_ in passes)
+        idle.append(1 - sum(pass_.seconds for pass_ in passes) / (span * len(pipeline)))
     return float(np.mean(idle))
 
 
@@ -182,17 +182,17 @@ def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
             for axis in ("pp", "cp", "tp")
             if len({getattr(other, axis) for other in ranks}) > 1
         )
-        for one in rank.passes:
-            micro_batch = micro_batches[one.micro_batch]
+        for pass_ in rank.passes:
+            micro_batch = micro_batches[pass_.micro_batch]
             facts: dict[str, Any] = {
-                "stage": one.stage,
+                "stage": pass_.stage,
                 "tokens": micro_batch.length,
                 "documents": len(micro_batch.documents),
                 "predicted_work": micro_batch.workload,
             }
-            if one.computed is not None:
-                facts[COMPUTED] = one.computed
+            if pass_.computed is not None:
+                facts[COMPUTED] = pass_.computed
             if merged := micro_batch.merged:
                 facts["merged"] = f"dp {merged[0]}-{merged[-1]}"
-            name = f"{one.kind}{one.micro_batch}"
-            yield Span(f"dp {rank.dp}", track or "rank", name, one.start, one.seconds, facts)
+            name = f"{pass_.kind}{pass_.micro_batch}"
+            yield Span(f"dp {rank.dp}", track or "rank", name, pass_.start, pass_.seconds, facts)

@@ -62,8 +62,8 @@ def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None
     """A call that ranks make differently, or who waits for whom; None if all calls meet. With
     `queue_per_edge` each direction between two ranks has a queue of its own."""
     made: dict[int, list[int]] = defaultdict(list)
-    for rank, own in ranks.items():
-        made[own.made].append(rank)
+    for rank, log in ranks.items():
+        made[log.made].append(rank)
     if len(made) > 1:
         counts = "; ".join(f"{number} by {_named(group)}" for number, group in sorted(made.items()))
         return f"Process groups are not made by all ranks together, but {counts}."
@@ -80,13 +80,13 @@ class _Play:
         self._per_edge = queue_per_edge
         # The `Communicator.group` of each of a rank's groups.
         self._groups = {
-            rank: [(members, own.groups[:place].count(members)) for place, members in enumerate(own.groups)]
-            for rank, own in ranks.items()
+            rank: [(members, log.groups[:place].count(members)) for place, members in enumerate(log.groups)]
+            for rank, log in ranks.items()
         }
         # A rank first makes its groups in order.
         self._calls = {
-            rank: itertools.chain((Call(MAKING, number) for number in range(len(own.groups))), own.calls)
-            for rank, own in ranks.items()
+            rank: itertools.chain((Call(MAKING, number) for number in range(len(log.groups))), log.calls)
+            for rank, log in ranks.items()
         }
         # Calls not yet done, in order; those issued together share a list.
         self._queues: dict[Communicator, dict[int, deque[list[Call]]]] = {}
@@ -107,7 +107,7 @@ class _Play:
                 ready += [other for other in freed if other != rank]
                 if rank in self._blocked:
                     break
-        waiting = {rank: one for one, queues in self._queues.items() for rank in queues if queues[rank]}
+        waiting = {rank: group for group, queues in self._queues.items() for rank in queues if queues[rank]}
         return self._circle(waiting | self._blocked) if waiting else None
 
     def _queue(self, rank: int, call: Call) -> Communicator:
@@ -185,13 +185,13 @@ def _pairs(heads: Mapping[int, list[Call]]) -> Iterator[tuple[tuple[int, Call], 
 
 def _difference(calls: Mapping[int, Call]) -> str | None:
     """How the members' calls of one collective differ, by rank."""
-    (first, one), *others = calls.items()
+    (first, call), *others = calls.items()
     for rank, other in others:
-        if _facts(other) != _facts(one):
-            return _different(first, one, rank, other)
+        if _facts(other) != _facts(call):
+            return _different(first, call, rank, other)
     sent, received = (sum(getattr(call, way) for call in calls.values()) for way in ("sent", "received"))
-    if one.kind == "all-to-all" and sent != received:
-        return f"{_named(list(calls))} send {sent:,} bytes and receive {received:,} in {one}."
+    if call.kind == "all-to-all" and sent != received:
+        return f"{_named(list(calls))} send {sent:,} bytes and receive {received:,} in {call}."
     return None
 
 

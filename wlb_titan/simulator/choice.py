@@ -40,7 +40,7 @@ class Scenario:
 
     job: Job
     documents: Documents
-    _known: dict[Policy, tuple[Job, Choice | None]] = field(
+    _chosen: dict[Policy, tuple[Job, Choice | None]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -53,11 +53,11 @@ class Scenario:
         return self._decided(policy)[1]
 
     def _decided(self, policy: Policy) -> tuple[Job, Choice | None]:
-        if policy not in self._known:
+        if policy not in self._chosen:
             job = self.job.under(policy)
             choice = choose(job, self.documents) if job.undecided else None
-            self._known[policy] = (choice.job if choice else job, choice)
-        return self._known[policy]
+            self._chosen[policy] = (choice.job if choice else job, choice)
+        return self._chosen[policy]
 
     def plans(self, policy: Policy, steps: int, *, warm_up: int = WARM_UP) -> list[Plan]:
         return self.under(policy).plans(self.documents, steps, after=warm_up)
@@ -103,19 +103,19 @@ class Choice:
         best = self.candidates[0].flops_per_second
         return [
             {
-                "policy": str(one.policy),
-                "step, s": f"{one.seconds:.3f}",
-                "tokens/s": f"{one.tokens_per_second:,.0f}",
-                "MFU": f"{one.flops_per_second / peak:.1%}",
-                "peak GiB": f"{one.memory / GIB:.1f}" + (" !" if one.problem else ""),
-                "of best": f"{one.flops_per_second / best:.1%}",
+                "policy": str(candidate.policy),
+                "step, s": f"{candidate.seconds:.3f}",
+                "tokens/s": f"{candidate.tokens_per_second:,.0f}",
+                "MFU": f"{candidate.flops_per_second / peak:.1%}",
+                "peak GiB": f"{candidate.memory / GIB:.1f}" + (" !" if candidate.problem else ""),
+                "of best": f"{candidate.flops_per_second / best:.1%}",
             }
-            for one in self.candidates
-            if not isnan(one.seconds)
+            for candidate in self.candidates
+            if not isnan(candidate.seconds)
         ]
 
     def remarks(self) -> list[str]:
-        named = [f"{one.policy} {one.problem}" for one in self.candidates if one.problem]
+        named = [f"{c.policy} {c.problem}" for c in self.candidates if c.problem]
         source = f"Times of attention: {self.job.latency.source}."
         return [f"auto is {self.candidates[0].policy}, by predicted MFU. {source}", *named]
 
@@ -138,18 +138,18 @@ def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) 
     problems: dict[Policy, str] = {}
 
     def ask() -> Floats:
-        found = [predicted(job, policy, documents) for policy in policies]
-        problems.update({one.policy: one.problem for one in found})
-        return np.array([one.figures for one in found]).ravel()
+        tried = [predicted(job, policy, documents) for policy in policies]
+        problems.update({candidate.policy: candidate.problem for candidate in tried})
+        return np.array([candidate.figures for candidate in tried]).ravel()
 
     figures = on_one_rank(ask).reshape(len(policies), -1).tolist()
     candidates = []
     for policy, (seconds, tokens, flops, memory) in zip(policies, figures, strict=True):
         problem = problems.get(policy, "") or _problem(job.under(policy), memory)
         candidates.append(Candidate(policy, seconds, tokens, flops, memory, problem))
-    candidates.sort(key=lambda one: (bool(one.problem), -np.nan_to_num(one.flops_per_second)))
+    candidates.sort(key=lambda c: (bool(c.problem), -np.nan_to_num(c.flops_per_second)))
     if candidates[0].problem:
-        reasons = "; ".join(f"{one.policy}: {one.problem}" for one in candidates)
+        reasons = "; ".join(f"{candidate.policy}: {candidate.problem}" for candidate in candidates)
         raise PlanError(f"auto finds no policy to choose: {reasons}")
     return Choice(job, tuple(candidates))
 

@@ -73,21 +73,21 @@ def measured(
     step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
     # Collectives that were counted are not predicted as well.
     rest = job
-    if any(one.waited is not None for ranks in steps for rank in ranks for one in rank.passes):
+    if any(pass_.waited is not None for ranks in steps for rank in ranks for pass_ in rank.passes):
         rest = replace(job, tensor_overlap=1.0) if job.overlap else quiet
     slowest, waiting = pass_seconds(quiet, packs), pass_seconds(rest, packs)
-    found = _Found(job, packs, step)
-    own = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
+    ran = _RanPasses(job, packs, step)
+    by_cp = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
     for number, ranks in enumerate(steps):
-        found.add(number, ranks, own)
-    passes = found.scaled(slowest)
-    seconds = np.stack([_filled(*one, job.layers) for one in zip(passes, slowest, strict=True)])
+        ran.add(number, ranks, by_cp)
+    passes = ran.scaled(slowest)
+    seconds = np.stack([_filled(*of_kind, job.layers) for of_kind in zip(passes, slowest, strict=True)])
     seconds += waiting - slowest
     result = []
     for number, ranks in enumerate(steps):
-        own = np.array(step) == number
+        of_step = np.array(step) == number
         optimizer = max(rank.optimizer for rank in ranks)
-        result.append(MeasuredPasses(seconds[:, :, own], optimizer, rest))
+        result.append(MeasuredPasses(seconds[:, :, of_step], optimizer, rest))
     return result
 
 
@@ -96,7 +96,7 @@ def without_waiting(cluster: Cluster) -> Cluster:
     return replace(cluster, node=free, network=free)
 
 
-class _Found:
+class _RanPasses:
     """`passes` that ran, float64 (3, stages, micro-batches), else nan; and `predicted`, their predictions: of
     several ranks that ran a pass the most."""
 
@@ -109,46 +109,46 @@ class _Found:
         # Data-parallel ranks that meet in FSDP's collectives, if nothing hides these.
         self._meeting = 1 if job.overlap or job.degrees.pipeline > 1 else job.degrees.shard
 
-    def add(self, step: int, ranks: Sequence[MeasuredStep], own: Mapping[int, Floats]) -> None:
-        """One step's ranks; `own` has the predicted passes of each context-parallel rank."""
+    def add(self, step: int, ranks: Sequence[MeasuredStep], by_cp: Mapping[int, Floats]) -> None:
+        """One step's ranks; `by_cp` has the predicted passes of each context-parallel rank."""
         ran: dict[tuple[int, str, int, int], list[tuple[MeasuredStep, Pass]]] = defaultdict(list)
         for rank in ranks:
-            for one in rank.passes:
-                ran[rank.dp // self._meeting, one.kind, one.stage, one.micro_batch].append((rank, one))
+            for p in rank.passes:
+                ran[rank.dp // self._meeting, p.kind, p.stage, p.micro_batch].append((rank, p))
         for (_, kind, stage, micro_batch), of_pass in ran.items():
             # A loss counts as forward, unless backward passes have micro-batches of their own.
             rows = ROWS["R" if kind == "L" and self._apart else kind]
-            seconds = _together([one for _, one in of_pass]) + max(one.waited or 0.0 for _, one in of_pass)
+            seconds = _together([p for _, p in of_pass]) + max(p.waited or 0.0 for _, p in of_pass)
             for dp in {rank.dp for rank, _ in of_pass}:
                 where = rows, stage, self._places[step, dp, micro_batch]
-                predicted = np.max([own[rank.cp][where] for rank, _ in of_pass if rank.dp == dp], axis=0)
+                predicted = np.max([by_cp[rank.cp][where] for rank, _ in of_pass if rank.dp == dp], axis=0)
                 self.passes[where] = np.nan_to_num(self.passes[where]) + seconds * predicted / predicted.sum()
                 self.predicted[where] = predicted
 
     def scaled(self, slowest: Floats) -> Floats:
         """`passes`, scaled where the slowest context-parallel rank, predicted as `slowest`, did not run."""
-        mine = np.where(self.predicted > 0, self.predicted, slowest)
-        return self.passes * np.maximum(slowest / np.maximum(mine, TINY), 1.0)
+        predicted = np.where(self.predicted > 0, self.predicted, slowest)
+        return self.passes * np.maximum(slowest / np.maximum(predicted, TINY), 1.0)
 
 
 def _together(ran: Sequence[Pass]) -> float:
-    pieces = [one.pieces or [one.seconds] for one in ran]
-    if len({len(own) for own in pieces}) > 1:  # some have more collectives
-        return max(one.seconds for one in ran)
+    pieces = [pass_.pieces or [pass_.seconds] for pass_ in ran]
+    if len({len(parts) for parts in pieces}) > 1:  # some have more collectives
+        return max(pass_.seconds for pass_ in ran)
     return float(np.max(pieces, axis=0).sum())
 
 
-def _filled(found: Floats, predicted: Floats, layers: Sequence[int]) -> Floats:
+def _filled(seconds: Floats, predicted: Floats, layers: Sequence[int]) -> Floats:
     """float64 (stages, micro-batches), with estimates of passes that did not run."""
-    filled = found.copy()
-    ran = np.isfinite(found)
+    filled = seconds.copy()
+    ran = np.isfinite(seconds)
     sources = [stage for stage in range(len(layers)) if ran[stage].any()]
     assert sources, "no rank ran"
     for stage in range(len(layers)):
         source = min(sources, key=lambda other: _unlike(stage, other, layers))
-        some = ran[source]
-        total = found[source, some].sum() / max(predicted[source, some].sum(), TINY)
-        ratio = np.where(some, found[source] / np.maximum(predicted[source], TINY), total)
+        present = ran[source]
+        total = seconds[source, present].sum() / max(predicted[source, present].sum(), TINY)
+        ratio = np.where(present, seconds[source] / np.maximum(predicted[source], TINY), total)
         missing = ~ran[stage]
         filled[stage, missing] = (predicted[stage] * ratio)[missing]
     return filled

@@ -44,16 +44,16 @@ class StepPasses(NamedTuple):
 def step_passes(job: Job, plan: Plan, measured: MeasuredPasses | None = None) -> StepPasses:
     """As predicted, or as `measured`."""
     packs = plan.micro_batches
-    each = len(packs) // job.replicas
-    run = job.run if job.run and plan.flows is None else each  # MicroPacks go through in one run
+    per_replica = len(packs) // job.replicas
+    run = job.run if job.run and plan.flows is None else per_replica  # MicroPacks go through in one run
     seconds = pass_seconds(job, packs) if measured is None else measured.seconds
     times = PassTimes(*seconds.reshape(*seconds.shape[:2], -1, run).swapaxes(2, 3))
     if measured is None:
         times = with_dimensions(job, times)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
-        times = _slowest_of_shards(times, job, each // run)
+        times = _slowest_of_shards(times, job, per_replica // run)
     tokens = np.array([m.length for m in packs], dtype=np.float64).reshape(-1, run).T
-    return StepPasses(times, transfer_seconds(job, tokens), each // run)
+    return StepPasses(times, transfer_seconds(job, tokens), per_replica // run)
 
 
 def with_dimensions(job: Job, times: PassTimes) -> PassTimes:
@@ -89,7 +89,7 @@ def step_ends(job: Job, plan: Plan, passes: StepPasses) -> list[tuple[PipelineGr
         ends = graph.ends(passes.times, passes.delays).reshape(len(graph.actions), -1, passes.runs)
         return [(graph, ends[:, rank]) for rank in range(job.replicas)]
     replicas = replicas_of(job, plan, passes)
-    return [(one.graph, ends[:, None]) for one, ends in zip(replicas, ends_together(replicas), strict=True)]
+    return [(r.graph, ends[:, None]) for r, ends in zip(replicas, ends_together(replicas), strict=True)]
 
 
 class Replica(NamedTuple):
@@ -121,27 +121,27 @@ SETTLED = 1e-9  # of a step's time: less is no change
 def ends_together(replicas: Sequence[Replica]) -> list[Floats]:
     """For each replica of a step float64 (actions,), when its actions end; shared passes begin together."""
     earliest = [np.zeros(len(replica.graph.actions)) for replica in replicas]
-    found = [replica.ends(own) for replica, own in zip(replicas, earliest, strict=True)]
+    finish = [replica.ends(not_before) for replica, not_before in zip(replicas, earliest, strict=True)]
     shared = _shared_passes(replicas)
     if not shared:
-        return found
+        return finish
     seconds = [
         np.array([float(replica.times.of(action)[0]) for action in replica.graph.actions])
         for replica in replicas
     ]
     while True:
         later = set()
-        tolerance = SETTLED * max(float(ends.max()) for ends in found)
+        tolerance = SETTLED * max(float(ends.max()) for ends in finish)
         for places in shared:
-            begin = max(found[rank][number] - seconds[rank][number] for rank, number in places)
+            begin = max(finish[rank][number] - seconds[rank][number] for rank, number in places)
             for rank, number in places:
-                if begin > found[rank][number] - seconds[rank][number] + tolerance:
+                if begin > finish[rank][number] - seconds[rank][number] + tolerance:
                     earliest[rank][number] = begin
                     later.add(rank)
         if not later:
-            return found
+            return finish
         for rank in later:
-            found[rank] = replicas[rank].ends(earliest[rank])
+            finish[rank] = replicas[rank].ends(earliest[rank])
 
 
 def _shared_passes(replicas: Sequence[Replica]) -> list[list[tuple[int, int]]]:
@@ -170,13 +170,13 @@ def check_slices(flow: Flow, packs: Sequence[MicroBatch]) -> dict[int, int]:
     behind = [place for place, pack in enumerate(packs) if pack.passes != "F"]
     needed = dict(zip(behind, last_needed(packs).tolist(), strict=True))
     chains: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for place, (pack, own) in enumerate(zip(packs, piece_numbers(packs), strict=True)):
+    for place, (pack, pieces) in enumerate(zip(packs, piece_numbers(packs), strict=True)):
         assert pack.slices is not None
         cut = pack.slices[:, TOTAL] > pack.lengths
-        for piece, prefix in zip(own[cut].tolist(), pack.slices[cut, PREFIX].tolist(), strict=True):
+        for piece, prefix in zip(pieces[cut].tolist(), pack.slices[cut, PREFIX].tolist(), strict=True):
             for kind in pack.passes:
                 chains.setdefault((kind, piece), []).append((prefix if kind == "F" else -prefix, place))
-    ordered = [[(kind, place) for _, place in sorted(found)] for (kind, _), found in chains.items()]
+    ordered = [[(kind, place) for _, place in sorted(chain)] for (kind, _), chain in chains.items()]
     _check_chains(flow, ordered + [[("F", first), ("B", place)] for place, first in needed.items()])
     return needed
 

@@ -56,7 +56,7 @@ def search(
         with suppress(PlanError):
             bounds.append((_if_balanced(job, window), job))
     bounds.sort(key=lambda candidate: -candidate[0])
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     fastest, fitting, untried = 0.0, 0, 0
     for number, (bound, job) in enumerate(bounds):
         if bound < fastest and fitting >= LEAST:
@@ -66,19 +66,19 @@ def search(
             break
         tried = _tried(scenario.on(job), policies, steps)
         fitting += bool(tried)
-        found += tried
-        fastest = max([fastest, *(one.flops_per_second for one in tried)])
-    if not found:
+        predictions += tried
+        fastest = max([fastest, *(prediction.flops_per_second for prediction in tried)])
+    if not predictions:
         raise PlanError(
             f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB with "
             f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens: none of "
             f"{len(bounds)} ways to run the job, of which {untried} were not tried. Take more GPUs, full "
             "activation checkpointing or a shorter context window."
         )
-    found.sort(key=lambda one: -one.flops_per_second)
-    own = _tried(scenario, policies, steps) if scenario.job.degrees.ranks == gpus else []
-    configured = max(own, key=lambda one: one.flops_per_second, default=None)
-    return Search(found, configured, untried)
+    predictions.sort(key=lambda prediction: -prediction.flops_per_second)
+    unchanged = _tried(scenario, policies, steps) if scenario.job.degrees.ranks == gpus else []
+    configured = max(unchanged, key=lambda prediction: prediction.flops_per_second, default=None)
+    return Search(predictions, configured, untried)
 
 
 def candidates(job: Job, gpus: int) -> Iterator[Job]:
@@ -90,7 +90,7 @@ def candidates(job: Job, gpus: int) -> Iterator[Job]:
 def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
     """Degrees that multiply to `gpus` and divide the model and the micro-batches; own dimensions stay."""
     own, own_data = job.degrees.own, job.degrees.own_data
-    gpus, rest = divmod(gpus, math.prod(one.degree for one in own))
+    gpus, rest = divmod(gpus, math.prod(dim.degree for dim in own))
     if rest:
         return
     for tensor in _powers_of_two(min(gpus, job.cluster.gpus_per_node)):
@@ -166,11 +166,11 @@ def _if_balanced(job: Job, window: list[float]) -> float:
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Prediction]:
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     for policy in policies if scenario.job.fitting.windows_fit else ():
         with suppress(PlanError):
-            found.append(scenario.predict(policy, steps))
-    return [one for one in found if one.fits]
+            predictions.append(scenario.predict(policy, steps))
+    return [prediction for prediction in predictions if prediction.fits]
 
 
 def pipeline_words(job: Job) -> str:

@@ -93,14 +93,14 @@ class Prediction:
 
 def simulate(job: Job, plans: Sequence[Plan], measured: Sequence[MeasuredPasses] | None = None) -> Prediction:
     """Predicts steps from their plans, with what was measured of each where that is given."""
-    found: Sequence[MeasuredPasses | None] = measured or [None] * len(plans)
-    steps = [_step(job, plan, passes) for plan, passes in zip(plans, found, strict=True)]
-    of_ranks, busy, communication = (np.array(each) for each in zip(*steps, strict=True))
+    measurements: Sequence[MeasuredPasses | None] = measured or [None] * len(plans)
+    steps = [_step(job, plan, passes) for plan, passes in zip(plans, measurements, strict=True)]
+    of_ranks, busy, communication = (np.array(column) for column in zip(*steps, strict=True))
     numbers = np.array([plan.iteration + 1 for plan in plans])
     pipeline = seconds_with_meetings(job, of_ranks, numbers)
     met = meetings(measured[0].rest if measured else job)
-    communication += sum(one.seconds * (numbers % one.every == 0) for one in met)
-    optimizer = np.array([passes.optimizer if passes else _optimizer(job) for passes in found])
+    communication += sum(meeting.seconds * (numbers % meeting.every == 0) for meeting in met)
+    optimizer = np.array([passes.optimizer if passes else _optimizer(job) for passes in measurements])
     lengths = [plan.document_lengths for plan in plans]
     return Prediction(
         seconds=pipeline + communication + optimizer,
@@ -132,7 +132,7 @@ def step_seconds(job: Job, passing: MicroBatches) -> float:
     times = with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
     seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
-    return float(seconds + sum(found.seconds / found.every for found in meetings(job)))
+    return float(seconds + sum(meeting.seconds / meeting.every for meeting in meetings(job)))
 
 
 def _communication(job: Job, times: PassTimes) -> Floats:
@@ -194,12 +194,12 @@ def _collectives(job: Job, weights: float, groups: int, ranks: int, stride: int)
     if not groups:
         return 0.0, 0.0
     settings, replicate = job.memory, job.degrees.replicate
-    each = weights / groups
+    group_weights = weights / groups
     shards = job.cluster.link(ranks, stride)
     between = job.degrees.link(job.cluster, "dp_replicate")
-    gather = shards.collective(each * settings.compute_bytes, ranks)
-    reduce = shards.collective(each * settings.parameter_bytes, ranks)
-    reduce += 2 * between.collective(each * settings.parameter_bytes / ranks, replicate)
+    gather = shards.collective(group_weights * settings.compute_bytes, ranks)
+    reduce = shards.collective(group_weights * settings.parameter_bytes, ranks)
+    reduce += 2 * between.collective(group_weights * settings.parameter_bytes / ranks, replicate)
     return groups * gather, groups * reduce
 
 
@@ -212,7 +212,7 @@ def _optimizer(job: Job) -> float:
 def own_weights(job: Job, rank: int | None = None) -> float:
     """Number of weights on a GPU of a pipeline rank; None: of the one with the most."""
     ranks = range(job.degrees.pipeline) if rank is None else [rank]
-    most = max(rank_parameters(job.model, job.layers, job.shape.stages_of(each)) for each in ranks)
+    most = max(rank_parameters(job.model, job.layers, job.shape.stages_of(number)) for number in ranks)
     return most / job.degrees.tensor / job.degrees.sharding_ranks
 
 
@@ -226,15 +226,15 @@ def seconds_with_meetings(job: Job, seconds: Floats, numbers: Ints) -> Floats:
     Returns:
         float64 (steps,); their sum is when the last rank is done.
     """
-    apart = [one for one in own_dimensions(job.degrees.own) if one.divides == "data"]
+    apart = [dim for dim in own_dimensions(job.degrees.own) if dim.divides == "data"]
     if not apart:
         return np.asarray(seconds.max(axis=1))
-    each = seconds.reshape(len(seconds), *(one.degree for one in apart), -1).max(axis=-1)
-    clock, ends = np.zeros(each.shape[1:]), []
-    for number, of_step in zip(numbers, each, strict=True):
+    by_rank = seconds.reshape(len(seconds), *(dim.degree for dim in apart), -1).max(axis=-1)
+    clock, ends = np.zeros(by_rank.shape[1:]), []
+    for number, of_step in zip(numbers, by_rank, strict=True):
         clock = clock + of_step
-        for axis, one in enumerate(apart):
-            if number % one.every == 0:
+        for axis, dim in enumerate(apart):
+            if number % dim.every == 0:
                 clock = np.broadcast_to(clock.max(axis=axis, keepdims=True), clock.shape)
         ends.append(clock.max())
     return np.diff(ends, prepend=0.0)
@@ -251,10 +251,10 @@ class TimedMeeting(NamedTuple):
 
 def meetings(job: Job, rank: int | None = None) -> list[TimedMeeting]:
     """The meetings of the user's own dimensions, on a pipeline rank or on the one with the most weights."""
-    found = []
-    for one in own_dimensions(job.degrees.own):
-        if one.degree > 1 and (met := one.meeting(job, own_weights(job, rank))) is not None:
-            link = job.degrees.link(job.cluster, one.axis)
-            each = 2 * link.collective(met.bytes_ / max(met.collectives, 1), one.degree)
-            found.append(TimedMeeting(one.axis, one.every, met.bytes_, met.collectives * each))
-    return found
+    timed = []
+    for dim in own_dimensions(job.degrees.own):
+        if dim.degree > 1 and (met := dim.meeting(job, own_weights(job, rank))) is not None:
+            link = job.degrees.link(job.cluster, dim.axis)
+            seconds = 2 * link.collective(met.bytes_ / max(met.collectives, 1), dim.degree)
+            timed.append(TimedMeeting(dim.axis, dim.every, met.bytes_, met.collectives * seconds))
+    return timed

@@ -90,13 +90,13 @@ def dealt(works: Floats, ranks: int, merged: int = 0, capacity: float | None = N
 
 def without_merging(works: Floats, lengths: Ints, ranks: int, least: int) -> Phase1:
     """Phase 1 without merging, in which every rank gets at least `least` tokens."""
-    found = dealt(works, ranks)
-    rows = np.concatenate(found.own)
-    rank_of = np.repeat(np.arange(ranks), [len(own) for own in found.own])
+    phase_1 = dealt(works, ranks)
+    rows = np.concatenate(phase_1.own)
+    rank_of = np.repeat(np.arange(ranks), [len(part) for part in phase_1.own])
     better = Least(ranks, least).topped_up(rank_of, lengths[rows])
     if better is rank_of:
-        return found
-    return replace(found, own=split(rows, better, ranks))
+        return phase_1
+    return replace(phase_1, own=split(rows, better, ranks))
 
 
 def best_merging(works: Floats, ranks: int) -> Phase1 | None:
@@ -131,15 +131,15 @@ def numbers_of_packs(works: Floats, most: Sequence[int], phase_1: Phase1, count:
         coming[merge.ranks] += 1
     numbers = []
     for merge, pieces in zip(phase_1.merges, most, strict=True):
-        own = np.array(merge.ranks)
-        coming[own] -= 1
-        upto = min(int((room - coming)[own].min()), pieces)
-        wanted = round(float(works[merge.document]) / len(own) / target)
-        last = own[alone[own] & (coming[own] == 0)]  # ranks with nothing else to fill their packs
+        sharers = np.array(merge.ranks)
+        coming[sharers] -= 1
+        upto = min(int((room - coming)[sharers].min()), pieces)
+        wanted = round(float(works[merge.document]) / len(sharers) / target)
+        last = sharers[alone[sharers] & (coming[sharers] == 0)]  # ranks with nothing else to fill their packs
         number = int(room[last].max()) if len(last) else max(min(wanted, upto), 1)
         if number > upto:
             raise PlanError("A rank's packs cannot be filled with its share of merged documents.")
-        room[own] -= number
+        room[sharers] -= number
         numbers.append(number)
     if room[alone].any():
         raise PlanError("A data-parallel rank is left without documents.")
@@ -199,7 +199,7 @@ class Packer:
             return merged, sharing
         alone = self._phase_2(batch, works, whole, count, place_greedily)
         merging, not_merging = (
-            self._flows.seconds([self._flows.timed(one, PREDICTED_IN_STEP)], 0) for one in (sharing, alone)
+            self._flows.seconds([self._flows.timed(way, PREDICTED_IN_STEP)], 0) for way in (sharing, alone)
         )
         return (merged, sharing) if merging < not_merging else (whole, alone)
 
@@ -211,10 +211,10 @@ class Packer:
             for rank in merge.ranks:
                 assigned[rank].append(len(packs))
             packs.append(draft(batch, pack, merged=merge.ranks))
-        for own, numbers in zip(phase_1.own, assigned, strict=True):
-            documents, room = batch[own], count - len(numbers)
+        for rows, numbers in zip(phase_1.own, assigned, strict=True):
+            documents, room = batch[rows], count - len(numbers)
             if room:
-                made = micropacks(documents[:, LENGTH], works[own], self._tables[1], room, place)
+                made = micropacks(documents[:, LENGTH], works[rows], self._tables[1], room, place)
                 numbers.extend(range(len(packs), len(packs) + room))
                 packs.extend(draft(documents, pack) for pack in made)
         return Packing(packs, assigned=assigned)

@@ -32,8 +32,8 @@ class Step(NamedTuple):
     @classmethod
     def of(cls, packing: Packing, forward: Floats, backward: Floats) -> Step:
         assert packing.assigned is not None
-        found = [_dependencies(packing.of_rank(rank)) for rank in range(len(packing.assigned))]
-        orders, needed = map(np.array, zip(*found, strict=True))
+        dependencies = [_dependencies(packing.of_rank(rank)) for rank in range(len(packing.assigned))]
+        orders, needed = map(np.array, zip(*dependencies, strict=True))
         return cls(packing, orders, needed, forward, backward)
 
 
@@ -86,15 +86,15 @@ class Flows:
         for number, pack in enumerate(packing.packs):
             alike.setdefault((pack.sharers, pack.passes), []).append(number)
         for (_, passes), numbers in alike.items():
-            own = np.array(numbers)
-            places = np.unique(np.linspace(0, len(own) - 1, predicted).round().astype(int))
-            some = own[np.argsort(times[passes[0]][own], kind="stable")[places]]
-            found = self._seconds(packing, some)
+            group = np.array(numbers)
+            places = np.unique(np.linspace(0, len(group) - 1, predicted).round().astype(int))
+            sample = group[np.argsort(times[passes[0]][group], kind="stable")[places]]
+            seconds = self._seconds(packing, sample)
             for kind in passes:
-                rising = np.argsort(times[kind][some])  # np.interp needs it
-                work = times[kind][some][rising]
-                times[kind][own] *= np.interp(times[kind][own], work, found[kind][rising] / work)
-                times[kind][some] = found[kind]
+                rising = np.argsort(times[kind][sample])  # np.interp needs it
+                work = times[kind][sample][rising]
+                times[kind][group] *= np.interp(times[kind][group], work, seconds[kind][rising] / work)
+                times[kind][sample] = seconds[kind]
         return Step.of(packing, times["F"], times["B"])
 
     def _seconds(self, packing: Packing, packs: Ints) -> dict[str, Floats]:

@@ -110,7 +110,7 @@ def _numbers_of_slices(works: Floats, most: Ints, count: int) -> Iterator[Ints]:
     Cut documents take at most `count` packs, and whole documents that can have a pack to themselves (`most`
     is not 0) are enough for the other packs.
     """
-    found = 0
+    ways = 0
     for wider in (*WIDER, np.inf):
         target = wider * works.sum() / count
         parts = np.minimum(np.maximum(np.ceil(works / target * (1 - 1e-9)).astype(np.int64), 1), most)
@@ -118,8 +118,8 @@ def _numbers_of_slices(works: Floats, most: Ints, count: int) -> Iterator[Ints]:
             continue
         while int(parts.sum()) < min(count, int(most.sum())):
             parts[np.where(parts < most, works / np.maximum(parts, 1), -np.inf).argmax()] += 1
-        found += 1
-        if found <= TRIED or wider == np.inf:
+        ways += 1
+        if ways <= TRIED or wider == np.inf:
             yield parts
 
 
@@ -206,7 +206,7 @@ class SolvedPlacing:
         if not len(works):
             return greedy, 0.0
         unit = (slots.work.sum() + works.sum()) / slots.size.sum()
-        share, own = works / unit, slots.work / unit
+        share, load = works / unit, slots.work / unit
 
         def level(placed: Ints | None) -> float:
             if placed is None:
@@ -216,10 +216,10 @@ class SolvedPlacing:
             left = (beside < levels) | (slots.size == 1)  # some of each cut document for its last slice
             return float(levels.max() / unit) if left.all() else np.inf
 
-        beside = np.where(slots.size > 1, own / np.maximum(slots.size - 1, 1) - SLIVER, np.inf)
+        beside = np.where(slots.size > 1, load / np.maximum(slots.size - 1, 1) - SLIVER, np.inf)
         solved, bound = None, 0.0
         if time.perf_counter() < self._end:
-            solved, bound = self._milp(share, share, (own, slots.size, beside), start=greedy)
+            solved, bound = self._milp(share, share, (load, slots.size, beside), start=greedy)
         best = min(greedy, solved, key=level)
         if (reached := level(best)) == np.inf:
             return None, 0.0
