@@ -8,7 +8,8 @@ continue with others, and trains the documents that were left.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingPolicy, rules
 from wlb_titan.pipeline.order import arranged
-from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
+from wlb_titan.plan import ID, LENGTH, ROW, START, MicroBatch, Plan
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -51,8 +52,7 @@ class Planner:
             )
         self._job = job
         self._order = job.order.make(job.shape) if job.degrees.pipeline > 1 else None
-        self._fingerprint = documents.fingerprint
-        self._learned = documents.learned
+        self._documents = documents
         self.iteration = 0  # steps planned so far
         others = rules.Rules.for_others(job)
         self._rules = rules.Rules(self._stream, job) if others else None
@@ -62,10 +62,6 @@ class Planner:
         PlanError, here as in `next`."""
         while self._rules is not None:
             self.next()
-
-    def read(self, ids: Ints) -> tuple[Ints, Ints]:
-        """Corpus rows and tokens of planned documents, int64 (n,) each."""
-        return self._stream.mixture.read(ids)
 
     def left(self, end: int) -> int:
         """Tokens that are still to come of the documents with ids below `end`."""
@@ -77,10 +73,8 @@ class Planner:
         mixture = self._stream.mixture
         if not mixture.sources[0].name:
             return {}
-        documents = np.concatenate([m.documents for m in plan.packs])
-        tokens = np.bincount(
-            mixture.sources_of(documents[:, ID]), documents[:, LENGTH], len(mixture.sources)
-        ).astype(np.int64)
+        sources = mixture.sources_of(plan.documents[:, ROW])
+        tokens = np.bincount(sources, plan.documents[:, LENGTH], len(mixture.sources)).astype(np.int64)
         epochs = mixture.epochs(self._stream.next_document)
         return {
             f"{figure}/{source.name}": value
@@ -94,17 +88,16 @@ class Planner:
         A token's label is the next token of its document, if that is learned. With `by_document` a label
         counts as one over the labels of its document, so that all documents weigh the same.
         """
-        pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
-        rows, lengths = self.read(pieces[:, ID])
-        stops = np.minimum(pieces[:, START] + pieces[:, LENGTH] + 1, lengths)
-        labels = self._learned(rows, pieces[:, START] + 1, stops)
+        rows, starts, lengths = plan.documents[:, [ROW, START, LENGTH]].T
+        stops = np.minimum(starts + lengths + 1, self._documents.lengths[rows])
+        labels = self._documents.learned(rows, starts + 1, stops)
         if not by_document:
             return int(labels.sum())
-        return float((labels / np.maximum(self.labels_of(rows, lengths), 1)).sum())
+        return float((labels / np.maximum(self.labels_of(rows), 1)).sum())
 
-    def labels_of(self, rows: Ints, lengths: Ints) -> Ints:
-        """int64 (n,), labels of whole documents with these corpus rows and tokens."""
-        return self._learned(rows, np.ones_like(lengths), lengths)
+    def labels_of(self, rows: Ints) -> Ints:
+        """int64 (n,), labels of the whole documents in these rows of the corpus."""
+        return self._documents.learned(rows, np.ones_like(rows), self._documents.lengths[rows])
 
     def next(self, sharded: Collection[int] | None = None) -> Plan:
         """The plan of the next step.
@@ -129,8 +122,9 @@ class Planner:
         if self._order is not None and packing.assigned is None:
             run = self._job.run or self._job.replica_micro_batches
             assigned = arranged(self._order, run, assigned, forward, backward)
+        drafts = self._with_rows(packing.packs)
         micro_batches = tuple(
-            self._placed(packing.packs[pack], dp_rank, index, float(workloads[pack]), dp_rank in sharded)
+            self._placed(drafts[pack], dp_rank, index, float(workloads[pack]), dp_rank in sharded)
             for dp_rank, packs in enumerate(assigned)
             for index, pack in enumerate(packs)
         )
@@ -190,7 +184,7 @@ class Planner:
     def _corpus_facts(self) -> dict[str, Any]:
         """All that determines the stream of tokens: a state can be continued only with the same."""
         return {
-            "corpus_fingerprint": self._fingerprint,
+            "corpus_fingerprint": self._documents.fingerprint,
             "documents": self._stream.documents,
             "mixture": self._stream.mixture.facts(),
             "seed": self._stream.mixture.seed,
@@ -200,6 +194,14 @@ class Planner:
     def _packing_facts(self) -> dict[str, Any]:
         """The policy's own state can be continued only with the same."""
         return {"packing_policy": self._job.packing.name, "micro_batches": self._job.micro_batches}
+
+    def _with_rows(self, drafts: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The drafts with the column ROW: a step's documents are looked up together, and only here."""
+        documents = np.concatenate([draft.documents for draft in drafts])
+        rows, _ = self._stream.mixture.read(documents[:, ID])
+        ends = np.cumsum([len(draft.documents) for draft in drafts])
+        parts = np.split(np.column_stack([documents, rows]), ends[:-1])
+        return [replace(draft, documents=part) for draft, part in zip(drafts, parts, strict=True)]
 
     def _placed(
         self, draft: MicroBatch, dp_rank: int, index: int, workload: float, shard: bool

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from trainers import WorkerTrainer, gathered
 
-from wlb_titan.plan import ID, LENGTH, START
+from wlb_titan.plan import LENGTH, ROW, START
 from wlb_titan.runtime.inputs import rank_item
 from wlb_titan.runtime.models.load import load_config
 
@@ -101,8 +101,7 @@ def whole_documents(trainer, plan):
         for document, (prefix, total) in zip(m.documents, slices, strict=True):
             if prefix > 0:
                 continue
-            (row,), totals = trainer.planned._planner.read(document[[ID]])
-            start, length = int(document[START]), int(total)
+            row, start, length = int(document[ROW]), int(document[START]), int(total)
             corpus = trainer.planned.corpus
             stop = min(start + length + 1, int(corpus.lengths[row]))
             read = np.array(corpus.tokens(row, start, stop - start), dtype=np.int64)
@@ -111,7 +110,7 @@ def whole_documents(trainer, plan):
             labels[: len(read) - 1] = np.where(learned, read[1:], IGNORE_INDEX)
             weight = 1
             if trainer.config.wlb.loss_weight == "conversation":
-                weight = 1 / max(trainer.planned._planner.labels_of(np.array([row]), totals)[0], 1)
+                weight = 1 / max(trainer.planned._planner.labels_of(document[[ROW]])[0], 1)
             sequences.append(Sequence(read[:length], labels, np.arange(length), np.array([length]), weight))
     return sequences
 

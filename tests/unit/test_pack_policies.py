@@ -177,9 +177,9 @@ def test_a_window_of_single_tokens_keeps_its_last_place_for_a_label():
     job = planner(PACKINGS["plain"], lengths, micro_batches=2, seed=None)
     plan = job.next()
     first, second = plan.micro_batches
-    assert first.documents[-1].tolist() == [150, 0, 1, 0]  # the long document's first token
+    assert first.documents[-1].tolist() == [150, 0, 1, 0, 150]  # the long document's first token
     assert plan.lost_tokens == 150 - 63
-    assert second.documents[0].tolist() == [150, 1, 4, 0]
+    assert second.documents[0].tolist() == [150, 1, 4, 0, 150]
 
 
 SHARING = {"data_parallel": 2, "context_parallel": 2}

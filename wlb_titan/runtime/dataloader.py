@@ -26,7 +26,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slim.slices import cache_rows
-from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
+from wlb_titan.plan import LENGTH, ROW, START, Flow, MicroBatch, Plan
 from wlb_titan.runtime.inputs import Item, rank_item
 from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.pipeline.regroup import regrouped_items
@@ -158,9 +158,9 @@ class PlannedDataLoader(BaseDataLoader):
         labels = np.full(micro_batch.shared_length, IGNORE_INDEX, dtype=np.int64)
         weights = np.zeros(micro_batch.shared_length)
         offset = 0
-        ids, starts, lengths = micro_batch.documents[:, [ID, START, LENGTH]].T
-        rows, totals = self._planner.read(ids)
-        labels_of = self._planner.labels_of(rows, totals) if self._by_document else np.ones_like(rows)
+        rows, starts, lengths = micro_batch.documents[:, [ROW, START, LENGTH]].T
+        totals = self.corpus.lengths[rows]
+        labels_of = self._planner.labels_of(rows) if self._by_document else np.ones_like(rows)
         prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
         columns = rows, totals, labels_of, starts, lengths, prefix
         pieces = zip(*(column.tolist() for column in columns), strict=True)
