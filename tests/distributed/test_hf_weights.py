@@ -235,7 +235,8 @@ def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversa
         assert error < 1e-5, f"{name}: {worst}"
         assert record["labels"] == pytest.approx(served.labels) and served.labels > 0
         if learned == "sparse":
-            assert any((own == -100).all() for _, own in served.items), "every micro-batch learns something"
+            learns = [(item.labels != -100).any() for item in served.items]
+            assert not all(learns), "every micro-batch learns something"
 
 
 @pytest.mark.timeout(300)

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from trainers import WorkerTrainer, gathered
 
-from wlb_titan.plan import LENGTH, ROW, START
-from wlb_titan.runtime.inputs import rank_item
+from wlb_titan.plan import LENGTH, ROW, START, MicroBatch
+from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.models.load import load_config
 
 
@@ -149,11 +149,10 @@ def processed(trainer, data):
     """What the trainer hands to the pipeline for this rank's micro-batches."""
     moved = []
     for s in data[trainer.parallel_dims.place("batch")]:
-        strategy = trainer.job.strategy
-        shards = strategy.shard(s.lengths, len(s.tokens))[1] if strategy is not None else None
+        documents = np.pad(s.lengths[:, None], ((0, 0), (LENGTH, 0)))
+        pack = trainer.job.sharded(MicroBatch(documents, length=len(s.tokens)))
         rank = trainer.config.dataloader.context_rank
-        item = rank_item(s.tokens, s.labels, s.positions, s.lengths, strategy, shards, rank)
-        moved.append(trainer.post_dataloading_process(*item))
+        moved.append(trainer.to_device(Item.of(pack, trainer.job, rank, s.tokens, s.labels, s.positions)))
     return moved
 
 

@@ -62,7 +62,7 @@ def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, k
     loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
     step = next(iter(loader))
     loader.close()
-    labels = step.items[0][1]
+    labels = step.items[0].labels
     expected = [
         [token if on else -100 for token, on in zip(tokens[1:], mask[1:], strict=True)] + [-100]
         for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)

@@ -38,14 +38,14 @@ from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
-from wlb_titan.runtime.inputs import Item, grouped, to_device
+from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, context_meshes, meets, own_axes
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.models.weights import build_optimizers, prepared
-from wlb_titan.runtime.pipeline.build import PackFlowSchedule
+from wlb_titan.runtime.pipeline.build import Moved, PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
 from wlb_titan.runtime.validator import Validator
@@ -156,11 +156,9 @@ class Trainer(TorchtitanTrainer):
         logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
         return False
 
-    def post_dataloading_process(
-        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, cache: KeyValueCache | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        self.ntokens_seen += labels.shape[1]  # 0 if only the backward pass has labels
-        return to_device(input_dict, labels, self.device, cache.number if cache is not None else None)
+    def to_device(self, item: Item, cache: KeyValueCache | None = None) -> Moved:
+        self.ntokens_seen += item.labels.shape[1]  # 0 if only the backward pass has labels
+        return item.to(self.device, cache.number if cache is not None else None)
 
     def train_step(self, data_iterator: Iterator[Step]) -> None:
         """One optimizer step; waits for the device only if it is logged or traced. torchtitan's waits at each
@@ -241,11 +239,11 @@ class Trainer(TorchtitanTrainer):
         """The group's part of the loss: its sum on this rank, divided by the labels of the whole job.
         `cache` and `lowered` are the keys of a step in slices, and the schedule of its passes."""
         if not self.parallel_dims.pp_enabled:
-            ((item, targets),) = group
+            (item,) = group
             with self.timer.time("FB", 0, 0):
-                loss = self.forward_backward_step(input_dict=item, labels=targets, global_valid_tokens=labels)
-            return loss.detach()
-        moved = [self.post_dataloading_process(*item, cache) for item in group]
+                inputs, targets, extra = self.to_device(item)
+                return self.fwd_bwd_fn(inputs, targets, labels, extra).detach()
+        moved = [self.to_device(item, cache) for item in group]
         with self.train_context():
             return self.pp_schedule.step(moved, labels, lowered).detach()
 
@@ -269,7 +267,7 @@ class Trainer(TorchtitanTrainer):
             self._reduce_gradients(number == len(actions))
             with self.timer.time(kind, 0, place), self.train_context():
                 if kind == "F":
-                    inputs, targets, extra = self.post_dataloading_process(*items[place], cache)
+                    inputs, targets, extra = self.to_device(items[place], cache)
                     hidden = self.model_parts[0](inputs, **extra)
                     losses[place], _ = self.loss_fn(hidden, targets, labels, positions=extra["positions"])
                     del hidden

@@ -23,7 +23,7 @@ from wlb_titan.config.settings import WlbSettings
 from wlb_titan.packing.once import Once
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.inputs import Item, grouped, to_device
+from wlb_titan.runtime.inputs import Item, grouped
 
 
 class Source(NamedTuple):
@@ -110,7 +110,7 @@ class Validator(titan.BaseValidator):
 
     def _loss(self, group: Sequence[Item], model_parts: list[nn.Module]) -> torch.Tensor:
         """The sum of this rank's losses in a group; 0 if it does not have the last stage."""
-        moved = [to_device(item, labels, self._device) for item, labels in group]
+        moved = [item.to(self._device) for item in group]
         schedule = self._parts["pp_schedule"]
         with self._parts["validation_context"]():
             if schedule is None:

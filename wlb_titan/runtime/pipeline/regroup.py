@@ -31,9 +31,11 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.packing.slim.asymmetric import TokenMoves, token_moves
 from wlb_titan.plan import Flow, MicroBatch
 from wlb_titan.runtime.compat import checkpoint_wrapper
-from wlb_titan.runtime.inputs import REGROUPING, Item, on_host
+from wlb_titan.runtime.inputs import Item, on_host
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule, Pipeline
 from wlb_titan.runtime.pipeline.stage import PlannedStage
+
+REGROUPING = "regrouping"  # an argument of a stage
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ def regrouped_items(
     """The items of `packs`, with a `Regrouping` in those of backward passes and no labels in the others."""
     ways = map(Regrouping.of, token_moves(packs, tensor_ranks, rank))
     return [
-        ({**item, REGROUPING: next(ways)}, labels) if pack.passes == "B" else (item, labels[:, :0])
-        for (item, labels), pack in zip(items, packs, strict=True)
+        replace(item, others={REGROUPING: next(ways)})
+        if pack.passes == "B"
+        else replace(item, labels=item.labels[:, :0])
+        for item, pack in zip(items, packs, strict=True)
     ]
 
 
