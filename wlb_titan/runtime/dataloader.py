@@ -153,15 +153,13 @@ class PlannedDataLoader(BaseDataLoader):
         )
 
     def _item(self, micro_batch: MicroBatch, cached: Ints | None) -> Item:
-        tokens = np.zeros(micro_batch.shared_length, dtype=np.int64)
-        positions = np.zeros(micro_batch.shared_length, dtype=np.int64)
-        labels = np.full(micro_batch.shared_length, IGNORE_INDEX, dtype=np.int64)
-        weights = np.zeros(micro_batch.shared_length)
-        offset = 0
+        size, offset = micro_batch.shared_length, 0
+        tokens, positions = np.zeros((2, size), dtype=np.int64)
+        labels, weights = np.full(size, IGNORE_INDEX), np.zeros(size)
         rows, starts, lengths = micro_batch.documents[:, [ROW, START, LENGTH]].T
         totals = self.corpus.lengths[rows]
         labels_of = self._planner.labels_of(rows) if self._by_document else np.ones_like(rows)
-        prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
+        prefix = np.zeros_like(rows) if micro_batch.prefix is None else micro_batch.prefix
         columns = rows, totals, labels_of, starts, lengths, prefix
         pieces = zip(*(column.tolist() for column in columns), strict=True)
         for row, total, of_document, start, length, before in pieces:

@@ -32,7 +32,7 @@ class Item:
     labels: torch.Tensor  # int64 (1, l), or (1, l, 2) as of `with_weights`
     positions: torch.Tensor  # int64 (1, l), from 0 in every document
     mask: DocumentMask
-    others: dict[str, Any] = field(default_factory=dict)  # further arguments of a stage, with a `to`
+    others: dict[str, Any] = field(default_factory=dict)  # further arguments of a stage
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class Item:
         """Starts the copies to the device; segments and rows stay on the host. `cache` is the number of the
         step's `KeyValueCache`. Returns inputs, labels, and other arguments of the model or a stage."""
         inputs, labels, exchange, others = tree_map(
-            lambda part: part.to(device, non_blocking=True),
+            lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part,
             (self.inputs, self.labels, self.mask.exchange, {"positions": self.positions, **self.others}),
         )
         mask = replace(self.mask, exchange=exchange, cache=cache)
