@@ -271,8 +271,8 @@ def test_a_checkpoint_of_an_earlier_version_is_continued():
     job = planner(PACKINGS["wlb_lazy"], [30, 40, 50, 60], micro_batches=1, seed=None)
     job.load_state_dict(json.loads(json.dumps(state | {"waiting": [[1, 30, 10, 1]]})))
     first, second = job.next(), job.next()
-    trained = sorted([*first.documents[:, :4].tolist(), *second.documents[:, :4].tolist()])
-    expected = [[0, 10, 20, 0], [1, 30, 10, 1], [3, 0, 60, 0], [4, 0, 30, 0], [5, 0, 40, 1]]
+    trained = sorted([*first.documents.tolist(), *second.documents.tolist()])
+    expected = [[0, 10, 20, 0, 0], [1, 30, 10, 1, 1], [3, 0, 60, 0, 3], [4, 0, 30, 0, 0], [5, 0, 40, 0, 1]]
     assert (first.iteration, trained) == (2, expected)
 
 
