@@ -30,8 +30,9 @@ use_cpu_without_accelerator()
 
 from torch._dynamo.utils import counters  # noqa: E402
 
+from wlb_titan.plan import LENGTH, MicroBatch  # noqa: E402
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus  # noqa: E402
-from wlb_titan.runtime.inputs import rank_item  # noqa: E402
+from wlb_titan.runtime.inputs import Item  # noqa: E402
 from wlb_titan.runtime.models.bases import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 
@@ -72,14 +73,14 @@ def cpu_seconds(trainer: Trainer, length: int, documents: int = 2) -> float:
     """Of forward and backward of a micro-batch of equal documents."""
     lengths = np.full(documents, length // documents)
     lengths[-1] += length % documents
-    strategy = trainer.job.strategy
-    shards = None if strategy is None else strategy.shard(lengths, length)[1]
+    documents = np.pad(lengths[:, None], ((0, 0), (LENGTH, 0)))
+    micro_batch = trainer.job.sharded(MicroBatch(documents, length=length))
     tokens = np.ones(length, dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in lengths])
     rank = trainer.config.dataloader.context_rank
     begin = time.process_time()
-    item, labels = rank_item(tokens, tokens, positions, lengths, strategy, shards, rank)
-    trainer.forward_backward_step(input_dict=item, labels=labels, global_valid_tokens=torch.tensor(length))
+    item = Item.of(micro_batch, trainer.job, rank, tokens, tokens, positions)
+    trainer.forward_backward([item], torch.tensor(length))
     return time.process_time() - begin
 
 

@@ -25,13 +25,12 @@ from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
-from wlb_titan.plan import LENGTH
 from wlb_titan.planner import Planner
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-from wlb_titan.runtime.inputs import rank_item  # noqa: E402
+from wlb_titan.runtime.inputs import Item  # noqa: E402
 
 WINDOW = 131072
 REPLICA = 4  # micro-batches of a data-parallel rank
@@ -42,7 +41,7 @@ def prepare(job: Job, planner: Planner) -> None:
     """What the loader's thread does for a step, but for reading tokens."""
     for m in planner.next(sharded=[0]).of_rank(0):
         tokens = np.zeros(m.length, dtype=np.int64)
-        rank_item(tokens, tokens, tokens, m.documents[:, LENGTH], job.strategy, m.ranks, 0)
+        Item.of(m, job, 0, tokens, tokens, tokens)
 
 
 def operations() -> float:

@@ -94,7 +94,7 @@ def busiest(plan: Plan, ranks: int) -> float:
 
 def whole(plans: list[Plan]) -> float:
     """Share of the documents of these steps that lie in one piece."""
-    pieces = np.concatenate([pack.documents for plan in plans for pack in plan.packs])
+    pieces = np.concatenate([plan.documents for plan in plans])
     counts = np.unique(pieces[:, ID], return_counts=True)[1]
     return float((counts == 1).mean())
 

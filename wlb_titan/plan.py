@@ -21,13 +21,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats, Ints
 
-ID, START, LENGTH, DELAY = range(4)  # columns of MicroBatch.documents
+ID, START, LENGTH, DELAY, ROW = range(5)  # columns of MicroBatch.documents
 PREFIX, TOTAL = range(2)  # columns of MicroBatch.slices
 DOCUMENT, OFFSET, COUNT = range(3)  # columns of MicroBatch.ranks[r]
 
@@ -66,15 +67,16 @@ class MicroBatch:
     """The documents of one forward and backward pass, in the order in which they lie in the sequence.
 
     A packing policy makes a draft: the first four fields. `Job.sized` adds length and padding, `Job.sharded`
-    the sharding, and the planner the rest. Times and memory can be predicted from a draft too.
+    the sharding, and the planner ROW and the rest. Times and memory can be predicted from a draft too.
 
     Several data-parallel ranks may share one (DP-Merge). Each then has an entry of its own with the same
     documents, and with its share of length, padding and workload.
     """
 
     documents: Ints
-    """int64 (n, 4), columns ID (position in the stream), START (first token of this piece within the
-    document), LENGTH (tokens), DELAY (iterations since the piece arrived)."""
+    """int64 (n, 5), columns ID (position in the stream), START (first token of this piece within the
+    document), LENGTH (tokens), DELAY (iterations since the piece arrived), ROW (of the corpus; not in a
+    draft)."""
 
     slices: Ints | None = None
     """int64 (n, 2), for each row of `documents` PREFIX (tokens of the piece that lie in earlier
@@ -142,7 +144,7 @@ class MicroBatch:
             "workload": self.workload,
             "documents": [
                 {"id": id_, "start": start, "length": length, "delay": delay}
-                for id_, start, length, delay in self.documents.tolist()
+                for id_, start, length, delay in self.documents[:, :ROW].tolist()
             ],
         }
         if self.slices is not None:
@@ -158,7 +160,7 @@ class MicroBatch:
         return record
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """All micro-batches of one optimizer step, ordered by (dp_rank, index)."""
 
@@ -187,10 +189,15 @@ class Plan:
         """The micro-batches of forward passes, which hold each token of the step once."""
         return tuple(m for m in self.micro_batches if m.passes != "B")
 
-    @property
+    @cached_property
     def packs(self) -> tuple[MicroBatch, ...]:
         """Those of forward passes without repetition: one that ranks share counts once."""
         return tuple(m for m in self.forward if not m.merged or m.dp_rank == m.merged[0])
+
+    @cached_property
+    def documents(self) -> Ints:
+        """int64 (n, 5), the documents of all packs, columns as in `MicroBatch.documents`."""
+        return np.concatenate([pack.documents for pack in self.packs])
 
     @property
     def tokens(self) -> int:
@@ -208,10 +215,9 @@ class Plan:
         Documents longer than the window have to be cut: a piece that begins at a multiple of the window does
         not count.
         """
-        pieces = np.concatenate([m.documents[:, [START, LENGTH]] for m in self.packs])
         before = [np.zeros(len(m.documents), int) if m.prefix is None else m.prefix for m in self.packs]
-        cut = (pieces[:, 0] - np.concatenate(before)) % window > 0
-        return float(pieces[cut, 1].sum() / self.tokens)
+        cut = (self.documents[:, START] - np.concatenate(before)) % window > 0
+        return float(self.documents[cut, LENGTH].sum() / self.tokens)
 
     @property
     def keys_per_token(self) -> float:
@@ -226,12 +232,11 @@ class Plan:
     @property
     def delay(self) -> float:
         """Iterations that a token of the step waited, on average."""
-        waited = sum(int(m.lengths @ m.documents[:, DELAY]) for m in self.packs)
-        return waited / self.tokens
+        return int(self.documents[:, LENGTH] @ self.documents[:, DELAY]) / self.tokens
 
     @property
     def max_delay(self) -> int:
-        return max(int(micro_batch.documents[:, DELAY].max()) for micro_batch in self.micro_batches)
+        return int(self.documents[:, DELAY].max())
 
     def of_rank(self, dp_rank: int) -> tuple[MicroBatch, ...]:
         """The micro-batches of one data-parallel rank, indexed by the `place` of its actions."""

@@ -1,14 +1,13 @@
 """The planner: from the lengths of a corpus to one `Plan` a step, the same on every rank.
 
-Lengths, settings and state determine the plan, so nothing is communicated. The state to save, the same on
-every rank, is a cursor and the pieces that wait, and nothing that follows from degrees or policy: a job can
-continue with others, and trains the documents that were left.
+Lengths, settings and state determine the plan, so nothing is communicated.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +19,38 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingPolicy, rules
 from wlb_titan.pipeline.order import arranged
-from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
+from wlb_titan.plan import ID, LENGTH, ROW, START, MicroBatch, Plan
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
 STATE_VERSION = 4
+STREAM_FACTS = "corpus_fingerprint", "documents", "mixture", "seed", "context_window"
+PACKING_FACTS = "packing_policy", "micro_batches"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerState:
+    """What a checkpoint holds of the plans: all that the coming ones depend on besides documents and job.
+
+    It is the same on every rank, and nothing in it follows from degrees or devices: a job can continue with
+    others, and trains the documents that were left. Only another stream of tokens is refused; under another
+    policy or number of micro-batches the documents that waited come first again. A checkpoint has it as JSON
+    by these names.
+    """
+
+    corpus_fingerprint: str  # this and the next four make the stream of tokens (STREAM_FACTS)
+    documents: int
+    mixture: list[list[Any]]
+    seed: int | None
+    context_window: int
+    packing_policy: str  # `packing` is for this policy and number of micro-batches (PACKING_FACTS)
+    micro_batches: int
+    iteration: int  # steps planned so far
+    stream: Mapping[str, Any]  # the cursor, and pieces that were given back
+    waiting: Ints  # int64 (n, 4), as of `PackingPolicy.waiting`; not written to later
+    packing: Mapping[str, Any]  # the policy's own
+    version: int = STATE_VERSION
 
 
 class Planner:
@@ -33,9 +58,9 @@ class Planner:
 
     def __init__(self, documents: Documents, job: Job) -> None:
         self._stream = DocumentStream(documents.mixture(), job.window)
-        if self._stream.documents < job.micro_batches:
+        if len(documents.lengths) < job.micro_batches:
             raise PlanError(
-                f"The corpus has {self._stream.documents} documents, fewer than the {job.micro_batches} "
+                f"The corpus has {len(documents.lengths)} documents, fewer than the {job.micro_batches} "
                 "micro-batches of one step. Use a larger corpus or fewer micro-batches.",
                 setting="corpus.path",
             )
@@ -51,8 +76,7 @@ class Planner:
             )
         self._job = job
         self._order = job.order.make(job.shape) if job.degrees.pipeline > 1 else None
-        self._fingerprint = documents.fingerprint
-        self._learned = documents.learned
+        self._documents = documents
         self.iteration = 0  # steps planned so far
         others = rules.Rules.for_others(job)
         self._rules = rules.Rules(self._stream, job) if others else None
@@ -62,10 +86,6 @@ class Planner:
         PlanError, here as in `next`."""
         while self._rules is not None:
             self.next()
-
-    def read(self, ids: Ints) -> tuple[Ints, Ints]:
-        """Corpus rows and tokens of planned documents, int64 (n,) each."""
-        return self._stream.mixture.read(ids)
 
     def left(self, end: int) -> int:
         """Tokens that are still to come of the documents with ids below `end`."""
@@ -77,10 +97,8 @@ class Planner:
         mixture = self._stream.mixture
         if not mixture.sources[0].name:
             return {}
-        documents = np.concatenate([m.documents for m in plan.packs])
-        tokens = np.bincount(
-            mixture.sources_of(documents[:, ID]), documents[:, LENGTH], len(mixture.sources)
-        ).astype(np.int64)
+        sources = mixture.sources_of(plan.documents[:, ROW])
+        tokens = np.bincount(sources, plan.documents[:, LENGTH], len(mixture.sources)).astype(np.int64)
         epochs = mixture.epochs(self._stream.next_document)
         return {
             f"{figure}/{source.name}": value
@@ -94,17 +112,16 @@ class Planner:
         A token's label is the next token of its document, if that is learned. With `by_document` a label
         counts as one over the labels of its document, so that all documents weigh the same.
         """
-        pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
-        rows, lengths = self.read(pieces[:, ID])
-        stops = np.minimum(pieces[:, START] + pieces[:, LENGTH] + 1, lengths)
-        labels = self._learned(rows, pieces[:, START] + 1, stops)
+        rows, starts, lengths = plan.documents[:, [ROW, START, LENGTH]].T
+        stops = np.minimum(starts + lengths + 1, self._documents.lengths[rows])
+        labels = self._documents.learned(rows, starts + 1, stops)
         if not by_document:
             return int(labels.sum())
-        return float((labels / np.maximum(self.labels_of(rows, lengths), 1)).sum())
+        return float((labels / np.maximum(self.labels_of(rows), 1)).sum())
 
-    def labels_of(self, rows: Ints, lengths: Ints) -> Ints:
-        """int64 (n,), labels of whole documents with these corpus rows and tokens."""
-        return self._learned(rows, np.ones_like(lengths), lengths)
+    def labels_of(self, rows: Ints) -> Ints:
+        """int64 (n,), labels of the whole documents in these rows of the corpus."""
+        return self._documents.learned(rows, np.ones_like(rows), self._documents.lengths[rows])
 
     def next(self, sharded: Collection[int] | None = None) -> Plan:
         """The plan of the next step.
@@ -129,8 +146,9 @@ class Planner:
         if self._order is not None and packing.assigned is None:
             run = self._job.run or self._job.replica_micro_batches
             assigned = arranged(self._order, run, assigned, forward, backward)
+        drafts = self._with_rows(packing.packs)
         micro_batches = tuple(
-            self._placed(packing.packs[pack], dp_rank, index, float(workloads[pack]), dp_rank in sharded)
+            self._placed(drafts[pack], dp_rank, index, float(workloads[pack]), dp_rank in sharded)
             for dp_rank, packs in enumerate(assigned)
             for index, pack in enumerate(packs)
         )
@@ -152,54 +170,53 @@ class Planner:
         return plan
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the coming plans depend on besides documents and job: numbers, strings, lists, and arrays
-        that are not written to later. JSON may turn arrays into lists."""
-        return {
-            "version": STATE_VERSION,
-            **self._corpus_facts(),
-            **self._packing_facts(),
-            "iteration": self.iteration,
-            "stream": self._stream.state_dict(),
-            "waiting": self.policy.waiting,
-            "packing": self.policy.state_dict(),
-        }
+        """`PlannerState` by its names; JSON may turn arrays into lists."""
+        mixture, job = self._stream.mixture, self._job
+        state = PlannerState(
+            corpus_fingerprint=self._documents.fingerprint,
+            documents=mixture.documents,
+            mixture=mixture.facts(),
+            seed=mixture.seed,
+            context_window=job.window,
+            packing_policy=job.packing.name,
+            micro_batches=job.micro_batches,
+            iteration=self.iteration,
+            stream=self._stream.state_dict(),
+            waiting=self.policy.waiting,
+            packing=self.policy.state_dict(),
+        )
+        return vars(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken, before the first step. All degrees and most settings may
-        differ. Under another policy or number of micro-batches the documents that waited come first again."""
+        """Continues where `state_dict` was taken, before the first step."""
         if (version := state.get("version")) != STATE_VERSION:
             raise PlanError(
                 f"The saved planner state has version {version}, and this wlb_titan reads version "
                 f"{STATE_VERSION}. Continue with the version that wrote it, or start in another dump folder."
             )
-        for fact, value in self._corpus_facts().items():
-            if state[fact] != value:
+        saved, here = PlannerState(**state), self.state_dict()
+        for fact in STREAM_FACTS:
+            if state[fact] != here[fact]:
                 raise PlanError(
                     f"The saved planner state cannot be continued: its {fact.replace('_', ' ')} is "
-                    f"{state[fact]!r}, and this job's is {value!r}, which makes another stream of tokens. "
-                    "Use the setting that wrote the checkpoint, or start anew with another dump folder."
+                    f"{state[fact]!r}, and this job's is {here[fact]!r}, which makes another stream of "
+                    "tokens. Use the setting that wrote the checkpoint, or start in another dump folder."
                 )
-        self.iteration, self._rules = int(state["iteration"]), None
-        self._stream.load_state_dict(state["stream"])
-        waiting = np.array(state["waiting"], dtype=np.int64).reshape(-1, 4)
-        if all(state[name] == value for name, value in self._packing_facts().items()):
-            self.policy.load_state_dict({**state["packing"], "waiting": waiting})
+        self.iteration, self._rules = saved.iteration, None
+        self._stream.load_state_dict(saved.stream)
+        waiting = np.array(saved.waiting, dtype=np.int64).reshape(-1, 4)
+        if all(state[fact] == here[fact] for fact in PACKING_FACTS):
+            self.policy.load_state_dict({**saved.packing, "waiting": waiting})
         else:
             self._stream.give_back(waiting[:, : LENGTH + 1])
 
-    def _corpus_facts(self) -> dict[str, Any]:
-        """All that determines the stream of tokens: a state can be continued only with the same."""
-        return {
-            "corpus_fingerprint": self._fingerprint,
-            "documents": self._stream.documents,
-            "mixture": self._stream.mixture.facts(),
-            "seed": self._stream.mixture.seed,
-            "context_window": self._job.window,
-        }
-
-    def _packing_facts(self) -> dict[str, Any]:
-        """The policy's own state can be continued only with the same."""
-        return {"packing_policy": self._job.packing.name, "micro_batches": self._job.micro_batches}
+    def _with_rows(self, drafts: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The drafts with the column ROW: a step's documents are looked up together, and only here."""
+        documents = np.concatenate([draft.documents for draft in drafts])
+        rows, _ = self._stream.mixture.read(documents[:, ID])
+        ends = np.cumsum([len(draft.documents) for draft in drafts])
+        parts = np.split(np.column_stack([documents, rows]), ends[:-1])
+        return [replace(draft, documents=part) for draft, part in zip(drafts, parts, strict=True)]
 
     def _placed(
         self, draft: MicroBatch, dp_rank: int, index: int, workload: float, shard: bool

@@ -47,8 +47,7 @@ class Summary:
             workloads.append(sorted((m.workload for m in plan.forward), reverse=True))
             if plan.gap is not None:
                 gaps.append(plan.gap)
-            documents = np.concatenate([m.documents for m in plan.packs])
-            step = np.bincount(documents[:, DELAY], documents[:, LENGTH]).astype(np.int64)
+            step = np.bincount(plan.documents[:, DELAY], plan.documents[:, LENGTH]).astype(np.int64)
             delays = np.pad(delays, (0, max(0, len(step) - len(delays))))
             delays[: len(step)] += step
         imbalance, plan_ms, waiting, longest, *sums = np.array(steps, dtype=float).T

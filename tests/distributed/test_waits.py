@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainers import WAITED, Watch
 
 from wlb_titan.context.all_gather import KeyExchange, Level
-from wlb_titan.runtime.inputs import to_device
+from wlb_titan.runtime.attention.module import DocumentMask
+from wlb_titan.runtime.inputs import Item
 
 SLIM = "pp2 dp2 slim6 merged milp 1F1B"
 LAYOUTS = {
@@ -69,10 +70,9 @@ class Copies(Watch):
 def test_copies_to_the_device_do_not_wait():
     with FakeTensorMode(), Copies() as copies:
         exchange = KeyExchange((Level(torch.zeros(16), torch.zeros(8, 0)),), torch.zeros(2, 0))
-        item = {"exchange": exchange, "segments": torch.zeros(2, 4), "rows": None, "sharers": 1}
-        item |= {"input": torch.zeros(1, 8), "positions": torch.zeros(1, 8)}
+        item = Item(*torch.zeros(3, 1, 8), DocumentMask(torch.zeros(2, 4), exchange))
         before = copies.operations
-        inputs, labels, extra = to_device(item, torch.zeros(1, 8), torch.device("cuda"))
+        inputs, labels, extra = item.to(torch.device("cuda"))
         ((level,), kept) = extra["attention_masks"].exchange
         moved = (inputs, labels, extra["positions"], *level, kept)
         assert all(tensor.device.type == "cuda" for tensor in moved)

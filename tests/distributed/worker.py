@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from trainers import WorkerTrainer, gathered
 
-from wlb_titan.plan import ID, LENGTH, START
-from wlb_titan.runtime.inputs import rank_item
+from wlb_titan.plan import LENGTH, ROW, START, MicroBatch
+from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.models.load import load_config
 
 
@@ -101,8 +101,7 @@ def whole_documents(trainer, plan):
         for document, (prefix, total) in zip(m.documents, slices, strict=True):
             if prefix > 0:
                 continue
-            (row,), totals = trainer.planned._planner.read(document[[ID]])
-            start, length = int(document[START]), int(total)
+            row, start, length = int(document[ROW]), int(document[START]), int(total)
             corpus = trainer.planned.corpus
             stop = min(start + length + 1, int(corpus.lengths[row]))
             read = np.array(corpus.tokens(row, start, stop - start), dtype=np.int64)
@@ -111,7 +110,7 @@ def whole_documents(trainer, plan):
             labels[: len(read) - 1] = np.where(learned, read[1:], IGNORE_INDEX)
             weight = 1
             if trainer.config.wlb.loss_weight == "conversation":
-                weight = 1 / max(trainer.planned._planner.labels_of(np.array([row]), totals)[0], 1)
+                weight = 1 / max(trainer.planned._planner.labels_of(document[[ROW]])[0], 1)
             sequences.append(Sequence(read[:length], labels, np.arange(length), np.array([length]), weight))
     return sequences
 
@@ -150,11 +149,10 @@ def processed(trainer, data):
     """What the trainer hands to the pipeline for this rank's micro-batches."""
     moved = []
     for s in data[trainer.parallel_dims.place("batch")]:
-        strategy = trainer.job.strategy
-        shards = strategy.shard(s.lengths, len(s.tokens))[1] if strategy is not None else None
+        documents = np.pad(s.lengths[:, None], ((0, 0), (LENGTH, 0)))
+        pack = trainer.job.sharded(MicroBatch(documents, length=len(s.tokens)))
         rank = trainer.config.dataloader.context_rank
-        item = rank_item(s.tokens, s.labels, s.positions, s.lengths, strategy, shards, rank)
-        moved.append(trainer.post_dataloading_process(*item))
+        moved.append(trainer.to_device(Item.of(pack, trainer.job, rank, s.tokens, s.labels, s.positions)))
     return moved
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from wlb_titan.corpus.corpus import Preparation
-from wlb_titan.prepare import prepare as writer
+from wlb_titan.prepare.prepare import write_documents
 from wlb_titan.prepare.tokenizer import Document
 
 
@@ -20,7 +20,7 @@ def write_prepared(folder: Path, documents, masks=None) -> Path:
     for number, tokens in enumerate(documents):
         learned = None if masks is None else np.array(masks[number], np.int8)
         rows.append(Document(number, f"document {number}", np.array(tokens, np.int32), learned))
-    documents, tokens, learned = writer.write_documents(folder, rows, masked=masks is not None)
+    documents, tokens, learned = write_documents(folder, rows, masked=masks is not None)
     counts = {"documents": documents, "tokens": tokens, "learned_tokens": learned}
     Preparation(
         **counts,

@@ -93,7 +93,7 @@ def test_a_backward_pass_before_what_it_needs_is_refused():
 
 def share(micro_batch, tensor_ranks, rank):
     """What a rank holds: (document, its token) of each place of its share, None where it is padding."""
-    tokens = [(id_, start + i) for id_, start, n, _ in micro_batch.documents.tolist() for i in range(n)]
+    tokens = [(id_, start + i) for id_, start, n, *_ in micro_batch.documents.tolist() for i in range(n)]
     tokens += [None] * micro_batch.padding
     held = np.arange(len(tokens))
     if micro_batch.ranks is not None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.shards import Lengths
-from wlb_titan.prepare import prepare as writer
+from wlb_titan.prepare import prepare
 from wlb_titan.prepare.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def tokenizer(tmp_path_factory) -> Path:
 )
 def test_slices_are_those_of_the_documents_written(tmp_path_factory, documents, batch_tokens, data):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(writer, "BATCH_TOKENS", batch_tokens)
+        patched.setattr(prepare, "BATCH_TOKENS", batch_tokens)
         folder = write_prepared(tmp_path_factory.mktemp("c") / "corpus", documents)
     assert datasets.load_from_disk(folder)["input_ids"][:] == documents
     corpus = Corpus.open(folder)

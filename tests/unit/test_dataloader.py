@@ -13,6 +13,7 @@ from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.plan import ROW
 from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 
@@ -61,13 +62,12 @@ def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, k
     loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
     step = next(iter(loader))
     loader.close()
-    labels = step.items[0][1]
+    labels = step.items[0].labels
     expected = [
         [token if on else -100 for token, on in zip(tokens[1:], mask[1:], strict=True)] + [-100]
         for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)
     ]
-    rows = loader._planner.read(step.plan.packs[0].documents[:, 0])[0]
-    assert labels.tolist() == [list(chain(*(expected[row] for row in rows)))]
+    assert labels.tolist() == [list(chain(*(expected[row] for row in step.plan.documents[:, ROW])))]
     assert labels.dtype == torch.int64 and step.labels == int((labels != -100).sum())
 
 

@@ -73,7 +73,7 @@ def test_an_epoch_ends_when_all_was_trained_on(policy, others):
 
     def train(steps):
         for _ in range(steps):
-            pieces = np.concatenate([pack.documents for pack in planner.next().packs])
+            pieces = planner.next().documents
             missing.append(missing[-1] - int(pieces[pieces[:, ID] < 300, LENGTH].sum()))
 
     if others:

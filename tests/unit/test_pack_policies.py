@@ -177,9 +177,9 @@ def test_a_window_of_single_tokens_keeps_its_last_place_for_a_label():
     job = planner(PACKINGS["plain"], lengths, micro_batches=2, seed=None)
     plan = job.next()
     first, second = plan.micro_batches
-    assert first.documents[-1].tolist() == [150, 0, 1, 0]  # the long document's first token
+    assert first.documents[-1].tolist() == [150, 0, 1, 0, 150]  # the long document's first token
     assert plan.lost_tokens == 150 - 63
-    assert second.documents[0].tolist() == [150, 1, 4, 0]
+    assert second.documents[0].tolist() == [150, 1, 4, 0, 150]
 
 
 SHARING = {"data_parallel": 2, "context_parallel": 2}
@@ -259,6 +259,21 @@ def test_states_that_cannot_be_continued_are_refused(changes, message):
         state, changes = {**state, **changes}, {}
     with pytest.raises(PlanError, match=message):
         planner(**{**arguments, **changes}).load_state_dict(state)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_continued():
+    """As it lies on disk: fixed names, and the cursor after what the stream gave."""
+    corpus = {"corpus_fingerprint": "corpus", "documents": 4, "mixture": [[4, 1.0, None, None]], "seed": None}
+    settings = {"context_window": 64, "packing_policy": "wlb_lazy", "micro_batches": 1}
+    stream = {"document": 3, "offset": 0, "first": [[0, 10, 20]]}
+    packing = {"arrivals": {"iteration": 2, "surplus": 0}, "left": 5}
+    state = {"version": 4, **corpus, **settings, "iteration": 2, "stream": stream, "packing": packing}
+    job = planner(PACKINGS["wlb_lazy"], [30, 40, 50, 60], micro_batches=1, seed=None)
+    job.load_state_dict(json.loads(json.dumps(state | {"waiting": [[1, 30, 10, 1]]})))
+    first, second = job.next(), job.next()
+    trained = sorted([*first.documents.tolist(), *second.documents.tolist()])
+    expected = [[0, 10, 20, 0, 0], [1, 30, 10, 1, 1], [3, 0, 60, 0, 3], [4, 0, 30, 0, 0], [5, 0, 40, 0, 1]]
+    assert (first.iteration, trained) == (2, expected)
 
 
 GOES_ON = [

@@ -113,7 +113,7 @@ def steps_of_epochs(
     missing = planner.left(end)
     while missing > 0:
         plan = planner.next(sharded=())
-        trained = (pack.documents[pack.documents[:, ID] < end, LENGTH].sum() for pack in plan.packs)
-        missing -= int(sum(trained)) + plan.lost_tokens
+        trained = plan.documents[plan.documents[:, ID] < end, LENGTH]
+        missing -= int(trained.sum()) + plan.lost_tokens
         steps += 1
     return steps

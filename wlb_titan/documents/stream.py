@@ -2,8 +2,8 @@
 
 A `Mixture` fixes the order of the documents, and a document's id is its place in that order, from 0. The
 stream looks lengths up a block of documents at a time and keeps a few blocks, so it takes the same memory for
-10^3 and for 10^10 documents. Its state is the document and offset of the next token, and the pieces that were
-given back (`give_back`), which come before it.
+10^3 and for 10^10 documents. Its state is a document, how many of its tokens were read, and the pieces that
+were given back (`give_back`), which come before the rest of it.
 
 Example: three documents of 5, 2 and 4 tokens, not shuffled, window 4. `arrive(4)` gives [(0, 0, 4)], the
 first piece of document 0; the next `arrive(4)` gives [(0, 4, 1), (1, 0, 2), (2, 0, 4)]: the pieces that
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,13 +31,6 @@ SMALLEST_BLOCK = 1 << 8
 CACHED_BLOCKS = 4
 
 
-class _Block(NamedTuple):
-    """Consecutive documents of the stream, laid out as one long line of tokens."""
-
-    first: int  # id of the first document
-    begins: Ints  # int64 (documents + 1,), tokens of the block before each document, and all of them
-
-
 class DocumentStream:
     """The documents of a mixture, without end, in pieces of at most `window` tokens; skips empty ones."""
 
@@ -48,10 +41,10 @@ class DocumentStream:
             )
         self.mixture = mixture
         self.window = window
-        self._block_size = min(max(self.documents, SMALLEST_BLOCK), BLOCK)
+        self._block_size = min(max(mixture.documents, SMALLEST_BLOCK), BLOCK)
         self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
-        self._next = 0  # id of the document that holds the next token
-        self._offset = 0  # the next token's place in it
+        self._document = 0  # id of the document that is being read
+        self._offset = 0  # tokens of it that were read
         self._returned: Pieces = np.empty((0, 3), dtype=np.int64)  # given back, to come before it
 
     def from_start(self) -> DocumentStream:
@@ -59,19 +52,16 @@ class DocumentStream:
         return DocumentStream(self.mixture, self.window)
 
     @property
-    def documents(self) -> int:
-        return self.mixture.documents
-
-    @property
     def next_document(self) -> int:
-        return self._next
+        """Id of the first document of which nothing was read."""
+        return self._document + (self._offset > 0)
 
     def left(self, end: int) -> int:
         """Tokens that are still to come of the documents with ids below `end`."""
-        blocks = (np.arange(first, min(first + BLOCK, end)) for first in range(self._next, end, BLOCK))
+        blocks = (np.arange(first, min(first + BLOCK, end)) for first in range(self._document, end, BLOCK))
         returned = self._returned[self._returned[:, ID] < end, LENGTH]
         coming = sum(int(self.lengths_of(ids).sum()) for ids in blocks) + int(returned.sum())
-        return coming - (self._offset if self._next < end else 0)
+        return coming - (self._offset if self._document < end else 0)
 
     def lengths_of(self, ids: Ints) -> Ints:
         """int64 (n,), tokens of whole documents by id."""
@@ -110,18 +100,10 @@ class DocumentStream:
             self.give_back(rest)
         parts = [pieces]
         while tokens > 0:
-            block, first = self._here()
-            begin = int(block.begins[first]) + self._offset
-            end = min(begin + tokens, int(block.begins[-1]))
-            last = int(np.searchsorted(block.begins[1:], end, side="left"))  # the document of the last token
-            ends = np.minimum(block.begins[first + 1 : last + 2], end)
-            pieces = np.zeros((last + 1 - first, 3), dtype=np.int64)
-            pieces[:, ID] = np.arange(self._next, self._next + len(pieces))
-            pieces[0, START] = self._offset
-            pieces[:, LENGTH] = np.diff(ends, prepend=begin)
-            parts.append(pieces[pieces[:, LENGTH] > 0])
-            tokens -= end - begin
-            self._move(block, pieces[-1])
+            pieces = self._coming(tokens)
+            pieces[-1, LENGTH] -= max(int(pieces[:, LENGTH].sum()) - tokens, 0)
+            tokens -= self._read(pieces)
+            parts.append(pieces)
         return np.concatenate(parts)
 
     def arrive(self, tokens: int, enough: Callable[[Pieces], bool] = lambda pieces: True) -> Pieces:
@@ -138,50 +120,48 @@ class DocumentStream:
         parts = [self._take_returned(tokens)]
         tokens -= int(parts[0][:, LENGTH].sum())
         while tokens > 0:
-            block, first = self._here()
-            begin = int(block.begins[first]) + self._offset
-            end = min(begin + tokens, int(block.begins[-1]))
-            last = int(np.searchsorted(block.begins[1:], end, side="left"))
-            lengths = np.diff(block.begins[first + 1 : last + 2], prepend=begin)
-            counts = -(-lengths // self.window)
-            place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            pieces = np.empty((len(place), 3), dtype=np.int64)
-            pieces[:, ID] = np.repeat(np.arange(self._next, self._next + len(lengths)), counts)
-            pieces[:, START] = place * self.window
-            pieces[:, LENGTH] = np.minimum(np.repeat(lengths, counts) - pieces[:, START], self.window)
-            pieces[: counts[0], START] += self._offset
+            pieces = self._coming(tokens)
+            counts = -(-pieces[:, LENGTH] // self.window)
+            before = self.window * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
+            pieces = np.repeat(pieces, counts, axis=0)
+            pieces[:, START] += before
+            pieces[:, LENGTH] = np.minimum(pieces[:, LENGTH] - before, self.window)
             begins = np.cumsum(pieces[:, LENGTH]) - pieces[:, LENGTH]
             pieces = pieces[: int(np.searchsorted(begins, tokens, side="left"))]
+            tokens -= self._read(pieces)
             parts.append(pieces)
-            tokens -= int(pieces[:, LENGTH].sum())
-            self._move(block, pieces[-1])
         return np.concatenate(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"document": self._next, "offset": self._offset, "first": self._returned}
+        return {"document": self._document, "offset": self._offset, "first": self._returned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._next, self._offset = int(state["document"]), int(state["offset"])
+        self._document, self._offset = int(state["document"]), int(state["offset"])
         self._returned = np.array(state["first"], dtype=np.int64).reshape(-1, 3)
 
-    def _move(self, block: _Block, piece: Ints) -> None:
-        """Moves on to the token after a piece of a document of the block."""
-        id_, offset = int(piece[ID]), int(piece[START] + piece[LENGTH])
-        place = id_ - block.first
-        if offset == block.begins[place + 1] - block.begins[place]:
-            id_, offset = id_ + 1, 0
-        self._next, self._offset = id_, offset
+    def _read(self, pieces: Pieces) -> int:
+        """Moves on to the token after these pieces; returns their tokens."""
+        self._document, self._offset = int(pieces[-1, ID]), int(pieces[-1, START] + pieces[-1, LENGTH])
+        return int(pieces[:, LENGTH].sum())
 
-    def _here(self) -> tuple[_Block, int]:
-        """The block of the next token, and the place of its document in the block."""
+    def _coming(self, tokens: int) -> Pieces:
+        """What is still to come of the documents that begin within the next `tokens` tokens, as far as their
+        block goes."""
         while True:
-            number, place = divmod(self._next, self._block_size)
-            block = self._block(number)
-            if block.begins[place] + self._offset < block.begins[-1]:
-                return block, place
-            self._next, self._offset = (number + 1) * self._block_size, 0  # only empty documents are left
+            number, first = divmod(self._document, self._block_size)
+            begins = self._block(number)
+            if (begin := int(begins[first]) + self._offset) < begins[-1]:
+                break
+            self._document, self._offset = (number + 1) * self._block_size, 0  # only empty documents are left
+        last = int(np.searchsorted(begins[1:], begin + tokens, side="left"))  # of the last token
+        lengths = np.diff(begins[first + 1 : last + 2], prepend=begin)
+        pieces = np.zeros((len(lengths), 3), dtype=np.int64)
+        pieces[:, ID] = np.arange(self._document, self._document + len(lengths))
+        pieces[0, START] = self._offset
+        pieces[:, LENGTH] = lengths
+        return pieces[lengths > 0]
 
-    def _read_block(self, number: int) -> _Block:
-        first = number * self._block_size
-        ids = np.arange(first, first + self._block_size)
-        return _Block(first, np.concatenate([[0], np.cumsum(self.lengths_of(ids))]))
+    def _read_block(self, number: int) -> Ints:
+        """int64 (documents + 1,), tokens of a block before each of its documents, and all of them."""
+        ids = np.arange(number * self._block_size, (number + 1) * self._block_size)
+        return np.concatenate([[0], np.cumsum(self.lengths_of(ids))])

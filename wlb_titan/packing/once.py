@@ -71,8 +71,8 @@ class Once(PackingPolicy):
 def _pieces(stream: DocumentStream, longest: int) -> Pieces:
     """All documents in pieces of at most `longest` tokens; the first piece ends its document."""
     parts = []
-    for first in range(0, stream.documents, BLOCK):
-        ids = np.arange(first, min(first + BLOCK, stream.documents))
+    for first in range(0, stream.mixture.documents, BLOCK):
+        ids = np.arange(first, min(first + BLOCK, stream.mixture.documents))
         lengths = stream.lengths_of(ids)
         counts = -(-lengths // longest)
         documents = np.repeat(np.arange(len(ids)), counts)

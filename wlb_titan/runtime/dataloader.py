@@ -26,8 +26,8 @@ from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slices import cache_rows
-from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
-from wlb_titan.runtime.inputs import Item, rank_item
+from wlb_titan.plan import LENGTH, ROW, START, Flow, MicroBatch, Plan
+from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.pipeline.regroup import regrouped_items
 from wlb_titan.summary import plan_figures
@@ -144,7 +144,7 @@ class PlannedDataLoader(BaseDataLoader):
             source_figures=self._planner.source_figures(plan),
             items=items,
             labels=self._planner.labels(plan, by_document=self._by_document),
-            own_labels=sum(total_weight(labels) for _, labels in items),
+            own_labels=sum(total_weight(item.labels) for item in items),
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._planner.state_dict(),
             digest=self._digest,
@@ -153,15 +153,13 @@ class PlannedDataLoader(BaseDataLoader):
         )
 
     def _item(self, micro_batch: MicroBatch, cached: Ints | None) -> Item:
-        tokens = np.zeros(micro_batch.shared_length, dtype=np.int64)
-        positions = np.zeros(micro_batch.shared_length, dtype=np.int64)
-        labels = np.full(micro_batch.shared_length, IGNORE_INDEX, dtype=np.int64)
-        weights = np.zeros(micro_batch.shared_length)
-        offset = 0
-        ids, starts, lengths = micro_batch.documents[:, [ID, START, LENGTH]].T
-        rows, totals = self._planner.read(ids)
-        labels_of = self._planner.labels_of(rows, totals) if self._by_document else np.ones_like(rows)
-        prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
+        size, offset = micro_batch.shared_length, 0
+        tokens, positions = np.zeros((2, size), dtype=np.int64)
+        labels, weights = np.full(size, IGNORE_INDEX), np.zeros(size)
+        rows, starts, lengths = micro_batch.documents[:, [ROW, START, LENGTH]].T
+        totals = self.corpus.lengths[rows]
+        labels_of = self._planner.labels_of(rows) if self._by_document else np.ones_like(rows)
+        prefix = np.zeros_like(rows) if micro_batch.prefix is None else micro_batch.prefix
         columns = rows, totals, labels_of, starts, lengths, prefix
         pieces = zip(*(column.tolist() for column in columns), strict=True)
         for row, total, of_document, start, length, before in pieces:
@@ -174,19 +172,9 @@ class PlannedDataLoader(BaseDataLoader):
             labels[offset:end] = np.where(learned, read[1:].astype(np.int64), IGNORE_INDEX)
             weights[offset:end] = learned / max(of_document, 1)
             offset += length
-        ahead = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
-        return rank_item(
-            tokens,
-            with_weights(labels, weights) if self._by_document else labels,
-            positions,
-            lengths,
-            self._job.by_sharers[micro_batch.sharers].strategy,
-            micro_batch.ranks,
-            ahead * self._job.degrees.context + self._context_rank,  # among those of all sharers
-            cached,
-            micro_batch.elsewhere,
-            micro_batch.sharers,
-        )
+        if self._by_document:
+            labels = with_weights(labels, weights)
+        return Item.of(micro_batch, self._job, self._context_rank, tokens, labels, positions, cached)
 
 
 class SharedAnswer:

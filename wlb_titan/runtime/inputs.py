@@ -1,12 +1,13 @@
-"""Turns a packed sequence into one rank's share of the tokens, and its attention mask.
+"""A rank's share of a packed sequence and its attention mask, on the host and then on the device.
 
-`rank_item` runs in the loader's thread and makes everything on the host, in pinned memory if there is an
-accelerator. `to_device` runs between two micro-batches and only starts copies.
+`Item.of` runs in the loader's thread and makes everything on the host, in pinned memory if there is an
+accelerator. `Item.to` runs between two micro-batches and only starts copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,63 +15,77 @@ import torch
 from torch.utils._pytree import tree_map
 
 from wlb_titan.arrays import Ints
-from wlb_titan.context.layout import Sharding, segments_after, sequence_positions
-from wlb_titan.context.strategy import ContextMask, ContextStrategy
-from wlb_titan.plan import Slices
+from wlb_titan.context.layout import segments_after, sequence_positions
+from wlb_titan.context.strategy import ContextMask
+from wlb_titan.job import Job
+from wlb_titan.plan import MicroBatch
 from wlb_titan.runtime.attention.kv_cache import BEFORE, HERE, NUMBER
 from wlb_titan.runtime.attention.module import DocumentMask
 from wlb_titan.runtime.models.blocks import documents_vary
 
-Item = tuple[dict[str, Any], torch.Tensor]
-"""A micro-batch of one rank on the host: "input", "positions", OF_MASK, the "regrouping" of a backward pass
-with tokens of several forward passes; and labels."""
 
-OF_MASK = ("segments", "exchange", "rows", "sharers")
-REGROUPING = "regrouping"
+@dataclass(frozen=True)
+class Item:
+    """A micro-batch of one rank on the host; l are the rank's tokens."""
 
+    inputs: torch.Tensor  # int64 (1, l), token ids
+    labels: torch.Tensor  # int64 (1, l), or (1, l, 2) as of `with_weights`
+    positions: torch.Tensor  # int64 (1, l), from 0 in every document
+    mask: DocumentMask
+    others: dict[str, Any] = field(default_factory=dict)  # further arguments of a stage
 
-def rank_item(
-    tokens: Ints,
-    labels: Ints,
-    positions: Ints,
-    lengths: Ints,
-    strategy: ContextStrategy | None,
-    shards: Sharding | None,
-    rank: int,
-    rows: Ints | None = None,
-    slices: Slices | None = None,
-    sharers: int = 1,
-) -> Item:
-    """Cuts a context-parallel rank's share out of a micro-batch, with what its attention mask needs.
+    @classmethod
+    def of(
+        cls,
+        micro_batch: MicroBatch,
+        job: Job,
+        context_rank: int,
+        tokens: Ints,
+        labels: Ints,
+        positions: Ints,
+        rows: Ints | None = None,
+    ) -> Item:
+        """Cuts a context-parallel rank's share out of a micro-batch, with what its attention mask needs.
 
-    Args:
-        tokens, positions: int64 (L,).
-        labels: int64 (L,), or (L, 2) as of `with_weights`.
-        lengths: int64 (n,), tokens of the documents, in their order; the rest of L is padding.
-        rank: among the context-parallel ranks of all data-parallel ranks that share the micro-batch.
-        rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None if they are whole.
-        slices: the other micro-batches' slices of these documents; None if they are whole.
+        Args:
+            tokens, positions: int64 (L,), of all data-parallel ranks that share it.
+            labels: int64 (L,), or (L, 2).
+            rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None if they are whole.
+        """
+        lengths, shards = micro_batch.lengths, micro_batch.ranks
+        strategy = job.by_sharers[micro_batch.sharers].strategy
+        mask = ContextMask.of_sequence(lengths)
+        if strategy is not None and shards is not None:
+            ahead = micro_batch.dp_rank - micro_batch.merged.start if micro_batch.merged else 0
+            rank = ahead * job.degrees.context + context_rank  # among those of all sharers
+            own = sequence_positions(shards, lengths, len(tokens))[rank]
+            mask = strategy.mask(shards, lengths, len(tokens), rank, micro_batch.elsewhere)
+            tokens, labels, positions = tokens[own], labels[own], positions[own]
+        segments = mask.segments
+        if rows is not None:
+            rows = rows_of_keys(rows, mask.keys)
+            segments = segments_after(segments, mask.keys[:, 1], rows[:, BEFORE])
+        return cls(
+            *(on_host(values).unsqueeze(0) for values in (tokens, labels, positions)),
+            DocumentMask(
+                segments=documents_vary(torch.from_numpy(segments)),
+                exchange=tree_map(as_tensor, mask.exchange),
+                rows=None if rows is None else documents_vary(torch.from_numpy(rows)),
+                sharers=micro_batch.sharers,
+            ),
+        )
 
-    Returns:
-        Tokens, positions and labels, int64 (1, L / ranks, ...); segments, int32 (S, 4).
-    """
-    mask = ContextMask.of_sequence(lengths)
-    if strategy is not None and shards is not None:
-        own = sequence_positions(shards, lengths, len(tokens))[rank]
-        mask = strategy.mask(shards, lengths, len(tokens), rank, slices)
-        tokens, labels, positions = tokens[own], labels[own], positions[own]
-    seen = mask.segments
-    if rows is not None:
-        rows = rows_of_keys(rows, mask.keys)
-        seen = segments_after(seen, mask.keys[:, 1], rows[:, BEFORE])
-    return {
-        "input": on_host(tokens).unsqueeze(0),
-        "positions": on_host(positions).unsqueeze(0),
-        "segments": torch.from_numpy(seen),
-        "exchange": tree_map(as_tensor, mask.exchange),
-        "rows": None if rows is None else torch.from_numpy(rows),
-        "sharers": sharers,
-    }, on_host(labels).unsqueeze(0)
+    def to(
+        self, device: torch.device, cache: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Starts the copies to the device; segments and rows stay on the host. `cache` is the number of the
+        step's `KeyValueCache`. Returns inputs, labels, and other arguments of the model or a stage."""
+        inputs, labels, exchange, others = tree_map(
+            lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part,
+            (self.inputs, self.labels, self.mask.exchange, {"positions": self.positions, **self.others}),
+        )
+        mask = replace(self.mask, exchange=exchange, cache=cache)
+        return inputs, labels, {**others, "attention_masks": mask}
 
 
 def rows_of_keys(rows: Ints, keys: Ints) -> Ints:
@@ -81,18 +96,6 @@ def rows_of_keys(rows: Ints, keys: Ints) -> Ints:
     result[number < 0, NUMBER] = -1
     result[:, HERE] = tokens
     return result
-
-
-def to_device(
-    item: dict[str, Any], labels: torch.Tensor, device: torch.device, cache: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Starts the copies of an item to the device; segments and rows stay on the host. `cache` is the number
-    of the step's `KeyValueCache`. Returns inputs, labels, and other arguments of the model or a stage."""
-    moved = {name: one.to(device, non_blocking=True) for name, one in item.items() if name not in OF_MASK}
-    exchange = tree_map(lambda tensor: tensor.to(device, non_blocking=True), item["exchange"])
-    rows = None if item["rows"] is None else documents_vary(item["rows"])
-    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, item["sharers"])
-    return moved.pop("input"), labels.to(device, non_blocking=True), {**moved, "attention_masks": mask}
 
 
 def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

@@ -38,14 +38,14 @@ from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
-from wlb_titan.runtime.inputs import Item, grouped, to_device
+from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, context_meshes, meets, own_axes
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.models.weights import build_optimizers, prepared
-from wlb_titan.runtime.pipeline.build import PackFlowSchedule
+from wlb_titan.runtime.pipeline.build import Moved, PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
 from wlb_titan.runtime.validator import Validator
@@ -156,38 +156,55 @@ class Trainer(TorchtitanTrainer):
         logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
         return False
 
-    def post_dataloading_process(
-        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, cache: KeyValueCache | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        self.ntokens_seen += labels.shape[1]  # 0 if only the backward pass has labels
-        return to_device(input_dict, labels, self.device, cache.number if cache is not None else None)
+    def to_device(self, item: Item, cache: KeyValueCache | None = None) -> Moved:
+        self.ntokens_seen += item.labels.shape[1]  # 0 if only the backward pass has labels
+        return item.to(self.device, cache.number if cache is not None else None)
 
     def train_step(self, data_iterator: Iterator[Step]) -> None:
-        """One optimizer step; waits for the device only if it is logged or traced. torchtitan's waits at each
-        copy, and asks all ranks for the number of labels, which the plan knows."""
+        """One optimizer step, of parts that a subclass may replace: `gradients`, `update` and `report`.
+
+        It waits for the device only if it is logged or traced. torchtitan's waits at each copy, and asks all
+        ranks for the number of labels, which the plan knows.
+        """
         begin = time.perf_counter()
         step = next(data_iterator)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         self.step_trace.begin(self.step)
-        self.optimizers.zero_grad()
         learning_rates = self.lr_schedulers.get_metrics()
+        loss = self.gradients(step)
+        grad_norm = self.update()
+        self.metrics_processor.count(step.plan.tokens, step.flops)
+        if self.metrics_processor.should_log(self.step):
+            self.report(step, loss, grad_norm, learning_rates)
+        self.step_trace.end(self.step, step.plan)  # if the step was not logged
+        if self._export and self.step == self.config.training.steps:
+            begin_export(*self._export)  # torchtitan saves the weights next
+
+    def gradients(self, step: Step) -> torch.Tensor:
+        """All passes of a step, and the reduction of gradients; returns this rank's part of the loss."""
+        self.optimizers.zero_grad()
         # Without a learned token, loss and gradients are 0, not 0 / 0.
-        kind = torch.int64 if isinstance(step.labels, int) else torch.float32
-        labels = torch.full((), step.labels or 1, dtype=kind, device=self.device)
+        labels = torch.full((), step.labels or 1, device=self.device)
         if (own_data := self.job.degrees.own_data) > 1:  # the mean of their gradients is the whole job's
             labels = labels / own_data
+        losses = []
         if step.flow is None:
             run = self.config.training.local_batch_size if self.parallel_dims.pp_enabled else 1
             groups = list(grouped(step.items, run))
-            losses = []
             for number, group in enumerate(groups):
                 self._reduce_gradients(group is groups[-1])
                 self.timer.first = number * run
                 losses.append(self.forward_backward(group, labels))
         else:
-            losses = [self._run_flow(step, step.flow, labels)]
+            cache = KeyValueCache()
+            losses.append(self.forward_backward(step.items, labels, cache, step.flow[0], step.lowered))
+            cache.check_empty()
         for axis in self.axes:
             axis.before_optimizer(self)
+        return torch.stack(losses).sum() / own_data
+
+    def update(self) -> torch.Tensor:
+        """Clips the gradients, and steps optimizers and schedules; returns the gradients' norm."""
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
             self.config.training.max_norm,
@@ -200,12 +217,7 @@ class Trainer(TorchtitanTrainer):
         for axis in self.axes:
             axis.after_optimizer(self, meets=meets(self, axis.every))
         self.lr_schedulers.step()
-        self.metrics_processor.count(step.plan.tokens, step.flops)
-        if self.metrics_processor.should_log(self.step):
-            self.report(step, torch.stack(losses).sum() / own_data, grad_norm, learning_rates)
-        self.step_trace.end(self.step, step.plan)  # if the step was not logged
-        if self._export and self.step == self.config.training.steps:
-            begin_export(*self._export)  # torchtitan saves the weights next
+        return grad_norm
 
     def _reduce_gradients(self, now: bool) -> None:
         """Sets whether the next backward pass reduces gradients or leaves that to a later one.
@@ -234,31 +246,27 @@ class Trainer(TorchtitanTrainer):
         group: Sequence[Item],
         labels: torch.Tensor,
         cache: KeyValueCache | None = None,
+        actions: Sequence[Action] = (),
         lowered: PackFlowSchedule | None = None,
     ) -> torch.Tensor:
         """The group's part of the loss: its sum on this rank, divided by the labels of the whole job.
-        `cache` and `lowered` are the keys of a step in slices, and the schedule of its passes."""
-        if not self.parallel_dims.pp_enabled:
-            ((item, targets),) = group
-            with self.timer.time("FB", 0, 0):
-                loss = self.forward_backward_step(input_dict=item, labels=targets, global_valid_tokens=labels)
-            return loss.detach()
-        moved = [self.post_dataloading_process(*item, cache) for item in group]
-        with self.train_context():
-            return self.pp_schedule.step(moved, labels, lowered).detach()
 
-    def _run_flow(self, step: Step, flow: Flow, labels: torch.Tensor) -> torch.Tensor:
-        cache = KeyValueCache()
+        A step in slices has keys in `cache` and an order of its passes: `lowered` in a pipeline, else the
+        `actions` of this rank.
+        """
         if self.parallel_dims.pp_enabled:
-            assert step.lowered is not None, "the loader was not told how to lower an order of passes"
-            loss = self.forward_backward(step.items, labels, cache, step.lowered)
-        else:
-            loss = self.run_alone(step.items, flow[0], labels, cache)
-        cache.check_empty()
-        return loss
+            moved = [self.to_device(item, cache) for item in group]
+            with self.train_context():
+                return self.pp_schedule.step(moved, labels, lowered).detach()
+        if cache is not None:
+            return self._run_alone(group, actions, labels, cache)
+        (item,) = group
+        with self.timer.time("FB", 0, 0):
+            inputs, targets, extra = self.to_device(item)
+            return self.fwd_bwd_fn(inputs, targets, labels, extra).detach()
 
-    def run_alone(
-        self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor, cache: KeyValueCache
+    def _run_alone(
+        self, items: Sequence[Item], actions: Sequence[Action], labels: torch.Tensor, cache: KeyValueCache
     ) -> torch.Tensor:
         """A step of MicroPacks without a pipeline: forward and backward passes one by one."""
         losses: dict[int, torch.Tensor] = {}
@@ -267,7 +275,7 @@ class Trainer(TorchtitanTrainer):
             self._reduce_gradients(number == len(actions))
             with self.timer.time(kind, 0, place), self.train_context():
                 if kind == "F":
-                    inputs, targets, extra = self.post_dataloading_process(*items[place], cache)
+                    inputs, targets, extra = self.to_device(items[place], cache)
                     hidden = self.model_parts[0](inputs, **extra)
                     losses[place], _ = self.loss_fn(hidden, targets, labels, positions=extra["positions"])
                     del hidden

@@ -11,7 +11,8 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,15 +24,7 @@ from wlb_titan.config.settings import WlbSettings
 from wlb_titan.packing.once import Once
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.inputs import Item, grouped, to_device
-
-
-class Source(NamedTuple):
-    """Documents that are validated together: a source of a mixture, or all."""
-
-    name: str
-    loader: PlannedDataLoader
-    served: Iterator[Step]
+from wlb_titan.runtime.inputs import Item, grouped
 
 
 class Validator(titan.BaseValidator):
@@ -45,7 +38,7 @@ class Validator(titan.BaseValidator):
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config)
         self._parts = parts
-        self._sources: list[Source] = []
+        self._sources: dict[str, tuple[PlannedDataLoader, Iterator[Step]]] = {}
 
     def prepare(
         self, wlb: WlbSettings, training: PlannedDataLoader.Config, last_step: int, device: torch.device
@@ -63,14 +56,14 @@ class Validator(titan.BaseValidator):
         for name, documents in sources.items():
             settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=once)
             loader = settings.build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
-            self._sources.append(Source(name, loader, iter(loader)))
+            self._sources[name] = loader, iter(loader)
 
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self._last
 
     def close(self) -> None:
-        for source in self._sources:
-            source.loader.close()
+        for loader, _ in self._sources.values():
+            loader.close()
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
@@ -82,9 +75,9 @@ class Validator(titan.BaseValidator):
             part.eval()
         losses: dict[str, float] = {}
         total = labels = 0.0
-        for source in self._sources:
-            loss, weight = self._validated(source, model_parts)
-            losses[f"validation_loss/{source.name}"] = loss / max(weight, 1e-9)
+        for name, source in self._sources.items():
+            loss, weight = self._validated(*source, model_parts)
+            losses[f"validation_loss/{name}"] = loss / max(weight, 1e-9)
             total, labels = total + loss, labels + weight
         for part in model_parts:
             part.train()
@@ -95,13 +88,14 @@ class Validator(titan.BaseValidator):
         metrics.log_validation(total / max(labels, 1e-9), step, extra)
         metrics.time_last_log += time.perf_counter() - begin
 
-    def _validated(self, source: Source, model_parts: list[nn.Module]) -> tuple[float, float]:
+    def _validated(
+        self, loader: PlannedDataLoader, steps: Iterator[Step], model_parts: list[nn.Module]
+    ) -> tuple[float, float]:
         """A source's sums over all ranks: of its losses, and of its labels."""
         run = self._parts["local_batch_size"] if self._parts["pp_schedule"] is not None else 1
         mine = torch.zeros((), device=self._device)
         labels = 0.0
-        for _ in range(source.loader.policy.steps):
-            step = next(source.served)
+        for step in islice(steps, loader.policy.steps):
             labels += step.labels
             for group in grouped(step.items, run):
                 mine += self._loss(group, model_parts)
@@ -110,7 +104,7 @@ class Validator(titan.BaseValidator):
 
     def _loss(self, group: Sequence[Item], model_parts: list[nn.Module]) -> torch.Tensor:
         """The sum of this rank's losses in a group; 0 if it does not have the last stage."""
-        moved = [to_device(item, labels, self._device) for item, labels in group]
+        moved = [item.to(self._device) for item in group]
         schedule = self._parts["pp_schedule"]
         with self._parts["validation_context"]():
             if schedule is None:

@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,6 @@ from torchtitan.protocols.module import Module
 from wlb_titan.errors import UserError
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.predicted import travelling
-from wlb_titan.plan import Action
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache, attend, gradients
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from wlb_titan.runtime.inputs import Item
@@ -87,7 +86,8 @@ class DryTrainer(OneRankTrainer):
         with trace:
             trace.begin()
             try:
-                self.train_step(iter([planned]))
+                self.gradients(planned)
+                self.update()
             except DataDependentOutputException as error:
                 raise UserError(
                     "The model was built and parallelised without an error, but its step depends on values "
@@ -117,32 +117,18 @@ class DryTrainer(OneRankTrainer):
         }
 
     def forward_backward(
-        self,
-        group: Sequence[Item],
-        labels: torch.Tensor,
-        cache: KeyValueCache | None = None,
-        lowered: Any = None,
+        self, group: Sequence[Item], labels: torch.Tensor, cache: KeyValueCache | None = None, *order: Any
     ) -> torch.Tensor:
-        with self._traced_passes(cache):
-            return super().forward_backward(group, labels, cache, lowered)
-
-    def run_alone(
-        self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor, cache: KeyValueCache
-    ) -> torch.Tensor:
-        with self._traced_passes(cache):
-            return super().run_alone(items, actions, labels, cache)
-
-    @contextmanager
-    def _traced_passes(self, cache: KeyValueCache | None) -> Iterator[None]:
         """Runs passes in the fake mode and keeps their peak. The optimizer runs outside it: inside, DTensor
         would work out shapes on tensors of the rank's own mode, and the trace would count them."""
         with self._fake, AttentionOfSlices(cache, self._trace):
-            yield
+            loss = super().forward_backward(group, labels, cache, *order)
         if self._trace.highest > self._passes_peak:
             self._passes, self._passes_peak = self._trace.peak, self._trace.highest
         gradients = (p.grad for part in self.model_parts for p in part.parameters() if p.grad is not None)
         self._trace.reassign(gradients, "gradients")
         self._trace.begin()
+        return loss
 
 
 def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:

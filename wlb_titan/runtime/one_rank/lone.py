@@ -27,19 +27,17 @@ from wlb_titan.simulator.step import meetings
 
 
 class OneRankTrainer(Trainer):
-    """The rank's trainer, without other processes; what writes files or asks other ranks is switched off."""
+    """The rank's trainer, without other processes: a step is `gradients` and `update`, without a report. What
+    else writes files or asks other ranks is switched off."""
 
     def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        wlb = config.wlb
-        validation = replace(wlb.validation, every=0)
         super().__init__(
             replace(
                 config,
                 checkpoint=replace(config.checkpoint, enable=False),
                 metrics=replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
-                wlb=replace(wlb, trace_every=0, epochs=0, validation=validation),
-                validator=replace(config.validator, enable=False),
+                wlb=replace(config.wlb, validation=replace(config.wlb.validation, every=0)),
             )
         )
 
@@ -55,9 +53,6 @@ class OneRankTrainer(Trainer):
         self.set_up(dims)
         self.config.dataloader.alone = True
         return dims
-
-    def report(self, *arguments: Any) -> None:
-        """Nothing is logged."""
 
     @property
     def _replica(self) -> int:

@@ -95,7 +95,8 @@ class RehearsalTrainer(OneRankTrainer):
             torch.accelerator.reset_peak_memory_stats()
         self.timer.start()
         with self.timer.time(STEP, 0, 0):
-            self.train_step(iter([planned]))
+            self.gradients(planned)
+            self.update()
         passes, seconds, optimizer = without_answers(self.timer.stop())
         return {
             "iteration": planned.plan.iteration,

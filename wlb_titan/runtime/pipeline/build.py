@@ -40,7 +40,7 @@ from wlb_titan.runtime.step_trace import PassTimer
 KINDS = {"F": ComputationType.FORWARD, "B": ComputationType.FULL_BACKWARD}
 
 Moved = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
-"""A micro-batch from `to_device`: this context-parallel rank's tokens, their labels, and the model's keyword
+"""A micro-batch from `Item.to`: this context-parallel rank's tokens, their labels, and the model's keyword
 arguments, among them "positions", (1, tokens)."""
 
 Pipeline = tuple["PlannedSchedule", list[nn.Module], bool, bool]

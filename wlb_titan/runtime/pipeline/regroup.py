@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,36 +31,32 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.packing.slim.asymmetric import TokenMoves, token_moves
 from wlb_titan.plan import Flow, MicroBatch
 from wlb_titan.runtime.compat import checkpoint_wrapper
-from wlb_titan.runtime.inputs import REGROUPING, Item, on_host
+from wlb_titan.runtime.inputs import Item, on_host
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule, Pipeline
 from wlb_titan.runtime.pipeline.stage import PlannedStage
 
+REGROUPING = "regrouping"  # an argument of a stage
 
-@dataclass(frozen=True)
-class Regrouping:
+
+class Regrouping(NamedTuple):
     """How this rank's share of a backward micro-batch is put together; tensors are int64 (R,)."""
 
     moves: TokenMoves
     sent: Tensor
     places: Tensor
 
-    @classmethod
-    def of(cls, moves: TokenMoves) -> Regrouping:
-        return cls(moves, on_host(moves.sent), on_host(moves.places))
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Regrouping:
-        sent, places = (index.to(device, non_blocking=non_blocking) for index in (self.sent, self.places))
-        return replace(self, sent=sent, places=places)
-
 
 def regrouped_items(
     items: Sequence[Item], packs: Sequence[MicroBatch], tensor_ranks: int, rank: int
 ) -> list[Item]:
     """The items of `packs`, with a `Regrouping` in those of backward passes and no labels in the others."""
-    ways = map(Regrouping.of, token_moves(packs, tensor_ranks, rank))
+    moves = token_moves(packs, tensor_ranks, rank)
+    ways = (Regrouping(each, on_host(each.sent), on_host(each.places)) for each in moves)
     return [
-        ({**item, REGROUPING: next(ways)}, labels) if pack.passes == "B" else (item, labels[:, :0])
-        for (item, labels), pack in zip(items, packs, strict=True)
+        replace(item, others={REGROUPING: next(ways)})
+        if pack.passes == "B"
+        else replace(item, labels=item.labels[:, :0])
+        for item, pack in zip(items, packs, strict=True)
     ]
 
 
