@@ -115,6 +115,23 @@ def test_rooms_know_only_what_they_may(room):
             assert not strangers, f"{file.relative_to(ROOT)} imports or names {sorted(strangers)}"
 
 
+LINES, FILES, LONGEST = 27_850, 169, 350
+"""Of the package: what is added removes something."""
+
+LONGER = {"kernels/gluon_backward.py": 399, "wlb_titan/corpus/shards.py": 363}
+LONGER |= {"wlb_titan/runtime/hugging_face.py": 357}
+
+
+def test_the_house_does_not_grow():
+    files = chain.from_iterable(
+        (ROOT / folder).rglob("*.py") for folder in ("wlb_titan", "kernels", "launch")
+    )
+    sizes = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
+    assert sum(sizes.values()) <= LINES and len(sizes) <= FILES
+    long = {name: lines for name, lines in sizes.items() if lines > LONGER.get(name, LONGEST)}
+    assert not long, f"cut by their ideas: {long}"
+
+
 def test_every_room_is_listed():
     there = {path.stem for path in (ROOT / "wlb_titan").iterdir() if not path.name.startswith("__")}
     assert there == set(ROOMS)
