@@ -2,6 +2,7 @@
 for, `trainers:failing` fails on rank 1, and `trainers:clocked` has a clock of its own."""
 
 import json
+import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +91,7 @@ class ClockedTrainer(Trainer):
     def __init__(self, config):
         self.now = 0.0
         for module in (titan, metrics, validator):
-            module.time = SimpleNamespace(perf_counter=lambda: self.now)
+            module.time = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
         super().__init__(config)
         self.loss_of_validation, self.validator._loss = self.validator._loss, self.validated
 
