@@ -160,7 +160,7 @@ def test_the_most_in_flight_fits_and_one_more_does_not():
     assert 64 < most(3e7) < step
     assert most(6e7) > 1.5 * most(3e7)
     assert most(1e12) == step
-    with pytest.raises(PlanError, match="this cannot fit .* of 64 tokens"):
+    with pytest.raises(PlanError, match=r"this cannot fit .* of 64 tokens"):
         most(1e4)
 
 
