@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from annotated_types import Interval
 
-from wlb_titan.cost.workload import CostModel, workload
+from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.arrivals import next_window
 from wlb_titan.packing.policy import MOST_TOKENS, Packing, PackingPolicy, drafts
@@ -68,15 +68,6 @@ WARM_UP = 8  # steps before, in which queues fill
 MOST_MICRO_BATCHES = 64  # of a trial, which so takes less than half a second
 
 
-def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
-    """The mean imbalance of STEPS steps of the policy, after WARM_UP others."""
-    degrees = []
-    for _ in range(WARM_UP + STEPS):
-        works = policy.next().work(partial(workload, cost_model))
-        degrees.append(imbalance_degree(works))
-    return float(np.mean(degrees[WARM_UP:]))
-
-
 def for_trial(job: Job) -> Job:
     """The job with at most `MOST_MICRO_BATCHES`, equally many for each data-parallel rank: with more, `plain`
     is not better."""
@@ -85,7 +76,16 @@ def for_trial(job: Job) -> Job:
     return replace(few, micro_batches=min(few.micro_batches, most), run=None)
 
 
+def mean_imbalance(config: PackingPolicy.Config, stream: DocumentStream, job: Job) -> float:
+    """The mean imbalance of a policy over STEPS steps of a trial, after WARM_UP others, on these documents,
+    whose stream is left as it is."""
+    policy = config.make(stream.from_start(), for_trial(job))
+    degrees = []
+    for _ in range(WARM_UP + STEPS):
+        works = policy.next().work(partial(workload, job.cost_model))
+        degrees.append(imbalance_degree(works))
+    return float(np.mean(degrees[WARM_UP:]))
+
+
 def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
-    """The mean imbalance of `plain` on these documents, whose stream is left as it is."""
-    trial = Plain(Plain.Config(), stream.from_start(), for_trial(job))
-    return mean_imbalance(trial, job.cost_model)
+    return mean_imbalance(Plain.Config(), stream, job)

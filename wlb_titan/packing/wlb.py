@@ -38,7 +38,7 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed
-from wlb_titan.packing.plain import for_trial, imbalance_of_plain, mean_imbalance
+from wlb_titan.packing.plain import imbalance_of_plain, mean_imbalance
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import ID, LENGTH, START
 
@@ -107,8 +107,7 @@ class Wlb(VariableLengthPolicy):
         return documents[self._least.leading_first(documents[:, LENGTH])]
 
     def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        trial = Wlb(replace(config, thresholds=self.thresholds), stream.from_start(), for_trial(job))
-        queues = mean_imbalance(trial, job.cost_model)
+        queues = mean_imbalance(replace(config, thresholds=self.thresholds), stream, job)
         plain = imbalance_of_plain(stream, job)
         if queues > plain:
             warnings.warn(

@@ -56,7 +56,7 @@ from wlb_titan.bins import REMAINS, Bins, split
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed
-from wlb_titan.packing.plain import Plain, for_trial, imbalance_of_plain, mean_imbalance
+from wlb_titan.packing.plain import Plain, imbalance_of_plain, mean_imbalance
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import LENGTH
 
@@ -208,8 +208,8 @@ class WlbLazy(VariableLengthPolicy):
 
 
 def _plain_is_better(config: WlbLazy.Config, stream: DocumentStream, job: Job) -> bool:
-    trial = WlbLazy(replace(config, may_cut=False), stream.from_start(), for_trial(job))
-    return imbalance_of_plain(stream, job) < mean_imbalance(trial, job.cost_model)
+    lazy = mean_imbalance(replace(config, may_cut=False), stream, job)
+    return imbalance_of_plain(stream, job) < lazy
 
 
 def _candidates(most: int, step: int) -> Ints:
