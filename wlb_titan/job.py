@@ -31,11 +31,12 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import Fitting, usable_share
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
+from wlb_titan.memory.recompute import AsNeeded, Recompute
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.packing.slim.dp_merge import group_sizes
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
-from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
+from wlb_titan.pipeline.schedule import KNOWN, PipelineShape, layers_of_stages
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.planner import Planner
 
@@ -248,13 +249,13 @@ class Job:
         return self.token_bytes_of(1, ALL_KEYS)
 
     @cached_property
-    def token_bytes_of(self) -> Callable[[int, KeyShares], TokenBytes]:
-        """(data-parallel ranks that share a micro-batch, a rank's share of its keys) -> bytes that the rank
-        holds for each token."""
+    def token_bytes_of(self) -> Callable[..., TokenBytes]:
+        """(data-parallel ranks that share a micro-batch, a rank's share of its keys, the kind of recomputation
+        if not the job's own) -> bytes that the rank holds for each token."""
 
-        def token_bytes(sharers: int, keys: KeyShares) -> TokenBytes:
+        def token_bytes(sharers: int, keys: KeyShares, kind: Recompute | None = None) -> TokenBytes:
             job = self if sharers == 1 else self.by_sharers[sharers]
-            return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys)
+            return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys, kind)
 
         return cache(token_bytes)
 
@@ -286,6 +287,12 @@ class Job:
         usable = self.cluster.memory * usable_share(self.packing.owner.slices)
         memory_known = not self.memory_unknown and self.cluster != load_cluster("cpu")
         return Fitting(self, usable, memory_known)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the planner chooses what each layer recomputes: under `as_needed`, where memory is known."""
+        ordered = self.degrees.pipeline == 1 or self.schedule in KNOWN
+        return self.memory.checkpointing == AsNeeded.name and self.fitting.known and ordered
 
     @property
     def most_in_flight(self) -> int | None:

@@ -99,6 +99,10 @@ class MicroBatch:
     rank's length / context_parallel tokens is padding. Where data-parallel ranks share it, the first one's
     context-parallel ranks come first, then the second one's, ..."""
 
+    mix: Ints | None = None
+    """int64 (stages, kinds), how many layers of a stage are recomputed in each way of `memory.recompute.KINDS`;
+    None: all in the job's way."""
+
     @property
     def lengths(self) -> Ints:
         return self.documents[:, LENGTH]
@@ -157,6 +161,8 @@ class MicroBatch:
         if self.ranks is not None:
             record["sharding"] = self.sharding
             record["ranks"] = [rank.tolist() for rank in self.ranks]
+        if self.mix is not None:
+            record["recomputed"] = self.mix.tolist()
         return record
 
 

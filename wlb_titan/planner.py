@@ -18,8 +18,9 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingPolicy, rules
+from wlb_titan.packing.mixes import with_mixes
 from wlb_titan.pipeline.order import arranged
-from wlb_titan.plan import ID, LENGTH, ROW, START, MicroBatch, Plan
+from wlb_titan.plan import ID, LENGTH, ROW, START, Flow, MicroBatch, Plan
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -123,12 +124,15 @@ class Planner:
         """int64 (n,), labels of the whole documents in these rows of the corpus."""
         return self._documents.learned(rows, np.ones_like(rows), self._documents.lengths[rows])
 
-    def next(self, sharded: Collection[int] | None = None) -> Plan:
+    def next(
+        self, sharded: Collection[int] | None = None, pipeline_ranks: Collection[int] | None = None
+    ) -> Plan:
         """The plan of the next step.
 
         Args:
-            sharded: data-parallel ranks whose micro-batches get `ranks` and whose passes get an order, None
-                for all. To leave the others out saves a large job most of the time.
+            sharded: data-parallel ranks whose micro-batches get `ranks` and a `mix`, and whose passes get an
+                order, None for all. To leave the others out saves a large job most of the time.
+            pipeline_ranks: for whose stages the mix is chosen, None for all.
         """
         begin = time.perf_counter()
         sharded = range(self._job.replicas) if sharded is None else sharded
@@ -154,6 +158,8 @@ class Planner:
         )
         waiting = self.policy.waiting
         flows = self.policy.flows(packing, sharded)
+        if self._job.mixes:
+            micro_batches = self._mixed(micro_batches, flows, sharded, pipeline_ranks)
         plan = Plan(
             iteration=self.iteration,
             micro_batches=micro_batches,
@@ -168,6 +174,21 @@ class Planner:
         if self.iteration == rules.STEPS:
             self._rules = None
         return plan
+
+    def _mixed(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        flows: Sequence[Flow] | None,
+        sharded: Collection[int],
+        pipeline_ranks: Collection[int] | None,
+    ) -> tuple[MicroBatch, ...]:
+        ranks = range(self._job.shape.ranks) if pipeline_ranks is None else pipeline_ranks
+        each, result = len(micro_batches) // self._job.replicas, list[MicroBatch]()
+        for dp_rank in range(self._job.replicas):
+            own = micro_batches[dp_rank * each : (dp_rank + 1) * each]
+            flow = None if flows is None else flows[dp_rank]
+            result += with_mixes(self._job, own, flow, ranks) if dp_rank in sharded else own
+        return tuple(result)
 
     def state_dict(self) -> dict[str, Any]:
         """`PlannerState` by its names; JSON may turn arrays into lists."""

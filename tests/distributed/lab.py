@@ -7,7 +7,7 @@ import math
 import re
 from collections import UserDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -233,6 +233,8 @@ SHORT = {
     "stored": "--activation_checkpoint none",
     "full": "--activation_checkpoint.class FullAC",
     "selective": "--activation_checkpoint.class SelectiveDocumentAC",
+    "keys": "--activation_checkpoint.class KeysAC",
+    "mixed": "--activation_checkpoint.class AsNeededAC",  # with `tight`
     "always": "--parallelism.fsdp_reshard_after_forward always",
     "slack": "--wlb.packing.slack 1",
     "whole_states": "--parallelism.enable_sequence_parallel false",
@@ -275,6 +277,34 @@ def layout(text: str = "") -> list[str]:
     for name, degree in degrees.items():
         words += [f"--parallelism.{DEGREES[name]}", str(degree)]
     return [*words, "--training.local_batch_size", str(local), "--training.global_batch_size", "-1"]
+
+
+def tight(given: Sequence[str], processes: int, folder: Path) -> list[str]:
+    """Overrides with a device between what the first step of these takes if layers keep all and if they keep
+    least, so that layers of some micro-batches have to repeat more than others."""
+    from wlb_titan.config.documents import documents_of, open_corpus
+    from wlb_titan.cost.cluster import CLUSTERS
+    from wlb_titan.memory.fits import fullest, usable_share
+    from wlb_titan.runtime.configured import job_of, parallel_dims
+    from wlb_titan.runtime.models.load import load_config
+    from wlb_titan.simulator.replicas import peak_memory
+
+    config = load_config(CONFIG, given, processes).config
+    job = job_of(config, parallel_dims(config, processes))
+    if job.memory_unknown:
+        return []
+    corpus = config.wlb.corpus
+    plans = job.plans(documents_of(corpus, open_corpus(corpus), config.wlb.validation.hold_out), 1)
+    most, least = (
+        fullest(peak_memory(replace(job, memory=replace(job.memory, checkpointing=kind)), plans)).total
+        for kind in ("none", "full")
+    )
+    memory = (most + least) / 2 / usable_share(job.packing.owner.slices)
+    text = (CLUSTERS / "cpu.toml").read_text()
+    cluster = folder / f"{memory:.0f}.toml"
+    text = text.replace("cpu_attention.json", str(CLUSTERS / "cpu_attention.json"))
+    cluster.write_text(re.sub("memory = .*", f"memory = {memory}", text, count=1))
+    return ["--wlb.cluster", str(cluster)]
 
 
 def ranks(text: str) -> int:

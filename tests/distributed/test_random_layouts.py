@@ -9,7 +9,7 @@ import random
 from collections import Counter
 
 import pytest
-from lab import CONFIG, DEGREES, Cases, assert_met, ranks
+from lab import CONFIG, DEGREES, Cases, assert_met, ranks, tight
 
 from wlb_titan.errors import UserError
 from wlb_titan.pipeline.schedule import SCHEDULES
@@ -44,7 +44,7 @@ def draw(seed):
     words.append(policy)
     if degrees["cp"] or "sharers" in policy or "merged" in policy:
         words.append(rng.choice(["per_sequence", "per_document", "hybrid", "adaptive", "ulysses"]))
-    recomputation = rng.choice(["stored", "stored", "selective", "full"])
+    recomputation = rng.choice(["stored", "selective", "full", "keys", "mixed", "mixed"])
     if degrees["pp"]:
         schedule = rng.choice(("1F1B", "Interleaved1F1B") if "slim" in policy else tuple(SCHEDULES))
         words.append(schedule)
@@ -83,7 +83,7 @@ def cases(lab, tmp_path_factory, fork_server):
 
 
 @pytest.mark.timeout(900)
-def test_it_is_right_or_refused(lab, conversations, cases, record_property, seed):
+def test_it_is_right_or_refused(lab, conversations, cases, record_property, seed, tmp_path):
     name, words = draw(seed)
     if MASKED in words:
         words[words.index(MASKED)] = str(conversations["dense"])
@@ -92,6 +92,9 @@ def test_it_is_right_or_refused(lab, conversations, cases, record_property, seed
     given = cases.words(name, name, words)
     command = f"seed {seed}: wlb-titan train {CONFIG} {' '.join(given)}"
     try:
+        if "mixed" in name:
+            words += tight(given, ranks(name), tmp_path)
+            given = cases.words(name, name, words)
         validate_files(load_config(CONFIG, given, ranks(name)).config, ranks(name))
     except UserError as error:
         record_property("refused", str(error))

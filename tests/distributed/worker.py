@@ -174,19 +174,23 @@ def added_up(trainer, loss):
 
 def run_weights(*, name, words, steps=0):
     """Digests of all weights as they are drawn, and after so many steps at the configured rate; those whose
-    halves are alike; how many tensors optimizers have, and the last step's norm."""
+    halves are alike; how many tensors optimizers have; how layers of this rank recompute under `as_needed`."""
     trainer = WorkerTrainer(configured(words))
     loader = trainer.planned.steps(trainer.lower)
-    before = gathered(trainer, lambda p: p)
+    before, items = gathered(trainer, lambda p: p), []
     for trainer.step in range(1, steps + 1):
-        trainer.train_step(loader)
+        step = next(loader)
+        items += step.items
+        trainer.train_step(iter([step]))
     after = gathered(trainer, lambda p: p)
+    kinds = {kind for item in items for kind in item.mask.kinds}
     trainer.close()
     if after is None:
         return None
     alike = [key for key, w in before.items() if w.dim() > 1 and torch.equal(*w[: len(w) // 2 * 2].chunk(2))]
     optimized = sum(len(group["params"]) for o in trainer.optimizers for group in o.param_groups)
-    return {"before": digests(before), "after": digests(after), "alike": alike, "optimized": optimized}
+    weights = {"before": digests(before), "after": digests(after), "alike": alike}
+    return weights | {"optimized": optimized, "kinds": sorted(kinds)}
 
 
 def digests(weights):

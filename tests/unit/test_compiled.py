@@ -140,7 +140,7 @@ def run(checkpointing):
 def test_w2s_output_is_not_kept_and_not_made_again():
     _, all_products, gradients = run(None)
     titans, titans_products, _ = run(SelectiveAC.Config())
-    ours, our_products, our_gradients = run(blocks.SelectiveDocumentAC.Config())
+    ours, our_products, our_gradients = run(checkpointing.SelectiveDocumentAC.Config())
     # Kept are QKV's and w1's outputs; of what is as wide as the model, wo's is not kept by either.
     assert titans == {QKV: LAYERS, INNER: LAYERS, WIDTH: LAYERS}
     assert ours == {QKV: LAYERS, INNER: LAYERS}
@@ -152,4 +152,4 @@ def test_w2s_output_is_not_kept_and_not_made_again():
 @pytest.mark.parametrize("base", ["llama3_debug", "torchtitan.models.llama3.config_registry:llama3_8b"])
 def test_our_bases_and_adopted_ones_checkpoint_so(base):
     checkpointing = base_config(base).activation_checkpoint.build()
-    assert set(blocks.NEVER_KEPT) < set(checkpointing.config.force_recompute_mm_shapes_by_fqns)
+    assert set(NEVER_KEPT) < set(checkpointing.config.force_recompute_mm_shapes_by_fqns)

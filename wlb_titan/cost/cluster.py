@@ -43,7 +43,7 @@ class Link:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     name: str
-    memory: float = _figure("[gpu] memory", 1e8, 1e14, "bytes")
+    memory: float = _figure("[gpu] memory", 1e6, 1e14, "bytes")
     peak_flops: float = _figure("[gpu] peak_flops", 1e8, 1e18, "FLOP/s")
     linear_flops: float = _figure("[gpu] linear_flops", 1e8, 1e18, "FLOP/s")
     attention_flops: float = _figure("[gpu] attention_flops", 1e7, 1e18, "FLOP/s")

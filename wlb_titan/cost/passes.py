@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.workload import CostModel
+from wlb_titan.memory.recompute import KINDS
 from wlb_titan.pipeline.graph import PassTimes
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class MicroBatches:
     moving: Floats  # seconds of context parallelism in one layer, as in `ExchangeSeconds`
     repeated: Floats
     latency: Floats
+    mix: Floats | None = None
+    """(stages, kinds of recomputation, ...), layers of each kind; None: all are of the job's."""
 
     @classmethod
     def imagined(cls, job: Job, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
@@ -54,27 +57,41 @@ class MicroBatches:
     def in_runs(self, n: int) -> MicroBatches:
         """As arrays (n, k): k runs of n micro-batches in order."""
         arrays = (getattr(self, field.name) for field in fields(self))
-        return MicroBatches(*(array.reshape(-1, n).T for array in arrays))
+        runs = (a if a is None else a.reshape(*a.shape[:-1], -1, n).swapaxes(-1, -2) for a in arrays)
+        return MicroBatches(*runs)
 
 
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     """Seconds, float64 (stages, n, k), of micro-batches as arrays (n, k): k runs of n in order."""
     token, tokens = job.token, micro_batches.tokens
-    links = _latencies(job) + micro_batches.latency
-    tensor = _tensor(job)
-    every = tokens * (token.matrices + token.elements + tensor + _experts(job)) + links
-    forward = every + (micro_batches.forward + micro_batches.moving)
-    backward = micro_batches.backward + micro_batches.moving
-    repeated = job.memory.recompute.seconds(job, micro_batches, forward, tensor)
-    inputs = every + tokens * token.elements + backward + repeated
+    forward = _forward(job, micro_batches)
+    linear = forward - (micro_batches.forward + micro_batches.moving)
+    backward = linear + tokens * token.elements + micro_batches.backward + micro_batches.moving
     layers = np.array(job.layers, dtype=np.float64)[:, None, None]
+    if micro_batches.mix is None:
+        repeated = layers * job.memory.recompute.seconds(job, micro_batches, forward, _tensor(job))
+    else:
+        repeated = (micro_batches.mix * repeated_seconds(job, micro_batches)).sum(axis=1)
     head = np.zeros_like(layers)
     head[-1] = token.head
     return PassTimes(
         forward=layers * forward + head * tokens,
-        inputs=layers * inputs + head * tokens,
+        inputs=layers * backward + repeated + head * tokens,
         weights=layers * tokens * token.matrices + head * tokens,
     )
+
+
+def repeated_seconds(job: Job, micro_batches: MicroBatches) -> Floats:
+    """float64 (kinds, ...), what a layer of each kind of recomputation repeats."""
+    forward, tensor = _forward(job, micro_batches), _tensor(job)
+    return np.array([kind.seconds(job, micro_batches, forward, tensor) for kind in KINDS])
+
+
+def _forward(job: Job, micro_batches: MicroBatches) -> Floats:
+    """Seconds of a layer's forward pass."""
+    token, links = job.token, _latencies(job) + micro_batches.latency
+    linear = micro_batches.tokens * (token.matrices + token.elements + _tensor(job) + _experts(job)) + links
+    return np.asarray(linear + (micro_batches.forward + micro_batches.moving))
 
 
 def _tensor(job: Job) -> float:

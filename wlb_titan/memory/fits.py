@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.rank import GIB, CachedSlice, PackSize, Passes, RankMemory
+from wlb_titan.memory.recompute import KINDS
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action
 
@@ -63,14 +64,26 @@ class Fitting:
         for number in range(job.shape.ranks):
             rank = job.packing.rank_memory(job, number)
             most = fullest([rank.peak(run, reduced=i > 0) for i, run in enumerate(runs)])
-            for dimension in job.degrees.own:
-                most = dimension.make().memory(job, most)
-            result.append(most)
+            result.append(self.with_dimensions(most))
         return tuple(result)
+
+    def with_dimensions(self, rank: RankMemory) -> RankMemory:
+        """A rank's memory with that of the user's own dimensions."""
+        for dimension in self.job.degrees.own:
+            rank = dimension.make().memory(self.job, rank)
+        return rank
 
     def document(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document, all of its slices in flight."""
         return self.peak(one_document(tokens, self.job.shape, self.job.packing.regroups))
+
+    @cached_property
+    def least(self) -> Fitting:
+        """The same where layers keep least, if they may; else itself."""
+        memory = self.job.memory
+        if not self.job.mixes:
+            return self
+        return replace(self, job=replace(self.job, memory=replace(memory, checkpointing=KINDS[-1].name)))
 
     @cached_property
     def longest(self) -> int:
@@ -78,13 +91,13 @@ class Fitting:
         step of micro-batches is predicted to fit; two windows where memory is not known."""
         window, divisor = self.job.window, self.job.divisor
         shortest, most = -(-window // divisor), LONGEST * window // divisor
-        longest = _most(self._fits, shortest, most) if self.windows_fit else shortest
+        longest = _most(self._fits, shortest, most) if self._fits(shortest) else shortest
         return longest * divisor
 
     @cached_property
     def windows_fit(self) -> bool:
         """Whether a step with one window a micro-batch fits, as far as is known."""
-        return self._fits(-(-self.job.window // self.job.divisor))
+        return self.least._fits(-(-self.job.window // self.job.divisor))
 
     def _fits(self, parts: int) -> bool:
         """Whether micro-batches of `parts` times the divisor fit, as far as is known."""
@@ -107,7 +120,7 @@ class Fitting:
         sliced = self.job.packing.owner.slices
         what = "a document" if sliced else "micro-batches"
         try:
-            most = fullest(self.document(window) if sliced else self._alike(window))
+            most = fullest(self.least.document(window) if sliced else self.least._alike(window))
         except PlanError:  # the schedule's order is not known
             return
         if most.total > self.usable:
@@ -122,11 +135,15 @@ class Fitting:
     def most_in_flight(self) -> int:
         """The most tokens in flight that are predicted to fit, if all were one document's."""
         self.check_window()
-        return _most(
-            lambda tokens: fullest(self.document(tokens)).total <= self.usable,
-            self.job.window,
-            self.job.window * self.job.replica_micro_batches,
-        )
+        window = self.job.window
+
+        def fits(tokens: int) -> bool:
+            return fullest(keeping.document(tokens)).total <= self.usable
+
+        keeping = self
+        if not fits(window):
+            keeping = self.least
+        return _most(fits, window, window * self.job.replica_micro_batches)
 
 
 def one_document(tokens: int, shape: PipelineShape, regroups: bool) -> Passes:

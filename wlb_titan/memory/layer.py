@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather_exchange
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
 from wlb_titan.dimensions.degrees import Degrees
-from wlb_titan.memory.recompute import KINDS, Recompute
+from wlb_titan.memory.recompute import CHECKPOINTING, Recompute
 
 FLOAT32 = 4
 
@@ -33,7 +33,8 @@ FLOAT32 = 4
 class MemorySettings:
     """The settings that memory depends on, besides shape, degrees and lengths."""
 
-    checkpointing: str = "selective"  # a name of `KINDS`
+    checkpointing: str = "selective"  # a name of `CHECKPOINTING`
+    compiled: bool = False  # whether torch.compile decides what a layer keeps of its collectives
     parameter_bytes: int = 4  # of a weight as the optimizer keeps it, and of its gradient
     compute_bytes: int = 2  # of a weight or an activation in forward and backward
     optimizer_bytes: int = 8  # of a weight's state: AdamW has two moments in float32
@@ -47,7 +48,11 @@ class MemorySettings:
 
     @property
     def recompute(self) -> Recompute:
-        return KINDS[self.checkpointing]
+        return CHECKPOINTING[self.checkpointing]
+
+    def reduces_again(self, degrees: Degrees) -> bool:
+        """Whether layers that repeat something repeat wo's reduction, which only compiled code keeps."""
+        return degrees.tensor > 1 and not self.compiled
 
     def reshards(self, degrees: Degrees) -> bool:
         return degrees.pipeline == 1 if self.reshard is None else self.reshard
@@ -83,14 +88,16 @@ class TokenBytes:
         settings: MemorySettings,
         exchange: Exchange | None = None,
         keys: KeyShares = ALL_KEYS,
+        kind: Recompute | None = None,
     ) -> TokenBytes:
         """By default all context-parallel ranks gather keys and values. `keys` are a rank's shares of a
-        micro-batch's; of documents in slices all are cached."""
+        micro-batch's; of documents in slices all are cached. `kind` stands in for the settings' own."""
         cp, tp = degrees.context, degrees.tensor
         exchange = exchange or all_gather_exchange(model, tp, cp)
         layer = LayerBytes(model, degrees, settings, exchange, keys)
         cached = exchange.keys * settings.compute_bytes
-        moments = settings.recompute.moments(layer)
+        recompute = kind or settings.recompute
+        moments = recompute.moments(layer)
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
         logits = model.vocabulary / (cp * tp * settings.loss_chunks)
@@ -101,7 +108,7 @@ class TokenBytes:
         return cls(
             hidden=layer.s,
             hidden_gathered=layer.g,
-            kept=settings.recompute.kept(layer),
+            kept=recompute.kept(layer),
             **moments._asdict(),
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f,
             loss=loss,
@@ -129,6 +136,9 @@ class LayerBytes:
         self.gathers = tp > 1 and settings.sequence_parallel  # hidden states, by tensor-parallel ranks
         self.g = model.hidden * size / cp
         self.s = self.g / tp if self.gathers else self.g
+        # What is kept of wo's reduction by compiled code, and of its output or else that reduction.
+        self.compiled = self.s if settings.compiled and tp > 1 else 0.0
+        self.reduced = self.compiled if tp > 1 else self.g
         self.q = model.heads * model.head_dim * size / (cp * tp)
         self.k = model.kv_heads * model.head_dim * size / (cp * tp)
         self.qkv = self.q + 2 * self.k

@@ -33,15 +33,18 @@ with a trace of the program itself (docs/dryrun.md).
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from wlb_titan.arrays import Ints
 from wlb_titan.context.strategy import ALL_KEYS, KeyShares
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.memory.layer import FsdpWhole, TokenBytes
+from wlb_titan.memory.recompute import KINDS
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Action, Flow
 
@@ -105,6 +108,7 @@ class PackSize(NamedTuple):
     sharers: int = 1  # data-parallel ranks that share it
     keys: KeyShares = ALL_KEYS
     slices: Sequence[CachedSlice] = ()
+    mix: Ints | None = None  # as of `MicroBatch.mix`
 
 
 class Passes(NamedTuple):
@@ -173,14 +177,19 @@ class Moment(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a pass does to memory."""
+    """What a pass does to memory, and what is there meanwhile besides the layers' activations."""
 
-    token: TokenBytes
+    action: Action
+    pack: PackSize
+    token: TokenBytes  # under the job's kind of recomputation
     stage: int
     length: int  # tokens of all data-parallel ranks that share it
-    went_back: set[int]  # stages that have gradients
+    layers: Sequence[TokenBytes]  # of the stage, from its first layer on
+    ends: float  # bytes of inputs, of stages' outputs, and of gradients that wait for W
+    cached: float  # as of `SliceCache.bytes_`
     beside: float  # as of `SliceCache.begin`
     made: float
+    went_back: Collection[int]  # stages that have gradients
     whole: Callable[..., float]  # `FsdpWhole.in_backward`, for a backward pass
 
 
@@ -200,30 +209,54 @@ class RankPeak:
         return layers
 
     def __init__(self, job: Job, number: int) -> None:
-        self._job, self._number = job, number
-        self._stages, self._layers = job.shape.stages_of(number), job.layers
+        self.job, self._number = job, number
+        self.stages, self._layers = job.shape.stages_of(number), job.layers
         self._last = len(self._layers) - 1
         self._alone = job.degrees.pipeline == 1
-        self._own_layers = sum(self._layers[stage] for stage in self._stages)
-        self._parameters = rank_parameters(job.model, self._layers, self._stages)
+        self._own_layers = sum(self._layers[stage] for stage in self.stages)
+        self._parameters = rank_parameters(job.model, self._layers, self.stages)
         shards = job.degrees.tensor * job.degrees.sharding_ranks
         # Bytes of this GPU's weights.
         self._shard = self._parameters / shards * job.memory.parameter_bytes
-        self._whole = FsdpWhole(job.model, job.degrees, job.memory, self._layers, self._stages)
+        self._whole = FsdpWhole(job.model, job.degrees, job.memory, self._layers, self.stages)
 
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
         """Memory at the fullest moment of one run; `reduced`: there are gradients of earlier runs."""
-        tokens, layers = self._job.token_bytes_of, self._layers
+        in_flight, held = 0, 0.0  # tokens of this rank, bytes of their activations in layers
+        most, fullest = -1.0, (Moment(), False, 0)
+        for pass_ in self.passes(passes, reduced=reduced):
+            kind, kept = pass_.action.kind, pass_.length * self._in_layers(pass_)
+            if kind == "F":
+                held += kept
+                in_flight += pass_.pack.length
+                moments = self._forward(pass_)
+            elif kind == "W":
+                moments = iter([Moment(gathered=self._whole.in_pipeline(pass_.went_back))])
+            else:
+                moments = self._backward(pass_)
+            for moment in moments:
+                now = moment._replace(
+                    activations=held + pass_.ends + moment.activations, cache=pass_.cached + moment.cache
+                )
+                total = sum(now) + (self._shard if reduced else 0.0)
+                if total > most:
+                    most, fullest = total, (now, reduced, in_flight)
+            if kind in ("B", "W"):  # I frees nothing that counts
+                held -= kept
+                in_flight -= pass_.pack.length
+                reduced = reduced or self._alone
+        return self.at(*fullest)
+
+    def passes(self, passes: Passes, *, reduced: bool) -> Iterator[Pass]:
+        """The passes of a run, in order."""
+        tokens, layers = self.job.token_bytes_of, self._layers
         slice_cache = SliceCache(tokens(1, ALL_KEYS), layers)
         # Token ids, positions and labels, which are there throughout.
-        live = sum(
-            tokens(sharers, keys).inputs * sharers * length for length, sharers, keys, _ in passes.packs
-        )
-        in_flight, handed_back = 0, 0.0
-        went_back: set[int] = set()  # stages that have gradients
-        most, fullest = -1.0, (Moment(), False, 0)
+        ends = sum(tokens(p.sharers, p.keys).inputs * p.sharers * p.length for p in passes.packs)
+        handed_back = 0.0
+        went_back: set[int] = set()
         if passes.flow is None:
-            actions = list(rank_actions(self._job.shape, len(passes.packs), self._number))
+            actions = list(rank_actions(self.job.shape, len(passes.packs), self._number))
         else:
             actions = list(passes.flow[self._number])
         for number, action in enumerate(actions, start=1):
@@ -232,79 +265,108 @@ class RankPeak:
                 if kind == "I":
                     continue
                 kind = "B"
-            share, sharers, keys, cached = passes.packs[place]
-            token, length = tokens(sharers, keys), share * sharers
-            kept = self._kept(token, stage)
-            beside, made = slice_cache.begin(action, cached, length)
+            pack = passes.packs[place]
+            token, length = tokens(pack.sharers, pack.keys), pack.length * pack.sharers
+            beside, made = slice_cache.begin(action, pack.slices, length)
             whole = partial(self._whole.in_backward, first=not reduced, last=number == len(actions))
-            pass_ = Pass(token, stage, length, went_back, beside, made, whole)
-            if kind == "F":
-                live += length * kept
-                in_flight += share
-                moments = self._forward(pass_)
-            elif kind == "W":
-                moments = iter([Moment(gathered=self._whole.in_pipeline(went_back))])
-            else:
-                moments = self._backward(pass_)
-            if kind == "I":
-                live += length * token.waiting * layers[stage]
-            for moment in moments:
-                now = moment._replace(
-                    activations=live + moment.activations, cache=slice_cache.bytes_ + moment.cache
-                )
-                total = sum(now) + (self._shard if reduced else 0.0)
-                if total > most:
-                    most, fullest = total, (now, reduced, in_flight)
-            slice_cache.end(action, cached)
+            output, waiting = length * self._kept_output(token, stage), length * token.waiting * layers[stage]
+            ends += output if kind == "F" else waiting if kind == "I" else 0.0
+            yield Pass(
+                action._replace(kind=kind),
+                pack,
+                token,
+                stage,
+                length,
+                self._of_layers(pack, stage),
+                ends,
+                slice_cache.bytes_,
+                beside,
+                made,
+                went_back,
+                whole,
+            )
+            slice_cache.end(action, pack.slices)
             if kind == "W":
-                live -= length * token.waiting * layers[stage]
-            if kind in ("B", "W"):  # I frees nothing that counts
-                live -= length * kept
-                in_flight -= share
+                ends -= waiting
+            if kind in ("B", "W"):
+                ends -= output
                 went_back.add(stage)
                 if self._alone:
                     reduced = True
                 elif stage == self._last and self.loss_in_forward:
-                    live += 2 * length * token.hidden - handed_back
+                    ends += 2 * length * token.hidden - handed_back
                     handed_back = length * token.hidden
-        return self._at(*fullest)
+
+    def most_gathered(self, pass_: Pass) -> float:
+        """Most bytes of whole weights and gradients in any layer of a pass."""
+        if not self._alone:
+            return self._whole.in_pipeline(pass_.went_back)
+        if pass_.action.kind == "F":
+            return self._whole.weights(1)
+        layers = range(max(self._own_layers, 1))
+        return max(pass_.whole(layer, behind=behind) for layer in layers for behind in (False, True))
+
+    def in_loss(self, pass_: Pass) -> float:
+        """Most bytes of the loss behind a forward pass, with whole weights and gradients; 0 without a loss."""
+        if pass_.stage != self._last:
+            return 0.0
+        moments = self._whole.in_loss(pass_.token, pass_.went_back)
+        return max(pass_.length * bytes_ + gathered for bytes_, gathered in moments)
+
+    def _of_layers(self, pack: PackSize, stage: int) -> list[TokenBytes]:
+        """Those that keep most come last, and go backward first, before fuller repetitions need room."""
+        tokens = self.job.token_bytes_of
+        if pack.mix is None:
+            return [tokens(pack.sharers, pack.keys)] * self._layers[stage]
+        counts = zip(KINDS, pack.mix[stage].tolist(), strict=True)
+        every = [[tokens(pack.sharers, pack.keys, kind)] * count for kind, count in counts if count]
+        return list(itertools.chain(*reversed(every)))
 
     def _forward(self, pass_: Pass) -> Iterator[Moment]:
-        """The fullest moments of a forward pass: in its last layer, and in the loss."""
-        token, stage, length, went_back, *_ = pass_
-        gathered = self._whole.weights(1) if self._alone else self._whole.in_pipeline(went_back)
-        yield Moment(backward=length * token.forward, gathered=gathered)
-        if stage == self._last:
-            for bytes_, gathered in self._whole.in_loss(token, went_back):
-                yield Moment(loss=length * bytes_, gathered=gathered)
+        """The fullest moments of a forward pass: in the last layer of a kind, and in the loss."""
+        gathered = self._whole.weights(1) if self._alone else self._whole.in_pipeline(pass_.went_back)
+        later = 0.0  # bytes a token that later layers will keep
+        for layer, after in itertools.zip_longest(reversed(pass_.layers), [None, *reversed(pass_.layers)][:-1]):
+            if layer is not after:
+                yield Moment(-pass_.length * later, pass_.length * layer.forward, 0.0, gathered)
+            later += layer.kept
+        if pass_.stage == self._last:
+            for bytes_, gathered in self._whole.in_loss(pass_.token, pass_.went_back):
+                yield Moment(loss=pass_.length * bytes_, gathered=gathered)
 
     def _backward(self, pass_: Pass) -> Iterator[Moment]:
-        """The fullest moments of a backward pass, in its first two layers and in its last. Layer by layer it
-        frees activations, makes gradients of prefixes and, without a pipeline, FSDP gathers and reduces."""
-        token, stage, length, went_back, beside, made, whole = pass_
-        layers = max(self._layers[stage], 1)
+        """The fullest moments of a backward pass, in its first two layers and in its last, and where kinds
+        change. Layer by layer it frees activations, makes gradients of prefixes and, without a pipeline, FSDP
+        gathers and reduces."""
+        _, _, token, stage, length, layers, _, _, beside, made, went_back, whole = pass_
+        count = max(len(layers), 1)
         ends = length * self._output(token, stage) if self._alone else 0.0  # free before the first layer
         gathered = 0.0 if self._alone else self._whole.in_pipeline(went_back)
-        for layer in sorted({layers - 1, max(layers - 2, 0), 0}, reverse=True):
-            done = layers - 1 - layer
-            live = -ends - length * token.kept * done
-            before, after = made * done / layers, made * (done + 1) / layers
+        freed = 0.0
+        for number in reversed(range(count)):
+            layer = layers[number] if layers else token
+            around = layers[max(number - 1, 0) : number + 2]
+            live = -ends - length * freed
+            freed += layer.kept
+            if number not in (count - 1, count - 2, 0) and all(other is layer for other in around):
+                continue
+            before, after = (made * done / count for done in (count - 1 - number, count - number))
             if self._alone:
-                gathered = whole(layer, behind=False)
-            yield Moment(live, length * token.backward, 0.0, gathered, before)
+                gathered = whole(number, behind=False)
+            yield Moment(live, length * layer.backward, 0.0, gathered, before)
             if made or beside:
-                yield Moment(live, length * token.attention + beside, 0.0, gathered, after)
+                yield Moment(live, length * layer.attention + beside, 0.0, gathered, after)
             if self._alone:
-                live -= length * token.kept
-                yield Moment(live, length * token.hidden, 0.0, whole(layer, behind=True), after)
+                live -= length * layer.kept
+                yield Moment(live, length * layer.hidden, 0.0, whole(number, behind=True), after)
 
-    def _at(self, moment: Moment, reduced: bool, tokens: int) -> RankMemory:
-        settings = self._job.memory
+    def at(self, moment: Moment, reduced: bool, tokens: int) -> RankMemory:
+        settings = self.job.memory
         return RankMemory(
             rank=self._number,
             weights=round(self._shard),
             optimizer=round(self._shard / settings.parameter_bytes * settings.optimizer_bytes),
-            rotary=self._own_layers * settings.window * settings.rotary_bytes * self._job.model.head_dim,
+            rotary=self._own_layers * settings.window * settings.rotary_bytes * self.job.model.head_dim,
             gradients=round(self._shard) if reduced else 0,
             **{name: round(bytes_) for name, bytes_ in moment._asdict().items()},
             parameters=self._parameters,
@@ -312,9 +374,15 @@ class RankPeak:
             tokens=tokens,
         )
 
-    def _kept(self, token: TokenBytes, stage: int) -> float:
-        """Bytes per token that a stage keeps from the forward to the backward pass."""
-        return self.layer_bytes(token) * self.kept_layers(self._layers)[stage] + self._output(token, stage)
+    def _in_layers(self, pass_: Pass) -> float:
+        """Bytes per token that a stage's layers keep from the forward to the backward pass."""
+        if pass_.pack.mix is not None:
+            return sum(layer.kept for layer in pass_.layers)
+        return self.layer_bytes(pass_.token) * self.kept_layers(self._layers)[pass_.stage]
+
+    def _kept_output(self, token: TokenBytes, stage: int) -> float:
+        """Bytes per token of `_output` that are kept as long."""
+        return self._output(token, stage)
 
     def _output(self, token: TokenBytes, stage: int) -> float:
         """Bytes per token of a stage's output, which it keeps, and of the last norm's input."""

@@ -6,6 +6,9 @@ al., Reducing Activation Recomputation, section 4), besides attention's log-sum-
 
     none        2 s + 2 g + 2 q + 4 f + K   residuals, the inputs of QKV and of the MLP as gathered, rotated
                                             queries, attention's output; both inner activations, gate, product
+    keys        2 s + (q + 2 k) + q + 2 f   the layer's input; the outputs of all matrix products but w2, and
+                + G                         attention's output; gathered K and V. Under tensor parallelism wo's
+                                            output, s here, is as wide as the model, and made again
     selective   s + (q + 2 k) + q + f       the layer's input; the outputs of every second matrix product,
                                             which are QKV and w1 (never w2), and attention's output
     full        s                           the layer's input
@@ -24,7 +27,10 @@ A backward pass recomputes what is missing, layer by layer. Its fullest moment i
 All of them add two hidden states (the residual and the incoming gradient), q, the keys and values that
 attention needs again, and the rotary factors of the rank's tokens. QKV's output is only there while q and k
 are rotated, as attention gets a copy of the values. With `full` a layer also makes the outputs of attention,
-w1 and w2 again; with `none` what is kept is not counted again.
+w1 and w2 again; with `none` and `keys` what is kept is not counted again.
+
+Compiled code also keeps what tensor parallelism reduces of wo's output, s, for `keys` and `selective`, which
+else make it again with a reduction.
 """
 
 from __future__ import annotations
@@ -99,6 +105,39 @@ class KeepAll(Recompute):
         return np.zeros_like(forward)
 
 
+class KeepProducts(Recompute):
+    """`keys`: element-wise operators, with what tensor parallelism gathers for them."""
+
+    name = "keys"
+    repeats_moves = False
+
+    def kept(self, layer: LayerBytes) -> float:
+        attention = layer.qkv + layer.q + layer.outputs + layer.exchanged + layer.log_sum_exp
+        return layer.s + layer.reduced + attention + 2 * layer.f + self._gathered(layer)
+
+    def _gathered(self, layer: LayerBytes) -> float:
+        return layer.gathering if layer.shared_keys else 0.0
+
+    def moments(self, layer: LayerBytes) -> Moments:
+        s, g, q, k, f = layer.s, layer.g, layer.q, layer.k, layer.f
+        at_hand = 2 * s + q + layer.rotary
+        held = at_hand + layer.keys - layer.qkv - self._gathered(layer)
+        attention = held + g + 2 * q + 2 * layer.outputs + layer.key_gradients - 2 * f - layer.reduced
+        rotated = at_hand + 2 * g + 4 * (q + k)
+        gathers = 4 * g if layer.gathers else 0.0
+        products = held - layer.reduced + max(2 * g, gathers, 3 * g + 3 * f, 2 * g + 4 * f, 4 * g)
+        forward = s + max(2 * g + 2 * f, g + q + layer.keys + layer.gathering, g + 5 * q + 4 * k)
+        return Moments(forward, max(rotated, products, attention), attention)
+
+    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
+        model, token = job.model, job.token
+        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        wo = queries / (2 * (keys + queries) + 3 * model.feed_forward)
+        again = token.matrices * wo if job.memory.reduces_again(job.degrees) else 0.0
+        repeated = token.elements + again + tensor * _repeated_collectives(job)
+        return micro_batches.tokens * repeated
+
+
 class Selective(Recompute):
     """`selective`: every second matrix product and the element-wise operators, with the gathers they need."""
 
@@ -106,7 +145,7 @@ class Selective(Recompute):
 
     def kept(self, layer: LayerBytes) -> float:
         attention = layer.qkv + layer.q + layer.outputs + layer.exchanged + layer.log_sum_exp
-        return layer.s + attention + layer.f
+        return layer.s + layer.compiled + attention + layer.f
 
     def moments(self, layer: LayerBytes) -> Moments:
         # QKV's output is no longer needed, and at attention's gradients w1's neither.
@@ -117,7 +156,7 @@ class Selective(Recompute):
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         # Keys, the attention's output and the MLP's second product, of all seven.
         products = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
-        per_token = token.matrices * products + token.elements + tensor / 2
+        per_token = token.matrices * products + token.elements + tensor * _repeated_collectives(job)
         return micro_batches.tokens * per_token + micro_batches.repeated
 
 
@@ -137,6 +176,23 @@ class Full(Recompute):
 
     def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
         return forward
+
+
+class AsNeeded(Selective):
+    """`as_needed`: a kind for each layer and micro-batch, as the planner chooses (`mix.py`). What is not chosen
+    yet is held to need the memory of `selective` and, since most layers repeat little, the time of `none`."""
+
+    name = "as_needed"
+    repeats_moves = False
+
+    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
+        return np.zeros_like(forward)
+
+
+def _repeated_collectives(job: Job) -> float:
+    """The share of tensor parallelism's four collectives in a pass that a backward pass repeats before w2: two
+    gathers, and the reduction behind wo."""
+    return 3 / 4 if job.memory.reduces_again(job.degrees) else 1 / 2
 
 
 def _repeating(
@@ -167,5 +223,8 @@ def _repeating(
     return Moments(forward, max(rotated, held + max(moments), attention), attention)
 
 
-KINDS: dict[str, Recompute] = {kind.name: kind for kind in (KeepAll(), Selective(), Full())}
-"""By the names that configurations and reports use, from the one that keeps most."""
+KINDS: tuple[Recompute, ...] = (KeepAll(), KeepProducts(), Selective(), Full())
+"""From the one that keeps most."""
+
+CHECKPOINTING: dict[str, Recompute] = {kind.name: kind for kind in (*KINDS, AsNeeded())}
+"""By the names that configurations and reports use."""

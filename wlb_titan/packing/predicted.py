@@ -43,7 +43,9 @@ def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | N
     attention = np.array([_on_rank(attention_seconds(m, job), m, context_rank) for m in micro_batches])
     tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
     exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
-    return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T)
+    mixes = [m.mix for m in micro_batches if m.mix is not None]
+    mix = np.stack(mixes, axis=-1).astype(np.float64) if len(mixes) == len(micro_batches) else None
+    return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T, mix=mix)
 
 
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
@@ -82,7 +84,7 @@ def pack_sizes(job: Job, micro_batches: Sequence[MicroBatch]) -> list[PackSize]:
             for rows in cache_rows(micro_batches)
         ]
     return [
-        PackSize(m.length, m.sharers, keys_of(m, job), slices)
+        PackSize(m.length, m.sharers, keys_of(m, job), slices, m.mix)
         for m, slices in zip(micro_batches, cached, strict=True)
     ]
 

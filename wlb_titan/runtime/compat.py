@@ -61,8 +61,8 @@ from torch._subclasses.fake_tensor import (
 # And the all-to-all of Ulysses, with its gradient. Without it: an autograd function of two of dist's own.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single_autograd
 
-# Wraps a layer without renaming its weights. Without it: a module of ours, with a prefix in checkpoints.
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+# Wrap a layer without renaming its weights. Without them: a module of ours, with a prefix in checkpoints.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 
 # The process group of a name. Without it: a dry run numbers groups that are no axis of the mesh. And all
 # groups of this rank. Without it: those of its meshes, of which FSDP makes one.

@@ -22,6 +22,7 @@ from wlb_titan.dimensions.degrees import Degrees, own_dimensions
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.pipeline.keys import canonical_name, stage_names
@@ -102,11 +103,12 @@ def device_bytes() -> int:
 
 def memory_settings(config: TrainerConfig) -> MemorySettings:
     checkpointing = config.activation_checkpoint
-    kind = "selective" if checkpointing is not None else "none"
+    kind = "none" if checkpointing is None else getattr(owner_of(checkpointing), "kind", "selective")
     # float32 by position: ComplexRoPE has a complex number for two elements, CosSinRoPE cos and sin for each.
     cos_sin = any(True for _ in config.model_spec.model.traverse(CosSinRoPE.Config))
     return MemorySettings(
         checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
+        compiled=config.compile.enable and "model" in config.compile.components,
         compute_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
         loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,
         window=config.training.seq_len,

@@ -8,7 +8,7 @@ a job can resume on other degrees.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +73,9 @@ class PlannedDataLoader(BaseDataLoader):
         context_rank: int = 0
         """Whose share of each micro-batch is served."""
 
+        pipeline_ranks: Sequence[int] | None = None
+        """For whose stages it is planned what layers recompute; None: for all."""
+
         tensor_rank: tuple[int, int] = (0, 1)
         """The tensor-parallel rank where hidden states are divided among them, and how many do so."""
 
@@ -89,6 +92,7 @@ class PlannedDataLoader(BaseDataLoader):
         self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None  # of the step being served
         self._context_rank, self._tensor_rank = config.context_rank, config.tensor_rank
+        self._pipeline_ranks = config.pipeline_ranks
         self._job = config.job
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
@@ -130,7 +134,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._state = self._planner.state_dict()
 
     def _prepare(self, lower: Callable[[Flow], Any] | None) -> Step:
-        plan = self._planner.next(sharded=[self._dp_rank])
+        plan = self._planner.next([self._dp_rank], self._pipeline_ranks)
         self._digest = plan.digest(self._digest)
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
         own = plan.of_rank(self._dp_rank)

@@ -18,6 +18,7 @@ from wlb_titan.arrays import Ints
 from wlb_titan.context.layout import segments_after, sequence_positions
 from wlb_titan.context.strategy import ContextMask
 from wlb_titan.job import Job
+from wlb_titan.memory.mix import kinds_of_layers
 from wlb_titan.plan import MicroBatch
 from wlb_titan.runtime.attention.kv_cache import BEFORE, HERE, NUMBER
 from wlb_titan.runtime.attention.module import DocumentMask
@@ -72,6 +73,7 @@ class Item:
                 exchange=tree_map(as_tensor, mask.exchange),
                 rows=None if rows is None else documents_vary(torch.from_numpy(rows)),
                 sharers=micro_batch.sharers,
+                kinds=() if micro_batch.mix is None else kinds_of_layers(micro_batch.mix),
             ),
         )
 

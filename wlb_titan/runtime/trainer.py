@@ -102,6 +102,7 @@ class Trainer(TorchtitanTrainer):
             corpus=wlb.corpus,
             job=self.job,
             context_rank=dims.place("cp"),
+            pipeline_ranks=[dims.place("pp")],
             tensor_rank=(dims.place("tp"), dims.tp) if divided else (0, 1),
             loss_weight=wlb.loss_weight,
             hold_out=wlb.validation.hold_out,

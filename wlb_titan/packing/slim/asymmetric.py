@@ -201,8 +201,8 @@ class RegroupedRank(RankPeak):
     def kept_layers(layers: Sequence[int]) -> Sequence[int]:
         return kept_states(layers)
 
-    def _kept(self, token: TokenBytes, stage: int) -> float:
-        return self.layer_bytes(token) * self.kept_layers(self._job.layers)[stage]
+    def _kept_output(self, token: TokenBytes, stage: int) -> float:
+        return 0.0
 
     def _forward(self, pass_: Pass) -> Iterator[Moment]:
         token, stage = pass_.token, pass_.stage
@@ -212,7 +212,7 @@ class RegroupedRank(RankPeak):
     def _backward(self, pass_: Pass) -> Iterator[Moment]:
         """A backward pass with tokens of several forward passes, and with the loss."""
         token, stage, length, made = pass_.token, pass_.stage, pass_.length, pass_.made
-        layers = max(self._job.layers[stage], 1)
+        layers = max(self.job.layers[stage], 1)
         ends = token.hidden + self._output(token, stage)  # input and output of the stage
         at_hand, loss = length * (ends + token.backward), 0.0
         if stage == self._last and token.loss > token.backward:
@@ -220,5 +220,5 @@ class RegroupedRank(RankPeak):
         gathered = self._whole.in_pipeline(pass_.went_back, in_loss=loss > 0)
         yield Moment(0, at_hand, loss, gathered, made / layers)
         if made:
-            freed = length * self._kept(token, stage) * (layers - 1) / layers
+            freed = length * self._in_layers(pass_) * (layers - 1) / layers
             yield Moment(-freed, at_hand, loss, gathered, made)

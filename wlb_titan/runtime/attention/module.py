@@ -48,6 +48,8 @@ class DocumentMask:
     rows: torch.Tensor | None = None  # int64 (n, 4) on the CPU, see `kv_cache`; None without slices
     cache: torch.Tensor | None = None  # int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`
     sharers: int = 1  # data-parallel ranks that share the micro-batch; each number has a compiled graph
+    kinds: tuple[str, ...] = ()  # of recomputation, of each layer of the model; empty: `kind` for all
+    kind: str = "selective"  # the same of the layer at hand
 
 
 class ContextAttention(Protocol):
@@ -102,6 +104,7 @@ class DocumentAttention(Module):
             "sm_margin": config.sm_margin,
         }
         self._context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
+        self.groups: set[str] = set()  # names of the process groups that share keys and values
         self._layer = torch.tensor(next(_layers), device="cpu")  # by which slices find earlier ones' keys
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -110,6 +113,7 @@ class DocumentAttention(Module):
     def share(self, sharers: int, config: ContextStrategy.Config, meshes: Sequence[DeviceMesh]) -> None:
         """Prepares for micro-batches that `sharers` data-parallel ranks share."""
         self._context[sharers] = load(config.owner.attention)(config, *meshes)
+        self.groups |= {mesh.get_group().group_name for mesh in meshes}
 
     def forward(
         self,

@@ -28,7 +28,7 @@ from wlb_titan.plugins import full_name, load, short_name
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.metrics import MetricsProcessor
-from wlb_titan.runtime.models.blocks import SelectiveDocumentAC
+from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
@@ -98,7 +98,7 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     values["metrics"] = MetricsProcessor.Config(**_fields(base.metrics))
     values["validator"] = Validator.Config()
     if type(base.activation_checkpoint) is SelectiveAC.Config:
-        values["activation_checkpoint"] = SelectiveDocumentAC.Config(**_fields(base.activation_checkpoint))
+        values["activation_checkpoint"] = AsNeededAC.Config(**_fields(base.activation_checkpoint))
     return Trainer.Config(**values)
 
 

@@ -38,7 +38,8 @@ from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.hugging_face import differences, read_description
 from wlb_titan.runtime.metrics import MetricsProcessor, drop_misleading_warnings
 from wlb_titan.runtime.models.adoption import adopt
-from wlb_titan.runtime.models.blocks import PairwiseRoPE, SelectiveDocumentAC
+from wlb_titan.runtime.models.blocks import PairwiseRoPE
+from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.trainer import Trainer
 
@@ -67,7 +68,7 @@ def _llama(size: str) -> Trainer.Config:
         parallelism=ParallelismConfig(spmd_backend="spmd_types"),
         metrics=MetricsProcessor.Config(disable_color_printing=True),
         checkpoint=CheckpointManager.Config(interval=500, last_save_model_only=False),
-        activation_checkpoint=SelectiveDocumentAC.Config(),
+        activation_checkpoint=AsNeededAC.Config(),
     )
 
 

@@ -1,0 +1,118 @@
+"""What it is worth to recompute as needed: big jobs under one kind for all layers, and under a mix.
+
+    python benchmarks/recompute.py [--steps N]
+
+For each file of README's table, two collections of documents and three policies: predicted MFU with each kind
+of recomputation in all layers, where that fits, and with the mix that the planner chooses (`as_needed`); the
+peak, the processor time that a step's choice takes on the pipeline rank where it takes longest, and the gain
+over `selective`, torchtitan's usual setting. The rows are written to benchmarks/results/cpu/recompute.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from math import nan
+from typing import Any
+
+import numpy as np
+from common import save, show, table
+from predicted import FILES, PYTHON, ROOT, documents_of
+
+from wlb_titan.errors import PlanError
+from wlb_titan.job import Job, Policy
+from wlb_titan.memory.rank import GIB
+from wlb_titan.memory.recompute import KINDS, AsNeeded
+from wlb_titan.packing.mixes import with_mixes
+from wlb_titan.plan import Plan
+from wlb_titan.runtime.models.load import load_config
+from wlb_titan.simulator.choice import Scenario
+from wlb_titan.simulator.step import simulate
+
+POLICIES = [Policy.parse(text) for text in ("plain", "wlb_lazy/hybrid/best", "slim/hybrid")]
+SINGLE = [kind.name for kind in KINDS]
+COLUMNS = {
+    "file": "{file}",
+    "documents": "{documents}",
+    "policy": "{policy}",
+    **{name: f"{{{name}:.2%}}" for name in SINGLE},
+    "as needed": "{as_needed:.2%}",
+    "over best": "{over_best:.3f}",
+    "over selective": "{over_selective:.3f}",
+    "peak GiB": "{peak_gib:.1f}",
+    "room": "{room_gib:.1f}",
+    "not none": "{repeated:.1%}",
+    "ms": "{milliseconds:.1f}",
+}
+
+
+def under(job: Job, kind: str) -> Job:
+    return replace(job, memory=replace(job.memory, checkpointing=kind))
+
+
+def choosing(job: Job, plan: Plan) -> float:
+    """Most processor seconds that a pipeline rank takes to choose its mix."""
+    flow = None if plan.flows is None else plan.flows[0]
+    seconds = []
+    for rank in range(job.shape.ranks):
+        begin = time.process_time()
+        with_mixes(job, plan.of_rank(0), flow, [rank])
+        seconds.append(time.process_time() - begin)
+    return max(seconds)
+
+
+def row(job: Job, documents: Any, policy: Policy, steps: int) -> dict[str, Any]:
+    scenario = Scenario(under(job, AsNeeded.name), documents)
+    plans = scenario.plans(policy, steps)
+    mixed = scenario.under(policy)
+    found = simulate(mixed, plans)
+    result: dict[str, Any] = {
+        "policy": str(policy),
+        AsNeeded.name: found.mfu,
+        "fits": found.fits,
+        "peak_gib": found.peak_memory.total / GIB,
+        "room_gib": mixed.fitting.usable / GIB,
+        "milliseconds": 1e3 * float(np.median([choosing(mixed, plan) for plan in plans[:3]])),
+    }
+    mixes = np.sum([m.mix.sum(axis=0) for plan in plans for m in plan.micro_batches], axis=0)
+    result["shares"] = dict(zip(SINGLE, (mixes / mixes.sum()).round(4).tolist(), strict=True))
+    result["repeated"] = 1 - result["shares"]["none"]
+    for kind in SINGLE:  # the same plans, so that nothing else differs
+        alone = under(mixed, kind)
+        same = [replace(p, micro_batches=tuple(replace(m, mix=None) for m in p.micro_batches)) for p in plans]
+        try:
+            single = simulate(alone, same)
+        except PlanError:
+            result[kind] = (nan)
+            continue
+        result[kind] = (single.mfu if single.fits else nan)
+    result["over_best"] = found.mfu / np.nanmax([*(result[kind] for kind in SINGLE), 0])
+    result["over_selective"] = found.mfu / result["selective"]
+    return result
+
+
+def rows_of(files: list[str], policies: list[str], steps: int) -> Iterator[dict[str, Any]]:
+    from wlb_titan.runtime.configured import job_of, parallel_dims
+
+    for file in files:
+        config = load_config(ROOT / "train_configs" / f"{file}.toml", []).config
+        job = job_of(config, parallel_dims(config))
+        for documents in ("paper", PYTHON):
+            for policy in policies:
+                facts = {"file": file, "documents": documents}
+                yield facts | row(job, documents_of(documents), Policy.parse(policy), steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--files", default=",".join(FILES))
+    parser.add_argument("--policies", default=",".join(map(str, POLICIES)))
+    options = parser.parse_args()
+    show(COLUMNS, rows_of(options.files.split(","), options.policies.split(","), options.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What layers recompute changes no weight by a bit, whatever their kinds and however these are mixed."""
+
+import pytest
+from lab import Cases, ranks, tight
+
+COMMON = ("--debug.seed", "7", "--training.seq_len", "512", "--training.global_batch_size", "4")
+SLICES = ("--wlb.packing.tokens_in_flight", "4096", "--wlb.packing.cost_model", "quadratic:1,2200")
+"""What the plan would else have from the kind."""
+
+LAYOUTS = (
+    "layers4",
+    "layers4 compiled",
+    "pp2 layers4",
+    "pp2 layers8 Interleaved1F1B",
+    "pp2 layers4 ZBVZeroBubble",
+    "cp2 layers4 per_document",
+    "cp2 layers4 ulysses",
+    "tp2 layers4",
+    "tp2 layers4 compiled",
+    "pp2 layers4 slim8",
+    "dp2 layers4 slim6 merged",
+)
+SINGLE = ("keys",)
+
+
+@pytest.fixture(scope="module")
+def results(lab, tmp_path_factory, fork_server):
+    folder = tmp_path_factory.mktemp("recompute")
+    results = Cases(fork_server, folder, lab.corpus)
+    cases = {}
+    for layout in LAYOUTS:
+        common = [*COMMON, *(SLICES if "slim" in layout else ())]
+        device = tight(results.words("", f"{layout} mixed", common), ranks(layout), folder)
+        for kind in ("stored", "mixed", *SINGLE):
+            cases[f"{layout} {kind}"] = {"steps": 2, "words": [*common, *(device if kind == "mixed" else ())]}
+    for number in (1, 2):
+        results.run("weights", {n: c for n, c in cases.items() if ranks(n) == number})
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_the_same(results, layout):
+    expected = results[f"{layout} stored"]["after"]
+    mixed = results[f"{layout} mixed"]
+    assert len(mixed["kinds"]) > 1, "the device is to ask for a mix"
+    found = {kind: results[f"{layout} {kind}"]["after"] for kind in ("mixed", *SINGLE)}
+    assert {k: [n for n in expected if w[n] != expected[n]] for k, w in found.items()} == dict.fromkeys(found, [])

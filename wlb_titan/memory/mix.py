@@ -1,0 +1,126 @@
+"""Which layers of which micro-batches repeat what, so that a pipeline rank's run fits: a greedy walk.
+
+It begins with `none` everywhere. As long as some moment of the run is too full, layers of a micro-batch that
+is in flight there change to a kind that keeps less: those that repeat the fewest seconds for each byte, and as
+many of them as are needed.
+
+A moment's bytes are what is there whatever layers keep, what the layers of all micro-batches in flight keep,
+and what its own pass makes. In a stage the layers that keep most come last, so a backward pass frees them
+first: when it comes to the layers of one kind, those that keep more are free. Where bytes depend on the layer
+at hand, as FSDP's do without a pipeline, the most of any layer counts: a mix never needs more than the walk
+says.
+
+A linear program over the whole step finds mixes that are up to 0.6 % faster, in 5 to 50 times the time.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from wlb_titan.arrays import Bools, Floats, Ints
+from wlb_titan.memory.rank import Passes, RankPeak
+from wlb_titan.memory.recompute import KINDS
+
+NEVER = -1e30  # bytes of what a pass does not make
+UNCHOSEN = [kind.name for kind in KINDS].index("selective")  # the kind of layers for which none is chosen
+MOVES = np.array(list(combinations(range(len(KINDS)), 2)))  # from a kind to one that keeps less
+
+
+class Moments(NamedTuple):
+    """A run of one pipeline rank: P passes, C chunks (one stage's part of a micro-batch), K kinds; in bytes
+    but for `own` and `layers`."""
+
+    base: Floats  # (P,), there whatever layers keep
+    in_flight: Floats  # (P, C), 1 where the chunk's activations are there
+    own: Ints  # (P,), the chunk of the pass
+    forward: Bools  # (P,), whether it is a forward pass
+    loss: Floats  # (P,), made by the loss, or NEVER
+    slices: Floats  # (P,), copies beside attention's gradients for the cache of slices, or NEVER
+    kept: Floats  # (C, K), by one layer
+    made: Floats  # (3, C, K), in one layer's forward pass, backward pass, and at attention's gradients
+    layers: Ints  # (C,), of the chunk
+
+    @classmethod
+    def of(cls, rank: RankPeak, run: Passes, *, reduced: bool) -> Moments:
+        tokens = rank.job.token_bytes_of
+        chunks = [(stage, place) for stage in rank.stages for place in range(len(run.packs))]
+        number = {chunk: i for i, chunk in enumerate(chunks)}
+        rows, in_flight = [], np.zeros(len(chunks))
+        there = []
+        for pass_ in rank.passes(run, reduced=reduced):
+            kind, stage, place = pass_.action
+            own = number[stage, place]
+            if kind == "F":
+                in_flight[own] = 1
+            gathered = rank.most_gathered(pass_)
+            loss = rank.in_loss(pass_) - gathered if kind == "F" else NEVER
+            sliced = pass_.beside if kind != "F" and (pass_.made or pass_.beside) else NEVER
+            rows.append((pass_.ends + gathered + pass_.cached + pass_.made, own, kind == "F", loss, sliced))
+            there.append(in_flight.copy())
+            if kind in ("B", "W"):
+                in_flight[own] = 0
+        base, own_chunk, forward, loss, slices = (np.array(column) for column in zip(*rows, strict=True))
+        of_kinds = [[tokens(p.sharers, p.keys, kind) for kind in KINDS] for p in run.packs]
+        names = ("kept", "forward", "backward", "attention")
+        figures = np.array([[[getattr(b, name) for b in kinds] for kinds in of_kinds] for name in names])
+        figures *= np.array([p.length * p.sharers for p in run.packs], dtype=np.float64)[:, None]
+        kept, *made = (np.tile(figure, (len(rank.stages), 1)) for figure in figures)
+        layers = np.repeat([rank.job.layers[stage] for stage in rank.stages], len(run.packs))
+        return cls(base, np.array(there), own_chunk, forward, loss, slices, kept, np.array(made), layers)
+
+    def bytes_of(self, counts: Ints) -> Floats:
+        """(P,), at the fullest moment of each pass, with int64 (C, K), layers of each kind."""
+        held = counts * self.kept
+        freed = held.cumsum(axis=1) - held
+        forward, backward, attention = np.where(counts > 0, self.made - [np.zeros_like(freed), freed, freed], NEVER)
+        made = np.where(self.forward, forward.max(axis=1)[self.own], backward.max(axis=1)[self.own])
+        made = np.maximum(made, self.loss)
+        made = np.maximum(made, self.slices + attention.max(axis=1)[self.own])
+        return np.asarray(self.base + self.in_flight @ held.sum(axis=1) + made)
+
+
+def mixed(moments: Moments, seconds: Floats, room: float, free: Bools) -> Ints:
+    """Layers of each kind, int64 (C, K), with which the run takes at most `room` bytes; the last that were
+    tried if nothing does.
+
+    Args:
+        seconds: (C, K), that a layer of each kind repeats.
+        free: (C,), which chunks may have a mix; the layers of others are UNCHOSEN.
+    """
+    counts = np.zeros_like(moments.kept, dtype=np.int64)
+    counts[free, 0] = moments.layers[free]
+    counts[~free, UNCHOSEN] = moments.layers[~free]
+    start, end = MOVES.T
+    gained = moments.kept[:, start] - moments.kept[:, end]
+    price = (seconds[:, end] - seconds[:, start]) / np.where(gained > 0, gained, np.nan)
+    price[~free] = np.nan
+    order = np.argsort(price, axis=None)
+    chunk, move = np.divmod(order[: np.count_nonzero(~np.isnan(price))], len(MOVES))
+    while True:
+        bytes_ = moments.bytes_of(counts)
+        fullest = int(bytes_.argmax())
+        over = bytes_[fullest] - room
+        if over <= 0:
+            return counts
+        possible = (counts[chunk, start[move]] > 0) & (moments.in_flight[fullest, chunk] > 0)
+        for c, m in zip(chunk[possible].tolist(), move[possible].tolist(), strict=True):
+            number = min(counts[c, start[m]], int(np.ceil(over / gained[c, m])))
+            counts[c, start[m]] -= number
+            counts[c, end[m]] += number
+            # In its own backward pass a layer that repeats more may need more than it frees.
+            if c != moments.own[fullest] or moments.bytes_of(counts)[fullest] < bytes_[fullest]:
+                break
+            counts[c, start[m]] += number
+            counts[c, end[m]] -= number
+        else:
+            return counts
+
+
+
+def kinds_of_layers(mix: Ints) -> tuple[str, ...]:
+    """The kind of each layer of the model, in order, from `MicroBatch.mix`."""
+    names = [kind.name for kind in reversed(KINDS)]
+    return tuple(name for stage in mix for name in np.repeat(names, stage[::-1]).tolist())

@@ -1,0 +1,53 @@
+"""What each layer recomputes, micro-batch by micro-batch, under `as_needed` (`memory/mix.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from wlb_titan.cost.passes import repeated_seconds
+from wlb_titan.memory.mix import UNCHOSEN, Moments, mixed
+from wlb_titan.memory.rank import Moment, Passes
+from wlb_titan.memory.recompute import KINDS
+from wlb_titan.packing.predicted import pack_sizes, passing
+from wlb_titan.plan import Flow, MicroBatch
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
+
+
+def with_mixes(
+    job: Job, micro_batches: Sequence[MicroBatch], flow: Flow | None, ranks: Collection[int]
+) -> list[MicroBatch]:
+    """A data-parallel rank's micro-batches of a step with their `mix`, chosen on these pipeline ranks.
+
+    All ranks of a stage must repeat alike what they wait for together. So all that the choice follows from is
+    the same on tensor- and context-parallel ranks, and micro-batches that data-parallel ranks share have no
+    choice.
+    """
+    sizes, each = pack_sizes(job, micro_batches), len(micro_batches)
+    length = each if flow is not None or job.run is None else job.run
+    free = np.array([m.sharers == 1 for m in micro_batches])
+    seconds = np.zeros((each, len(KINDS)))
+    if free.any():
+        seconds[free] = repeated_seconds(job, passing([m for m in micro_batches if m.sharers == 1], job)).T
+    mixes = np.zeros((each, len(job.layers), len(KINDS)), dtype=np.int64)
+    mixes[:, :, UNCHOSEN] = job.layers
+    for number in ranks:
+        rank = job.packing.rank_memory(job, number)
+        for first in range(0, each, length):
+            run = slice(first, first + length)
+            moments = Moments.of(rank, Passes(sizes[run], flow), reduced=first > 0)
+            there = job.fitting.with_dimensions(rank.at(Moment(), first > 0, 0)).total
+            stages = len(rank.stages)
+            chosen = mixed(
+                moments,
+                np.tile(seconds[run], (stages, 1)),
+                job.fitting.usable - there,
+                np.tile(free[run], stages),
+            )
+            mixes[run, rank.stages] = chosen.reshape(stages, -1, len(KINDS)).swapaxes(0, 1)
+    return [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)]

@@ -1,0 +1,156 @@
+"""Activation checkpointing of a transformer block with our attention; `memory/recompute.py` has the kinds.
+
+torchtitan applies a class of its own protocol to every block. Ours are kinds by themselves, and `AsNeededAC`,
+under which each call of a block follows the kind that its micro-batch names for this layer. Dynamo sees the
+kind as a constant, and not the layer's number: so there is a compiled graph for each kind, which all layers
+share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torchtitan.distributed import activation_checkpoint as titan
+
+import wlb_titan.runtime.attention.kv_cache  # noqa: F401 - registers the ops named below
+from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask
+from wlb_titan.runtime.compat import ActivationWrapper, checkpoint_wrapper
+
+NEVER_KEPT = ("feed_forward.w2", "shared_experts.w2")
+"""Linear layers whose output no backward pass needs, as it is added to the residual. It is as wide as the
+model, under tensor parallelism on every rank, before it is reduced."""
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.linear.default)
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+class SelectiveDocumentAC(titan.SelectiveAC):
+    """torchtitan's SelectiveAC, which also keeps document attention's output, and never w2's.
+
+    torchtitan keeps the output of every second matrix product, and so w2's: the fifth of a layer with fused
+    QKV, the seventh of others. The forward pass is repeated only up to w2's input.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.SelectiveAC.Config):
+        pass
+
+    kind: ClassVar[str] = "selective"
+
+    def __init__(self, config: Config, dump_folder: str = "") -> None:
+        names = [*config.force_recompute_mm_shapes_by_fqns, *NEVER_KEPT]
+        super().__init__(dataclasses.replace(config, force_recompute_mm_shapes_by_fqns=names), dump_folder)
+
+    def get_save_ops(self) -> set[Any]:
+        return super().get_save_ops() | {
+            torch.ops.wlb_titan.varlen_attention.default,
+            torch.ops.wlb_titan.sliced_attention.default,
+        }
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
+        wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, early_stop=True)
+        return wrapped
+
+
+class KeysAC(SelectiveDocumentAC):
+    """Keeps the outputs of all matrix products, and keys and values as context-parallel ranks gather them;
+    repeats element-wise operators and what tensor parallelism gathers.
+
+    Of the products w2's are not kept, nor wo's under tensor parallelism, where both are as wide as the model
+    before they are reduced.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveDocumentAC.Config):
+        pass
+
+    kind = "keys"
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        keeps = _policy(module, self.get_save_ops(), self.config.force_recompute_mm_shapes_by_fqns)
+        return checkpoint_wrapper(
+            module,
+            # Dynamo looks into the arguments of a `partial`, and stops at some of the ops.
+            context_fn=lambda: create_selective_checkpoint_contexts(keeps),
+            preserve_rng_state=self.config.preserve_rng_state,
+            determinism_check=self.config.determinism_check,
+            early_stop=True,
+            debug=self.config.debug,
+        )
+
+
+def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[..., CheckpointPolicy]:
+    """What `KeysAC` keeps of a block: the results of the ops `kept`, but for linear layers named `never`."""
+    linear = {name: layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear)}
+    divided = [name for name, layer in linear.items() if layer.weight.shape[1] < layer.in_features]
+    wide = [*never, *(name for name in divided if name.endswith("attention.wo"))]
+    shapes = {tuple(linear[name].weight.shape) for name in linear if any(part in name for part in wide)}
+    attentions = [layer for layer in block.modules() if isinstance(layer, DocumentAttention)]
+
+    def keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in PRODUCTS:
+            weight = args[1].shape if op is PRODUCTS[1] else args[1].shape[::-1]
+            keep = tuple(weight) not in shapes
+        elif op is GATHER:
+            keep = any(args[2] in attention.groups for attention in attentions)
+        else:
+            keep = op in kept
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return keeps
+
+
+class AsNeededAC(SelectiveDocumentAC):
+    """Recomputes what a device has no room for: the planner names a kind for each layer and micro-batch. Where
+    it does not know the memory, all layers are `selective`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveDocumentAC.Config):
+        pass
+
+    kind = "as_needed"
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        assert base_fqn is not None, "a layer has a number"
+        shared = dataclasses.asdict(self.config)
+        every = {field.name for field in dataclasses.fields(titan.FullAC.Config)}
+        configs = {
+            "keys": KeysAC.Config(**shared),
+            "selective": SelectiveDocumentAC.Config(**shared),
+            "full": titan.FullAC.Config(**{name: shared[name] for name in every}),
+        }
+        calls = {
+            kind: config.build()._wrap_block(module, base_fqn=base_fqn).checkpoint_fn
+            for kind, config in configs.items()
+        }
+        return AsNeededBlock(module, int(base_fqn.rpartition(".")[2]), calls)
+
+
+class AsNeededBlock(ActivationWrapper):
+    """A block of which each call keeps what the micro-batch names for the layer.
+
+    `__call__` is not compiled: compiled code sees the layer's kind, and neither its number nor the others.
+    """
+
+    def __init__(self, block: nn.Module, number: int, calls: dict[str, Callable[..., Any]]) -> None:
+        super().__init__(block)
+        self._number, self._calls = number, calls
+
+    def __call__(self, hidden: torch.Tensor, mask: DocumentMask, *rest: Any, **kwargs: Any) -> Any:
+        if mask.kinds:
+            mask = dataclasses.replace(mask, kinds=(), kind=mask.kinds[self._number])
+        return super().__call__(hidden, mask, *rest, **kwargs)
+
+    def forward(self, hidden: torch.Tensor, mask: DocumentMask, *rest: Any, **kwargs: Any) -> Any:
+        block = self._checkpoint_wrapped_module
+        if mask.kind == "none":
+            return block(hidden, mask, *rest, **kwargs)
+        return self._calls[mask.kind](block, hidden, mask, *rest, **kwargs)
