@@ -18,7 +18,7 @@ from math import nan
 from typing import Any
 
 import numpy as np
-from common import save, show, table
+from common import show
 from predicted import FILES, PYTHON, ROOT, documents_of
 
 from wlb_titan.errors import PlanError
@@ -85,9 +85,9 @@ def row(job: Job, documents: Any, policy: Policy, steps: int) -> dict[str, Any]:
         try:
             single = simulate(alone, same)
         except PlanError:
-            result[kind] = (nan)
+            result[kind] = nan
             continue
-        result[kind] = (single.mfu if single.fits else nan)
+        result[kind] = single.mfu if single.fits else nan
     result["over_best"] = found.mfu / np.nanmax([*(result[kind] for kind in SINGLE), 0])
     result["over_selective"] = found.mfu / result["selective"]
     return result

@@ -250,8 +250,8 @@ class Job:
 
     @cached_property
     def token_bytes_of(self) -> Callable[..., TokenBytes]:
-        """(data-parallel ranks that share a micro-batch, a rank's share of its keys, the kind of recomputation
-        if not the job's own) -> bytes that the rank holds for each token."""
+        """(data-parallel ranks that share a micro-batch, a rank's share of its keys, a kind of recomputation
+        if not the job's) -> bytes that the rank holds for each token."""
 
         def token_bytes(sharers: int, keys: KeyShares, kind: Recompute | None = None) -> TokenBytes:
             job = self if sharers == 1 else self.by_sharers[sharers]
@@ -290,9 +290,16 @@ class Job:
 
     @property
     def mixes(self) -> bool:
-        """Whether the planner chooses what each layer recomputes: under `as_needed`, where memory is known."""
+        """Whether the planner chooses what layers recompute: under `as_needed`, where memory is known."""
         ordered = self.degrees.pipeline == 1 or self.schedule in KNOWN
         return self.memory.checkpointing == AsNeeded.name and self.fitting.known and ordered
+
+    @property
+    def checkpointing(self) -> str:
+        """What layers recompute, in words."""
+        if self.memory.checkpointing == AsNeeded.name and not self.mixes:
+            return "selective checkpointing (as_needed has no prediction of memory to go by)"
+        return f"{self.memory.checkpointing} checkpointing"
 
     @property
     def most_in_flight(self) -> int | None:

@@ -100,7 +100,7 @@ class MicroBatch:
     context-parallel ranks come first, then the second one's, ..."""
 
     mix: Ints | None = None
-    """int64 (stages, kinds), how many layers of a stage are recomputed in each way of `memory.recompute.KINDS`;
+    """int64 (stages, kinds), how many layers of a stage are recomputed in each way of `recompute.KINDS`;
     None: all in the job's way."""
 
     @property

@@ -174,7 +174,7 @@ def added_up(trainer, loss):
 
 def run_weights(*, name, words, steps=0):
     """Digests of all weights as they are drawn, and after so many steps at the configured rate; those whose
-    halves are alike; how many tensors optimizers have; how layers of this rank recompute under `as_needed`."""
+    halves are alike; how many tensors optimizers have; kinds of recomputation that this rank mixes."""
     trainer = WorkerTrainer(configured(words))
     loader = trainer.planned.steps(trainer.lower)
     before, items = gathered(trainer, lambda p: p), []

@@ -1,5 +1,6 @@
 """Layers as they are compiled, in few graphs, and what selective checkpointing keeps and repeats."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -17,7 +18,7 @@ from torchtitan.models.common.linear import Linear
 
 from wlb_titan.context import layout
 from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask
-from wlb_titan.runtime.models import blocks
+from wlb_titan.runtime.models import blocks, checkpointing
 from wlb_titan.runtime.models.bases import base_config, llama_spec
 from wlb_titan.runtime.models.blocks import PairwiseRoPE
 from wlb_titan.runtime.one_rank.dry_trace import Trace
@@ -115,14 +116,14 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(checkpointing):
+def run(checkpointing, kinds=()):
     """Outputs of matrix products that are kept by their width, products of the backward pass, gradients."""
     torch.manual_seed(0)
     model = llama_spec("debug").model.build()
     model.init_states()
     if checkpointing is not None:
         checkpointing.build().apply(model)
-    mask = DocumentMask(segments_of(np.array([32, 16])))
+    mask = DocumentMask(segments_of(np.array([32, 16])), kinds=kinds)
     positions = torch.cat([torch.arange(32), torch.arange(16)]).unsqueeze(0)
     trace, products = Trace(FakeTensorMode()), Products()
     with trace:
@@ -151,5 +152,43 @@ def test_w2s_output_is_not_kept_and_not_made_again():
 
 @pytest.mark.parametrize("base", ["llama3_debug", "torchtitan.models.llama3.config_registry:llama3_8b"])
 def test_our_bases_and_adopted_ones_checkpoint_so(base):
-    checkpointing = base_config(base).activation_checkpoint.build()
-    assert set(NEVER_KEPT) < set(checkpointing.config.force_recompute_mm_shapes_by_fqns)
+    built = base_config(base).activation_checkpoint.build()
+    assert isinstance(built, checkpointing.AsNeededAC)
+    assert set(checkpointing.NEVER_KEPT) < set(built.config.force_recompute_mm_shapes_by_fqns)
+
+
+def test_keys_repeats_no_matrix_product():
+    _, all_products, gradients = run(None)
+    kept, products, own_gradients = run(checkpointing.KeysAC.Config())
+    assert kept == {QKV: LAYERS, INNER: 2 * LAYERS, WIDTH: LAYERS}  # wo's, and never w2's
+    assert products == all_products
+    assert all(map(torch.equal, own_gradients, gradients))
+
+
+def test_each_layer_keeps_what_its_micro_batch_names():
+    _, all_products, gradients = run(None)
+    kept, products, own_gradients = run(
+        checkpointing.AsNeededAC.Config(), ("full", "selective", "keys", "none")
+    )
+    assert (kept[QKV], kept[INNER]) == (2, 1 + 2 + 2)  # without a kind rotated copies of the first are kept
+    # Made again are all but w2's output, and wo's and w3's.
+    assert products == all_products + 4 + 2
+    assert all(map(torch.equal, own_gradients, gradients))
+
+
+def test_each_kind_has_one_compiled_graph():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = llama_spec("debug").model.build()
+    model.init_states()
+    checkpointing.AsNeededAC.Config().build().apply(model)
+    for layer in model.layers.values():
+        layer.compile(backend="aot_eager", fullgraph=True)
+    names = ("none", "keys", "selective", "full")
+    tokens = torch.arange(TOKENS).unsqueeze(0)
+    mask = DocumentMask(blocks.documents_vary(segments_of(np.array([TOKENS]))))
+    for shift in range(LAYERS):
+        kinds = tuple(names[(layer + shift) % len(names)] for layer in range(LAYERS))
+        named = dataclasses.replace(mask, kinds=kinds)
+        model(tokens, positions=tokens, attention_masks=named).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(names)

@@ -252,7 +252,7 @@ def describe_job(job: Job, documents: Documents) -> str:
     pipeline = f", {job.schedule}" if job.degrees.pipeline > 1 else ""
     line = (
         f"{head} {job.micro_batches} micro-batches a step, context window {job.window:,} tokens, "
-        f"{job.degrees} = {job.degrees.ranks} ranks{pipeline}, {job.memory.checkpointing} checkpointing, on "
+        f"{job.degrees} = {job.degrees.ranks} ranks{pipeline}, {job.checkpointing}, on "
         f"{job.cluster.name}. Work by {job.packing.cost_model}."
     )
     return "\n".join([line, *sources])

@@ -200,12 +200,14 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
 
 def figures(prediction: Prediction) -> dict[str, str]:
     """Headings and cells that every table of predictions has."""
+    repeated = [(name, share) for name, share in prediction.kinds.items() if name != "none" and share > 0]
     return {
         "step, s": f"{prediction.seconds.mean():.3f}",
         "tokens/s": f"{prediction.tokens_per_second:,.0f}",
         "MFU": f"{prediction.mfu:.1%}",
         "bubble": f"{prediction.bubble:.1%}",
         "peak GiB": f"{prediction.peak_memory.total / GIB:.1f}" + ("" if prediction.fits else " !"),
+        "recomputed": ", ".join(f"{name} {share:.0%}" for name, share in repeated) or "none",
     }
 
 

@@ -1,8 +1,8 @@
 """Which layers of which micro-batches repeat what, so that a pipeline rank's run fits: a greedy walk.
 
-It begins with `none` everywhere. As long as some moment of the run is too full, layers of a micro-batch that
-is in flight there change to a kind that keeps less: those that repeat the fewest seconds for each byte, and as
-many of them as are needed.
+It begins with `none` everywhere. As long as some moment of the run is too full, layers of a micro-batch in
+flight there change to a kind that keeps less: those that repeat the fewest seconds for each byte, and as many
+of them as are needed. In the end layers change back where there is room after all, the dearest first.
 
 A moment's bytes are what is there whatever layers keep, what the layers of all micro-batches in flight keep,
 and what its own pass makes. In a stage the layers that keep most come last, so a backward pass frees them
@@ -15,6 +15,7 @@ A linear program over the whole step finds mixes that are up to 0.6 % faster, in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 from typing import NamedTuple
 
@@ -48,8 +49,7 @@ class Moments(NamedTuple):
         tokens = rank.job.token_bytes_of
         chunks = [(stage, place) for stage in rank.stages for place in range(len(run.packs))]
         number = {chunk: i for i, chunk in enumerate(chunks)}
-        rows, in_flight = [], np.zeros(len(chunks))
-        there = []
+        rows, held, in_flight = [], [], np.zeros(len(chunks))
         for pass_ in rank.passes(run, reduced=reduced):
             kind, stage, place = pass_.action
             own = number[stage, place]
@@ -58,8 +58,9 @@ class Moments(NamedTuple):
             gathered = rank.most_gathered(pass_)
             loss = rank.in_loss(pass_) - gathered if kind == "F" else NEVER
             sliced = pass_.beside if kind != "F" and (pass_.made or pass_.beside) else NEVER
-            rows.append((pass_.ends + gathered + pass_.cached + pass_.made, own, kind == "F", loss, sliced))
-            there.append(in_flight.copy())
+            there = pass_.ends + gathered + pass_.gradients + pass_.cached + pass_.made
+            rows.append((there, own, kind == "F", loss, sliced))
+            held.append(in_flight.copy())
             if kind in ("B", "W"):
                 in_flight[own] = 0
         base, own_chunk, forward, loss, slices = (np.array(column) for column in zip(*rows, strict=True))
@@ -69,13 +70,13 @@ class Moments(NamedTuple):
         figures *= np.array([p.length * p.sharers for p in run.packs], dtype=np.float64)[:, None]
         kept, *made = (np.tile(figure, (len(rank.stages), 1)) for figure in figures)
         layers = np.repeat([rank.job.layers[stage] for stage in rank.stages], len(run.packs))
-        return cls(base, np.array(there), own_chunk, forward, loss, slices, kept, np.array(made), layers)
+        return cls(base, np.array(held), own_chunk, forward, loss, slices, kept, np.array(made), layers)
 
     def bytes_of(self, counts: Ints) -> Floats:
         """(P,), at the fullest moment of each pass, with int64 (C, K), layers of each kind."""
         held = counts * self.kept
         freed = held.cumsum(axis=1) - held
-        forward, backward, attention = np.where(counts > 0, self.made - [np.zeros_like(freed), freed, freed], NEVER)
+        forward, backward, attention = np.where(counts > 0, self.made - freed, NEVER)
         made = np.where(self.forward, forward.max(axis=1)[self.own], backward.max(axis=1)[self.own])
         made = np.maximum(made, self.loss)
         made = np.maximum(made, self.slices + attention.max(axis=1)[self.own])
@@ -99,25 +100,38 @@ def mixed(moments: Moments, seconds: Floats, room: float, free: Bools) -> Ints:
     price[~free] = np.nan
     order = np.argsort(price, axis=None)
     chunk, move = np.divmod(order[: np.count_nonzero(~np.isnan(price))], len(MOVES))
-    while True:
-        bytes_ = moments.bytes_of(counts)
-        fullest = int(bytes_.argmax())
-        over = bytes_[fullest] - room
-        if over <= 0:
-            return counts
+    bytes_ = moments.bytes_of(counts)
+    while (over := (bytes_[fullest := int(bytes_.argmax())]) - room) > 0:
         possible = (counts[chunk, start[move]] > 0) & (moments.in_flight[fullest, chunk] > 0)
         for c, m in zip(chunk[possible].tolist(), move[possible].tolist(), strict=True):
-            number = min(counts[c, start[m]], int(np.ceil(over / gained[c, m])))
-            counts[c, start[m]] -= number
-            counts[c, end[m]] += number
-            # In its own backward pass a layer that repeats more may need more than it frees.
-            if c != moments.own[fullest] or moments.bytes_of(counts)[fullest] < bytes_[fullest]:
+            own, layers = c == moments.own[fullest], int(counts[c, start[m]])
+            if not own:
+                layers = min(layers, int(np.ceil(over / gained[c, m])))
+            changed = counts.copy()
+            changed[c, [start[m], end[m]]] += [-layers, layers]
+            # In its own backward pass the first layer that repeats more may need more than it frees.
+            of_changed = moments.bytes_of(changed)
+            if not own or of_changed[fullest] < bytes_[fullest]:
+                counts, bytes_ = changed, of_changed
                 break
-            counts[c, start[m]] += number
-            counts[c, end[m]] -= number
         else:
             return counts
+    for c, m in zip(chunk[::-1].tolist(), move[::-1].tolist(), strict=True):
+        room_left = room - bytes_[moments.in_flight[:, c] > 0].max()
+        layers = min(int(counts[c, end[m]]), int(room_left // gained[c, m]))
+        if layers > 0:
+            changed = counts.copy()
+            changed[c, [start[m], end[m]]] += [layers, -layers]
+            of_changed = moments.bytes_of(changed)
+            if of_changed.max() <= room:
+                counts, bytes_ = changed, of_changed
+    return counts
 
+
+def shares(mixes: Iterable[Ints]) -> dict[str, float]:
+    """The share of layers of each kind, in arrays (..., kinds)."""
+    counts = np.sum([mix.reshape(-1, len(KINDS)).sum(axis=0) for mix in mixes], axis=0)
+    return {kind.name: float(count / counts.sum()) for kind, count in zip(KINDS, counts, strict=True)}
 
 
 def kinds_of_layers(mix: Ints) -> tuple[str, ...]:

@@ -189,6 +189,7 @@ class Pass(NamedTuple):
     cached: float  # as of `SliceCache.bytes_`
     beside: float  # as of `SliceCache.begin`
     made: float
+    gradients: float  # bytes of those that earlier passes have reduced
     went_back: Collection[int]  # stages that have gradients
     whole: Callable[..., float]  # `FsdpWhole.in_backward`, for a backward pass
 
@@ -223,7 +224,7 @@ class RankPeak:
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
         """Memory at the fullest moment of one run; `reduced`: there are gradients of earlier runs."""
         in_flight, held = 0, 0.0  # tokens of this rank, bytes of their activations in layers
-        most, fullest = -1.0, (Moment(), False, 0)
+        most, fullest = -1.0, (Moment(), 0.0, 0)
         for pass_ in self.passes(passes, reduced=reduced):
             kind, kept = pass_.action.kind, pass_.length * self._in_layers(pass_)
             if kind == "F":
@@ -238,13 +239,12 @@ class RankPeak:
                 now = moment._replace(
                     activations=held + pass_.ends + moment.activations, cache=pass_.cached + moment.cache
                 )
-                total = sum(now) + (self._shard if reduced else 0.0)
+                total = sum(now) + pass_.gradients
                 if total > most:
-                    most, fullest = total, (now, reduced, in_flight)
+                    most, fullest = total, (now, pass_.gradients, in_flight)
             if kind in ("B", "W"):  # I frees nothing that counts
                 held -= kept
                 in_flight -= pass_.pack.length
-                reduced = reduced or self._alone
         return self.at(*fullest)
 
     def passes(self, passes: Passes, *, reduced: bool) -> Iterator[Pass]:
@@ -282,6 +282,7 @@ class RankPeak:
                 slice_cache.bytes_,
                 beside,
                 made,
+                self._shard if reduced else 0.0,
                 went_back,
                 whole,
             )
@@ -307,7 +308,7 @@ class RankPeak:
         return max(pass_.whole(layer, behind=behind) for layer in layers for behind in (False, True))
 
     def in_loss(self, pass_: Pass) -> float:
-        """Most bytes of the loss behind a forward pass, with whole weights and gradients; 0 without a loss."""
+        """Most bytes of the loss behind a forward pass, with whole weights and gradients, if there is one."""
         if pass_.stage != self._last:
             return 0.0
         moments = self._whole.in_loss(pass_.token, pass_.went_back)
@@ -326,10 +327,9 @@ class RankPeak:
         """The fullest moments of a forward pass: in the last layer of a kind, and in the loss."""
         gathered = self._whole.weights(1) if self._alone else self._whole.in_pipeline(pass_.went_back)
         later = 0.0  # bytes a token that later layers will keep
-        for layer, after in itertools.zip_longest(reversed(pass_.layers), [None, *reversed(pass_.layers)][:-1]):
-            if layer is not after:
-                yield Moment(-pass_.length * later, pass_.length * layer.forward, 0.0, gathered)
-            later += layer.kept
+        for layer, alike in itertools.groupby(reversed(pass_.layers)):
+            yield Moment(-pass_.length * later, pass_.length * layer.forward, 0.0, gathered)
+            later += layer.kept * len(list(alike))
         if pass_.stage == self._last:
             for bytes_, gathered in self._whole.in_loss(pass_.token, pass_.went_back):
                 yield Moment(loss=pass_.length * bytes_, gathered=gathered)
@@ -338,10 +338,11 @@ class RankPeak:
         """The fullest moments of a backward pass, in its first two layers and in its last, and where kinds
         change. Layer by layer it frees activations, makes gradients of prefixes and, without a pipeline, FSDP
         gathers and reduces."""
-        _, _, token, stage, length, layers, _, _, beside, made, went_back, whole = pass_
+        token, length, layers = pass_.token, pass_.length, pass_.layers
+        made, beside = pass_.made, pass_.beside
         count = max(len(layers), 1)
-        ends = length * self._output(token, stage) if self._alone else 0.0  # free before the first layer
-        gathered = 0.0 if self._alone else self._whole.in_pipeline(went_back)
+        ends = length * self._output(token, pass_.stage) if self._alone else 0.0  # free by then
+        gathered = 0.0 if self._alone else self._whole.in_pipeline(pass_.went_back)
         freed = 0.0
         for number in reversed(range(count)):
             layer = layers[number] if layers else token
@@ -352,22 +353,22 @@ class RankPeak:
                 continue
             before, after = (made * done / count for done in (count - 1 - number, count - number))
             if self._alone:
-                gathered = whole(number, behind=False)
+                gathered = pass_.whole(number, behind=False)
             yield Moment(live, length * layer.backward, 0.0, gathered, before)
             if made or beside:
                 yield Moment(live, length * layer.attention + beside, 0.0, gathered, after)
             if self._alone:
                 live -= length * layer.kept
-                yield Moment(live, length * layer.hidden, 0.0, whole(number, behind=True), after)
+                yield Moment(live, length * layer.hidden, 0.0, pass_.whole(number, behind=True), after)
 
-    def at(self, moment: Moment, reduced: bool, tokens: int) -> RankMemory:
+    def at(self, moment: Moment, gradients: float, tokens: int) -> RankMemory:
         settings = self.job.memory
         return RankMemory(
             rank=self._number,
             weights=round(self._shard),
             optimizer=round(self._shard / settings.parameter_bytes * settings.optimizer_bytes),
             rotary=self._own_layers * settings.window * settings.rotary_bytes * self.job.model.head_dim,
-            gradients=round(self._shard) if reduced else 0,
+            gradients=round(gradients),
             **{name: round(bytes_) for name, bytes_ in moment._asdict().items()},
             parameters=self._parameters,
             layers=self._own_layers,

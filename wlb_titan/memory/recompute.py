@@ -6,9 +6,9 @@ al., Reducing Activation Recomputation, section 4), besides attention's log-sum-
 
     none        2 s + 2 g + 2 q + 4 f + K   residuals, the inputs of QKV and of the MLP as gathered, rotated
                                             queries, attention's output; both inner activations, gate, product
-    keys        2 s + (q + 2 k) + q + 2 f   the layer's input; the outputs of all matrix products but w2, and
-                + G                         attention's output; gathered K and V. Under tensor parallelism wo's
-                                            output, s here, is as wide as the model, and made again
+    keys        2 s + (q + 2 k) + q + 2 f   the layer's input; the outputs of all matrix products but w2's,
+                + G                         and attention's; gathered K and V. Under tensor parallelism wo's
+                                            output, the second s, is too wide and made again
     selective   s + (q + 2 k) + q + f       the layer's input; the outputs of every second matrix product,
                                             which are QKV and w1 (never w2), and attention's output
     full        s                           the layer's input
@@ -179,8 +179,8 @@ class Full(Recompute):
 
 
 class AsNeeded(Selective):
-    """`as_needed`: a kind for each layer and micro-batch, as the planner chooses (`mix.py`). What is not chosen
-    yet is held to need the memory of `selective` and, since most layers repeat little, the time of `none`."""
+    """`as_needed`: a kind for each layer and micro-batch, as the planner chooses (`mix.py`). As long as none
+    is chosen, memory is as for `selective` and, as most layers repeat little, times as for `none`."""
 
     name = "as_needed"
     repeats_moves = False
@@ -190,8 +190,8 @@ class AsNeeded(Selective):
 
 
 def _repeated_collectives(job: Job) -> float:
-    """The share of tensor parallelism's four collectives in a pass that a backward pass repeats before w2: two
-    gathers, and the reduction behind wo."""
+    """The share of tensor parallelism's four collectives in a pass that a backward pass repeats: two gathers,
+    and the reduction behind wo."""
     return 3 / 4 if job.memory.reduces_again(job.degrees) else 1 / 2
 
 

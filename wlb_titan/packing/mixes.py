@@ -41,7 +41,7 @@ def with_mixes(
         for first in range(0, each, length):
             run = slice(first, first + length)
             moments = Moments.of(rank, Passes(sizes[run], flow), reduced=first > 0)
-            there = job.fitting.with_dimensions(rank.at(Moment(), first > 0, 0)).total
+            there = job.fitting.with_dimensions(rank.at(Moment(), 0.0, 0)).total
             stages = len(rank.stages)
             chosen = mixed(
                 moments,

@@ -24,6 +24,7 @@ from wlb_titan.config.documents import documents_of, open_corpus
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
+from wlb_titan.memory.mix import shares
 from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slices import cache_rows
 from wlb_titan.plan import LENGTH, ROW, START, Flow, MicroBatch, Plan
@@ -50,6 +51,7 @@ class Step:
     digest: int  # of the plans up to this one (`Plan.digest`)
     flow: Flow | None = None  # the order of this data-parallel rank's passes; None: that of the schedule
     lowered: Any = None  # the pipeline schedule of that order
+    repeated: float | None = None  # share of this rank's layers that repeat something, where that is chosen
 
     def figures(self, job: Job) -> dict[str, Any]:
         plan = self.plan
@@ -154,7 +156,13 @@ class PlannedDataLoader(BaseDataLoader):
             digest=self._digest,
             flow=flow,
             lowered=None if flow is None or lower is None else lower(flow),
+            repeated=self._repeated(own),
         )
+
+    def _repeated(self, micro_batches: Sequence[MicroBatch]) -> float | None:
+        stages = [s for rank in self._pipeline_ranks or () for s in self._job.shape.stages_of(rank)]
+        mixes = [m.mix[stages] for m in micro_batches if m.mix is not None and stages]
+        return 1 - shares(mixes)["none"] if mixes else None
 
     def _item(self, micro_batch: MicroBatch, cached: Ints | None) -> Item:
         size, offset = micro_batch.shared_length, 0

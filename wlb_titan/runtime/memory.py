@@ -47,18 +47,24 @@ def _fitting(job: Job, device_bytes: int) -> Fitting:
     return replace(job.fitting, usable=usable_share(job.packing.owner.slices) * device_bytes)
 
 
-def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
+def measured_memory(
+    dims: ParallelDims, device: torch.device, digest: int, repeated: float | None
+) -> dict[str, float]:
     """The peak of each pipeline rank in GiB: of allocated memory since the last report or, on the CPU, of the
-    process's resident memory. Every rank calls it; it also compares the `digest` of their plans."""
+    process's resident memory; and the share of its layers that repeated something, if that was chosen. Every
+    rank calls it; it also compares the `digest` of their plans."""
     if device.type == "cpu":
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
         used = torch.accelerator.max_memory_allocated()
-    peaks = torch.zeros(dims.pp + 2, dtype=torch.float64, device=device)
-    peaks[-2:] = torch.tensor([digest, -digest])
-    peaks[dims.place("pp")] = used / GIB
+    figures = torch.zeros(2, dims.pp, dtype=torch.float64, device=device)
+    figures[:, dims.place("pp")] = torch.tensor([used / GIB, repeated or 0.0])
+    peaks = torch.cat([figures.flatten(), torch.tensor([digest, -digest], device=device)])
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
     *ranks, largest, least = peaks.tolist()
     if largest != -least:
         check_same({"the digest of its steps up to this one": digest})
-    return {f"peak_memory_gib/pp{rank}": peak for rank, peak in enumerate(ranks)}
+    measured = {f"peak_memory_gib/pp{rank}": peak for rank, peak in enumerate(ranks[: dims.pp])}
+    if repeated is not None:
+        measured |= {f"repeated_layers/pp{rank}": share for rank, share in enumerate(ranks[dims.pp :])}
+    return measured

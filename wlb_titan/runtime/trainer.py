@@ -121,6 +121,7 @@ class Trainer(TorchtitanTrainer):
         # A disk may be slow: not for the group that writes checkpoints.
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
         logger.info(f"Corpus {self.planned.corpus}: {len(self.planned.corpus):,} documents")
+        logger.info(f"Activations: {self.job.checkpointing}")
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         checkpoint = self.config.checkpoint
         exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
@@ -301,7 +302,7 @@ class Trainer(TorchtitanTrainer):
             **learning_rates,
             **step.figures(self.job),
             **self.step_trace.end(self.step, step.plan),
-            **measured_memory(self.parallel_dims, self.device, step.digest),
+            **measured_memory(self.parallel_dims, self.device, step.digest, step.repeated),
         }
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 

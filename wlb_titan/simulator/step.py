@@ -23,6 +23,7 @@ from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.dimensions.degrees import own_dimensions
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
+from wlb_titan.memory.mix import shares
 from wlb_titan.memory.rank import RankMemory
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import Plan
@@ -51,6 +52,7 @@ class Prediction:
     flops: Floats  # of the model, without recomputation
     memory: tuple[RankMemory, ...]  # the peak of each pipeline rank over all steps and replicas
     longest: int  # tokens of the longest document
+    kinds: dict[str, float]  # share of all layers and micro-batches that are recomputed in each way
     job: Job
 
     @property
@@ -102,6 +104,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Sequence[MeasuredPasses]
     communication += sum(meeting.seconds * (numbers % meeting.every == 0) for meeting in met)
     optimizer = np.array([passes.optimizer if passes else _optimizer(job) for passes in measurements])
     lengths = [plan.document_lengths for plan in plans]
+    mixes = [m.mix for plan in plans for m in plan.micro_batches if m.mix is not None]
     return Prediction(
         seconds=pipeline + communication + optimizer,
         pipeline=pipeline,
@@ -112,6 +115,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Sequence[MeasuredPasses]
         flops=np.array([job.model.flops(documents) for documents in lengths]),
         memory=peak_memory(job, plans),
         longest=max(int(documents.max()) for documents in lengths),
+        kinds=shares(mixes) if mixes else {job.memory.checkpointing: 1.0},
         job=job,
     )
 

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 
 import torch
 import torch._inductor.config
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph
 from torchtitan.models.common import ComplexRoPE
 
 from wlb_titan.job import Job
+from wlb_titan.memory.recompute import KINDS
 from wlb_titan.runtime.compat import CustomGraphPass, get_custom_graph_passes, mark_unbacked
 
+
 def prepare_compiling(job: Job) -> None:
-    """Raises torch's limit of graphs to one for each set of collectives: a micro-batch uses only those that
-    gather keys for its documents."""
+    """Raises torch's limit of graphs to one for each kind of recomputation and each set of collectives: a
+    micro-batch uses only those that gather keys for its documents."""
     graphs = sum(2 ** (1 + len(shared.exchanging.moves)) for shared in job.by_sharers.values())
+    graphs *= len(KINDS) if job.mixes else 1
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
     keep_inputs()
 

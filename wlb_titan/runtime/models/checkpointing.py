@@ -109,8 +109,8 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
 
 
 class AsNeededAC(SelectiveDocumentAC):
-    """Recomputes what a device has no room for: the planner names a kind for each layer and micro-batch. Where
-    it does not know the memory, all layers are `selective`."""
+    """Recomputes what a device has no room for: the planner names a kind for each layer and micro-batch.
+    Where it does not know the memory, all layers are `selective`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveDocumentAC.Config):
