@@ -171,8 +171,8 @@ def test_each_layer_keeps_what_its_micro_batch_names():
         checkpointing.AsNeededAC.Config(), ("full", "selective", "keys", "none")
     )
     assert (kept[QKV], kept[INNER]) == (2, 1 + 2 + 2)  # without a kind rotated copies of the first are kept
-    # Made again are all but w2's output, and wo's and w3's.
-    assert products == all_products + 4 + 2
+    # Made again are all five outputs of the first layer, and wo's and w3's of the second.
+    assert products == all_products + 5 + 2
     assert all(map(torch.equal, own_gradients, gradients))
 
 

@@ -14,7 +14,7 @@ from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.layer import MemorySettings
-from wlb_titan.memory.mix import Moments, kinds_of_layers, mixed
+from wlb_titan.memory.mix import Moments, kinds_of_layers, mixed, unmixed
 from wlb_titan.memory.rank import Moment, PackSize, Passes
 from wlb_titan.memory.recompute import KINDS
 from wlb_titan.packing import POLICIES
@@ -94,7 +94,7 @@ def test_a_mix_fits_and_repeats_little_more_than_the_programs_optimum(schedule, 
     none, *_, full = (moments.bytes_of(counts).max() for counts in every)
     room = full + share * (none - full)
     seconds = np.array([0.0, 1.0, 3.0, 8.0]) * np.tile(lengths, len(moments.layers) // len(lengths))[:, None]
-    counts = mixed(moments, seconds, room, np.ones(len(moments.layers), dtype=bool))
+    counts = mixed(moments, unmixed(moments, np.ones(len(moments.layers), dtype=bool)), seconds, room)
     assert (counts.sum(axis=1) == moments.layers).all() and (counts >= 0).all()
     assert moments.bytes_of(counts).max() <= room
     most = float((seconds[:, -1] * moments.layers).sum())
@@ -105,7 +105,7 @@ def test_chunks_without_a_choice_keep_what_they_had():
     made, run = sized(Degrees(pipeline=2))
     moments = Moments.of(made.packing.rank_memory(made, 0), run, reduced=False)
     free = np.array([True, False, True, False])
-    counts = mixed(moments, np.arange(4.0) * np.ones((4, 1)), 0.0, free)
+    counts = mixed(moments, unmixed(moments, free), np.arange(4.0) * np.ones((4, 1)), 0.0)
     names = [kind.name for kind in KINDS]
     assert counts[~free].tolist() == [[0, 0, MODEL.layers // 2, 0]] * 2 and names[2] == "selective"
     assert counts[free].tolist() == [[0, 0, 0, MODEL.layers // 2]] * 2  # as little as may be, and too much

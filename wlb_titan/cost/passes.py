@@ -56,9 +56,14 @@ class MicroBatches:
 
     def in_runs(self, n: int) -> MicroBatches:
         """As arrays (n, k): k runs of n micro-batches in order."""
-        arrays = (getattr(self, field.name) for field in fields(self))
-        runs = (a if a is None else a.reshape(*a.shape[:-1], -1, n).swapaxes(-1, -2) for a in arrays)
-        return MicroBatches(*runs)
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        return MicroBatches(
+            **{
+                name: array.reshape(*array.shape[:-1], -1, n).swapaxes(-1, -2)
+                for name, array in arrays.items()
+                if array is not None
+            }
+        )
 
 
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:

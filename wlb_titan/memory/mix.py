@@ -63,14 +63,14 @@ class Moments(NamedTuple):
             held.append(in_flight.copy())
             if kind in ("B", "W"):
                 in_flight[own] = 0
-        base, own_chunk, forward, loss, slices = (np.array(column) for column in zip(*rows, strict=True))
+        base, own_chunk, forward, losses, slices = (np.array(column) for column in zip(*rows, strict=True))
         of_kinds = [[tokens(p.sharers, p.keys, kind) for kind in KINDS] for p in run.packs]
         names = ("kept", "forward", "backward", "attention")
         figures = np.array([[[getattr(b, name) for b in kinds] for kinds in of_kinds] for name in names])
         figures *= np.array([p.length * p.sharers for p in run.packs], dtype=np.float64)[:, None]
         kept, *made = (np.tile(figure, (len(rank.stages), 1)) for figure in figures)
         layers = np.repeat([rank.job.layers[stage] for stage in rank.stages], len(run.packs))
-        return cls(base, np.array(held), own_chunk, forward, loss, slices, kept, np.array(made), layers)
+        return cls(base, np.array(held), own_chunk, forward, losses, slices, kept, np.array(made), layers)
 
     def bytes_of(self, counts: Ints) -> Floats:
         """(P,), at the fullest moment of each pass, with int64 (C, K), layers of each kind."""
@@ -83,17 +83,24 @@ class Moments(NamedTuple):
         return np.asarray(self.base + self.in_flight @ held.sum(axis=1) + made)
 
 
-def mixed(moments: Moments, seconds: Floats, room: float, free: Bools) -> Ints:
+def unmixed(moments: Moments, free: Bools) -> Ints:
+    """Layers of each kind, int64 (C, K), with which the walk begins: `none` in chunks that are `free`, (C,), to
+    have a mix, and UNCHOSEN in others."""
+    counts = np.zeros_like(moments.kept, dtype=np.int64)
+    counts[free, 0] = moments.layers[free]
+    counts[~free, UNCHOSEN] = moments.layers[~free]
+    return counts
+
+
+def mixed(moments: Moments, counts: Ints, seconds: Floats, room: float) -> Ints:
     """Layers of each kind, int64 (C, K), with which the run takes at most `room` bytes; the last that were
     tried if nothing does.
 
     Args:
+        counts: as of `unmixed`.
         seconds: (C, K), that a layer of each kind repeats.
-        free: (C,), which chunks may have a mix; the layers of others are UNCHOSEN.
     """
-    counts = np.zeros_like(moments.kept, dtype=np.int64)
-    counts[free, 0] = moments.layers[free]
-    counts[~free, UNCHOSEN] = moments.layers[~free]
+    free = counts[:, UNCHOSEN] == 0
     start, end = MOVES.T
     gained = moments.kept[:, start] - moments.kept[:, end]
     price = (seconds[:, end] - seconds[:, start]) / np.where(gained > 0, gained, np.nan)

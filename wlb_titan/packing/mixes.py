@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.passes import repeated_seconds
-from wlb_titan.memory.mix import UNCHOSEN, Moments, mixed
+from wlb_titan.memory.mix import UNCHOSEN, Moments, mixed, unmixed
 from wlb_titan.memory.rank import Moment, Passes
 from wlb_titan.memory.recompute import KINDS
 from wlb_titan.packing.predicted import pack_sizes, passing
@@ -31,9 +33,13 @@ def with_mixes(
     sizes, each = pack_sizes(job, micro_batches), len(micro_batches)
     length = each if flow is not None or job.run is None else job.run
     free = np.array([m.sharers == 1 for m in micro_batches])
-    seconds = np.zeros((each, len(KINDS)))
-    if free.any():
-        seconds[free] = repeated_seconds(job, passing([m for m in micro_batches if m.sharers == 1], job)).T
+
+    @cache  # most of the time, and not needed where all fits
+    def seconds() -> Floats:
+        repeated = np.zeros((each, len(KINDS)))
+        repeated[free] = repeated_seconds(job, passing([m for m in micro_batches if m.sharers == 1], job)).T
+        return repeated
+
     mixes = np.zeros((each, len(job.layers), len(KINDS)), dtype=np.int64)
     mixes[:, :, UNCHOSEN] = job.layers
     for number in ranks:
@@ -42,12 +48,9 @@ def with_mixes(
             run = slice(first, first + length)
             moments = Moments.of(rank, Passes(sizes[run], flow), reduced=first > 0)
             there = job.fitting.with_dimensions(rank.at(Moment(), 0.0, 0)).total
-            stages = len(rank.stages)
-            chosen = mixed(
-                moments,
-                np.tile(seconds[run], (stages, 1)),
-                job.fitting.usable - there,
-                np.tile(free[run], stages),
-            )
+            stages, room = len(rank.stages), job.fitting.usable - there
+            chosen = unmixed(moments, np.tile(free[run], stages))
+            if free.any() and moments.bytes_of(chosen).max() > room:
+                chosen = mixed(moments, chosen, np.tile(seconds()[run], (stages, 1)), room)
             mixes[run, rank.stages] = chosen.reshape(stages, -1, len(KINDS)).swapaxes(0, 1)
     return [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)]

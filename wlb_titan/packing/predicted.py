@@ -45,7 +45,8 @@ def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | N
     exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
     mixes = [m.mix for m in micro_batches if m.mix is not None]
     mix = np.stack(mixes, axis=-1).astype(np.float64) if len(mixes) == len(micro_batches) else None
-    return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T, mix=mix)
+    moving, repeated, latency = exchange.T
+    return MicroBatches(tokens, attention[:, 0], attention[:, 1], moving, repeated, latency, mix)
 
 
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
