@@ -105,7 +105,9 @@ def _refused_by_torch(call: Call) -> str | None:
     if on_cpu and call.windowed:
         return "has no windows on CPUs"
     if call.dims[0] != call.dims[1] or not (on_cpu or torch_can(call.dims)):
-        return f"takes equal head dims of q and v, on GPUs multiples of 8 up to {MAX_HEAD_DIM}, got {call.dims}"
+        return (
+            f"takes equal head dims of q and v, on GPUs multiples of 8 up to {MAX_HEAD_DIM}, got {call.dims}"
+        )
     if on_cpu:
         return None if call.dtype in (*HALF, torch.float32) else f"takes no {call.dtype}"
     if device.type != "cuda" or device.hip:

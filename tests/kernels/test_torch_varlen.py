@@ -2,23 +2,21 @@
 dense op in its place that has its contract, in float64.
 """
 
-import inspect
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import CASES, WINDOWS, compare, compare_all, packed, random_inputs, rows, wanted, with_gradients
+from oracle import CASES, WINDOWS, compare_all, random_inputs, rows
 from test_tiles import reaches, segment_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
-from wlb_titan.kernels import op, reference, torch_cpu, torch_varlen, varlen_attention
-from wlb_titan.kernels.implementations import Device
-from wlb_titan.kernels.schedule import Schedule, schedule_of
+from torch.utils._pytree import tree_map_only
+from wlb_titan.kernels import reference, torch_cpu, torch_varlen, varlen_attention
+from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.segments import NO_WINDOW, Options, Saved
 
 CPU = torch.device("cpu")
-SLICES = rows(*[[n, 3, 0, n + 3] for n in range(0, 27, 3)])  # of one document, all at once
+BF16 = torch.bfloat16
+CASES = CASES | {"slices": (rows(*[[n, 3, 0, n + 3] for n in range(0, 27, 3)]), 27, 27)}  # all at once
 
 
 def sequences(q, k, v, cum_q, cum_k, max_q, max_k, left, right, scale):
@@ -82,33 +80,109 @@ def dense():
     library._destroy()
 
 
-def check_varlen(segments, tokens, heads, window, dtype=torch.float64):
-    given = random_inputs(*tokens, heads, (8, 8), dtype)
-    q, k, v, dout, dlse = (*given[:4], torch.zeros_like(given[4]))
+def check(forward, backward, segments, tokens, heads, window=None, dtype=torch.float64, tolerance=1e-10):
+    """Both passes beside the oracle; forward and backward take what those of torch_varlen take."""
+    *given, dlse = random_inputs(*tokens, heads, (8, 8), dtype)
     options = Options(0.3, window)
-    lengths = schedule_of(segments, *tokens, CPU, options.reach).lengths
-    out, lse = torch_varlen.varlen_forward(q, k, v, lengths, options)
-    gradients = torch_varlen.varlen_backward(dout, Saved(q, k, v, out, lse), lengths, options)
-    assert torch.isposinf(lse[0]).nonzero()[:, 0].tolist() == lengths.padding.tolist()
-    compare_all(out, lse, gradients, (q, k, v, dout, dlse), segments, 0.3, window, 1e-10)
-    return lengths
+    schedule = schedule_of(segments, *tokens, CPU, options.reach)
+    out, lse = forward(*given[:3], schedule, options)
+    gradients = backward(given[3], Saved(*given[:3], out, lse), schedule, options)
+    assert all(x.dtype == dtype and x.is_contiguous() for x in (out, *gradients))
+    assert torch.isposinf(lse[0]).nonzero()[:, 0].tolist() == schedule.lengths.padding.tolist()
+    given.append(torch.zeros_like(dlse))
+    compare_all(out, lse, gradients, given, segments, 0.3, window, tolerance)
+    return schedule.lengths
+
+
+def by_lengths(function):
+    """On CPU tensors what a GPU's go through."""
+    return lambda *tensors: function(*tensors[:-2], tensors[-2].lengths, tensors[-1])
+
+
+VARLEN = by_lengths(torch_varlen.varlen_forward), by_lengths(torch_varlen.varlen_backward)
 
 
 @pytest.mark.usefixtures("dense")
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("case", [*CASES, "slices"])
+@pytest.mark.parametrize("case", CASES)
 def test_cases_by_cumulative_lengths(case, window):
-    segments, *tokens = (CASES | {"slices": (SLICES, 27, 27)})[case]
-    lengths = check_varlen(segments, tokens, (4, 2), window)
+    segments, *tokens = CASES[case]
+    lengths = check(*VARLEN, segments, tokens, (4, 2), window)
     if window is None:
-        assert (lengths.rows is None) == (case not in ("shard", "two_chunks", "slices"))
+        assert (lengths.rows is None) == (case not in ("shard", "two_chunks", "slices")), "copied"
 
 
 @pytest.mark.usefixtures("dense")
 @settings(max_examples=150, deadline=None)
 @given(segment_lists(longest=60), reaches, st.sampled_from([(1, 1), (4, 1), (6, 3)]))
 def test_any_segments_by_cumulative_lengths(case, reach, heads):
-    """Whole documents, chunks, slices, gaps, in any order: every row of output and gradients."""
+    """Whole documents, chunks, gaps, in any order: every row of output and gradients. Gradients of keys that
+    were gathered are added up by layers, each key once in one.
+    """
     segments, *tokens = case
     assume(all(tokens))
-    check_varlen(torch.from_numpy(segments), tokens, heads, None if reach == NO_WINDOW else reach)
+    window = None if reach == NO_WINDOW else reach
+    lengths = check(*VARLEN, torch.from_numpy(segments), tokens, heads, window)
+    if lengths.rows is not None:
+        places = torch.cat([places for places, _ in lengths.layers])
+        assert torch.equal(places.sort().values, torch.arange(len(lengths.rows), dtype=torch.int32))
+        for places, keys in lengths.layers:
+            assert torch.equal(keys, lengths.rows[places]) and len(keys.unique()) == len(keys)
+
+
+def test_the_ops_of_gpus_take_what_they_are_given(monkeypatch):
+    """Tensors without memory, on a GPU that need not be there."""
+    monkeypatch.setattr(torch_varlen, "aligned", lambda x: x)  # which looks at addresses
+    segments, *tokens = CASES["shard"]
+    on_cpu = schedule_of(segments, *tokens, CPU).lengths
+    with FakeTensorMode():
+        lengths = tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype).cuda(), on_cpu)
+        q, k, v = (torch.empty(n, heads, 64, dtype=BF16).cuda() for n, heads in ((13, 4), (12, 2), (12, 2)))
+        out, lse = torch_varlen.varlen_forward(q, k, v, lengths, Options(0.1, 5))
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, BF16, (4, 13), torch.float32)
+        gradients = torch_varlen.varlen_backward(out, Saved(q, k, v, out, lse), lengths, Options(0.1, 5))
+        assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, BF16) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (BF16, 1e-2), (torch.float16, 2e-3)], ids=str
+)
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_of_cpus(case, dtype, tolerance):
+    segments, *tokens = CASES[case]
+    for heads in ((4, 1), (6, 3), (2, 2)):
+        check(torch_cpu.forward, torch_cpu.backward, segments, tokens, heads, None, dtype, tolerance)
+
+
+@settings(max_examples=100, deadline=None)
+@given(segment_lists(longest=60))
+def test_any_segments_on_a_cpu(case):
+    segments, *tokens = case
+    assume(all(tokens))
+    functions = torch_cpu.forward, torch_cpu.backward
+    check(*functions, torch.from_numpy(segments), tokens, (4, 2), None, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "window", "lse", "expected"),
+    [
+        (torch.float32, (8, 8), None, False, []),
+        (torch.float32, (8, 8), None, True, ["backward"]),
+        (torch.float32, (8, 8), 3, False, ["forward", "backward"]),
+        (torch.float64, (8, 8), None, False, ["forward", "backward"]),
+        (torch.float32, (8, 4), None, False, ["forward", "backward"]),
+    ],
+)
+def test_what_torch_cannot_the_reference_computes(monkeypatch, dtype, dims, window, lse, expected):
+    ran = []
+    for name in ("forward", "backward"):
+        right = getattr(reference, name)
+        monkeypatch.setattr(reference, name, lambda *x, name=name, right=right: ran.append(name) or right(*x))
+    segments, *tokens = CASES["shard"]
+    q, k, v, *_ = random_inputs(*tokens, (4, 2), dims, dtype)
+    for wish in ("auto", "torch"):
+        options = {"window": window, "return_lse": True, "implementation": wish}
+        results = varlen_attention(q.requires_grad_(), k, v, segments, **options)
+        results[lse][:, :2].sum().backward()
+        assert ran == expected
+        del ran[:]

@@ -16,8 +16,7 @@ Head dim: FlashAttention-3 (Shah et al. 2024, H100, 16K tokens, not causal) reac
 474 backward at head dim 64, and 648 and 561 at 128. So a block at 64 takes 0.652 and 0.592 of its time at
 128. Ours is assumed to scale alike until it is measured, linearly between and beyond.
 
-`taken` has the kernels that are predicted: those that `auto` takes on a Hopper, by the same constant
-(kernels/fastest.py).
+`taken` has the kernels that are predicted: those that `auto` takes, by the same rules (kernels/fastest.py).
 """
 
 from __future__ import annotations
@@ -31,17 +30,25 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
-from wlb_titan.kernels.fastest import HOPPER
+from wlb_titan.kernels.fastest import HOPPER, torch_can
 
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
 BLOCK_ROWS = 64  # of queries times packed heads, in Gluon's backward
 MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments
 
-SLOWER = {"gluon": (1.0, 1.0), "triton": (1.45, 1.53)}
-"""Forward and backward over what `hopper` predicts of Gluon's. Triton's are near the medians of the 22 cases
-at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl. Those
-of the backward are 1.49 to 1.62 in 16 of them, less on short documents, more on short shares of a mix."""
+TRITON = (1.45, 1.53)
+SLOWER = {
+    True: {"gluon": (1.0, 1.0), "triton": TRITON, "torch": (1.75, 1.6)},
+    False: {"triton": TRITON, "torch": (1.0, 1.0)},
+}
+"""By whether a GPU is a Hopper, forward and backward over what `hopper` predicts of Gluon's there, and over
+torch's elsewhere, whose rates of attention the clusters of other GPUs have. Triton's are near the medians of
+the 22 cases at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and
+attention_turns_h100.jsonl. Those of the backward are 1.49 to 1.62 in 16 of them, less on short documents, more
+on short shares of a mix. On other GPUs nobody has timed it. torch's on an H100 are FlashAttention-2's over
+FlashAttention-3's as published (Shah et al. 2024): 648 over 370 TFLOP/s forward at 16K, 1.5 to 1.75 times as
+long backward."""
 
 
 class Point(NamedTuple):
@@ -104,10 +111,12 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
     )
 
 
-def taken(implementation: str, dims: tuple[int, int]) -> tuple[str, str]:
-    """What computes forward and backward on a Hopper with these head dims (D, Dv) where [wlb.attention] has
-    this implementation: "auto"'s where no factor of it was measured."""
-    if implementation in SLOWER:
+def taken(implementation: str, dims: tuple[int, int], on_hopper: bool = True) -> tuple[str, str]:
+    """What computes forward and backward on a Hopper, or another NVIDIA GPU, with these head dims (D, Dv) where
+    [wlb.attention] has this implementation: "auto"'s where no factor of it was measured."""
+    if implementation == "torch" or (not on_hopper and implementation not in SLOWER[False]):
+        implementation = "torch" if torch_can(dims) else "triton"
+    if implementation in SLOWER[on_hopper]:
         return implementation, implementation
     passes: tuple[str, str] = HOPPER.get(dims, ("triton", "triton"))
     return passes

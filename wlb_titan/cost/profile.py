@@ -268,8 +268,8 @@ def cluster_latency(
     backward = units * base.attention_backward_flops / cluster.attention_backward_flops
     source = ours.source if forward == backward == 1 else f"{ours.source}, scaled to {cluster.name}"
     if cluster != load_cluster("cpu"):
-        kernels = taken(implementation, shape.both_dims)
-        slower = [SLOWER[name][number] for number, name in enumerate(kernels)]
+        kernels = taken(implementation, shape.both_dims, cluster.is_hopper)
+        slower = [SLOWER[cluster.is_hopper][name][number] for number, name in enumerate(kernels)]
         forward, backward = forward * slower[0], backward * slower[1]
         source += f", {kernels[0].title()}'s forward and {kernels[1].title()}'s backward pass"
     return replace(
