@@ -16,8 +16,3 @@ today's has been committed: so Triton's is taken.
 HOPPER_FAMILY = 9
 FASTEST = {HOPPER_FAMILY: HOPPER}
 """By the major number of an NVIDIA GPU's compute capability."""
-
-
-def torch_can(dims: HeadDims) -> bool:
-    """Whether torch's FlashAttention has these head dims, which "auto" takes on other NVIDIA GPUs."""
-    return dims[0] == dims[1] and dims[0] % 8 == 0 and 0 < dims[0] <= 256

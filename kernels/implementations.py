@@ -14,14 +14,16 @@ from typing import NamedTuple
 
 import torch
 
-from .fastest import FASTEST, HOPPER_FAMILY, HeadDims, torch_can
+from .fastest import FASTEST, HOPPER_FAMILY, HeadDims
 
 PASSES = ("forward", "backward")
 MAX_HEAD_DIM = 256
 GLUON_HEAD_DIMS = (64, 128)
 REFERENCE = "reference"  # its own judge, in float32
 TORCH = "torch"
-HALF = (torch.float16, torch.bfloat16)
+
+
+Reason = str | None  # why an implementation cannot run a pass; None if it can
 
 
 class Device(NamedTuple):
@@ -50,17 +52,6 @@ class Device(NamedTuple):
         return "AMD" if self.hip else "Hopper" if self.family == HOPPER_FAMILY else "NVIDIA"
 
 
-class Call(NamedTuple):
-    """What decides which implementation can compute a pass."""
-
-    which: str  # "forward" or "backward"
-    dims: HeadDims
-    dtype: torch.dtype
-    device: Device
-    windowed: bool = False
-    lse_gradient: bool = False  # whether the log-sum-exp has one, as in models with sinks
-
-
 @cache
 def device_of(device: torch.device) -> Device:
     """What the rule needs to know about a device."""
@@ -70,15 +61,14 @@ def device_of(device: torch.device) -> Device:
     return Device(device.type, interpreted=_interpreting())
 
 
-def _refused_by_triton(call: Call) -> str | None:
-    dtype, device = call.dtype, call.device
+def _refused_by_triton(which: str, dims: HeadDims, dtype: torch.dtype, device: Device, *_: bool) -> Reason:
     on_gpu = device.type == "cuda"
     if not on_gpu and not device.interpreted:
         return f"needs a CUDA device, and runs on {device.type}"
     dtypes = (torch.float16, torch.bfloat16 if on_gpu else torch.float32)
     if dtype not in dtypes:
         return f"takes {dtypes[0]} and {dtypes[1]} here, got {dtype}"
-    for name, dim in zip("qv", call.dims, strict=True):
+    for name, dim in zip("qv", dims, strict=True):
         if dim > MAX_HEAD_DIM or dim % 8 != 0 or dim == 0:
             return f"takes head dims that are multiples of 8 up to {MAX_HEAD_DIM}, but {name} has {dim}"
     if device.capability and device.capability < (8, 0):
@@ -86,33 +76,36 @@ def _refused_by_triton(call: Call) -> str | None:
     return None
 
 
-def _refused_by_gluon(call: Call) -> str | None:
-    if reason := _refused_by_triton(call):  # some of its kernels are Triton's
+def _refused_by_gluon(which: str, dims: HeadDims, dtype: torch.dtype, device: Device, *_: bool) -> Reason:
+    if reason := _refused_by_triton(which, dims, dtype, device):  # some of its kernels are Triton's
         return reason
-    device = call.device
     if device.type != "cuda" or (device.capability and device.family != HOPPER_FAMILY):
         return "needs an NVIDIA GPU of compute capability 9 (Hopper)"
-    for name, dim in zip("qv", call.dims, strict=True):
+    for name, dim in zip("qv", dims, strict=True):
         if dim not in GLUON_HEAD_DIMS:
             return f"takes head dims {GLUON_HEAD_DIMS}, but {name} has {dim}"
     return None
 
 
-def _refused_by_torch(call: Call) -> str | None:
-    device, on_cpu = call.device, call.device.type == "cpu"
-    if call.lse_gradient and call.which == "backward":
+def _refused_by_torch(
+    which: str, dims: HeadDims, dtype: torch.dtype, device: Device, windowed: bool, lse_gradient: bool
+) -> Reason:
+    if device.type != "cuda" or device.hip:  # whose kernels give the log-sum-exp another shape
+        return "needs an NVIDIA GPU or a CPU"
+    if dims[0] != dims[1]:
+        return f"takes equal head dims of q and v, got {dims}"
+    if lse_gradient and which == "backward":
         return "has no gradient of the log-sum-exp, which sinks need"
-    if on_cpu and call.windowed:
-        return "has no windows on CPUs"
-    if call.dims[0] != call.dims[1] or not (on_cpu or torch_can(call.dims)):
-        return (
-            f"takes equal head dims of q and v, on GPUs multiples of 8 up to {MAX_HEAD_DIM}, got {call.dims}"
-        )
-    if on_cpu:
-        return None if call.dtype in (*HALF, torch.float32) else f"takes no {call.dtype}"
-    if device.type != "cuda" or device.hip:
-        return "needs an NVIDIA GPU or a CPU: torch's kernels of AMD GPUs give the log-sum-exp another shape"
-    return _refused_by_triton(call)  # the same types and generations of GPUs
+    return _refused_by_triton(which, dims, dtype, device)  # the same types and generations of GPUs
+
+
+def _refused_by_torch_cpu(
+    which: str, dims: HeadDims, dtype: torch.dtype, device: Device, windowed: bool, lse_gradient: bool
+) -> Reason:
+    plain = not (windowed or (lse_gradient and which == "backward")) and dims[0] == dims[1]
+    if device.type == "cpu" and plain and dtype != torch.float64:
+        return None
+    return "needs a CPU, equal head dims, no window, no gradient of the log-sum-exp, and is not for float64"
 
 
 class Implementation(NamedTuple):
@@ -129,8 +122,7 @@ class Implementation(NamedTuple):
     """
 
     module: str
-    refuses: Callable[[Call], str | None]
-    """Why it cannot run a pass; None if it can."""
+    refuses: Callable[..., Reason]  # takes what `chosen` takes
     judge: str  # the implementation that self_check.py compares it with
     untimed_on: tuple[str, ...]  # the kinds of devices where "auto" takes it without a measurement
     repeats: bool = True  # whether gradients have the same bits again, whatever torch's settings
@@ -139,9 +131,10 @@ class Implementation(NamedTuple):
 GPUS = ("Hopper", "NVIDIA", "AMD")
 TABLE = {  # the fastest first
     "gluon": Implementation("gluon_launch", _refused_by_gluon, "triton", ()),
-    TORCH: Implementation("torch_varlen", _refused_by_torch, REFERENCE, ("NVIDIA", "CPU"), repeats=False),
+    TORCH: Implementation("torch_varlen", _refused_by_torch, REFERENCE, ("NVIDIA",), repeats=False),
+    "torch_cpu": Implementation("torch_cpu", _refused_by_torch_cpu, REFERENCE, ("CPU",)),
     "triton": Implementation("triton_launch", _refused_by_triton, REFERENCE, (*GPUS, "interpreter")),
-    REFERENCE: Implementation("reference", lambda _: None, REFERENCE, ("CPU", "interpreter")),
+    REFERENCE: Implementation("reference", lambda *_: None, REFERENCE, ("CPU", "interpreter")),
 }
 IMPLEMENTATIONS = ("auto", *TABLE)  # what callers may ask for
 
@@ -153,26 +146,22 @@ def load(name: str) -> ModuleType:
 
 @cache
 def chosen(
-    which: str,
-    implementation: str,
-    dims: HeadDims,
-    dtype: torch.dtype,
-    device: Device,
-    windowed: bool = False,
-    lse_gradient: bool = False,
-) -> str:
-    """What runs a pass, as of `Call`, for a caller that asks for `implementation`. Raises ValueError, with
-    the reason, if that cannot run it; what torch alone cannot, "auto"'s next choice does."""
+    which: str, implementation: str, dims: HeadDims, dtype: torch.dtype, device: Device,
+    windowed: bool = False, lse_gradient: bool = False,
+) -> str:  # fmt: skip
+    """What runs a pass, "forward" or "backward", with head dims D and Dv, with a window or not, and, if it is a
+    backward, with a gradient of the log-sum-exp or not, for a caller that asks for `implementation`. Raises
+    ValueError, with the reason, if that cannot run it; what `torch` cannot, the next of the table does."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    names = [implementation] if implementation != "auto" else []
-    if implementation == "auto" and (measured := FASTEST.get(device.family, {}).get(dims)):
-        names = [measured[PASSES.index(which)]]
+    names = [implementation]
+    if implementation == "auto":
+        measured = FASTEST.get(device.family, {}).get(dims)
+        names = [measured[PASSES.index(which)]] if measured else []
     if implementation == "auto" or (implementation == TORCH and not device.hip):
         names += [name for name in TABLE if device.kind in TABLE[name].untimed_on]
-    call = Call(which, dims, dtype, device, windowed, lse_gradient)
     for name in names:
-        reason = TABLE[name].refuses(call)
+        reason = TABLE[name].refuses(which, dims, dtype, device, windowed, lse_gradient)
         if reason is None:
             return name
     raise ValueError(f"implementation {implementation!r} {reason}")

@@ -110,18 +110,12 @@ def rich_segments(kv_heads: int, units: int, scale: int = 1) -> Tensor:
 
 def ways(noise: Noise, options: Options) -> list:
     """The divisions with which the backward may run, whatever the segments; [None] if it has no choice."""
-    kernels = load(_backward_of(noise, options))
+    kernels = load(op.taken("backward", noise.q, noise.v, options, noise.dlse is not None))
     divisions = getattr(kernels, "divisions", lambda *_: [None])
     return divisions(noise.shape.q_heads, noise.shape.kv_heads, options.reach)
 
 
-def _backward_of(noise: Noise, options: Options) -> str:
-    return op.taken("backward", noise.q, noise.v, options, noise.dlse is not None)
-
-
-def warm_up(
-    shape: Shape, options: Options, dtype: torch.dtype, device: torch.device, sinks: bool = True
-) -> int:
+def warm_up(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device, sinks=True) -> int:
     """Compiles every configuration of both passes, by a launch of each; returns how many there are."""
     noise = Noise.on(FEW, shape, dtype, device)
     q, k, v, dout, lse, _ = noise
@@ -145,7 +139,7 @@ def check_kernels(noise: Noise, options: Options) -> float:
 
     The judge is that of the backward's implementation: of Gluon's Triton's, whose programs share nothing.
     """
-    implementation = TABLE[_backward_of(noise, options)]
+    implementation = TABLE[op.taken("backward", noise.q, noise.v, options, noise.dlse is not None)]
     want = wanted(noise, options, implementation.judge)
     largest = 0.0
     for divided in ways(noise, options):

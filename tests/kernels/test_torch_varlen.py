@@ -2,6 +2,8 @@
 dense op in its place that has its contract, in float64.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -80,26 +82,17 @@ def dense():
     library._destroy()
 
 
-def check(forward, backward, segments, tokens, heads, window=None, dtype=torch.float64, tolerance=1e-10):
-    """Both passes beside the oracle; forward and backward take what those of torch_varlen take."""
+def check(kernels, segments, tokens, heads, window=None, dtype=torch.float64, tolerance=1e-10):
+    """Both passes beside the oracle."""
     *given, dlse = random_inputs(*tokens, heads, (8, 8), dtype)
     options = Options(0.3, window)
     schedule = schedule_of(segments, *tokens, CPU, options.reach)
-    out, lse = forward(*given[:3], schedule, options)
-    gradients = backward(given[3], Saved(*given[:3], out, lse), schedule, options)
+    out, lse = kernels.forward(*given[:3], schedule, options)
+    gradients = kernels.backward(given[3], None, Saved(*given[:3], out, lse), schedule, options)
     assert all(x.dtype == dtype and x.is_contiguous() for x in (out, *gradients))
-    assert torch.isposinf(lse[0]).nonzero()[:, 0].tolist() == schedule.lengths.padding.tolist()
     given.append(torch.zeros_like(dlse))
     compare_all(out, lse, gradients, given, segments, 0.3, window, tolerance)
     return schedule.lengths
-
-
-def by_lengths(function):
-    """On CPU tensors what a GPU's go through."""
-    return lambda *tensors: function(*tensors[:-2], tensors[-2].lengths, tensors[-1])
-
-
-VARLEN = by_lengths(torch_varlen.varlen_forward), by_lengths(torch_varlen.varlen_backward)
 
 
 @pytest.mark.usefixtures("dense")
@@ -107,7 +100,7 @@ VARLEN = by_lengths(torch_varlen.varlen_forward), by_lengths(torch_varlen.varlen
 @pytest.mark.parametrize("case", CASES)
 def test_cases_by_cumulative_lengths(case, window):
     segments, *tokens = CASES[case]
-    lengths = check(*VARLEN, segments, tokens, (4, 2), window)
+    lengths = check(torch_varlen, segments, tokens, (4, 2), window)
     if window is None:
         assert (lengths.rows is None) == (case not in ("shard", "two_chunks", "slices")), "copied"
 
@@ -116,31 +109,26 @@ def test_cases_by_cumulative_lengths(case, window):
 @settings(max_examples=150, deadline=None)
 @given(segment_lists(longest=60), reaches, st.sampled_from([(1, 1), (4, 1), (6, 3)]))
 def test_any_segments_by_cumulative_lengths(case, reach, heads):
-    """Whole documents, chunks, gaps, in any order: every row of output and gradients. Gradients of keys that
-    were gathered are added up by layers, each key once in one.
-    """
+    """Whole documents, chunks, gaps, in any order: every row of output and gradients."""
     segments, *tokens = case
     assume(all(tokens))
     window = None if reach == NO_WINDOW else reach
-    lengths = check(*VARLEN, torch.from_numpy(segments), tokens, heads, window)
-    if lengths.rows is not None:
-        places = torch.cat([places for places, _ in lengths.layers])
-        assert torch.equal(places.sort().values, torch.arange(len(lengths.rows), dtype=torch.int32))
-        for places, keys in lengths.layers:
-            assert torch.equal(keys, lengths.rows[places]) and len(keys.unique()) == len(keys)
+    check(torch_varlen, torch.from_numpy(segments), tokens, heads, window)
 
 
 def test_the_ops_of_gpus_take_what_they_are_given(monkeypatch):
     """Tensors without memory, on a GPU that need not be there."""
     monkeypatch.setattr(torch_varlen, "aligned", lambda x: x)  # which looks at addresses
     segments, *tokens = CASES["shard"]
-    on_cpu = schedule_of(segments, *tokens, CPU).lengths
+    schedule = schedule_of(segments, *tokens, CPU)
+    on_cpu, options = schedule.lengths, Options(0.1, 5)
     with FakeTensorMode():
-        lengths = tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype).cuda(), on_cpu)
+        fakes = tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype).cuda(), on_cpu)
+        schedule = SimpleNamespace(lengths=fakes)
         q, k, v = (torch.empty(n, heads, 64, dtype=BF16).cuda() for n, heads in ((13, 4), (12, 2), (12, 2)))
-        out, lse = torch_varlen.varlen_forward(q, k, v, lengths, Options(0.1, 5))
+        out, lse = torch_varlen.forward(q, k, v, schedule, options)
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, BF16, (4, 13), torch.float32)
-        gradients = torch_varlen.varlen_backward(out, Saved(q, k, v, out, lse), lengths, Options(0.1, 5))
+        gradients = torch_varlen.backward(out, None, Saved(q, k, v, out, lse), schedule, options)
         assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, BF16) for x in (q, k, v)]
 
 
@@ -151,7 +139,7 @@ def test_the_ops_of_gpus_take_what_they_are_given(monkeypatch):
 def test_the_kernel_of_cpus(case, dtype, tolerance):
     segments, *tokens = CASES[case]
     for heads in ((4, 1), (6, 3), (2, 2)):
-        check(torch_cpu.forward, torch_cpu.backward, segments, tokens, heads, None, dtype, tolerance)
+        check(torch_cpu, segments, tokens, heads, None, dtype, tolerance)
 
 
 @settings(max_examples=100, deadline=None)
@@ -159,8 +147,7 @@ def test_the_kernel_of_cpus(case, dtype, tolerance):
 def test_any_segments_on_a_cpu(case):
     segments, *tokens = case
     assume(all(tokens))
-    functions = torch_cpu.forward, torch_cpu.backward
-    check(*functions, torch.from_numpy(segments), tokens, (4, 2), None, torch.float32, 1e-5)
+    check(torch_cpu, torch.from_numpy(segments), tokens, (4, 2), None, torch.float32, 1e-5)
 
 
 @pytest.mark.parametrize(

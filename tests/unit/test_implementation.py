@@ -43,9 +43,11 @@ TAKEN = [  # by "auto" in the layers above, and by "torch"
     *((gpu, "auto", ["torch"] * 4 + ["triton", SINKS, "torch"]) for gpu in OTHERS),
     (HOPPER, "auto", ["triton", MIXED, "triton", "triton", "triton", "triton", MIXED]),
     (AMD, "auto", ["triton"] * 7),
-    (CPU, "auto", ["torch"] * 4 + ["reference", "torch, then reference", "reference"]),
+    *(
+        (CPU, wish, ["torch_cpu"] * 4 + ["reference", "torch_cpu, then reference", "reference"])
+        for wish in ("auto", "torch")
+    ),
     *((gpu, "torch", ["torch"] * 4 + ["triton", SINKS, "torch"]) for gpu in (HOPPER, *OTHERS)),
-    (CPU, "torch", ["torch"] * 4 + ["reference", "torch, then reference", "reference"]),
     *((gpu, "triton", ["triton"] * 7) for gpu in (HOPPER, AMPERE)),
     *((device, "reference", ["reference"] * 7) for device in (HOPPER, CPU)),
     (Device("cpu", interpreted=True), "auto", ["reference"] * 7),  # in bfloat16, which it computes wrongly
@@ -64,7 +66,7 @@ def test_what_is_chosen(device, wish, expected):
 
 
 def test_what_is_chosen_by_dtype_and_head_dims_that_few_can():
-    assert passes_of("auto", (7, 7), torch.float32, CPU) == "torch"
+    assert passes_of("auto", (7, 7), torch.float32, CPU) == "torch_cpu"
     assert passes_of("auto", (64, 64), torch.float64, CPU) == "reference"
     assert passes_of("auto", (64, 64), torch.float32, Device("cpu", interpreted=True)) == "triton"
     for dim in (64, 128):
@@ -104,7 +106,7 @@ def test_an_amd_gpu_is_no_hopper(monkeypatch):
         ("auto", 128, BF16, Device("cuda", (7, 5)), "needs? compute capability 8.0"),
         ("triton", 264, BF16, UNKNOWN, "up to 256, but q has 264"),
         ("triton", 128, BF16, CPU, "needs a CUDA device"),
-        ("fast", 128, BF16, HOPPER, "'fast' is none of auto, gluon, torch, triton, reference"),
+        ("fast", 128, BF16, HOPPER, "'fast' is none of auto, gluon, torch, torch_cpu, triton, reference"),
     ],
 )
 def test_what_is_refused(wish, dim, dtype, device, reason):

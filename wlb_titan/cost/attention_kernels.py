@@ -30,25 +30,22 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
-from wlb_titan.kernels.fastest import HOPPER, torch_can
+from wlb_titan.kernels.fastest import HOPPER
 
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
 BLOCK_ROWS = 64  # of queries times packed heads, in Gluon's backward
 MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments
 
-TRITON = (1.45, 1.53)
 SLOWER = {
-    True: {"gluon": (1.0, 1.0), "triton": TRITON, "torch": (1.75, 1.6)},
-    False: {"triton": TRITON, "torch": (1.0, 1.0)},
+    True: {"gluon": (1.0, 1.0), "triton": (1.45, 1.53), "torch": (1.75, 1.6)},
+    False: {"triton": (1.45, 1.53), "torch": (1.0, 1.0)},
 }
-"""By whether a GPU is a Hopper, forward and backward over what `hopper` predicts of Gluon's there, and over
-torch's elsewhere, whose rates of attention the clusters of other GPUs have. Triton's are near the medians of
-the 22 cases at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and
-attention_turns_h100.jsonl. Those of the backward are 1.49 to 1.62 in 16 of them, less on short documents, more
-on short shares of a mix. On other GPUs nobody has timed it. torch's on an H100 are FlashAttention-2's over
-FlashAttention-3's as published (Shah et al. 2024): 648 over 370 TFLOP/s forward at 16K, 1.5 to 1.75 times as
-long backward."""
+"""By whether it is a Hopper, forward and backward over what `hopper` predicts of Gluon's; elsewhere over
+torch's, whose rates of attention clusters of other GPUs have. Triton's are near the medians of the 22 cases at
+head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl; those of the
+backward are 1.49 to 1.62 in 16 of them, less on short documents, more on short shares of a mix. torch's are
+FlashAttention-2's over FlashAttention-3's as published (Shah et al. 2024): 648 over 370 TFLOP/s, 1.5 to 1.75."""
 
 
 class Point(NamedTuple):
@@ -115,7 +112,7 @@ def taken(implementation: str, dims: tuple[int, int], on_hopper: bool = True) ->
     """What computes forward and backward on a Hopper, or another NVIDIA GPU, with these head dims (D, Dv) where
     [wlb.attention] has this implementation: "auto"'s where no factor of it was measured."""
     if implementation == "torch" or (not on_hopper and implementation not in SLOWER[False]):
-        implementation = "torch" if torch_can(dims) else "triton"
+        implementation = "torch" if dims[0] == dims[1] else "triton"
     if implementation in SLOWER[on_hopper]:
         return implementation, implementation
     passes: tuple[str, str] = HOPPER.get(dims, ("triton", "triton"))

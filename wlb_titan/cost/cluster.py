@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from wlb_titan.errors import PlanError
-from wlb_titan.kernels.fastest import HOPPER_FAMILY
 
 CLUSTERS = Path(__file__).with_name("clusters")
 UNKNOWN = "h100_roce"  # whose rates stand for those of a GPU without a shipped cluster
@@ -57,11 +56,6 @@ class Cluster:
     device: str = ""  # part of the name of its GPUs
     units: int = _figure("[gpu] units", 1, 100000, "multiprocessors", default=132)
     capability: float = _figure("[gpu] capability", 8, 99, "major.minor", default=9.0)
-
-    @property
-    def is_hopper(self) -> bool:
-        """Whether our Gluon kernels run there."""
-        return int(self.capability) == HOPPER_FAMILY
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The link of ranks that are `stride` GPUs apart. Across nodes each GPU's network card carries a

@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
-from wlb_titan.kernels.implementations import PASSES, REFERENCE, TABLE, TORCH, Call, Device, chosen, device_of
+from wlb_titan.kernels.implementations import PASSES, REFERENCE, TABLE, TORCH, Device, chosen, device_of
 from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
 from wlb_titan.runtime.config import TrainerConfig
@@ -26,7 +26,8 @@ def check_implementation(
     """What computes forward and backward passes; refuses what cannot run the model's attention. The device is
     None where it is not known, as on the machine that submits the job."""
     wish = config.wlb.attention.implementation
-    dims, dtype = _dims(config), _dtype(config)
+    shape, dtype = model_shape(config.model_spec.model), _dtype(config)
+    dims = shape.head_dim, shape.v_head_dim or shape.head_dim
     if device is None:
         anywhere = wish in ("auto", TORCH, REFERENCE)
         device = Device("cpu" if anywhere or config.wlb.device == "cpu" else "cuda")
@@ -59,11 +60,6 @@ def _dtype(config: TrainerConfig) -> torch.dtype:
     return TORCH_DTYPE_MAP[config.training.mixed_precision_param]
 
 
-def _dims(config: TrainerConfig) -> tuple[int, int]:
-    shape = model_shape(config.model_spec.model)
-    return shape.head_dim, shape.v_head_dim or shape.head_dim
-
-
 def _sinks(config: TrainerConfig) -> bool:
     """Whether the model gives the log-sum-exp a gradient."""
     return "sinks" in (config.model_spec.model.first_attention.param_init or {})
@@ -76,8 +72,9 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
     Triton's cache. A launch that hangs is found before any collective could wait for it.
     """
     by_window = {window: check_implementation(config, device_of(device), window) for window in windows(job)}
-    said = [_said(config, device_of(device), window, *passes) for window, passes in by_window.items()]
-    logger.info(f"Attention: {'; '.join(said)}")
+    for window, (forward, backward) in by_window.items():
+        both = forward if forward == backward else f"{forward} forward, {backward} backward"
+        logger.info(f"Attention: {both}{'' if window is None else f' with a window of {window}'}")
     if device.type != "cuda" or config.wlb.attention.implementation == REFERENCE:
         return  # an interpreter compiles nothing
     first = int(os.environ["LOCAL_RANK"]) == 0
@@ -87,19 +84,6 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
                 shape = attention_shape(job, context_rank)
                 _prepare(config, shape, window, backward, device, sinks=_sinks(config))
         dist.barrier()
-
-
-def _said(config: TrainerConfig, device: Device, window: int | None, forward: str, backward: str) -> str:
-    """What computes passes with a window, and why it is not what [wlb.attention] asks for."""
-    wish, text = config.wlb.attention.implementation, forward
-    if backward != forward:
-        text = f"{forward} forward, {backward} backward"
-    if window is not None:
-        text += f" with a window of {window}"
-    if wish != "auto" and backward != wish:
-        call = Call(PASSES[1], _dims(config), _dtype(config), device, window is not None, _sinks(config))
-        text += f", as {wish} {TABLE[wish].refuses(call)}"
-    return text
 
 
 def _prepare(
