@@ -149,7 +149,7 @@ def chosen(
     which: str, implementation: str, dims: HeadDims, dtype: torch.dtype, device: Device,
     windowed: bool = False, lse_gradient: bool = False,
 ) -> str:  # fmt: skip
-    """What runs a pass, "forward" or "backward", with head dims D and Dv, with a window or not, and, if it is a
+    """What runs a pass, "forward" or "backward", with head dims D and Dv, with a window or not and, in the
     backward, with a gradient of the log-sum-exp or not, for a caller that asks for `implementation`. Raises
     ValueError, with the reason, if that cannot run it; what `torch` cannot, the next of the table does."""
     if implementation not in IMPLEMENTATIONS:

@@ -1,8 +1,8 @@
 """Segments as cumulative lengths, as FlashAttention's varlen interface takes them.
 
-Keys that lie in the order of their queries, as those of whole documents do, are read where they are: queries in
-no segment are a sequence without keys, keys in none one without queries. Others are gathered, as for two chunks
-of a document:
+Keys that lie in the order of their queries, as those of whole documents do, are read where they are: queries
+in no segment are a sequence without keys, keys in none one without queries. Others are gathered, as for two
+chunks of a document:
 
     >>> chunks = np.array([[0, 2, 0, 2], [2, 2, 0, 8]], dtype=np.int32)
     >>> found = lengths(chunks, 4, 8, 1000, "cpu")

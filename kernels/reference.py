@@ -2,8 +2,8 @@
 
 Both passes walk over blocks of at most `BLOCK` queries of one segment and the keys that these see, so that
 memory is BLOCK x keys per head and nothing above the diagonal is computed but the last square. The backward
-recomputes the probabilities from the saved log-sum-exp, as the kernels do (FlashAttention-2, Dao 2023). Half precision is computed in
-float32, float64 in float64.
+recomputes the probabilities from the saved log-sum-exp, as the kernels do (FlashAttention-2, Dao 2023). Half
+precision is computed in float32, float64 in float64.
 """
 
 from collections.abc import Iterator

@@ -69,7 +69,7 @@ class Shape:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself if kernels read it where it lies (heads dense and side by side, tokens 16 bytes apart or a multiple, as
+    """x itself if kernels can read it (heads dense and side by side, tokens 16 bytes apart or a multiple, as
     where context parallelism gathers keys and values in one row), or else a copy."""
     if x.shape[1] == 1:
         x = x[:, 0].unsqueeze(1)  # whatever the stride from one head to the next was, there is no next

@@ -1,8 +1,9 @@
 """Attention over segments by torch's varlen FlashAttention, on NVIDIA GPUs.
 
 Its ops are those that `torch.nn.attention.varlen` calls, below its autograd: FlashAttention-2, or what
-`torch.nn.attention.activate_flash_attention_impl` has put in its place. Gradients of q, and of keys that several
-segments see, are added up in any order, unless torch.use_deterministic_algorithms asks for one that repeats.
+`torch.nn.attention.activate_flash_attention_impl` has put in its place. Gradients of q, and of keys that
+several segments see, are added up in any order, unless torch.use_deterministic_algorithms asks for one that
+repeats.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""torch's FlashAttention as an implementation: the CPU's kernel itself; of the GPU's what is given to it, by a
-dense op in its place that has its contract, in float64.
+"""torch's FlashAttention as an implementation: the CPU's kernel itself; of the GPU's what is given to it, by
+a dense op in its place that has its contract, in float64.
 """
 
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def sequences(q, k, v, cum_q, cum_k, max_q, max_k, left, right, scale):
     edges = [(cum_q, q, max_q), (cum_k, k, max_k)]
     for cum, x, longest in edges:  # what lies outside of all sequences is not written
         assert cum.dtype == torch.int32 and cum.is_contiguous() and cum[0] == 0 and cum[-1] == len(x)
-        assert 0 <= cum.diff().min() and cum.diff().max() <= longest
+        assert cum.diff().min() >= 0 and cum.diff().max() <= longest
     for (q0, q1), (k0, k1) in zip(*(cum.unfold(0, 2, 1).tolist() for cum, *_ in edges), strict=True):
         keys = k[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1], keys) * scale

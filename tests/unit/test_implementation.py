@@ -74,9 +74,12 @@ def test_what_is_chosen_by_dtype_and_head_dims_that_few_can():
         assert passes_of("gluon", (dim, dim), BF16, UNKNOWN) == "gluon"
 
 
+@pytest.mark.parametrize("wish", ["auto", "torch", "triton"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (128, 64)])
-def test_predictions_are_of_what_auto_takes_on_a_hopper(dims):
-    assert taken("auto", dims) == tuple(chosen(which, "auto", dims, BF16, HOPPER) for which in PASSES)
+def test_predictions_are_of_what_is_taken(dims, wish):
+    for gpu in (HOPPER, AMPERE):
+        expected = tuple(chosen(which, wish, dims, BF16, gpu) for which in PASSES)
+        assert taken(wish, dims, gpu is HOPPER) == expected
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 12, 16])

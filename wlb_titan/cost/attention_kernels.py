@@ -43,9 +43,10 @@ SLOWER = {
 }
 """By whether it is a Hopper, forward and backward over what `hopper` predicts of Gluon's; elsewhere over
 torch's, whose rates of attention clusters of other GPUs have. Triton's are near the medians of the 22 cases at
-head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl; those of the
-backward are 1.49 to 1.62 in 16 of them, less on short documents, more on short shares of a mix. torch's are
-FlashAttention-2's over FlashAttention-3's as published (Shah et al. 2024): 648 over 370 TFLOP/s, 1.5 to 1.75."""
+head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl; those of
+the backward are 1.49 to 1.62 in 16 of them, less on short documents, more on short shares of a mix. torch's
+are FlashAttention-2's over FlashAttention-3's as published (Shah et al. 2024): 648 over 370 TFLOP/s forward,
+1.5 to 1.75 times as long backward."""
 
 
 class Point(NamedTuple):
@@ -109,8 +110,8 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
 
 
 def taken(implementation: str, dims: tuple[int, int], on_hopper: bool = True) -> tuple[str, str]:
-    """What computes forward and backward on a Hopper, or another NVIDIA GPU, with these head dims (D, Dv) where
-    [wlb.attention] has this implementation: "auto"'s where no factor of it was measured."""
+    """What computes forward and backward, on a Hopper or on another NVIDIA GPU, with these head dims (D, Dv)
+    where [wlb.attention] has this implementation: "auto"'s where no factor of it was measured."""
     if implementation == "torch" or (not on_hopper and implementation not in SLOWER[False]):
         implementation = "torch" if dims[0] == dims[1] else "triton"
     if implementation in SLOWER[on_hopper]:
