@@ -67,24 +67,24 @@ def cuts(shape: Shape, device: torch.device) -> tuple[Cut, Cut]:
 
 
 def _blocks(segments: np.ndarray, reach: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Query rows, the keys that any of them sees, and (rows, keys) whether a key is hidden from a row."""
+    """Query rows, the keys that any sees, and (rows, n) whether the last n keys are hidden from a row."""
     for q_start, q_len, kv_start, kv_len in segments.tolist():
         shift = kv_start + kv_len - q_len
         for first in range(0, q_len, BLOCK):
             last = min(first + BLOCK, q_len)
             begin = max(kv_start, shift + first + 1 - reach)
             own = torch.arange(shift + first, shift + last, device=device).unsqueeze(1)
-            ahead = torch.arange(begin, shift + last, device=device) - own
-            yield (
-                slice(q_start + first, q_start + last),
-                slice(begin, shift + last),
-                ahead.gt(0) | (ahead <= -reach),
-            )
+            since = shift + first if shift + last - reach <= begin else begin  # a window leaves keys behind
+            ahead = torch.arange(since, shift + last, device=device) - own
+            rows = slice(q_start + first, q_start + last)
+            yield rows, slice(begin, shift + last), (ahead > 0) | (ahead <= -reach)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor) -> Tensor:
     """(heads, group, rows, keys), -inf for keys that a row does not see."""
-    return torch.einsum("hgqd,hkd->hgqk", q * scale, k).masked_fill_(hidden, -torch.inf)
+    scores = torch.einsum("hgqd,hkd->hgqk", q * scale, k)
+    scores[..., -hidden.shape[1] :].masked_fill_(hidden, -torch.inf)
+    return scores
 
 
 def _by_head(x: Tensor, kv_heads: int) -> Tensor:

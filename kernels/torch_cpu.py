@@ -1,8 +1,8 @@
 """Attention over segments by torch's FlashAttention of CPUs, in float32, in half the time of the reference.
 
 torch's kernel is causal from the first key on. So queries that begin behind their first key, as those of a
-slice or a chunk do, see two parts: the keys before theirs, unmasked, and theirs, causal. The log-sum-exps join
-both outputs, and the backward of each part takes the joined ones.
+slice or a chunk do, see two parts: the keys before theirs, unmasked, and theirs, causal. The log-sum-exps
+join both outputs, and the backward of each part takes the joined ones.
 """
 
 from collections.abc import Iterator
