@@ -43,10 +43,10 @@ SLOWER = {
 }
 """By whether it is a Hopper, forward and backward over what `hopper` predicts of Gluon's; elsewhere over
 torch's, whose rates of attention clusters of other GPUs have. Triton's are near the medians of the 22 cases
-at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl,
-those of the backward 1.49 to 1.62 in 16 of them, less on short documents, more on short shares of a mix. torch's are
-FlashAttention-2's over FlashAttention-3's as published (Shah et al. 2024): 648 over 370 TFLOP/s forward, 1.5
-to 1.75 times as long backward."""
+at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl, in 16
+of them 1.49 to 1.62 backward, less on short documents, more on short shares of a mix. torch's are those of
+FlashAttention-2 over FlashAttention-3 as published (Shah et al. 2024): 648 over 370 TFLOP/s forward, 1.5 to
+1.75 times as long backward."""
 
 
 class Point(NamedTuple):
