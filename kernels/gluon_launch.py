@@ -20,9 +20,9 @@ from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
 from .implementations import units
 from .schedule import Schedule
-from .segments import Options, Saved, Shape
+from .segments import Options, Saved, Shape, aligned
 from .tiles import Cut
-from .triton_launch import LOG2_E, aligned, result, row_statistics
+from .triton_launch import LOG2_E, result, row_statistics
 
 ROWS = 64  # of one of the forward's two consumers, and of a step of the backward
 WIDTH = 128  # of a row of the sums of dQ

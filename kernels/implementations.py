@@ -1,8 +1,9 @@
 """What computes a call of the op: the table of implementations, and the rule that takes one of them.
 
-"auto" takes what was measured fastest (fastest.py); where nothing was measured, Triton on a GPU and the
-reference on the CPU; under Triton's interpreter (TRITON_INTERPRET=1), which computes bfloat16 wrongly, Triton
-for float16 and float32.
+"auto" takes what was measured fastest (fastest.py); where nothing was measured, the first of the table that
+is for the device's kind and can: torch's own FlashAttention on NVIDIA GPUs but Hopper and on CPUs, Triton on
+all GPUs, the reference on CPUs. Under Triton's interpreter (TRITON_INTERPRET=1), which computes bfloat16
+wrongly, it is Triton for float16 and float32.
 """
 
 from collections.abc import Callable
@@ -13,12 +14,16 @@ from typing import NamedTuple
 
 import torch
 
-from .fastest import FASTEST, HeadDims
+from .fastest import FASTEST, HOPPER_FAMILY, HeadDims
 
 PASSES = ("forward", "backward")
 MAX_HEAD_DIM = 256
 GLUON_HEAD_DIMS = (64, 128)
 REFERENCE = "reference"  # its own judge, in float32
+TORCH = "torch"
+
+
+Reason = str | None  # why an implementation cannot run a pass; None if it can
 
 
 class Device(NamedTuple):
@@ -37,7 +42,14 @@ class Device(NamedTuple):
     @property
     def tma(self) -> bool:
         """Whether to load by TMA: on Hopper, and in the interpreter, which emulates it."""
-        return self.type != "cuda" or self.family == 9
+        return self.type != "cuda" or self.family == HOPPER_FAMILY
+
+    @property
+    def kind(self) -> str:
+        """What "auto" tells devices by where nothing was measured."""
+        if self.type != "cuda":
+            return "interpreter" if self.interpreted else "CPU"
+        return "AMD" if self.hip else "Hopper" if self.family == HOPPER_FAMILY else "NVIDIA"
 
 
 @cache
@@ -49,7 +61,7 @@ def device_of(device: torch.device) -> Device:
     return Device(device.type, interpreted=_interpreting())
 
 
-def _refused_by_triton(which: str, dims: HeadDims, dtype: torch.dtype, device: Device) -> str | None:
+def _refused_by_triton(which: str, dims: HeadDims, dtype: torch.dtype, device: Device, *_: bool) -> Reason:
     on_gpu = device.type == "cuda"
     if not on_gpu and not device.interpreted:
         return f"needs a CUDA device, and runs on {device.type}"
@@ -64,15 +76,36 @@ def _refused_by_triton(which: str, dims: HeadDims, dtype: torch.dtype, device: D
     return None
 
 
-def _refused_by_gluon(which: str, dims: HeadDims, dtype: torch.dtype, device: Device) -> str | None:
+def _refused_by_gluon(which: str, dims: HeadDims, dtype: torch.dtype, device: Device, *_: bool) -> Reason:
     if reason := _refused_by_triton(which, dims, dtype, device):  # some of its kernels are Triton's
         return reason
-    if device.type != "cuda" or (device.capability and device.family != 9):
+    if device.type != "cuda" or (device.capability and device.family != HOPPER_FAMILY):
         return "needs an NVIDIA GPU of compute capability 9 (Hopper)"
     for name, dim in zip("qv", dims, strict=True):
         if dim not in GLUON_HEAD_DIMS:
             return f"takes head dims {GLUON_HEAD_DIMS}, but {name} has {dim}"
     return None
+
+
+def _refused_by_torch(
+    which: str, dims: HeadDims, dtype: torch.dtype, device: Device, windowed: bool, lse_gradient: bool
+) -> Reason:
+    if device.type != "cuda" or device.hip:  # whose kernels give the log-sum-exp another shape
+        return "needs an NVIDIA GPU or a CPU"
+    if dims[0] != dims[1]:
+        return f"takes equal head dims of q and v, got {dims}"
+    if lse_gradient and which == "backward":
+        return "has no gradient of the log-sum-exp, which sinks need"
+    return _refused_by_triton(which, dims, dtype, device)  # the same types and generations of GPUs
+
+
+def _refused_by_torch_cpu(
+    which: str, dims: HeadDims, dtype: torch.dtype, device: Device, windowed: bool, lse_gradient: bool
+) -> Reason:
+    plain = not (windowed or (lse_gradient and which == "backward")) and dims[0] == dims[1]
+    if device.type == "cpu" and plain and dtype != torch.float64:
+        return None
+    return "needs a CPU, equal head dims, no window, no gradient of the log-sum-exp, and is not for float64"
 
 
 class Implementation(NamedTuple):
@@ -89,16 +122,19 @@ class Implementation(NamedTuple):
     """
 
     module: str
-    refuses: Callable[[str, HeadDims, torch.dtype, Device], str | None]
-    """Why it cannot run a pass ("forward" or "backward") with head dims D and Dv; None if it can."""
+    refuses: Callable[..., Reason]  # takes what `chosen` takes
     judge: str  # the implementation that self_check.py compares it with
-    untimed_on: tuple[str, ...]  # where "auto" takes it without a measurement: "GPU", "CPU"
+    untimed_on: tuple[str, ...]  # the kinds of devices where "auto" takes it without a measurement
+    repeats: bool = True  # whether gradients have the same bits again, whatever torch's settings
 
 
+GPUS = ("Hopper", "NVIDIA", "AMD")
 TABLE = {  # the fastest first
     "gluon": Implementation("gluon_launch", _refused_by_gluon, "triton", ()),
-    "triton": Implementation("triton_launch", _refused_by_triton, REFERENCE, ("GPU", "CPU")),
-    REFERENCE: Implementation("reference", lambda *_: None, REFERENCE, ("CPU",)),
+    TORCH: Implementation("torch_varlen", _refused_by_torch, REFERENCE, ("NVIDIA",), repeats=False),
+    "torch_cpu": Implementation("torch_cpu", _refused_by_torch_cpu, REFERENCE, ("CPU",)),
+    "triton": Implementation("triton_launch", _refused_by_triton, REFERENCE, (*GPUS, "interpreter")),
+    REFERENCE: Implementation("reference", lambda *_: None, REFERENCE, ("CPU", "interpreter")),
 }
 IMPLEMENTATIONS = ("auto", *TABLE)  # what callers may ask for
 
@@ -109,19 +145,23 @@ def load(name: str) -> ModuleType:
 
 
 @cache
-def chosen(which: str, implementation: str, dims: HeadDims, dtype: torch.dtype, device: Device) -> str:
-    """What runs a pass, "forward" or "backward", with head dims D and Dv, for a caller that asks for
-    `implementation`. Raises ValueError, with the reason, if that cannot run it."""
+def chosen(
+    which: str, implementation: str, dims: HeadDims, dtype: torch.dtype, device: Device,
+    windowed: bool = False, lse_gradient: bool = False,
+) -> str:  # fmt: skip
+    """What runs a pass, "forward" or "backward", with head dims D and Dv, with a window or not and, in the
+    backward, with a gradient of the log-sum-exp or not, for a caller that asks for `implementation`. Raises
+    ValueError, with the reason, if that cannot run it; what `torch` cannot, the next of the table does."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
     names = [implementation]
     if implementation == "auto":
         measured = FASTEST.get(device.family, {}).get(dims)
-        kind = "GPU" if device.type == "cuda" else "CPU"
         names = [measured[PASSES.index(which)]] if measured else []
-        names += [name for name in TABLE if kind in TABLE[name].untimed_on]
+    if implementation == "auto" or (implementation == TORCH and not device.hip):
+        names += [name for name in TABLE if device.kind in TABLE[name].untimed_on]
     for name in names:
-        reason = TABLE[name].refuses(which, dims, dtype, device)
+        reason = TABLE[name].refuses(which, dims, dtype, device, windowed, lse_gradient)
         if reason is None:
             return name
     raise ValueError(f"implementation {implementation!r} {reason}")

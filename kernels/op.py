@@ -152,17 +152,17 @@ def backward(
     """Gradients, given those of the output and, unless None, of the log-sum-exp. divided: one of the
     implementation's divisions of the work, None for the one that it chooses."""
     q, k, v, _, _ = saved
-    kernels = load(taken("backward", q, v, options))
+    kernels = load(taken("backward", q, v, options, dlse is not None))
     with current(q.device):
         schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.reach)
         given = dout, dlse, saved, schedule, options
         return kernels.backward(*given) if divided is None else kernels.backward(*given, divided)
 
 
-def taken(which: str, q: Tensor, v: Tensor, options: Options) -> str:
+def taken(which: str, q: Tensor, v: Tensor, options: Options, lse_gradient: bool = False) -> str:
     """The implementation that computes a pass, "forward" or "backward"."""
-    dims = q.shape[2], v.shape[2]
-    name = chosen(which, options.implementation, dims, q.dtype, device_of(q.device))
+    call = (q.shape[2], v.shape[2]), q.dtype, device_of(q.device), options.window is not None, lse_gradient
+    name = chosen(which, options.implementation, *call)
     return name if q.numel() and v.numel() else REFERENCE  # there is nothing to launch
 
 

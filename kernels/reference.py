@@ -1,14 +1,12 @@
 """Attention over segments in plain PyTorch, which runs on the CPU, for small models and for tests.
 
 Both passes walk over blocks of at most `BLOCK` queries of one segment and the keys that these see, so that
-memory is BLOCK x keys per head and nothing above the diagonal is computed but the last square. The heads that
-share a key head are stacked into the rows of one matrix product. The backward recomputes the probabilities
-from the saved log-sum-exp, as the kernels do (FlashAttention-2, Dao 2023). Half precision is computed in
-float32, float64 in float64.
+memory is BLOCK x keys per head and nothing above the diagonal is computed but the last square. The backward
+recomputes the probabilities from the saved log-sum-exp, as the kernels do (FlashAttention-2, Dao 2023). Half
+precision is computed in float32, float64 in float64.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +19,6 @@ from .tiles import Cut
 BLOCK = 64  # the scores of a block stay in the second-level cache up to some thousand keys
 
 
-class Block(NamedTuple):
-    """Query rows and the keys that any of them sees."""
-
-    rows: slice
-    keys: slice  # each row sees one less than the next
-    ahead: int  # rows that see the first key; each row after these sees one key less at the start
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) like q, and log-sum-exp (Nq, Tq), +inf where a query sees no key."""
     q_tokens, q_heads, _ = q.shape
@@ -36,14 +26,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
     qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]
     out = qg.new_zeros(kv_heads, q_heads // kv_heads, q_tokens, v_dim)
     lse = qg.new_full((kv_heads, q_heads // kv_heads, q_tokens), torch.inf)
-    hidden = _hidden(schedule.segments, qg)
-    for block in _blocks(schedule.segments, options.reach):
-        rows, keys = block.rows, block.keys
-        scores = _scores(qg[:, :, rows], k_[:, keys], options.scale, block, hidden)
+    for rows, keys, hidden in _blocks(schedule.segments, options.reach, q.device):
+        scores = _scores(qg[:, :, rows], k_[:, keys], options.scale, hidden)
         m = scores.amax(-1, keepdim=True)
         p = scores.sub_(m).exp_()
         total = p.sum(-1, keepdim=True)
-        out[:, :, rows] = _rows_times(p, v_[:, keys]).div_(total)
+        out[:, :, rows] = torch.einsum("hgqk,hkd->hgqd", p, v_[:, keys]).div_(total)
         lse[:, :, rows] = total.log_().add_(m).squeeze(-1)
     lse = lse.reshape(q_heads, q_tokens).to(torch.promote_types(q.dtype, torch.float32))
     return _by_token(out, q), lse
@@ -62,16 +50,14 @@ def backward(
         delta -= dlse.reshape(delta.shape)  # the gradient of log-sum-exp by the scores is p
     lse = lse.reshape(delta.shape).to(qg.dtype)
     dq, dk, dv = torch.zeros_like(qg), torch.zeros_like(k_), torch.zeros_like(v_)
-    hidden = _hidden(schedule.segments, qg)
-    for block in _blocks(schedule.segments, options.reach):
-        rows, keys = block.rows, block.keys
-        p = _scores(qg[:, :, rows], k_[:, keys], options.scale, block, hidden)
+    for rows, keys, hidden in _blocks(schedule.segments, options.reach, q.device):
+        p = _scores(qg[:, :, rows], k_[:, keys], options.scale, hidden)
         p = p.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        dv[:, keys] += _stack(p).transpose(1, 2) @ _stack(dog[:, :, rows])
-        ds = _rows_times(dog[:, :, rows], v_[:, keys].transpose(1, 2))
+        dv[:, keys] += torch.einsum("hgqk,hgqd->hkd", p, dog[:, :, rows])
+        ds = torch.einsum("hgqd,hkd->hgqk", dog[:, :, rows], v_[:, keys])
         ds.sub_(delta[:, :, rows].unsqueeze(-1)).mul_(p).mul_(options.scale)
-        dq[:, :, rows] = _rows_times(ds, k_[:, keys])
-        dk[:, keys] += _stack(ds).transpose(1, 2) @ _stack(qg[:, :, rows])
+        dq[:, :, rows] = torch.einsum("hgqk,hkd->hgqd", ds, k_[:, keys])
+        dk[:, keys] += torch.einsum("hgqk,hgqd->hkd", ds, qg[:, :, rows])
     return _by_token(dq, q), _by_token(dk.unsqueeze(1), k), _by_token(dv.unsqueeze(1), v)
 
 
@@ -80,43 +66,25 @@ def cuts(shape: Shape, device: torch.device) -> tuple[Cut, Cut]:
     return cut, cut
 
 
-def _blocks(segments: np.ndarray, reach: int) -> Iterator[Block]:
+def _blocks(segments: np.ndarray, reach: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Query rows, the keys that any sees, and (rows, n) whether the last n keys are hidden from a row."""
     for q_start, q_len, kv_start, kv_len in segments.tolist():
         shift = kv_start + kv_len - q_len
         for first in range(0, q_len, BLOCK):
             last = min(first + BLOCK, q_len)
             begin = max(kv_start, shift + first + 1 - reach)
-            ahead = begin + reach - shift - first
-            yield Block(slice(q_start + first, q_start + last), slice(begin, shift + last), ahead)
+            own = torch.arange(shift + first, shift + last, device=device).unsqueeze(1)
+            since = shift + first if shift + last - reach <= begin else begin  # a window leaves keys behind
+            ahead = torch.arange(since, shift + last, device=device) - own
+            rows = slice(q_start + first, q_start + last)
+            yield rows, slice(begin, shift + last), (ahead > 0) | (ahead <= -reach)
 
 
-def _hidden(segments: np.ndarray, like: Tensor) -> Tensor:
-    """-inf above the diagonal, 0 elsewhere, in as many rows as the largest block has; adding is fast."""
-    rows = min(int(segments[:, 1].max()), BLOCK) if len(segments) else 0
-    return like.new_full((rows, rows), -torch.inf).triu_(1)
-
-
-def _scores(q: Tensor, k: Tensor, scale: float, block: Block, hidden: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor) -> Tensor:
     """(heads, group, rows, keys), -inf for keys that a row does not see."""
-    scores = _rows_times(q * scale, k.transpose(1, 2))
-    rows, keys = scores.shape[2:]
-    if rows > 1:
-        scores[..., -rows:].add_(hidden[:rows, :rows])
-    behind = rows - block.ahead
-    if behind > 0:
-        # Row ahead + i misses the first i + 1 keys: the transposed triangle, diagonal included.
-        n = min(behind + 1, keys)
-        scores[..., block.ahead - 1 :, :n].add_(hidden[:n, : behind + 1].T)
+    scores = torch.einsum("hgqd,hkd->hgqk", q * scale, k)
+    scores[..., -hidden.shape[1] :].masked_fill_(hidden, -torch.inf)
     return scores
-
-
-def _rows_times(x: Tensor, y: Tensor) -> Tensor:
-    """x (heads, group, rows, a) times y (heads, a, b): one product per key head."""
-    return (_stack(x) @ y).unflatten(1, x.shape[1:3])
-
-
-def _stack(x: Tensor) -> Tensor:
-    return x.flatten(1, 2)
 
 
 def _by_head(x: Tensor, kv_heads: int) -> Tensor:

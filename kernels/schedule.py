@@ -1,4 +1,4 @@
-"""The tile lists of one micro-batch on its device, built once for all layers and both passes."""
+"""The lists of one micro-batch on its device, built once for all layers and both passes."""
 
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import tiles
+from . import lengths, tiles
 from .segments import NO_WINDOW, check_segments
 
 
@@ -43,6 +43,12 @@ class Schedule:
     def bounds(self) -> Tensor:
         """(2, q_tokens): see tiles.row_bounds."""
         return tiles.row_bounds(self.segments, self.key.q_tokens, self.key.reach, self.key.device)
+
+    @cached_property
+    def lengths(self) -> lengths.Lengths:
+        """The segments as torch's varlen attention takes them."""
+        q_tokens, kv_tokens, reach, device, _ = self.key
+        return lengths.lengths(self.segments, q_tokens, kv_tokens, reach, device)
 
     def packed_bounds(self, pack: int) -> Tensor:
         """`bounds` of every row where `pack` heads of each token are packed; padded to 16 bytes, for TMA."""

@@ -68,6 +68,16 @@ class Shape:
         return f"D {dims}, {self.q_heads}:{self.kv_heads} heads"
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x itself if kernels can read it (heads dense and side by side, tokens 16 bytes apart or a multiple, as
+    where context parallelism gathers keys and values in one row), or else a copy."""
+    if x.shape[1] == 1:
+        x = x[:, 0].unsqueeze(1)  # whatever the stride from one head to the next was, there is no next
+    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2]
+    fits = dense and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options) -> None:
     """Raise ValueError unless shapes, dtypes, devices and options fit. Reads no values: fakes pass too."""
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -80,7 +80,7 @@ class Cover(NamedTuple):
 def row_bounds(segments: np.ndarray, q_tokens: int, reach: int, device: torch.device | str) -> Tensor:
     """(2, q_tokens) int32 on `device`: the first key each query sees and one past the last; 0, 0 for padding.
     Only five numbers a segment are sent there."""
-    cover = _cover(segments, q_tokens)
+    cover = cover_of(segments, q_tokens)
     table = np.stack([cover.q1 - cover.q0, cover.k0, cover.k1, cover.shift + 1, cover.k1 > cover.k0])
     length, k0, k1, shift, used = send(table.astype(np.int32), device)
     segment = torch.repeat_interleave(length, output_size=q_tokens)
@@ -107,7 +107,7 @@ def query_tiles(segments: np.ndarray, q_tokens: int, reach: int = NO_WINDOW, *, 
     """
     if q_tokens == 0:
         return np.zeros((0, 6), np.int32)
-    cover = _cover(segments, q_tokens)
+    cover = cover_of(segments, q_tokens)
     q0, q1, k0, k1, _ = cover
     span = np.maximum(k1[1:], k1[:-1]) - np.minimum(k0[1:], k0[:-1])
     length = k1 - k0
@@ -295,7 +295,7 @@ def _chains(work: np.ndarray, linked: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return chain, heaviest[chain]
 
 
-def _cover(segments: np.ndarray, q_tokens: int) -> Cover:
+def cover_of(segments: np.ndarray, q_tokens: int) -> Cover:
     q_start, q_len, kv_start, kv_len = segments[segments[:, 1] > 0].astype(np.int64).T
     order = np.argsort(q_start, kind="stable")
     q0, q1, used = _fill_gaps(q_start[order], (q_start + q_len)[order], q_tokens)

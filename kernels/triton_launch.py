@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .implementations import device_of
 from .schedule import Schedule
-from .segments import Options, Saved, Shape
+from .segments import Options, Saved, Shape, aligned
 from .tiles import Cut
 from .triton_backward import key_tile_kernel, query_tile_kernel, statistics_kernel
 from .triton_forward import forward_kernel
@@ -213,16 +213,6 @@ def inputs(
         "REST_DV": rest_dv,
         **config.arguments,
     }
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x itself if TMA can read it (heads dense and side by side, tokens 16 bytes apart or a multiple, as
-    where context parallelism gathers keys and values in one row), or else a copy."""
-    if x.shape[1] == 1:
-        x = x[:, 0].unsqueeze(1)  # whatever the stride from one head to the next was, there is no next
-    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2]
-    fits = dense and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def operand(name: str, x: Tensor, tokens: int, tma: bool) -> dict[str, object]:

@@ -3,16 +3,19 @@
 TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py --device cpu    # Triton's, interpreted
 """
 
+from contextlib import contextmanager
+from functools import partial
+
 import pytest
 import torch
 from oracle import CASES, WINDOWS, compare, packed, random_inputs, rows, wanted, with_gradients
 from test_compile import HEAD_DIMS
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.implementations import REFERENCE, TABLE, chosen, device_of
+from wlb_titan.kernels.implementations import REFERENCE, TABLE, TORCH, chosen, device_of
 from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import Noise, check_kernels
 
-IMPLEMENTATIONS = [name for name in TABLE if name != REFERENCE]
+IMPLEMENTATIONS = [name for name in TABLE if name not in (REFERENCE, "torch_cpu")]  # of GPUs
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
 
 
@@ -29,23 +32,41 @@ def skip_unless_it_runs(implementation, dims, dtype, device):
 
 
 def check(target, implementation, segments, tokens, heads, dims, dtype, window=None, judge=wanted):
-    """Twice, to the same bits."""
+    """Twice, to the same bits. torch's backward has no gradient of the log-sum-exp: without one too."""
     skip_unless_it_runs(implementation, dims, dtype, target.device)
-    given = [x.to(target.device) for x in random_inputs(*tokens, heads, dims, dtype)]
+    *given, dlse = [x.to(target.device) for x in random_inputs(*tokens, heads, dims, dtype)]
 
     def attend(*qkv, implementation=implementation):
         options = {"scale": 0.1, "window": window, "return_lse": True, "implementation": implementation}
         return varlen_attention(*qkv, segments, **options)
 
-    got, again = ({name: x.cpu() for name, x in with_gradients(attend, *given).items()} for _ in range(2))
-    assert all(torch.equal(got[name], again[name]) for name in got)
-    if judge is wanted:
-        want = wanted([x.cpu() for x in given], segments, 0.1, window)
-    else:  # in float64 on that device
-        want = with_gradients(
-            lambda *qkv: attend(*qkv, implementation="reference"), *(x.double() for x in given)
-        )
-    compare(got, {name: x.cpu() for name, x in want.items()}, TOLERANCE[dtype])
+    def attend_without(*qkv, **options):
+        out, lse = attend(*qkv, **options)
+        return out, torch.zeros_like(lse).requires_grad_()
+
+    for call in (attend, attend_without) if TORCH in (implementation, judge) else (attend,):
+        with deterministic(implementation == TORCH):
+            got, again = (with_gradients(call, *given, dlse) for _ in range(2))
+        assert all(torch.equal(got[name], again[name]) for name in got)
+        if judge is wanted:
+            want = wanted(
+                [x.cpu() for x in (*given, 0 * dlse if call is attend_without else dlse)],
+                segments,
+                0.1,
+                window,
+            )
+            want["lse"] *= call is attend
+        else:  # the reference in float64 on that device
+            wide = torch.float64 if judge == REFERENCE else dtype
+            want = with_gradients(partial(call, implementation=judge), *(x.to(wide) for x in given), dlse)
+        compare(*({name: x.cpu() for name, x in each.items()} for each in (got, want)), TOLERANCE[dtype])
+
+
+@contextmanager
+def deterministic(enabled):
+    torch.use_deterministic_algorithms(enabled)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
@@ -67,8 +88,9 @@ def test_windows_and_groups(target, implementation, heads, window):
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("judge", [REFERENCE, TORCH])
 @pytest.mark.parametrize("case", ["window", "chunk"])
-def test_as_the_reference_computes_it(target, case, implementation, dims, dtype):
+def test_as_others_compute_it(target, case, judge, implementation, dims, dtype):
     """A packed window: documents of all lengths, enough for every multiprocessor, so that Gluon packs heads
     both ways. The last chunk of a document so long that Gluon walks over one head after the other.
     """
@@ -77,7 +99,7 @@ def test_as_the_reference_computes_it(target, case, implementation, dims, dtype)
     if case == "chunk":
         tokens = target.pick(cuda=(600, 16_000), cpu=(10, 300))
         segments = rows([0, tokens[0], 0, tokens[1]])
-    check(target, implementation, segments, tokens, (16, 4), dims, dtype, judge="reference")
+    check(target, implementation, segments, tokens, (16, 4), dims, dtype, judge=judge)
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
@@ -88,5 +110,5 @@ def test_the_check_before_a_job_finds_every_configuration_right(target, implemen
     skip_unless_it_runs(implementation, dims, dtype, device)
     options = Options(dims[0] ** -0.5, implementation=implementation)
     noise = Noise.rich(Shape(*heads, *dims), dtype, device, target.pick(cuda=1, cpu=100))
-    error = check_kernels(noise, options)
-    assert 0 < error < TOLERANCE[dtype]
+    for given in (noise, noise._replace(dlse=None)):
+        assert 0 < check_kernels(given, options) < TOLERANCE[dtype]

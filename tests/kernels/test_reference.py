@@ -60,8 +60,8 @@ def test_backward_finds_the_forwards_schedule(monkeypatch):
     monkeypatch.setattr(reference, "forward", lambda *a: seen.append(a[3]) or real_forward(*a))
     monkeypatch.setattr(reference, "backward", lambda *a: seen.append(a[3]) or real_backward(*a))
     q, k, v, _, _ = random_inputs(13, 12, (4, 2), (8, 8), torch.float32)
-    segments = SHARD.clone()
-    for attend in (varlen_attention, lambda *x: checkpoint(varlen_attention, *x, use_reentrant=False)):
+    segments, plain = SHARD.clone(), partial(varlen_attention, implementation="reference")
+    for attend in (plain, lambda *x: checkpoint(plain, *x, use_reentrant=False)):
         attend(q.requires_grad_(), k, v, segments).sum().backward()
     assert len(seen) == 5 and all(x is seen[0] for x in seen)
 
@@ -105,7 +105,7 @@ def test_selective_checkpointing_saves_the_op(monkeypatch):
     given = random_inputs(13, 12, (4, 2), (8, 8), torch.float32)
 
     def plain(q, k, v):
-        return varlen_attention(q.sin(), k, v, SHARD, return_lse=True)
+        return varlen_attention(q.sin(), k, v, SHARD, return_lse=True, implementation="reference")
 
     def checkpointed(q, k, v):
         return checkpoint(plain, q, k, v, use_reentrant=False, context_fn=contexts)
@@ -135,7 +135,7 @@ BAD = [
     (dict.fromkeys("qkv", torch.Tensor.int), "must be floating point"),
     ({"window": 0}, "window is the number of keys that a query sees, got 0"),
     ({"scale": -1.0}, "scale must be positive, got -1.0"),
-    ({"implementation": "fast"}, "'fast' is none of auto, gluon, triton, reference"),
+    ({"implementation": "fast"}, "'fast' is none of auto, gluon, torch, torch_cpu, triton, reference"),
     ({"implementation": "gluon"}, "'gluon' needs a CUDA device"),
 ]
 

@@ -71,7 +71,7 @@ training.disable_cuda_graphs = false
 wlb.device = "cpu"; wlb.attention.implementation = "triton"
     t.toml:3: wlb.attention.implementation = "triton":  ... needs a CUDA device, and runs on cpu
 wlb.attention.implementation = "fast"
-    t.toml:2: wlb.attention.implementation = "fast":  ... 'fast' is none of auto, gluon, triton, reference.
+    t.toml:2: wlb.attention.implementation = "fast":  ... 'fast' is none of auto, gluon, torch,
 training.mixed_precision_param = "bfloat16"; wlb.attention.implementation = "gluon"
     t.toml:3: wlb.attention.implementation = "gluon":  ... head dims (64, 128), but q has 32
 training.mixed_precision_param = "float32"; wlb.attention.implementation = "triton"
@@ -190,16 +190,16 @@ def test_what_is_right_is_told_in_a_line(here, monkeypatch):
     assert result.exit_code == 0, result.output
     assert result.stdout == (
         "OK t.toml: model llama debug, TP 1 x CP 1 x PP 2 x DP 4 = 8 processes, seq_len 2048, 7 steps, "
-        "policy plain/per_sequence, attention reference, allocator expandable_segments:True\n"
+        "policy plain/per_sequence, attention torch_cpu, allocator expandable_segments:True\n"
     )
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     said = run("check t.toml --training.mixed_precision_param bfloat16 --base qwen3_8b").stdout
-    assert "gluon on Hopper and triton on other GPUs, allocator max_split_size_mb:64\n" in said
+    assert "gluon on Hopper and torch on other GPUs, allocator max_split_size_mb:64\n" in said
     said = run("check t.toml --wlb.attention.implementation reference").stdout
     assert "attention reference, allocator" in said
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # fixed segments, as torch has them
-    assert run("check t.toml").stdout.endswith("attention reference, allocator \n")
-    assert run("check --wlb.device cpu --config t.toml").stdout.endswith("attention reference\n")
+    assert run("check t.toml").stdout.endswith("attention torch_cpu, allocator \n")
+    assert run("check --wlb.device cpu --config t.toml").stdout.endswith("attention torch_cpu\n")
     assert run("check --config=t.toml --gpus 8").stderr.endswith("--help lists the command's own options.\n")
     assert "DP 1 = 2 processes or a multiple," in run("check t.toml").stdout
     (here / "own.toml").write_text(content + '\n[[wlb.dimensions]]\nname = "toys:Apart"\ndegree = 2')

@@ -27,31 +27,59 @@ pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
 HOPPER, AMPERE, UNKNOWN, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cuda"), Device("cpu")
 AMD = Device("cuda", (9, 4), hip=True)
+OTHERS = [AMPERE, *(Device("cuda", capability) for capability in ((8, 9), (10, 0), (12, 0))), UNKNOWN]
+LAYERS = {  # head dims of q and v, and what else decides
+    "64": ((64, 64), {}),
+    "128": ((128, 128), {}),
+    "112": ((112, 112), {}),
+    "256": ((256, 256), {}),
+    "latent": ((192, 128), {}),
+    "sinks": ((64, 64), {"lse_gradient": True}),
+    "window": ((128, 128), {"windowed": True}),
+}
+MIXED = "gluon, then triton"
+SINKS = "torch, then triton"
+TAKEN = [  # by "auto" in the layers above, and by "torch"
+    *((gpu, "auto", ["torch"] * 4 + ["triton", SINKS, "torch"]) for gpu in OTHERS),
+    (HOPPER, "auto", ["triton", MIXED, "triton", "triton", "triton", "triton", MIXED]),
+    (AMD, "auto", ["triton"] * 7),
+    *(
+        (CPU, wish, ["torch_cpu"] * 4 + ["reference", "torch_cpu, then reference", "reference"])
+        for wish in ("auto", "torch")
+    ),
+    *((gpu, "torch", ["torch"] * 4 + ["triton", SINKS, "torch"]) for gpu in (HOPPER, *OTHERS)),
+    *((gpu, "triton", ["triton"] * 7) for gpu in (HOPPER, AMPERE)),
+    *((device, "reference", ["reference"] * 7) for device in (HOPPER, CPU)),
+    (Device("cpu", interpreted=True), "auto", ["reference"] * 7),  # in bfloat16, which it computes wrongly
+]
 
 
-@pytest.mark.parametrize(
-    ("wish", "dim", "device", "expected"),
-    [
-        ("auto", 128, HOPPER, "gluon, then triton"),
-        ("auto", 64, HOPPER, "triton"),
-        ("auto", 128, AMPERE, "triton"),
-        ("auto", 128, AMD, "triton"),
-        ("auto", 128, UNKNOWN, "triton"),
-        ("auto", 7, CPU, "reference"),
-        ("triton", 128, HOPPER, "triton"),
-        ("gluon", 64, HOPPER, "gluon"),
-        ("gluon", 128, UNKNOWN, "gluon"),
-        ("reference", 7, HOPPER, "reference"),
-    ],
-)
-def test_what_is_chosen(wish, dim, device, expected):
-    found = [chosen(which, wish, (dim, dim), BF16, device) for which in PASSES]
-    assert ", then ".join(dict.fromkeys(found)) == expected
+def passes_of(wish, dims, dtype, device, **others):
+    found = [chosen(which, wish, dims, dtype, device, **others) for which in PASSES]
+    return ", then ".join(dict.fromkeys(found))
 
 
+@pytest.mark.parametrize(("device", "wish", "expected"), TAKEN)
+def test_what_is_chosen(device, wish, expected):
+    found = [passes_of(wish, dims, BF16, device, **others) for dims, others in LAYERS.values()]
+    assert dict(zip(LAYERS, found, strict=True)) == dict(zip(LAYERS, expected, strict=True))
+
+
+def test_what_is_chosen_by_dtype_and_head_dims_that_few_can():
+    assert passes_of("auto", (7, 7), torch.float32, CPU) == "torch_cpu"
+    assert passes_of("auto", (64, 64), torch.float64, CPU) == "reference"
+    assert passes_of("auto", (64, 64), torch.float32, Device("cpu", interpreted=True)) == "triton"
+    for dim in (64, 128):
+        assert passes_of("gluon", (dim, dim), BF16, HOPPER) == "gluon"
+        assert passes_of("gluon", (dim, dim), BF16, UNKNOWN) == "gluon"
+
+
+@pytest.mark.parametrize("wish", ["auto", "torch", "triton"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (128, 64)])
-def test_predictions_are_of_what_auto_takes_on_a_hopper(dims):
-    assert taken("auto", dims) == tuple(chosen(which, "auto", dims, BF16, HOPPER) for which in PASSES)
+def test_predictions_are_of_what_is_taken(dims, wish):
+    for gpu in (HOPPER, AMPERE):
+        expected = tuple(chosen(which, wish, dims, BF16, gpu) for which in PASSES)
+        assert taken(wish, dims, gpu is HOPPER) == expected
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 12, 16])
@@ -75,10 +103,13 @@ def test_an_amd_gpu_is_no_hopper(monkeypatch):
         ("gluon", 128, BF16, AMD, "needs an NVIDIA GPU of compute capability 9"),
         ("gluon", 96, BF16, UNKNOWN, r"head dims \(64, 128\), but q has 96"),
         ("auto", 128, torch.float32, HOPPER, "got torch.float32"),
+        ("torch", 128, torch.float32, AMPERE, "got torch.float32"),
+        ("torch", 128, BF16, AMD, "needs an NVIDIA GPU or a CPU"),
+        ("torch", 264, BF16, AMPERE, "up to 256, but q has 264"),
         ("auto", 128, BF16, Device("cuda", (7, 5)), "needs? compute capability 8.0"),
         ("triton", 264, BF16, UNKNOWN, "up to 256, but q has 264"),
         ("triton", 128, BF16, CPU, "needs a CUDA device"),
-        ("fast", 128, BF16, HOPPER, "'fast' is none of auto, gluon, triton, reference"),
+        ("fast", 128, BF16, HOPPER, "'fast' is none of auto, gluon, torch, torch_cpu, triton, reference"),
     ],
 )
 def test_what_is_refused(wish, dim, dtype, device, reason):
@@ -170,7 +201,7 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(on_hopper, monkeypatch):
     config = SimpleNamespace(training=training, wlb=SimpleNamespace(attention=AttentionSettings()))
     monkeypatch.setattr(triton_launch, "backward", wrong_by(1.3, triton_launch.backward, window=512))
     shape, cpu = Shape(1, 1, 128, 128), torch.device("cpu")
-    implementation._prepare(config, shape, None, "triton", cpu)
+    implementation._prepare(config, shape, None, "triton", cpu, sinks=True)
     reason = r"with a window of 512 \(triton\) do not work on this NVIDIA H100: dk is .* \"reference\""
     with pytest.raises(UserError, match=reason):
-        implementation._prepare(config, shape, 512, "triton", cpu)
+        implementation._prepare(config, shape, 512, "triton", cpu, sinks=False)

@@ -82,6 +82,16 @@ def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(leng
     assert "scaled to the attention rates of CPU" in said
 
 
+def test_other_gpus_are_predicted_with_torchs_attention(lengths):
+    seconds = {}
+    for cluster in ("b200", "h100_roce", "a100", "l40s"):
+        file = CONFIGS / "llama3_8b_128k.toml"
+        said = run(file, "--lengths", lengths, "--cluster", cluster, "--steps", 1, "--policies", "plain")
+        seconds[cluster] = float(re.search(r"plain/per_sequence +([.\d]+)", said)[1])
+        assert ("Torch's forward and Torch's backward" in " ".join(said.split())) == (cluster != "h100_roce")
+    assert list(seconds) == sorted(seconds, key=seconds.get)
+
+
 def test_search_ranks_what_fits(lengths):
     policies = "plain,wlb_lazy/adaptive"
     said = run(*SMALL, "--lengths", lengths, "--search", "--world-size", 8, "--policies", policies)

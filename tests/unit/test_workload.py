@@ -41,6 +41,8 @@ def test_shipped_clusters_are_found_by_their_gpus_name_and_have_no_more_memory_t
     assert all(load_cluster(name) is load_cluster(name) for name in shipped())
     assert cluster_of_device("NVIDIA H100 80GB HBM3") == "h100_roce"
     assert cluster_of_device("NVIDIA GH200 480GB") is None  # 96 GB, not the 141 of an H200
+    for name, cluster in (("A100-SXM4-80GB", "a100"), ("B200", "b200"), ("L40S", "l40s"), ("L40", None)):
+        assert cluster_of_device(f"NVIDIA {name}") == cluster
     assert cluster_of_gpu("NVIDIA H200", 2**37) == replace(load_cluster("h200"), memory=2**37)
     assert cluster_of_gpu("NVIDIA H200", 2**38) == load_cluster("h200")
     unknown = cluster_of_gpu("NVIDIA RTX A6000", 48e9)

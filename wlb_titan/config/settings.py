@@ -101,8 +101,8 @@ class AttentionSettings:
 
     implementation: str = "auto"
     """`auto`: what was measured fastest on a GPU like that at hand; the run says which. `reference`: plain
-    PyTorch, on any device. `triton`: GPUs of compute capability 8.0 or later. `gluon`: Hopper, head dims 64
-    and 128."""
+    PyTorch, on any device. `torch`: torch's FlashAttention, NVIDIA GPUs and CPUs. `triton`: GPUs of compute
+    capability 8.0 or later. `gluon`: Hopper, head dims 64 and 128."""
 
     sm_margin: Annotated[int, Ge(0)] = 0
     """Multiprocessors that Gluon's kernels leave to NCCL, whose collectives wait for their end otherwise and

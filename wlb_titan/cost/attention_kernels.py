@@ -16,8 +16,7 @@ Head dim: FlashAttention-3 (Shah et al. 2024, H100, 16K tokens, not causal) reac
 474 backward at head dim 64, and 648 and 561 at 128. So a block at 64 takes 0.652 and 0.592 of its time at
 128. Ours is assumed to scale alike until it is measured, linearly between and beyond.
 
-`taken` has the kernels that are predicted: those that `auto` takes on a Hopper, by the same constant
-(kernels/fastest.py).
+`taken` has the kernels that are predicted: those that `auto` takes, by the same rules (kernels/fastest.py).
 """
 
 from __future__ import annotations
@@ -38,10 +37,16 @@ COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
 BLOCK_ROWS = 64  # of queries times packed heads, in Gluon's backward
 MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments
 
-SLOWER = {"gluon": (1.0, 1.0), "triton": (1.45, 1.53)}
-"""Forward and backward over what `hopper` predicts of Gluon's. Triton's are near the medians of the 22 cases
-at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl. Those
-of the backward are 1.49 to 1.62 in 16 of them, less on short documents, more on short shares of a mix."""
+SLOWER = {
+    True: {"gluon": (1.0, 1.0), "triton": (1.45, 1.53), "torch": (1.75, 1.6)},
+    False: {"triton": (1.45, 1.53), "torch": (1.0, 1.0)},
+}
+"""By whether it is a Hopper, forward and backward over what `hopper` predicts of Gluon's; elsewhere over
+torch's, whose rates of attention clusters of other GPUs have. Triton's are near the medians of the 22 cases
+at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl, in 16
+of them 1.49 to 1.62 backward, less on short documents, more on short shares of a mix. torch's are those of
+FlashAttention-2 over FlashAttention-3 as published (Shah et al. 2024): 648 over 370 TFLOP/s forward, 1.5 to
+1.75 times as long backward."""
 
 
 class Point(NamedTuple):
@@ -104,10 +109,12 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
     )
 
 
-def taken(implementation: str, dims: tuple[int, int]) -> tuple[str, str]:
-    """What computes forward and backward on a Hopper with these head dims (D, Dv) where [wlb.attention] has
-    this implementation: "auto"'s where no factor of it was measured."""
-    if implementation in SLOWER:
+def taken(implementation: str, dims: tuple[int, int], on_hopper: bool = True) -> tuple[str, str]:
+    """What computes forward and backward, on a Hopper or on another NVIDIA GPU, with these head dims (D, Dv)
+    where [wlb.attention] has this implementation: "auto"'s where no factor of it was measured."""
+    if implementation == "torch" or (not on_hopper and implementation not in SLOWER[False]):
+        implementation = "torch" if dims[0] == dims[1] else "triton"
+    if implementation in SLOWER[on_hopper]:
         return implementation, implementation
     passes: tuple[str, str] = HOPPER.get(dims, ("triton", "triton"))
     return passes

@@ -55,6 +55,7 @@ class Cluster:
     attention_profile: str = ""  # path of a profile of the GPU; empty for the attention of H100 and H200
     device: str = ""  # part of the name of its GPUs
     units: int = _figure("[gpu] units", 1, 100000, "multiprocessors", default=132)
+    capability: float = _figure("[gpu] capability", 8, 99, "major.minor", default=9.0)
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The link of ranks that are `stride` GPUs apart. Across nodes each GPU's network card carries a

@@ -42,6 +42,7 @@ from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTi
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
+from wlb_titan.kernels.fastest import HOPPER_FAMILY
 
 SCHEMA = 2
 PASSES = ("forward", "backward")
@@ -268,8 +269,9 @@ def cluster_latency(
     backward = units * base.attention_backward_flops / cluster.attention_backward_flops
     source = ours.source if forward == backward == 1 else f"{ours.source}, scaled to {cluster.name}"
     if cluster != load_cluster("cpu"):
-        kernels = taken(implementation, shape.both_dims)
-        slower = [SLOWER[name][number] for number, name in enumerate(kernels)]
+        on_hopper = int(cluster.capability) == HOPPER_FAMILY
+        kernels = taken(implementation, shape.both_dims, on_hopper)
+        slower = [SLOWER[on_hopper][name][number] for number, name in enumerate(kernels)]
         forward, backward = forward * slower[0], backward * slower[1]
         source += f", {kernels[0].title()}'s forward and {kernels[1].title()}'s backward pass"
     return replace(

@@ -13,24 +13,27 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
-from wlb_titan.kernels.implementations import PASSES, REFERENCE, TABLE, Device, chosen, device_of
+from wlb_titan.kernels.implementations import PASSES, REFERENCE, TABLE, TORCH, Device, chosen, device_of
 from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import model_shape
 
 
-def check_implementation(config: TrainerConfig, device: Device | None = None) -> tuple[str, str]:
+def check_implementation(
+    config: TrainerConfig, device: Device | None = None, window: int | None = None
+) -> tuple[str, str]:
     """What computes forward and backward passes; refuses what cannot run the model's attention. The device is
     None where it is not known, as on the machine that submits the job."""
     wish = config.wlb.attention.implementation
     shape, dtype = model_shape(config.model_spec.model), _dtype(config)
     dims = shape.head_dim, shape.v_head_dim or shape.head_dim
     if device is None:
-        anywhere = wish in ("auto", REFERENCE)
+        anywhere = wish in ("auto", TORCH, REFERENCE)
         device = Device("cpu" if anywhere or config.wlb.device == "cpu" else "cuda")
     try:
-        forward, backward = (chosen(which, wish, dims, dtype, device) for which in PASSES)
+        rule = wish, dims, dtype, device, window is not None, _sinks(config)
+        forward, backward = (chosen(which, *rule) for which in PASSES)
         return forward, backward
     except ValueError as error:
         half = dtype in (torch.float16, torch.bfloat16)
@@ -44,7 +47,7 @@ def check_implementation(config: TrainerConfig, device: Device | None = None) ->
 
 def on_devices(config: TrainerConfig) -> str:
     """What computes forward passes, where the device is not known yet."""
-    if config.wlb.attention.implementation != "auto" or config.wlb.device == "cpu":
+    if config.wlb.attention.implementation not in ("auto", TORCH) or config.wlb.device == "cpu":
         return check_implementation(config)[0]
     try:
         hopper, other = (check_implementation(config, Device("cuda", (sm, 0)))[0] for sm in (9, 8))
@@ -57,35 +60,44 @@ def _dtype(config: TrainerConfig) -> torch.dtype:
     return TORCH_DTYPE_MAP[config.training.mixed_precision_param]
 
 
+def _sinks(config: TrainerConfig) -> bool:
+    """Whether the model gives the log-sum-exp a gradient."""
+    return "sinks" in (config.model_spec.model.first_attention.param_init or {})
+
+
 def compile_attention(config: TrainerConfig, job: Job, device: torch.device, context_rank: int) -> None:
     """Compiles the kernels, if any, that the job's attention can meet, and checks them on each GPU.
 
     Every rank takes part. The first rank of each machine goes first, and the others find its kernels in
     Triton's cache. A launch that hangs is found before any collective could wait for it.
     """
-    forward, backward = check_implementation(config, device_of(device))
-    logger.info(f"Attention: {forward if forward == backward else f'{forward} forward, {backward} backward'}")
-    if forward == REFERENCE or device.type != "cuda":  # an interpreter compiles nothing
-        return
+    by_window = {window: check_implementation(config, device_of(device), window) for window in windows(job)}
+    for window, (forward, backward) in by_window.items():
+        both = forward if forward == backward else f"{forward} forward, {backward} backward"
+        logger.info(f"Attention: {both}{'' if window is None else f' with a window of {window}'}")
+    if device.type != "cuda" or config.wlb.attention.implementation == REFERENCE:
+        return  # an interpreter compiles nothing
     first = int(os.environ["LOCAL_RANK"]) == 0
     for turn in (True, False):
         if turn is first:
-            for window in windows(job):
-                _prepare(config, attention_shape(job, context_rank), window, backward, device)
+            for window, (_, backward) in by_window.items():
+                shape = attention_shape(job, context_rank)
+                _prepare(config, shape, window, backward, device, sinks=_sinks(config))
         dist.barrier()
 
 
 def _prepare(
-    config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device
+    config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device, sinks: bool
 ) -> None:
     options = Options(shape.dim**-0.5, window, config.wlb.attention.implementation)
     dtype = _dtype(config)
     what = "Attention kernels" if window is None else f"Attention kernels with a window of {window}"
     begin = time.perf_counter()
-    count = warm_up(shape, options, dtype, device)
+    count = warm_up(shape, options, dtype, device, sinks)
     logger.info(f"{what}: {count} compiled in {time.perf_counter() - begin:.1f} s")
+    noise = Noise.rich(shape, dtype, device)
     try:
-        error = check_kernels(Noise.rich(shape, dtype, device), options)
+        error = check_kernels(noise if sinks else noise._replace(dlse=None), options)
     except KernelError as wrong:
         gpu = torch.cuda.get_device_name(device)
         raise UserError(
