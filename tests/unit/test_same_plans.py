@@ -141,6 +141,7 @@ def of_one_rank(plan, dp_rank):
     for other in plan["micro_batches"]:
         if other["dp_rank"] != dp_rank:
             del other["ranks"], other["sharding"]
+            other.pop("recomputed", None)
     return plan
 
 

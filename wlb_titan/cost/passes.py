@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.workload import CostModel
-from wlb_titan.memory.recompute import KINDS
 from wlb_titan.pipeline.graph import PassTimes
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
 def repeated_seconds(job: Job, micro_batches: MicroBatches) -> Floats:
     """float64 (kinds, ...), what a layer of each kind of recomputation repeats."""
     forward, tensor = _forward(job, micro_batches), _tensor(job)
-    return np.array([kind.seconds(job, micro_batches, forward, tensor) for kind in KINDS])
+    return np.array([kind.seconds(job, micro_batches, forward, tensor) for kind in job.memory.kinds])
 
 
 def _forward(job: Job, micro_batches: MicroBatches) -> Floats:

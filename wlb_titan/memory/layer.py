@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather_exchange
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
 from wlb_titan.dimensions.degrees import Degrees
-from wlb_titan.memory.recompute import CHECKPOINTING, Recompute
+from wlb_titan.memory.recompute import CHECKPOINTING, KINDS, Recompute
 
 FLOAT32 = 4
 
@@ -49,6 +49,11 @@ class MemorySettings:
     @property
     def recompute(self) -> Recompute:
         return CHECKPOINTING[self.checkpointing]
+
+    @property
+    def kinds(self) -> tuple[Recompute, ...]:
+        """What a mix is of, in its order."""
+        return KINDS
 
     def reduces_again(self, degrees: Degrees) -> bool:
         """Whether layers that repeat something repeat wo's reduction, which only compiled code keeps."""
