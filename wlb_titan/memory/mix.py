@@ -84,8 +84,8 @@ class Moments(NamedTuple):
 
 
 def unmixed(moments: Moments, free: Bools) -> Ints:
-    """Layers of each kind, int64 (C, K), with which the walk begins: `none` in chunks that are `free`, (C,), to
-    have a mix, and UNCHOSEN in others."""
+    """Layers of each kind, int64 (C, K), with which the walk begins: `none` in chunks that are `free`, (C,),
+    to have a mix, and UNCHOSEN in others."""
     counts = np.zeros_like(moments.kept, dtype=np.int64)
     counts[free, 0] = moments.layers[free]
     counts[~free, UNCHOSEN] = moments.layers[~free]
