@@ -1,7 +1,7 @@
-"""The TorchX component `torchx run wlb.train`.
+"""The TorchX components `torchx run wlb.train` and `wlb.bench`.
 
-TorchX reads parameters and their descriptions off the function below and lints every function of this module,
-so its types are plain and its docstring is in Google style; helpers live in `in_torchx.py`.
+TorchX reads parameters and their descriptions off the functions below and lints every function here, so
+its types are plain and its docstring is in Google style; helpers live in `in_torchx.py`.
 """
 
 from typing import Optional
@@ -68,3 +68,34 @@ def train(
         max_retries=max_retries,
     )
     return in_torchx.with_our_agent(app, image, hosts.restart_words(max_restarts))
+
+
+def bench(
+    *overrides: str,
+    config: str,
+    policies: str,
+    nnodes: str = "1",
+    nproc_per_node: int = 0,
+    image: str = ".",
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 8192,
+) -> specs.AppDef:
+    """Measures policies in turns on one model. Options after `--` override keys: `-- --wlb.bench.rounds 20`.
+
+    Args:
+        overrides: keys that win over the file, such as --dump_folder outputs/bench
+        config: TOML file of the experiment
+        policies: those that take turns, as in wlb.policy, with commas between; the first is the baseline
+        nnodes: number of hosts
+        nproc_per_node: processes on each host; 0 takes as many as the configured parallel degrees need
+        image: container image of the job, as of wlb.train
+        h: named resource of a host, instead of cpu, gpu and memMB
+        cpu: CPU cores a host
+        gpu: GPUs a host
+        memMB: memory a host in MiB
+    """
+    words = (*overrides, "--wlb.bench.policies", policies)
+    sizes = {"nnodes": nnodes, "nproc_per_node": nproc_per_node, "cpu": cpu, "gpu": gpu, "memMB": memMB}
+    return train(*words, config=config, image=image, name="wlb-bench", h=h, **sizes)

@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -176,6 +177,31 @@ def train(file: Path, overrides: tuple[str, ...], processes: int, max_restarts: 
     Started again, it goes on where it was. The exit status is 0 when all steps are done, 75 after SIGUSR1 or
     `wlb.stop_after` (start it again), 130 or 143 after Ctrl-C or SIGTERM.
     """
+    run_here(file, overrides, processes, max_restarts)
+
+
+@command_of_file()
+@of_file
+@click.option(
+    "--policies",
+    required=True,
+    metavar="POLICY,...",
+    help="Those that take turns; the first is the baseline.",
+)
+@click.option(
+    "--rounds", help="Steps of each policy, after one that does not count.  [default: wlb.bench.rounds]"
+)
+def bench(file: Path, overrides: tuple[str, ...], policies: str, rounds: str | None) -> None:
+    """Measure policies of FILE's job in turns, a step each, on this machine.
+
+    They share one model, whose weights stay, and process groups. Drift of the machine's speed, which runs one
+    after another take for a gain or a loss, meets all of them alike. The dump folder gets bench.json.
+    """
+    words = ["--wlb.bench.policies", policies, *(("--wlb.bench.rounds", rounds) if rounds else ())]
+    run_here(file, (*overrides, *words))
+
+
+def run_here(file: Path, overrides: tuple[str, ...], processes: int = 0, max_restarts: int = 0) -> NoReturn:
     from wlb_titan.launch.agent import before_torch
 
     before_torch()

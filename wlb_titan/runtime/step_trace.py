@@ -115,7 +115,7 @@ class StepTrace:
         self._every = config.wlb.trace_every
         self._dims = parallel_dims
         self._writer = metrics_rank(parallel_dims, config.parallelism.pipeline_parallel_schedule)
-        self._folder = os.path.join(config.dump_folder, TRACES)
+        self.folder = os.path.join(config.dump_folder, TRACES)
         self._measuring = False
 
     def begin(self, step: int) -> None:
@@ -139,10 +139,10 @@ class StepTrace:
             return {}
         ranks.sort(key=lambda rank: (rank.dp, rank.pp, rank.cp, rank.tp))
         try:
-            os.makedirs(self._folder, exist_ok=True)
-            write_trace(spans(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
+            os.makedirs(self.folder, exist_ok=True)
+            write_trace(spans(ranks, plan), os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
-            warn_once(f"Traces cannot be written to {self._folder}: {error.strerror}. Training goes on.")
+            warn_once(f"Traces cannot be written to {self.folder}: {error.strerror}. Training goes on.")
         figures = {"measured_imbalance": measured_imbalance(ranks, plan)}
         if self._dims.pp_enabled:
             figures["bubble"] = bubble(ranks)

@@ -41,7 +41,7 @@ from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_r
 from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
-from wlb_titan.runtime.meshes import Axis, Dims, context_meshes, meets, own_axes
+from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.models.weights import build_optimizers, prepared
@@ -62,6 +62,7 @@ class Trainer(TorchtitanTrainer):
         self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
         config = with_our_parts(config, self.job)
         self.axes: list[Axis] = []
+        self._made: Made = {}
         self._export: tuple[Path, dict[str, bytes]] | None = None  # of rank 0, at the last step
         config.model_spec = prepared(config.model_spec, self.axes)
         super().__init__(config)
@@ -95,7 +96,7 @@ class Trainer(TorchtitanTrainer):
         config, wlb = self.config, self.config.wlb
         dims.build_mesh()
         self.axes += own_axes(dims)
-        self._meshes = context_meshes(self.job, dims)
+        self._meshes = context_meshes(self.job, dims, self._made)
         config.comm.train_timeout_seconds = timeout(config, self.job)
         divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
         config.dataloader = PlannedDataLoader.Config(
