@@ -184,6 +184,7 @@ class Trainer(TorchtitanTrainer):
     def gradients(self, step: Step) -> torch.Tensor:
         """All passes of a step, and the reduction of gradients; returns this rank's part of the loss."""
         self.optimizers.zero_grad()
+        self.timer.first = 0
         # Without a learned token, loss and gradients are 0, not 0 / 0.
         labels = torch.full((), step.labels or 1, device=self.device)
         if (own_data := self.job.degrees.own_data) > 1:  # the mean of their gradients is the whole job's
