@@ -11,9 +11,10 @@ from forking import await_
 from lab import TESTS, layout
 
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.bench import bench_records, in_words
+from wlb_titan.runtime.bench import bench_records
 from wlb_titan.runtime.checks import validate_inputs
 from wlb_titan.runtime.models.load import load_config
+from wlb_titan.summary import best_in_turns
 
 POLICIES = ("plain", "wlb_lazy/hybrid/best", "slim/hybrid")
 ROUNDS = 2
@@ -104,5 +105,5 @@ def test_drift_of_the_machine_does_not_reach_the_ratio():
     first, second = bench_records(taken, [2.0, 2.6])
     assert second["over_first"] == pytest.approx(1.25) and second["scatter"] < 1e-12
     assert second["predicted"] == pytest.approx(1.3) and first["over_first"] == 1
-    assert in_words([first, second])[-1] == 'The best in turns: wlb.policy = "slim"'
-    assert in_words([first])[-1] == 'The best in turns: wlb.policy = "plain"'
+    assert best_in_turns([first, second]) == 'The best in turns: wlb.policy = "slim".'
+    assert best_in_turns([first]) == 'The best in turns: wlb.policy = "plain".'

@@ -32,15 +32,16 @@ from wlb_titan.runtime.checks import turns_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
+from wlb_titan.runtime.dump_folder import BENCH_FILE
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims, context_meshes
 from wlb_titan.runtime.metrics import metrics_rank
 from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.choice import predicted
-from wlb_titan.summary import Estimate
+from wlb_titan.summary import Estimate, bench_rows, best_in_turns
 
-BENCH_FILE, TRACES = "bench.json", "turns"
+TRACES = "turns"  # folder of the steps' timelines
 WARM_UP = 1  # rounds that do not count: kernels are compiled, and memory is allocated
 
 
@@ -151,8 +152,9 @@ class BenchTrainer(Trainer):
         records = bench_records({turn.policy: np.array(turn.taken) for turn in self.turns}, rates)
         path = Path(self.config.dump_folder) / BENCH_FILE
         path.write_text(json.dumps({"policies": records}, indent=1) + "\n", encoding="utf-8")
-        for line in [*in_words(records), f"Wrote {path}"]:
-            logger.info(line)
+        for row in bench_rows(records):
+            logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
+        logger.info(f"{best_in_turns(records)} Wrote {path}")
 
     def close(self) -> None:
         for turn in self.turns:
@@ -197,22 +199,3 @@ def bench_records(taken: Mapping[str, Any], predicted_rates: Sequence[float]) ->
         }
         records.append({"policy": policy} | {key: value and float(value) for key, value in record.items()})
     return records
-
-
-ROW = (
-    "{policy:{width}} | {over_first:.3f}x ±{scatter:.3f}, predicted {predicted} | {tflops:9,.4f} TFLOP/s | "
-    "{tokens_per_second:9,.0f} tokens/s | imbalance {imbalance:.3f} | bubble {bubble:5.1%} | "
-    "memory {peak_gib:.2f} GiB"
-)
-
-
-def in_words(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each policy, and what to write into the job's file."""
-    lines, width = [], max(len(record["policy"]) for record in records)
-    for record in records:
-        ratio = "–" if record["predicted"] is None else f"{record['predicted']:.3f}x"
-        tflops = record["flops_per_second"] / 1e12
-        lines.append(ROW.format(**{**record, "predicted": ratio}, width=width, tflops=tflops))
-    best = max(records, key=lambda record: record["over_first"])
-    doubt = "" if best is records[0] else Estimate(best["over_first"], best["scatter"]).scatter
-    return [*lines, f'The best in turns: wlb.policy = "{best["policy"]}"{doubt}']
