@@ -85,7 +85,11 @@ def test_a_rank_that_dies_ends_the_bench(lab):
         ),
         ("plain/ulysses,plain", ("cp8",), "plain/ulysses cannot take turns in this job: With ulysses 8"),
         ("plain,slim", ("pp2", "GPipe"), "slim cannot take turns in this job: Slices go through a pipeline"),
-        ("plain,slim", ("pp2", "slim4", "asymmetric", "full"), "wlb.packing.asymmetric: only some of"),
+        (
+            "plain,slim",
+            ("pp2", "slim4", "asymmetric", "full"),
+            "only some of wlb.bench.policies have its stages",
+        ),
     ],
 )
 def test_policies_that_cannot_share_a_model_are_refused_by_name(lab, policies, words, message):

@@ -229,7 +229,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         if ratios := _gains(run, first, runs):
             parts = " and ".join(f"{ratio.text('.2f', 'x')} the {what}" for what, ratio in ratios.items())
             said.append(f"{run.name} trains on {parts} a second of {first.name}.")
-            alone = alone or any(ratio.error is None for ratio in ratios.values())
+            alone = alone or all(ratio.error is None for ratio in ratios.values())
     if alone:
         said.append(
             "Machines drift between runs: with one run of a kind, differences below some 20 % say nothing. "
