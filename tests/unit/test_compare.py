@@ -125,6 +125,17 @@ def test_the_scatter_of_a_gain_is_that_between_runs_of_a_kind(folder):
     assert text.count("trains on") == 1 and "say nothing" not in text
 
 
+def test_a_rank_that_is_slow_in_most_traced_steps_is_named(folder):
+    often, once = ("rank 5 on b takes 1.20x of what", "rank 2 on a takes 1.30x of what")
+    steps = [
+        record(1),
+        *(record(n, slow_ranks=[often] + [once] * (n == 2)) for n in (2, 3)),
+        record(4, slow_ranks=[]),
+    ]
+    text = output(folder("run", steps))
+    assert "run: rank 5 on b was slow in most traced steps." in text and "rank 2" not in text
+
+
 def test_loss_is_compared_after_equally_many_tokens(folder):
     """The shorter run has 2,000 tokens: of the longer one, records at 1,900 and 2,000 are its last tenth."""
     short = [record(step, loss=8 - step / 10) for step in range(1, 11)]

@@ -128,6 +128,13 @@ class Run:
         return float(np.average(losses[last], weights=np.diff(self.tokens, prepend=0.0)[last]))
 
     @property
+    def slow_ranks(self) -> list[str]:
+        """Those that were named in most traced steps."""
+        traced = [r["slow_ranks"] for r in self.records if "slow_ranks" in r]
+        named = [said.partition(" takes ")[0] for step in traced for said in step]
+        return [name for name in dict.fromkeys(named) if 2 * named.count(name) > len(traced)]
+
+    @property
     def peak_gib(self) -> float | None:
         """GiB, the most of any rank of a pipeline, or else of the reporting rank; None if unknown."""
         stages = [v for r in self.records for k, v in r.items() if k.startswith("peak_memory_gib/")]
@@ -235,6 +242,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
             "Machines drift between runs: with one run of a kind, differences below some 20 % say nothing. "
             "`wlb-titan bench` measures policies in turns."
         )
+    said += [f"{run.name}: {name} was slow in most traced steps." for run in runs for name in run.slow_ranks]
     corpora = [key for key in differences(runs) if key.startswith("wlb.corpus.") and key != "wlb.corpus.seed"]
     if corpora:
         said.append(f"{', '.join(corpora)} differ: losses say nothing about each other.")

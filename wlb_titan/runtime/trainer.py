@@ -177,7 +177,7 @@ class Trainer(TorchtitanTrainer):
         self.metrics_processor.count(step.plan.tokens, step.flops)
         if self.metrics_processor.should_log(self.step):
             self.report(step, loss, grad_norm, learning_rates)
-        self.step_trace.end(self.step, step.plan)  # if the step was not logged
+        self.step_trace.end(self.step, step.plan, self.job)  # if the step was not logged
         if self._export and self.step == self.config.training.steps:
             begin_export(*self._export)  # torchtitan saves the weights next
 
@@ -301,7 +301,7 @@ class Trainer(TorchtitanTrainer):
             "n_tokens_seen": dist_utils.dist_sum(seen, mesh),
             **learning_rates,
             **step.figures(self.job),
-            **self.step_trace.end(self.step, step.plan),
+            **self.step_trace.end(self.step, step.plan, self.job),
             **measured_memory(self.parallel_dims, self.device, step.digest),
         }
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
