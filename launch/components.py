@@ -75,12 +75,9 @@ def bench(
     config: str,
     policies: str,
     nnodes: str = "1",
-    nproc_per_node: int = 0,
     image: str = ".",
     h: Optional[str] = None,
-    cpu: int = 2,
     gpu: int = 0,
-    memMB: int = 8192,
 ) -> specs.AppDef:
     """Measures policies in turns on one model. Options after `--` override keys: `-- --wlb.bench.rounds 20`.
 
@@ -89,13 +86,9 @@ def bench(
         config: TOML file of the experiment
         policies: those that take turns, as in wlb.policy, with commas between; the first is the baseline
         nnodes: number of hosts
-        nproc_per_node: processes on each host; 0 takes as many as the configured parallel degrees need
         image: container image of the job, as of wlb.train
-        h: named resource of a host, instead of cpu, gpu and memMB
-        cpu: CPU cores a host
+        h: named resource of a host, instead of gpu
         gpu: GPUs a host
-        memMB: memory a host in MiB
     """
     words = (*overrides, "--wlb.bench.policies", policies)
-    sizes = {"nnodes": nnodes, "nproc_per_node": nproc_per_node, "cpu": cpu, "gpu": gpu, "memMB": memMB}
-    return train(*words, config=config, image=image, name="wlb-bench", h=h, **sizes)
+    return train(*words, config=config, nnodes=nnodes, image=image, name="wlb-bench", h=h, gpu=gpu)

@@ -1,15 +1,18 @@
-"""Policies in turns: they train what runs of their own do, and leave bench.json alone behind."""
+"""Policies in turns train what runs of their own do, and leave bench.json alone; a profile of a run."""
 
 import json
 import os
 import re
+import shutil
 import signal
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from forking import await_
 from lab import TESTS, layout
 
+from wlb_titan.commands.main import main
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.bench import bench_records
 from wlb_titan.runtime.checks import validate_inputs
@@ -98,16 +101,40 @@ def test_policies_that_cannot_share_a_model_are_refused_by_name(lab, policies, w
         load_config_of(lab, experiment)
 
 
-def test_drift_of_the_machine_does_not_reach_the_ratio():
-    """It halves its speed during the bench; a policy that takes 0.8 of the other's time is 1.25x as fast."""
+def test_drift_of_the_machine_and_a_burst_do_not_reach_the_ratio():
+    """It halves its speed during the bench, and one step takes five times as long; a policy that takes 0.8 of
+    the other's time is 1.25x as fast."""
     drift, work = np.linspace(1, 2, 6), np.array([5, 9, 4, 7, 6, 5.0])
     rest = np.tile([100, 1.1, 0.2, 3], (6, 1))
     taken = {
         name: np.column_stack([share * drift * work, work, rest])
         for name, share in (("plain", 1.0), ("slim", 0.8))
     }
+    taken["plain"][3, 0] *= 5
     first, second = bench_records(taken, [2.0, 2.6])
     assert second["over_first"] == pytest.approx(1.25) and second["scatter"] < 1e-12
     assert second["predicted"] == pytest.approx(1.3) and first["over_first"] == 1
     assert best_in_turns([first, second]) == 'The best in turns: wlb.policy = "slim".'
     assert best_in_turns([first]) == 'The best in turns: wlb.policy = "plain".'
+
+
+def test_a_profile_is_fitted_to_the_traced_steps_of_a_run(lab, tmp_path):
+    """The run itself says, once, that predictions are off; other jobs' traces and none at all are refused."""
+    run = lab.experiment("traced", *layout("pp2"), "--wlb.trace_every", "1")
+    lab.run(2, [run])
+    assert run.log.read_text().count(f"`wlb-titan profile --from {run.folder} --output FILE`") == 1
+
+    def fitted():
+        words = ["profile", "--from", str(run.folder), "--output", str(tmp_path / "profile.json")]
+        return CliRunner().invoke(main, words).output
+
+    before, now = re.search(r"off by (\S+)% before and (\S+)% now", fitted()).groups()
+    assert float(now) < float(before) / 2
+    profile = ("--wlb.context.profile", str(tmp_path / "profile.json"), "--wlb.trace_every", "1")
+    lab.run(2, [again := lab.experiment("again", *layout("pp2"), *profile)])
+    assert len(again.losses()) == 5
+    config = run.folder / "config.toml"
+    config.write_text(re.sub(r"seq_len = 256\b", "seq_len = 512", config.read_text()))
+    assert "its traces are of another job or cluster" in fitted()
+    shutil.rmtree(run.folder / "traces")
+    assert "no traces to fit. Train some steps with wlb.trace_every" in fitted()

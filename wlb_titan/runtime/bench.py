@@ -39,9 +39,10 @@ from wlb_titan.runtime.metrics import metrics_rank
 from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.choice import predicted
-from wlb_titan.summary import Estimate, bench_rows, best_in_turns
+from wlb_titan.summary import bench_rows, best_in_turns
 
 TRACES = "turns"  # folder of the steps' timelines
+ERROR_OF_MEDIAN = 1.86  # times the median deviation over the root of the number, for normal noise
 WARM_UP = 1  # rounds that do not count: kernels are compiled, and memory is allocated
 
 
@@ -122,7 +123,12 @@ class BenchTrainer(Trainer):
         for layer, context in zip(attentions(self.model_parts), turn.contexts, strict=True):
             layer.context = context
         step = next(turn.steps)
-        forget_peak(self.device)
+        on_cpu = self.device.type == "cpu"
+        if not on_cpu:
+            torch.accelerator.reset_peak_memory_stats()
+        else:
+            with contextlib.suppress(OSError):  # of a Linux without it
+                Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
         self.step_trace.begin(self.step)
         begin = time.perf_counter()
         loss = self.gradients(step)
@@ -130,11 +136,11 @@ class BenchTrainer(Trainer):
             for group in optimizer.param_groups:
                 group["lr"] = 0.0  # weights stay
         self.update()
-        if self.device.type != "cpu":
+        if not on_cpu:
             torch.accelerator.synchronize()
         seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=self.device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        figures = self.step_trace.end(self.step, step.plan)
+        figures = self.step_trace.end(self.step, step.plan, self.job)
         balance = figures.get("measured_imbalance", nan), figures.get("bubble", 0.0)
         peak = max(measured_memory(self.parallel_dims, self.device, step.digest).values())
         mean = dist_utils.dist_sum(loss, self.parallel_dims.get_optional_mesh("loss"))
@@ -162,36 +168,27 @@ class BenchTrainer(Trainer):
         super().close()
 
 
-def forget_peak(device: torch.device) -> None:
-    """Measures the peak of memory anew; on the CPU where Linux lets a process do so."""
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
-        return
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def bench_records(taken: Mapping[str, Any], predicted_rates: Sequence[float]) -> list[dict[str, Any]]:
     """What bench.json says of each policy.
 
-    `over_first` is FLOPs a second of all rounds over those of the first policy. `scatter` is the standard
-    error of the rounds' own ratios: a round's steps meet the same machine, and nearly the same documents.
+    `over_first` is the median over rounds of FLOPs a second over the first policy's: a round's steps meet the
+    same machine, and a neighbour that disturbs one of them spoils one round. `scatter` is its standard error,
+    from the median deviation.
 
     Args:
         taken: float64 (rounds, 6): seconds, FLOPs, tokens, imbalance, bubble and peak GiB of each step.
         predicted_rates: FLOPs a second; nan where they are not predicted.
     """
-    rates = {policy: steps[:, 1] / steps[:, 0] for policy, steps in taken.items()}
-    totals = {policy: steps[:, 1].sum() / steps[:, 0].sum() for policy, steps in taken.items()}
-    first, records = next(iter(taken)), []
+    (first, *_), records = (steps[:, 1] / steps[:, 0] for steps in taken.values()), []
     for (policy, steps), expected in zip(taken.items(), predicted_rates, strict=True):
-        seconds, _, tokens, imbalance, bubble, peak = steps.T
-        ratio = expected / predicted_rates[0]
+        seconds, flops, tokens, imbalance, bubble, peak = steps.T
+        ratios, ratio = flops / seconds / first, expected / predicted_rates[0]
+        over = float(np.median(ratios))
         record = {
-            "over_first": totals[policy] / totals[first],
-            "scatter": Estimate.mean(rates[policy] / rates[first]).error,
+            "over_first": over,
+            "scatter": ERROR_OF_MEDIAN * np.median(np.abs(ratios - over)) / len(ratios) ** 0.5,
             "predicted": ratio if isfinite(ratio) else None,
-            "flops_per_second": totals[policy],
+            "flops_per_second": flops.sum() / seconds.sum(),
             "tokens_per_second": tokens.sum() / seconds.sum(),
             "imbalance": imbalance.mean(),
             "bubble": bubble.mean(),
