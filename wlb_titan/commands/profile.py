@@ -168,14 +168,10 @@ def _from_run(folder: Path, output: Path) -> None:
     off = [np.median(np.abs((parts @ [*f, 1.0] / seconds - 1)[known])) for f in (before, factors)]
     calibrated(job, factors, f"torch {torch.__version__}, wlb_titan {__version__}").save(output)
     forward, backward, *times = factors.tolist()
-    rows = [{"": "seconds of a layer's pass", "forward": f"{forward:.2g}", "backward": f"{backward:.2g}"}]
-    rows += [
-        {"": "attention, times the prediction", "forward": f"{times[1]:.2f}", "backward": f"{times[2]:.2f}"}
-    ]
-    rows += [
-        {"": "all else, times the prediction", "forward": f"{times[0]:.2f}", "backward": f"{times[0]:.2f}"}
-    ]
-    show_table(rows)
+    say(
+        f"A layer's pass takes {forward * 1e3:.3g} ms forward and {backward * 1e3:.3g} backward whatever its "
+        f"tokens; attention {times[1]:.2f}x and {times[2]:.2f}x, all else {times[0]:.2f}x of predictions."
+    )
     say(f"Passes are off by {off[0]:.1%} before and {off[1]:.1%} now, at the median of {known.sum():,}.")
     say(f'Wrote {output}; predictions follow it with wlb.context.profile = "{output}"')
 

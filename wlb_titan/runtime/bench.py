@@ -77,7 +77,7 @@ class BenchTrainer(Trainer):
                 wlb=replace(wlb, epochs=0, trace_every=1, validation=replace(wlb.validation, every=0)),
             )
         )
-        self.step_trace.folder = os.path.join(config.dump_folder, TRACES)
+        self.step_trace.folder, self.step_trace.told = os.path.join(config.dump_folder, TRACES), True
         self.turns = [self._turn(name) for name in configs]
         torch._dynamo.config.recompile_limit *= len(configs)
 

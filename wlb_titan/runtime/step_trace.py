@@ -130,7 +130,8 @@ class StepTrace:
         self._dims = parallel_dims
         self._writer = metrics_rank(parallel_dims, config.parallelism.pipeline_parallel_schedule)
         self.folder = os.path.join(config.dump_folder, TRACES)
-        self._dump_folder, self._traced = config.dump_folder, 0
+        self.told = False  # how far predictions are off
+        self._run, self._warm = config.dump_folder, False
         self._measuring = False
 
     def begin(self, step: int) -> None:
@@ -167,17 +168,18 @@ class StepTrace:
         return figures
 
     def _beside_predictions(self, ranks: Sequence[RankPasses], factors: Floats) -> dict[str, Any]:
-        """Names slow ranks, and says once, after the first step, how far predictions are off."""
+        """Names slow ranks, and says once, after the first traced step, how far predictions are off."""
         parts = [rank.parts for rank in ranks]
         seconds = [np.array([pass_.seconds for pass_ in rank.passes]) for rank in ranks]
         known, took = np.concatenate(parts), np.concatenate(seconds)
         ratio = took[known.any(axis=1)].sum() / (known @ [*factors, 1.0]).sum()
-        if self._traced == 1 and abs(ratio - 1) > DIFFERS:
+        if self._warm and not self.told and abs(ratio - 1) > DIFFERS:
+            self.told = True
             logger.info(
                 f"Passes take {ratio:.2f}x of what is predicted, and packing follows predictions. "
-                f"`wlb-titan profile --from {self._dump_folder} --output FILE` fits them to this run."
+                f"`wlb-titan profile --from {self._run} --output FILE` fits them to this run."
             )
-        self._traced += 1
+        self._warm = True
         slow = slow_ranks([rank.name for rank in ranks], parts, seconds, factors)
         if slow:
             logger.warning("; ".join(slow))

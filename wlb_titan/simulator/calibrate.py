@@ -93,12 +93,8 @@ def slow_ranks(
 ) -> list[str]:
     """What is said of ranks whose passes take longer than equal work on the others."""
     factors = fit(np.concatenate(parts), np.concatenate(seconds), prior)
-    ratios = np.array(
-        [
-            took[own.any(axis=1)].sum() / (own @ [*factors, 1.0]).sum()
-            for own, took in zip(parts, seconds, strict=True)
-        ]
-    )
+    pairs = zip(parts, seconds, strict=True)
+    ratios = [took[own.any(axis=1)].sum() / (own @ [*factors, 1.0]).sum() for own, took in pairs]
     said = []
     for place, name in enumerate(names):
         over = ratios[place] / np.median(np.delete(ratios, place)) if len(names) > 1 else 1.0
