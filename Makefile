@@ -17,23 +17,22 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY)
 
-# A small Llama on the Python files of this machine, on two pipeline stages: plain packing, then equal work, then
-# documents in slices, all on the same documents, and the three side by side. 2 processes, or 4 with two replicas
-# where there are four cores. OPTIONS are keys of the configuration for all, such as OPTIONS='--training.steps 100'.
+# A small Llama on the Python files of this machine, on two pipeline stages: it trains on documents in slices, and
+# then three policies take turns, a step each, on one model. 2 processes, or 4 with two replicas where there are
+# four cores. OPTIONS are keys of the configuration for both, such as OPTIONS='--training.seq_len 2048'.
 REPLICAS := $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 4 && echo --parallelism.data_parallel_shard_degree 2)
+SLICES := train_configs/cpu_pipeline_slices.toml
 train: export PATH := $(CURDIR)/$(BIN):$(PATH)
 train: $(READY)
-	@echo "1 of 5: a corpus of this machine's Python files"
+	@echo "1 of 4: a corpus of this machine's Python files"
 	wlb-titan prepare outputs/corpus --max-tokens 4000000
-	@echo "2 of 5: plain packing"
-	wlb-titan train train_configs/cpu_pipeline.toml $(REPLICAS) $(OPTIONS)
-	@echo "3 of 5: micro-batches of equal work"
-	wlb-titan train train_configs/cpu_pipeline.toml --wlb.policy wlb_lazy/hybrid/best \
-	    --dump_folder outputs/cpu_pipeline_balanced $(REPLICAS) $(OPTIONS)
-	@echo "4 of 5: documents in slices"
-	wlb-titan train train_configs/cpu_pipeline_slices.toml $(REPLICAS) $(OPTIONS)
-	@echo "5 of 5: the three side by side"
-	wlb-titan compare outputs/cpu_pipeline outputs/cpu_pipeline_balanced outputs/cpu_pipeline_slices --report outputs/compare
+	@echo "2 of 4: training on documents in slices"
+	wlb-titan train $(SLICES) $(REPLICAS) $(OPTIONS)
+	@echo "3 of 4: plain packing, micro-batches of equal work, and slices in turns"
+	wlb-titan bench $(SLICES) --policies plain,wlb_lazy/hybrid/best,slim/hybrid --dump_folder outputs/bench \
+	    $(REPLICAS) $(OPTIONS)
+	@echo "4 of 4: the page"
+	wlb-titan compare outputs/cpu_pipeline_slices outputs/bench --report outputs/compare
 
 # The same on this machine's GPUs, in bfloat16 and with a larger model: on 1, 2, 4 or 8 of them.
 CP := --parallelism.context_parallel_degree 2
@@ -49,13 +48,14 @@ train-gpu: $(READY)
 	esac > $(VENV)/.degrees
 	@echo "1 of 4: a corpus of this machine's Python files"
 	wlb-titan prepare outputs/corpus --max-tokens 4000000
-	@echo "2 of 4: plain packing"
-	wlb-titan train train_configs/gpu_debug.toml $$(cat $(VENV)/.degrees) $(OPTIONS)
-	@echo "3 of 4: micro-batches of equal work"
+	@echo "2 of 4: training on micro-batches of equal work"
 	wlb-titan train train_configs/gpu_debug.toml --wlb.policy wlb_lazy/hybrid/best \
 	    --dump_folder outputs/gpu_balanced $$(cat $(VENV)/.degrees) $(OPTIONS)
-	@echo "4 of 4: the two side by side"
-	wlb-titan compare outputs/gpu_debug outputs/gpu_balanced --report outputs/compare_gpu
+	@echo "3 of 4: plain packing, micro-batches of equal work, and slices in turns"
+	wlb-titan bench train_configs/gpu_debug.toml --policies plain,wlb_lazy/hybrid/best,slim/hybrid \
+	    --dump_folder outputs/bench_gpu $$(cat $(VENV)/.degrees) $(OPTIONS)
+	@echo "4 of 4: the page"
+	wlb-titan compare outputs/gpu_balanced outputs/bench_gpu --report outputs/compare_gpu
 
 check: $(READY)
 	$(BIN)/ruff check .

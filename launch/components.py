@@ -1,7 +1,7 @@
-"""The TorchX component `torchx run wlb.train`.
+"""The TorchX components `torchx run wlb.train` and `wlb.bench`.
 
-TorchX reads parameters and their descriptions off the function below and lints every function of this module,
-so its types are plain and its docstring is in Google style; helpers live in `in_torchx.py`.
+TorchX reads parameters and their descriptions off the functions below and lints every function here, so
+its types are plain and its docstring is in Google style; helpers live in `in_torchx.py`.
 """
 
 from typing import Optional
@@ -68,3 +68,27 @@ def train(
         max_retries=max_retries,
     )
     return in_torchx.with_our_agent(app, image, hosts.restart_words(max_restarts))
+
+
+def bench(
+    *overrides: str,
+    config: str,
+    policies: str,
+    nnodes: str = "1",
+    image: str = ".",
+    h: Optional[str] = None,
+    gpu: int = 0,
+) -> specs.AppDef:
+    """Measures policies in turns on one model. Options after `--` override keys: `-- --wlb.bench.rounds 20`.
+
+    Args:
+        overrides: keys that win over the file, such as --dump_folder outputs/bench
+        config: TOML file of the experiment
+        policies: those that take turns, as in wlb.policy, with commas between; the first is the baseline
+        nnodes: number of hosts
+        image: container image of the job, as of wlb.train
+        h: named resource of a host, instead of gpu
+        gpu: GPUs a host
+    """
+    words = (*overrides, "--wlb.bench.policies", policies)
+    return train(*words, config=config, nnodes=nnodes, image=image, name="wlb-bench", h=h, gpu=gpu)

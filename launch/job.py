@@ -27,6 +27,8 @@ class Hosts(NamedTuple):
     """Whether processes want the CPU even where there are GPUs."""
     resumes: bool = True
     """Whether the run, started again, goes on from a checkpoint that it saved."""
+    folder: str = ""
+    """Where it writes."""
 
     def restart_words(self, max_restarts: int) -> list[str]:
         """The agent's words for a job that goes on when a host or rank is lost; none where it does not."""
@@ -78,7 +80,10 @@ def hosts_of(
         _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
     on_cpu, checkpoint = resolved.config.wlb.device == "cpu", resolved.config.checkpoint
     resumes = checkpoint.enable and not checkpoint.load_only and checkpoint.load_step == -1
-    return Hosts(fewest, nodes, world_size // nodes, on_cpu=on_cpu, resumes=resumes)
+    resumes = resumes and not resolved.config.wlb.bench.policies
+    return Hosts(
+        fewest, nodes, world_size // nodes, on_cpu=on_cpu, resumes=resumes, folder=resolved.config.dump_folder
+    )
 
 
 def _range(nnodes: str) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,6 +129,33 @@ class Estimate(NamedTuple):
         if self.error is None or abs(self.value - 1) > 2 * self.error:
             return ""
         return f": {'no' if abs(self.value - 1) <= self.error else 'hardly'} more than the scatter"
+
+
+def bench_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Headings and cells of a bench's table."""
+    return [
+        {
+            "policy": record["policy"],
+            f"over {records[0]['policy']}": Estimate(record["over_first"], record["scatter"]).text(
+                ".3f", "x"
+            ),
+            "predicted": "–" if record["predicted"] is None else f"{record['predicted']:.3f}x",
+            "TFLOP/s": f"{record['flops_per_second'] / 1e12:,.4g}",
+            "tokens/s": f"{record['tokens_per_second']:,.0f}",
+            "imbalance": f"{record['imbalance']:.3f}",
+            "bubble": f"{record['bubble']:.1%}",
+            "peak GiB": f"{record['peak_gib']:.2f}",
+        }
+        for record in records
+    ]
+
+
+def best_in_turns(records: Sequence[Mapping[str, Any]]) -> str:
+    """A bench's answer, and what to write into the job's file."""
+    best = max(records, key=lambda record: record["over_first"])
+    gain = Estimate(best["over_first"], best["scatter"])
+    doubt = gain.scatter if best is not records[0] else ""
+    return f'The best in turns: wlb.policy = "{best["policy"]}"{doubt}.'
 
 
 def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Trainers of the tests, as bases: `trainers:probed` writes gradients, `trainers:watched` what a step waits
-for, `trainers:failing` fails on rank 1, and `trainers:clocked` has a clock of its own."""
+for, `trainers:failing` fails on rank 1,
+`trainers:still` learns nothing, and `trainers:clocked` has a clock of its own."""
 
 import json
 import time
@@ -72,6 +73,17 @@ def probed():
     config = scaled_llama()
     config.training.max_norm = 1e9  # gradients as they are, not clipped
     return trained_by(ProbingTrainer, config)
+
+
+class StillTrainer(Trainer):
+    """Its weights stay as they are."""
+
+    def update(self):
+        return torch.zeros(())
+
+
+def still():
+    return trained_by(StillTrainer, llama())
 
 
 class FailingTrainer(Trainer):

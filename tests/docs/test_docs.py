@@ -36,6 +36,8 @@ SMALLER = (
     (r"(wlb-titan train [^#]*?)--training\.steps \d+", rf"\1{SMALL}"),
     (r"^(wlb-titan train (?!.*--training\.steps)[^#]*?)\s*(#.*)?$", rf"\1 {SMALL}"),
     (r"(torchx run wlb\.train (?!.* -- ).*)$", rf"\1 -- {SMALL}"),
+    (r"(wlb-titan bench [^#]*)$", rf"\1 --rounds 2 {SMALL}"),
+    (r"(torchx run wlb\.bench .* -- )", rf"\1--wlb.bench.rounds 2 {SMALL} "),
     (r"^make train\b", f"make train OPTIONS='{SMALL}'"),
     (r"dryrun (.*)llama2_70b_128k\.toml", r"dryrun \1llama2_550m_64k.toml"),
     # Jobs of a Slurm cluster are made and not submitted.

@@ -101,14 +101,39 @@ def test_the_error_of_a_rate_is_that_of_its_steps_ratio():
     assert make_run(*rates(8, 12)).rate("model_tflops").error is None, "two steps tell nothing of scatter"
 
 
-def test_a_gain_has_no_scatter_as_runs_differ_by_drift_too(folder):
+def test_a_gain_of_single_runs_has_no_scatter_as_they_differ_by_drift_too(folder):
     runs = {"base": (9, 11, 10, 9, 11), "like": (10, 11, 9, 12, 9), "faster": (14, 15, 16, 15, 15)}
     text = output(*(folder(name, rates(*values)) for name, values in runs.items()))
     same, other = (line for line in text.splitlines() if " a second of base" in line)
     assert same.startswith("like trains on 1.02x the FLOPs and ") and same.endswith("a second of base.")
     assert other.startswith("faster trains on 1.50x the FLOPs")
-    assert "± is the scatter of a run's steps; runs one after another differ by drift besides" in text
+    assert "differences below some 20 % say nothing. `wlb-titan bench`" in text
     assert text.index("model TFLOP/s") < text.index("tokens a second")
+
+
+def test_the_scatter_of_a_gain_is_that_between_runs_of_a_kind(folder):
+    """Means of 10 and 12, with standard errors of 0.6 and 0.5 between the runs."""
+    kinds = {"plain": (8.8, 10, 11.2), "slim": (11, 12, 13)}
+    names = [
+        folder(f"{policy}_{number}", rates(rate, rate, rate), policy)
+        for policy, values in kinds.items()
+        for number, rate in enumerate(values)
+    ]
+    text = output(*names)
+    error = 1.2 * ((1.2 / 3**0.5 / 10) ** 2 + (1 / 3**0.5 / 12) ** 2) ** 0.5
+    assert f"slim_0 trains on 1.20x ±{error:.2f} the FLOPs" in text
+    assert text.count("trains on") == 1 and "say nothing" not in text
+
+
+def test_a_rank_that_is_slow_in_most_traced_steps_is_named(folder):
+    often, once = ("rank 5 on b takes 1.20x of what", "rank 2 on a takes 1.30x of what")
+    steps = [
+        record(1),
+        *(record(n, slow_ranks=[often] + [once] * (n == 2)) for n in (2, 3)),
+        record(4, slow_ranks=[]),
+    ]
+    text = output(folder("run", steps))
+    assert "run: rank 5 on b was slow in most traced steps." in text and "rank 2" not in text
 
 
 def test_loss_is_compared_after_equally_many_tokens(folder):

@@ -30,7 +30,7 @@ def made(rank, degrees, packing, sharding):
     sizes = {"cp": degrees.context, "tp": degrees.tensor, "pp": degrees.pipeline, "ep": 1}
     dims = Dims(dp_replicate=1, dp_shard=degrees.shard, world_size=degrees.ranks, **sizes)
     dims.build_mesh()
-    meshes = context_meshes(job, dims)
+    meshes = context_meshes(job, dims, {})
     ranks = {sharers: [mesh.mesh.tolist() for mesh in own] for sharers, own in meshes.items()}
     groups = dist.distributed_c10d._world.group_count
     dist.destroy_process_group()

@@ -55,12 +55,15 @@ def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
 
 LOSING_WORDS = f"--nnodes 2:4 --nproc_per_node 1 -- {' '.join(SPREAD)} --training.global_batch_size 12"
 
-# Scheduler and arguments of `wlb.train` besides the image, and indented what of the job says them, or not.
+# Scheduler and arguments of `wlb.train`, or with policies of `wlb.bench`, besides the image; indented what of
+# the job says them, or not.
 JOBS = f"""
 local_cwd --config CONFIG -- --training.steps 5
     wlb-agent --rdzv_backend c10d; --nproc_per_node 4; --config CONFIG --training.steps 5
 local_cwd --max_restarts 3 --config CONFIG {LOSING_WORDS}
     wlb-agent --max_restarts 3 --rdzv_conf last_call_timeout=; --nnodes 2:4
+local_cwd --config CONFIG --policies plain,slim -- --dump_folder outputs/bench
+    --nproc_per_node 4; --dump_folder outputs/bench --wlb.bench.policies plain,slim
 slurm --config SEVEN_B --nnodes 8 --gpu 8
     --nproc_per_node 8; --nnodes 8; --partition=gpu; gpus-per-task
 slurm --config SEVEN_B --nnodes 8 --gpu 8 -- --wlb.device cpu
@@ -72,7 +75,8 @@ slurm --config SEVEN_B --nnodes 8 --gpu 8 -- --wlb.device cpu
 def test_what_torchx_submits(words, expected):
     scheduler, *words = [{"CONFIG": CONFIG, "SEVEN_B": SEVEN_B}.get(word, word) for word in words.split()]
     cfg = {"partition": "gpu"} if scheduler == "slurm" else {}
-    info = dryrun("wlb.train", ["--image", IMAGE, *words], scheduler, **cfg)
+    component = "wlb.bench" if "--policies" in words else "wlb.train"
+    info = dryrun(component, ["--image", IMAGE, *words], scheduler, **cfg)
     said = str(info) if cfg else info._app.roles[0].args[-1]
     for part in expected.replace("CONFIG", CONFIG).split("; "):
         assert (part.removeprefix("not ") in said) == (not part.startswith("not "))

@@ -97,6 +97,7 @@ def test_twice_a_rate_halves_what_it_is_the_rate_of(tmp_path, changes, parts):
     clusters = cluster, replace(cluster, **changes)
     job = replace(JOB, degrees=EIGHT_BY_TWO, model=replace(SHAPE, routed_width=8192))
     before, after = (asdict(job.on(one).token) for one in clusters)
+    assert before.pop("layer") == after.pop("layer") == (0.0, 0.0)
     assert all(before.values())
     assert after == pytest.approx({part: time / (1 + (part in parts)) for part, time in before.items()})
 

@@ -22,11 +22,11 @@ from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.trace import Span, read_trace
-from wlb_titan.summary import Estimate
+from wlb_titan.summary import Estimate, bench_rows, best_in_turns
 from wlb_titan.toml.sources import read_sources
 from wlb_titan.toml.values import shown
 
-CONFIG, METRICS, TRACES = "config.toml", "metrics.jsonl", "traces"
+CONFIG, METRICS, TRACES, BENCH = "config.toml", "metrics.jsonl", "traces", "bench.json"
 """What wlb_titan.runtime writes into a dump folder."""
 
 NOT_KNOWN = "–"
@@ -39,7 +39,7 @@ RATES = {"model_tflops": "FLOPs", "tokens_per_second": "tokens"}
 def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     """Put the metrics of training runs side by side; the first is the baseline.
 
-    RUN is a run's dump_folder, of a job that has ended or still runs:
+    RUN is a run's dump_folder, of a job that has ended or still runs, or the folder of a bench:
 
     \b
     wlb-titan compare outputs/plain outputs/balanced --report outputs/compare
@@ -47,13 +47,29 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     First comes what differs in their configurations. The loss is compared after equally many tokens. Times
     leave out what is logged first after each start, which is in it. docs/metrics.md explains the figures.
     """
-    runs = open_runs(folders)
+    benches = [folder for folder in folders if (folder / BENCH).is_file()]
+    for folder in benches:
+        show_bench(folder)
+    runs = open_runs([folder for folder in folders if folder not in benches])
+    if not runs:
+        return
     if settings := setting_rows(runs):
         show_table(settings)
     show_table(figure_rows(runs))
     say(*remarks(runs))
     if report is not None:
-        click.echo(f"Report: {write_report(report, runs)}")
+        click.echo(f"Report: {write_report(report, runs, benches)}")
+
+
+def bench_of(folder: Path) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = json.loads((folder / BENCH).read_text(encoding="utf-8"))["policies"]
+    return records
+
+
+def show_bench(folder: Path) -> None:
+    records = bench_of(folder)
+    show_table(bench_rows(records))
+    say(best_in_turns(records))
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,13 @@ class Run:
         if not last.any():
             return float(losses[np.argmin(np.abs(self.tokens - tokens))])
         return float(np.average(losses[last], weights=np.diff(self.tokens, prepend=0.0)[last]))
+
+    @property
+    def slow_ranks(self) -> list[str]:
+        """Those that were named in most traced steps."""
+        traced = [r["slow_ranks"] for r in self.records if "slow_ranks" in r]
+        named = [said.partition(" takes ")[0] for step in traced for said in step]
+        return [name for name in dict.fromkeys(named) if 2 * named.count(name) > len(traced)]
 
     @property
     def peak_gib(self) -> float | None:
@@ -208,35 +231,53 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     """What the figures say, in words, and what they cannot."""
     first, *others = runs
     said = [] if setting_rows(runs) or not others else ["The configurations are the same."]
-    for run in others:
-        if ratios := _gains(run, first):
+    alone, kinds = False, [run for run in others if alike(run, runs)[0] is run]
+    for run in kinds or others:
+        if ratios := _gains(run, first, runs):
             parts = " and ".join(f"{ratio.text('.2f', 'x')} the {what}" for what, ratio in ratios.items())
             said.append(f"{run.name} trains on {parts} a second of {first.name}.")
-    if any(_gains(run, first) for run in others):
-        said.append("± is the scatter of a run's steps; runs one after another differ by drift besides.")
+            alone = alone or all(ratio.error is None for ratio in ratios.values())
+    if alone:
+        said.append(
+            "Machines drift between runs: with one run of a kind, differences below some 20 % say nothing. "
+            "`wlb-titan bench` measures policies in turns."
+        )
+    said += [f"{run.name}: {name} was slow in most traced steps." for run in runs for name in run.slow_ranks]
     corpora = [key for key in differences(runs) if key.startswith("wlb.corpus.") and key != "wlb.corpus.seed"]
     if corpora:
         said.append(f"{', '.join(corpora)} differ: losses say nothing about each other.")
     return said
 
 
-def _gains(run: Run, first: Run) -> dict[str, Estimate]:
-    """FLOPs and tokens a second over the first run's, where both have them: without an error, as the scatter
-    of a run's steps does not have what the machine drifts from one run to the next."""
-    rates = {what: (run.rate(key), first.rate(key)) for key, what in RATES.items()}
-    comparable = ((what, rate, base) for what, (rate, base) in rates.items() if rate and base and base.value)
-    return {what: Estimate(rate.value / base.value) for what, rate, base in comparable}
+def alike(run: Run, runs: Sequence[Run]) -> list[Run]:
+    """The runs of a kind: those that differ from `run` in the dump folder and the seed of weights at most."""
+    return [other for other in runs if not differences([run, other]).keys() - {"debug.seed"}]
+
+
+def _gains(run: Run, first: Run, runs: Sequence[Run]) -> dict[str, Estimate]:
+    """FLOPs and tokens a second over the first run's, where both have them; means of the runs of a kind, with
+    the error of what differs between these. The scatter of one run's steps does not have the drift."""
+    gains, shared = {}, run in alike(first, runs)
+    for key, what in RATES.items():
+        kinds = [[other.rate(key) for other in ([of] if shared else alike(of, runs))] for of in (run, first)]
+        rates = [np.array([rate.value for rate in kind if rate]) for kind in kinds]
+        if all(rate.any() for rate in rates):
+            mean, base = map(Estimate.mean, rates)
+            gains[what] = mean.over(base)
+    return gains
 
 
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
 PASSES = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 
 
-def write_report(folder: Path, runs: Sequence[Run]) -> Path:
+def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path] = ()) -> Path:
     first = runs[0]
     corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
-    best = max(runs[1:] or runs, key=lambda run: next(iter(_gains(run, first).values()), Estimate(0.0)).value)
-    gain = next(iter(_gains(best, first).items()), None)
+    gains = {run.name: _gains(run, first, runs) for run in runs}
+    none = Estimate(0.0)
+    best = max(runs[1:] or runs, key=lambda run: next(iter(gains[run.name].values()), none).value)
+    gain = next(iter(gains[best.name].items()), None)
     figures = figure_rows(runs)
     search = command("simulate", [str(best.folder / CONFIG)], "--search")
     by_step = {run.name: run.series("loss") for run in runs}
@@ -246,10 +287,14 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
         title=f"{' and '.join(sorted(corpora))}: {len(runs)} runs side by side",
         answer=_answer(best, first, gain),
         cards=[{"": run.name} | {row["figure"]: row[run.name] for row in figures} for run in runs],
-        figure="model TFLOP/s" if "FLOPs" in _gains(first, first) else "tokens a second",
+        figure="model TFLOP/s" if "FLOPs" in gains[first.name] else "tokens a second",
         facts=("tokens a second", "imbalance, measured", "imbalance, predicted", "bubble, measured"),
         tries=[("What other degrees and schedules are worth to it:", search)],
         sections=[
+            *(
+                section("Policies in turns", best_in_turns(bench_of(path)), table(bench_rows(bench_of(path))))
+                for path in benches
+            ),
             section("What differs", "", table(setting_rows(runs)) or "No setting."),
             section("Figures", " ".join(remarks(runs)), table(figures)),
             section("A step", PASSES, pipelines(traced_steps(runs))),

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from wlb_titan.commands.command_line import NUMBER, POSITIVE, command_of_file, of_file
+from wlb_titan.commands.compare import show_bench
 from wlb_titan.errors import EXIT_AGAIN, UserError
 
 SCRIPT = """\
@@ -176,6 +177,37 @@ def train(file: Path, overrides: tuple[str, ...], processes: int, max_restarts: 
     Started again, it goes on where it was. The exit status is 0 when all steps are done, 75 after SIGUSR1 or
     `wlb.stop_after` (start it again), 130 or 143 after Ctrl-C or SIGTERM.
     """
+    status, _ = run_here(file, overrides, processes, max_restarts)
+    sys.exit(status)
+
+
+@command_of_file()
+@of_file
+@click.option(
+    "--policies",
+    required=True,
+    metavar="POLICY,...",
+    help="Those that take turns; the first is the baseline.",
+)
+@click.option("--rounds", default="8", help="Steps of each policy, after one that does not count.")
+def bench(file: Path, overrides: tuple[str, ...], policies: str, rounds: str) -> None:
+    """Measure policies of FILE's job in turns, a step each, on this machine.
+
+    They share one model, whose weights stay, and process groups. Drift of the machine's speed, which runs one
+    after another take for a gain or a loss, meets all of them alike. The dump folder, which may not hold a
+    run, gets bench.json. On clusters: torchx run wlb.bench, or the key wlb.bench.policies with slurm.
+    """
+    words = ("--wlb.bench.policies", policies, "--wlb.bench.rounds", rounds)
+    status, folder = run_here(file, (*overrides, *words))
+    if status == 0:
+        show_bench(folder)
+    sys.exit(status)
+
+
+def run_here(
+    file: Path, overrides: tuple[str, ...], processes: int = 0, max_restarts: int = 0
+) -> tuple[int, Path]:
+    """Runs a job on this machine; its exit status and its dump folder."""
     from wlb_titan.launch.agent import before_torch
 
     before_torch()
@@ -185,4 +217,4 @@ def train(file: Path, overrides: tuple[str, ...], processes: int, max_restarts: 
     hosts = hosts_of(str(file), overrides, processes=processes, runs_here=True)
     words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", str(uuid.uuid4())]
     words += ["--nproc_per_node", str(hosts.processes), *hosts.restart_words(max_restarts)]
-    sys.exit(run([*words, "-m", PROGRAM, "--config", str(file), *overrides]))
+    return run([*words, "-m", PROGRAM, "--config", str(file), *overrides]), Path(hosts.folder)

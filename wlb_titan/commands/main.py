@@ -23,6 +23,7 @@ SUBCOMMANDS = {
     "prepare": ("prepare", "Turn text into a corpus to train on."),
     "config": ("config", "Check a TOML configuration, or show it resolved."),
     "train": ("launch", "Train on this machine as a TOML file says."),
+    "bench": ("launch", "Measure policies in turns, on one model."),
     "slurm": ("launch", "Write the batch script of a job for Slurm."),
     "plan": ("plan", "Plan the packing of documents without training."),
     "simulate": ("simulate", "Predict step time and memory of a job on a cluster."),

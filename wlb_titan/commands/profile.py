@@ -24,12 +24,16 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan import __version__
 from wlb_titan.commands.command_line import Output, TomlFile, resolved_job, say, show_table
+from wlb_titan.commands.compare import CONFIG, TRACES, open_run
 from wlb_titan.cost.profile import TILES_OF, AttentionShape, Entry, LinearProfile, Profile, fitted, rate
+from wlb_titan.errors import UserError
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.implementations import PASSES, chosen, device_of, load
 from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
+from wlb_titan.simulator.calibrate import as_predicted, calibrated, fingerprint, fit
+from wlb_titan.simulator.trace import PARTS, read_trace
 
 ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
 SECONDS = 100.0  # after which no round starts
@@ -93,7 +97,14 @@ LINEAR_SIZES = {
 
 
 @click.command()
-@click.argument("files", type=TomlFile(), nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", type=TomlFile(), nargs=-1, metavar="FILE...")
+@click.option(
+    "--from",
+    "run",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Fit the traced steps of this run instead.",
+)
 @click.option(
     "--output",
     type=Output('{"schema": '),
@@ -101,14 +112,24 @@ LINEAR_SIZES = {
     metavar="FILE",
     help="Where the profile goes: JSON, for [wlb.context] profile.",
 )
-def profile(files: tuple[Path, ...], output: Path) -> None:
+def profile(files: tuple[Path, ...], run: Path | None, output: Path) -> None:
     """Measure the attention of FILEs' models on this device and all else that a layer does, for planning.
 
     Times forward and backward of wlb_titan's attention for segments of many shapes, fits the latency model to
     them and writes both as JSON, with the implementation that was measured. Takes about two minutes on a GPU
     and one on the CPU, for each kind of attention. Then matrix products and element-wise operators. Nothing
     else should use the device meanwhile.
+
+    With --from a run's passes, which wlb.trace_every measured, are put in place of all that: what each takes
+    whatever its tokens, with its tokens, and in attention. The files then are left out.
     """
+    if bool(files) == bool(run):
+        raise UserError(
+            "Name the FILEs whose attention is to be measured, or the dump folder of a run, --from RUN."
+        )
+    if run is not None:
+        _from_run(run, output)
+        return
     jobs, configured = zip(*(resolved_job(file, (), None) for file in files), strict=True)
     on_cpu = any(run.config.wlb.device == "cpu" for run in configured) or not torch.cuda.is_available()
     device = "cpu" if on_cpu else "cuda"
@@ -126,6 +147,33 @@ def profile(files: tuple[Path, ...], output: Path) -> None:
     result.save(output)
     _print(result)
     click.echo(f"Wrote {output}")
+
+
+def _from_run(folder: Path, output: Path) -> None:
+    run = open_run(folder, str(folder))
+    job, _ = resolved_job(folder / CONFIG, (), None)
+    steps = run.traced[1:] or run.traced  # the first has caches to fill
+    passes = [span for step in steps for span in read_trace(folder / TRACES / f"step-{step}.json")]
+    if not any(PARTS in span.args for span in passes):
+        raise UserError(f"{folder}: no traces to fit. Train some steps with wlb.trace_every = 2.")
+    if any(span.args.get("job") != fingerprint(job) for span in passes):
+        raise UserError(
+            f"{folder}: its traces are of another job or cluster than its {CONFIG} gives here. Move "
+            f"older {TRACES} away, or name the cluster that it ran on with wlb.cluster in that file."
+        )
+    parts = np.array([span.args[PARTS] for span in passes])
+    seconds = np.array([span.duration for span in passes])
+    before = as_predicted(job)
+    factors, known = fit(parts, seconds, before), parts.any(axis=1)
+    off = [np.median(np.abs((parts @ [*f, 1.0] / seconds - 1)[known])) for f in (before, factors)]
+    calibrated(job, factors, f"torch {torch.__version__}, wlb_titan {__version__}").save(output)
+    forward, backward, *times = factors.tolist()
+    say(
+        f"A layer's pass takes {forward * 1e3:.3g} ms forward and {backward * 1e3:.3g} backward whatever its "
+        f"tokens; attention {times[1]:.2f}x and {times[2]:.2f}x, all else {times[0]:.2f}x of predictions."
+    )
+    say(f"Passes are off by {off[0]:.1%} before and {off[1]:.1%} now, at the median of {known.sum():,}.")
+    say(f'Wrote {output}; predictions follow it with wlb.context.profile = "{output}"')
 
 
 def _measure(shape: AttentionShape, device: str, units: int) -> list[Entry]:

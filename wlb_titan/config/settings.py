@@ -110,6 +110,17 @@ class AttentionSettings:
 
 
 @dataclass(kw_only=True, slots=True)
+class BenchSettings:
+    """[wlb.bench]: policies in turns, in place of training. `wlb-titan bench` sets it."""
+
+    policies: str = ""
+    """Those that take turns, as in wlb.policy and with commas between them; the first is the baseline."""
+
+    rounds: Annotated[int, Ge(2)] = 8
+    """Steps of each policy, after one that does not count."""
+
+
+@dataclass(kw_only=True, slots=True)
 class WlbSettings:
     """[wlb]: everything that wlb_titan adds to torchtitan's configuration."""
 
@@ -145,6 +156,7 @@ class WlbSettings:
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     validation: ValidationSettings = field(default_factory=ValidationSettings)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
+    bench: BenchSettings = field(default_factory=BenchSettings)
     packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
     context: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
     pipeline: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))

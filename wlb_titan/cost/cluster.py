@@ -53,6 +53,7 @@ class Cluster:
     node: Link
     network: Link
     attention_profile: str = ""  # path of a profile of the GPU; empty for the attention of H100 and H200
+    layer: tuple[float, float] = (0.0, 0.0)  # seconds, as of `Profile.layer`
     device: str = ""  # part of the name of its GPUs
     units: int = _figure("[gpu] units", 1, 100000, "multiprocessors", default=132)
     capability: float = _figure("[gpu] capability", 8, 99, "major.minor", default=9.0)

@@ -1,8 +1,10 @@
 """The time of a micro-batch's passes on a pipeline stage.
 
-    F = layers x (tokens x (matrices + elements + TP + CP + EP) + attention of the slowest CP rank) + head
-    I = layers x (tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + repeated) + head
+    F = layers x (c + tokens x (matrices + elements + TP + CP + EP) + attention of the slowest CP rank) + head
+    I = layers x (c + tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + repeated) + head
     W = layers x tokens x matrices + head
+
+The constants c are those of a profile that was fitted to a run (`simulator/calibrate.py`), or else 0.
 
 Context-parallel ranks hold equal numbers of tokens and differ in attention; they meet in a collective in
 every layer and pass, so the slowest rank of each pass counts (paper section 3.1). A backward pass multiplies
@@ -79,8 +81,8 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     head = np.zeros_like(layers)
     head[-1] = token.head
     return PassTimes(
-        forward=layers * forward + head * tokens,
-        inputs=layers * backward + repeated + head * tokens,
+        forward=layers * (forward + token.layer[0]) + head * tokens,
+        inputs=layers * (backward + token.layer[1]) + repeated + head * tokens,
         weights=layers * tokens * token.matrices + head * tokens,
     )
 

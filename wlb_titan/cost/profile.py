@@ -8,7 +8,8 @@
         "tiles_of": "queries", "query_tile": 128, "key_block": 128, "merge_keys": 1024, "heads_per_tile": 1,
         "launch": 2.1e-05, "key": 0.0, "query": 0.0, "segment": 0.0, "tile": 1.4e-06, "block": 1.5e-06,
         "masked": 3.0e-07, "points": [[128, 128, 264, 32, 0.00012], ...]}],
-     "linear": {"dtype": "bfloat16", "matrices": [[FLOPs, seconds], ...], "elements": [[bytes, ...], ...]}}
+     "linear": {"dtype": "bfloat16", "matrices": [[FLOPs, seconds], ...], "elements": [[bytes, ...], ...]},
+     "layer": [1e-4, 2e-4]}
 
 "v_head_dim" is null where values have the same head dim, and "linear" in profiles of attention alone. Times
 are seconds; a point is q_len, kv_len, segments, heads, measured time.
@@ -158,6 +159,8 @@ class Profile:
     software: str  # versions
     entries: tuple[Entry, ...]  # one for each pass and kind of attention
     linear: LinearProfile | None = None  # None where only attention was measured
+    layer: tuple[float, float] = (0.0, 0.0)
+    """Seconds of a layer's forward and backward pass whatever its tokens: launches, Python."""
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
         entries = {entry.direction: entry for entry in self.entries if entry.shape.kind == shape.kind}
@@ -196,6 +199,7 @@ class Profile:
                 software=record["software"],
                 entries=tuple(map(Entry.from_json, record["entries"])),
                 linear=LinearProfile(**_fields_of(LinearProfile, linear)) if linear else None,
+                layer=tuple(record.get("layer", (0.0, 0.0))),
             )
         except OSError as error:
             raise PlanError(f"The profile {path} cannot be read: {error.strerror}.") from error
@@ -242,10 +246,11 @@ def configured_latency(
 def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
     """The cluster at the rates of the profile that [wlb.context] or the cluster names, where it has any."""
     name = profile or cluster.attention_profile
-    linear = Profile.load(Path(name)).linear if name else None
-    if linear is None:
+    measured = Profile.load(Path(name)) if name else None
+    if measured is None or (linear := measured.linear) is None:
         return cluster
-    return replace(cluster, linear_flops=rate(linear.matrices), memory_bandwidth=rate(linear.elements))
+    flops, bandwidth = rate(linear.matrices), rate(linear.elements)
+    return replace(cluster, layer=measured.layer, linear_flops=flops, memory_bandwidth=bandwidth)
 
 
 def cluster_latency(

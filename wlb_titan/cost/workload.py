@@ -102,12 +102,13 @@ def workload(model: CostModel, lengths: NDArray[Any]) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class TokenSeconds:
-    """Forward seconds that one token adds to one rank, in one layer but for `head`."""
+    """Forward seconds that one token adds to one rank, in one layer but for `head`; and those of no token."""
 
     matrices: float  # products
     elements: float  # element-wise operators
     tensor: float  # collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer
     head: float  # the product with the vocabulary, on the last stage
+    layer: tuple[float, float] = (0.0, 0.0)  # of a layer's forward and backward pass, whatever its tokens
 
     @classmethod
     def of(cls, job: Job, cluster: Cluster) -> TokenSeconds:
@@ -124,6 +125,7 @@ class TokenSeconds:
             elements=element * elements / ranks / cluster.memory_bandwidth,
             tensor=element * shared / cluster.link(tensor).bandwidth,
             head=2.0 * head / ranks / cluster.linear_flops,
+            layer=cluster.layer,
         )
 
 

@@ -7,14 +7,17 @@ torchtitan would only fail in the middle of a run. `model_checks.py` has those o
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from wlb_titan.config import documents as corpora
+from wlb_titan.config.settings import BenchSettings
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
+from wlb_titan.job import Policy
 from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.plugins import check_interface, load, short_name
 from wlb_titan.runtime import model_checks
@@ -31,7 +34,7 @@ from wlb_titan.runtime.configured import (
     job_of,
     parallel_dims,
 )
-from wlb_titan.runtime.dump_folder import check_place
+from wlb_titan.runtime.dump_folder import CONFIG_FILE, METRICS_FILE, check_place
 from wlb_titan.runtime.ends import seconds_of
 from wlb_titan.runtime.hugging_face import check_weights
 from wlb_titan.runtime.loss import weighted
@@ -72,6 +75,28 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
     _check_halves(config, dims)
     _check_experts(config, dims)
     _check_job(config, dims)
+    for name, turn in turns_of(config).items():
+        try:
+            validate(turn, world_size)
+        except UserError as error:
+            raise UserError(f"wlb.bench.policies: {name} cannot take turns in this job: {error}") from error
+
+
+def turns_of(config: TrainerConfig) -> dict[str, TrainerConfig]:
+    """The configuration of each policy that [wlb.bench] names; none where the job trains."""
+    turns: dict[str, TrainerConfig] = {}
+    for name in filter(None, config.wlb.bench.policies.split(",")):
+        try:
+            parts = zip(("packing", "context", "pipeline"), Policy.parse(name), strict=True)
+            settings = {section: getattr(config.wlb, section).named(part) for section, part in parts}
+        except UserError as error:
+            raise UserError(f"wlb.bench.policies: {name}: {error}.") from error
+        turns[name] = replace(config, wlb=replace(config.wlb, bench=BenchSettings(), **settings))
+    if len({turn.wlb.packing.regroups for turn in turns.values()}) > 1:
+        raise UserError(
+            "wlb.packing.asymmetric: only some of wlb.bench.policies have its stages; leave it out."
+        )
+    return turns
 
 
 def _check_degrees(config: TrainerConfig, world_size: int | None) -> None:
@@ -224,7 +249,12 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         check_weights(config, model_checks.trained_spec(config), corpus)
-    check_place(Path(config.dump_folder))
+    folder = Path(config.dump_folder)
+    check_place(folder)
+    if config.wlb.bench.policies and any((folder / run).exists() for run in (METRICS_FILE, CONFIG_FILE)):
+        raise UserError(
+            f"dump_folder: {folder} holds a run, which a bench leaves alone; name another folder."
+        )
     return corpus
 
 
@@ -233,6 +263,8 @@ def validate_files(config: TrainerConfig, world_size: int | None = None) -> None
     slow, such as `fixed_solver`. Attention times are always looked up: without context parallelism only
     predictions read them."""
     wlb, corpus = config.wlb, validate_inputs(config)
+    for turn in turns_of(config).values():
+        validate_files(turn, world_size)
     job = configured = job_of(config, parallel_dims(config, world_size))
     setting = "wlb"
     try:

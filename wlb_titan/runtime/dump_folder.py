@@ -24,6 +24,7 @@ LOCK_FILE = ".lock"
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
+BENCH_FILE = "bench.json"  # of a bench, in a folder of its own
 TRACES = "traces"
 
 

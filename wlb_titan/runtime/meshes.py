@@ -118,13 +118,17 @@ ContextMeshes = dict[int, list[DeviceMesh]]
 """A strategy's `meshes`, by the number of data-parallel ranks that share a micro-batch."""
 
 
-def context_meshes(job: Job, dims: Dims) -> ContextMeshes:
-    """The context meshes that this rank is in. Every rank of the job has to call it.
+Made = dict[tuple[object, bytes], DeviceMesh | None]
+"""Meshes by their names and sizes, and the ranks that they divide."""
+
+
+def context_meshes(job: Job, dims: Dims, made: Made) -> ContextMeshes:
+    """The context meshes that this rank is in; `made` has those of other jobs on the same ranks, and gets
+    these. Every rank of the job has to call it.
 
     n data-parallel ranks that share micro-batches are consecutive, with all their context-parallel ranks; the
     first is a multiple of n. Ranks that are left over share none.
     """
-    made: dict[tuple[object, bytes], DeviceMesh | None] = {}
     meshes: ContextMeshes = {}
     ranks = dims._global_meshes["dataloading"].mesh.numpy()
     layout = ranks.reshape(-1, *ranks.shape[-4:])

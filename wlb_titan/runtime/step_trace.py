@@ -7,23 +7,35 @@ passes to the rank that reports. Other steps cost nothing.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
+from wlb_titan.arrays import Floats
+from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
 from wlb_titan.runtime.dump_folder import TRACES
 from wlb_titan.runtime.metrics import metrics_rank, warn_once
+from wlb_titan.simulator.calibrate import (
+    DIFFERS,
+    FACTORS,
+    as_predicted,
+    fingerprint,
+    pass_parts,
+    slow_ranks,
+)
 from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.trace import COMPUTED, Span, write_trace
+from wlb_titan.simulator.trace import COMPUTED, PARTS, Span, write_trace
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.config import TrainerConfig
@@ -105,6 +117,8 @@ class RankPasses:
     cp: int
     tp: int
     passes: list[Pass]
+    name: str = ""  # for people
+    parts: Floats = field(default_factory=lambda: np.zeros((0, FACTORS + 1)))  # of `pass_parts`
 
 
 class StepTrace:
@@ -115,7 +129,9 @@ class StepTrace:
         self._every = config.wlb.trace_every
         self._dims = parallel_dims
         self._writer = metrics_rank(parallel_dims, config.parallelism.pipeline_parallel_schedule)
-        self._folder = os.path.join(config.dump_folder, TRACES)
+        self.folder = os.path.join(config.dump_folder, TRACES)
+        self.told = False  # how far predictions are off
+        self._run, self._warm = config.dump_folder, False
         self._measuring = False
 
     def begin(self, step: int) -> None:
@@ -125,13 +141,15 @@ class StepTrace:
             self._measuring = True
             self._timer.start()
 
-    def end(self, step: int, plan: Plan) -> dict[str, float]:
+    def end(self, step: int, plan: Plan, job: Job) -> dict[str, Any]:
         """Returns the figures of a measured step, on the writer alone. Call it on every rank."""
         if not self._measuring:
             return {}
         self._measuring = False
         place = (self._dims.place(axis) for axis in ("batch", "pp", "cp", "tp"))
-        rank_passes = RankPasses(*place, self._timer.stop())
+        passes, dp = self._timer.stop(), self._dims.place("batch")
+        name = f"rank {dist.get_rank()} on {socket.gethostname()}"
+        rank_passes = RankPasses(*place, passes, name, pass_parts(job, plan.of_rank(dp), passes))
         is_writer = dist.get_rank() == self._writer
         ranks: list[RankPasses] | None = [rank_passes] * dist.get_world_size() if is_writer else None
         dist.gather_object(rank_passes, ranks, dst=self._writer)
@@ -139,14 +157,33 @@ class StepTrace:
             return {}
         ranks.sort(key=lambda rank: (rank.dp, rank.pp, rank.cp, rank.tp))
         try:
-            os.makedirs(self._folder, exist_ok=True)
-            write_trace(spans(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
+            os.makedirs(self.folder, exist_ok=True)
+            write_trace(spans(ranks, plan, fingerprint(job)), os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
-            warn_once(f"Traces cannot be written to {self._folder}: {error.strerror}. Training goes on.")
-        figures = {"measured_imbalance": measured_imbalance(ranks, plan)}
+            warn_once(f"Traces cannot be written to {self.folder}: {error.strerror}. Training goes on.")
+        figures: dict[str, Any] = {"measured_imbalance": measured_imbalance(ranks, plan)}
+        figures |= self._beside_predictions(ranks, as_predicted(job))
         if self._dims.pp_enabled:
             figures["bubble"] = bubble(ranks)
         return figures
+
+    def _beside_predictions(self, ranks: Sequence[RankPasses], factors: Floats) -> dict[str, Any]:
+        """Names slow ranks, and says once, after the first traced step, how far predictions are off."""
+        parts = [rank.parts for rank in ranks]
+        seconds = [np.array([pass_.seconds for pass_ in rank.passes]) for rank in ranks]
+        known, took = np.concatenate(parts), np.concatenate(seconds)
+        ratio = took[known.any(axis=1)].sum() / (known @ [*factors, 1.0]).sum()
+        if self._warm and not self.told and abs(ratio - 1) > DIFFERS:
+            self.told = True
+            logger.info(
+                f"Passes take {ratio:.2f}x of what is predicted, and packing follows predictions. "
+                f"`wlb-titan profile --from {self._run} --output FILE` fits them to this run."
+            )
+        self._warm = True
+        slow = slow_ranks([rank.name for rank in ranks], parts, seconds, factors)
+        if slow:
+            logger.warning("; ".join(slow))
+        return {"slow_ranks": slow}
 
 
 def measured_imbalance(ranks: Sequence[RankPasses], plan: Plan) -> float:
@@ -173,8 +210,9 @@ def bubble(ranks: Sequence[RankPasses]) -> float:
     return float(np.mean(idle))
 
 
-def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
-    """A span for each pass, with a process for each data-parallel rank and a track for each of its ranks."""
+def spans(ranks: Sequence[RankPasses], plan: Plan, job: int = 0) -> Iterator[Span]:
+    """A span for each pass, with a process for each data-parallel rank and a track for each of its ranks.
+    `job` is its fingerprint."""
     for rank in ranks:
         micro_batches = plan.of_rank(rank.dp)
         track = " ".join(
@@ -182,7 +220,7 @@ def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
             for axis in ("pp", "cp", "tp")
             if len({getattr(other, axis) for other in ranks}) > 1
         )
-        for pass_ in rank.passes:
+        for number, pass_ in enumerate(rank.passes):
             micro_batch = micro_batches[pass_.micro_batch]
             facts: dict[str, Any] = {
                 "stage": pass_.stage,
@@ -194,5 +232,7 @@ def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
                 facts[COMPUTED] = pass_.computed
             if merged := micro_batch.merged:
                 facts["merged"] = f"dp {merged[0]}-{merged[-1]}"
+            if len(rank.parts):
+                facts |= {"job": job, PARTS: rank.parts[number].tolist()}
             name = f"{pass_.kind}{pass_.micro_batch}"
             yield Span(f"dp {rank.dp}", track or "rank", name, pass_.start, pass_.seconds, facts)

@@ -115,18 +115,20 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
 def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
     import torch
 
+    from wlb_titan.runtime.bench import BenchTrainer
     from wlb_titan.runtime.checkpoints import explained, move_aside
     from wlb_titan.runtime.dump_folder import note_beginning
 
-    trainer = resolved.check(lambda config: config.build())
     config = resolved.config
+    benches = bool(config.wlb.bench.policies)
+    trainer = resolved.check(lambda config: BenchTrainer(config) if benches else config.build())
     folder = Path(config.dump_folder)
     begun = False
 
     def begin(step: int) -> None:
         nonlocal begun
         begun = True
-        if rank == 0:
+        if rank == 0 and not benches:
             if not config.checkpoint.load_only:
                 move_aside(folder / config.checkpoint.folder, trainer.beginning)
             note_beginning(folder, resolved.to_toml(), step)

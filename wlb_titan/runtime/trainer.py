@@ -41,7 +41,7 @@ from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_r
 from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
-from wlb_titan.runtime.meshes import Axis, Dims, context_meshes, meets, own_axes
+from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.models.weights import build_optimizers, prepared
@@ -62,6 +62,7 @@ class Trainer(TorchtitanTrainer):
         self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
         config = with_our_parts(config, self.job)
         self.axes: list[Axis] = []
+        self._made: Made = {}
         self._export: tuple[Path, dict[str, bytes]] | None = None  # of rank 0, at the last step
         config.model_spec = prepared(config.model_spec, self.axes)
         super().__init__(config)
@@ -95,7 +96,7 @@ class Trainer(TorchtitanTrainer):
         config, wlb = self.config, self.config.wlb
         dims.build_mesh()
         self.axes += own_axes(dims)
-        self._meshes = context_meshes(self.job, dims)
+        self._meshes = context_meshes(self.job, dims, self._made)
         config.comm.train_timeout_seconds = timeout(config, self.job)
         divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
         config.dataloader = PlannedDataLoader.Config(
@@ -178,13 +179,14 @@ class Trainer(TorchtitanTrainer):
         self.metrics_processor.count(step.plan.tokens, step.flops)
         if self.metrics_processor.should_log(self.step):
             self.report(step, loss, grad_norm, learning_rates)
-        self.step_trace.end(self.step, step.plan)  # if the step was not logged
+        self.step_trace.end(self.step, step.plan, self.job)  # if the step was not logged
         if self._export and self.step == self.config.training.steps:
             begin_export(*self._export)  # torchtitan saves the weights next
 
     def gradients(self, step: Step) -> torch.Tensor:
         """All passes of a step, and the reduction of gradients; returns this rank's part of the loss."""
         self.optimizers.zero_grad()
+        self.timer.first = 0
         # Without a learned token, loss and gradients are 0, not 0 / 0.
         labels = torch.full((), step.labels or 1, device=self.device)
         if (own_data := self.job.degrees.own_data) > 1:  # the mean of their gradients is the whole job's
@@ -301,7 +303,7 @@ class Trainer(TorchtitanTrainer):
             "n_tokens_seen": dist_utils.dist_sum(seen, mesh),
             **learning_rates,
             **step.figures(self.job),
-            **self.step_trace.end(self.step, step.plan),
+            **self.step_trace.end(self.step, step.plan, self.job),
             **measured_memory(self.parallel_dims, self.device, step.digest, step.repeated),
         }
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)

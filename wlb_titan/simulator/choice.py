@@ -154,13 +154,16 @@ def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) 
     return Choice(job, tuple(candidates))
 
 
-def predicted(job: Job, policy: Policy, documents: Documents) -> Candidate:
+def predicted(
+    job: Job, policy: Policy, documents: Documents, steps: int = STEPS, after: int = WARM_UP
+) -> Candidate:
+    """A policy's figures over `steps` steps, after the first `after`."""
     try:
         job = job.under(policy)
         sample = job.sample(MOST_MICRO_BATCHES)
         with warnings.catch_warnings():  # it says so again once it is chosen
             warnings.simplefilter("ignore", UserWarning)
-            prediction = simulate(sample, sample.plans(documents, STEPS, after=WARM_UP))
+            prediction = simulate(sample, sample.plans(documents, steps, after=after))
     except UserError as error:
         return Candidate(policy, problem=f"cannot run: {error}")
     replicas = job.degrees.data / sample.replicas

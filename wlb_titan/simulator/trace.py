@@ -19,6 +19,7 @@ from wlb_titan.packing.slices import kind
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.replicas import step_ends, step_passes
 
+PARTS = "predicted_parts"  # argument of a measured span, as of `pass_parts`
 COMPUTED = "processor_seconds"  # argument of a span: its thread's own time on a CPU, without waiting
 
 
@@ -29,7 +30,7 @@ class Span:
     name: str  # for a pass its kind and place: `F3`
     start: float  # seconds from the start of the trace
     duration: float
-    args: Mapping[str, float | int | str] = field(default_factory=dict)  # what a click on the span shows
+    args: Mapping[str, Any] = field(default_factory=dict)  # what a click on the span shows
 
 
 def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:

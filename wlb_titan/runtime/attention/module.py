@@ -103,7 +103,7 @@ class DocumentAttention(Module):
             "implementation": config.implementation,
             "sm_margin": config.sm_margin,
         }
-        self._context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
+        self.context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
         self.groups: set[str] = set()  # names of the process groups that share keys and values
         self._layer = torch.tensor(next(_layers), device="cpu")  # by which slices find earlier ones' keys
 
@@ -112,7 +112,7 @@ class DocumentAttention(Module):
 
     def share(self, sharers: int, config: ContextStrategy.Config, meshes: Sequence[DeviceMesh]) -> None:
         """Prepares for micro-batches that `sharers` data-parallel ranks share."""
-        self._context[sharers] = load(config.owner.attention)(config, *meshes)
+        self.context[sharers] = load(config.owner.attention)(config, *meshes)
         self.groups |= {mesh.get_group().group_name for mesh in meshes}
 
     def forward(
@@ -137,8 +137,8 @@ class DocumentAttention(Module):
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
         attend = self._attend(attention_masks, scale)
         sharers = attention_masks.sharers
-        if sharers in self._context:
-            out_LNH, lse_NL = self._context[sharers](
+        if sharers in self.context:
+            out_LNH, lse_NL = self.context[sharers](
                 q, k, v, attention_masks.exchange, attend, wants_lse=out_transform is not None
             )
         else:
@@ -155,9 +155,12 @@ class DocumentAttention(Module):
         return partial(sliced_attention, **where, **options)
 
 
+def attentions(parts: Sequence[nn.Module]) -> list[DocumentAttention]:
+    return [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]
+
+
 def prepare_attention(parts: Sequence[nn.Module], job: Job, meshes: ContextMeshes) -> None:
     """Gives the attention of a model's parts the half of the strategy that moves its tensors."""
-    attentions = [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]
     for sharers, own in meshes.items():
-        for attention in attentions:
+        for attention in attentions(parts):
             attention.share(sharers, job.by_sharers[sharers].context, own)

@@ -1,0 +1,124 @@
+"""Measured passes beside their predictions: which ranks are slow, and the profile that a run's passes make.
+
+A pass takes c_f or c_b in each layer whatever its tokens, a times what is predicted of all that grows with
+tokens, b_f and b_b times the attention, and the waiting that is predicted, which is not fitted.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from wlb_titan.arrays import Floats
+from wlb_titan.cost.attention_kernels import non_negative
+from wlb_titan.cost.profile import Entry, LinearProfile, Profile, measured_cluster
+from wlb_titan.job import Job
+from wlb_titan.packing.predicted import pass_seconds
+from wlb_titan.plan import MicroBatch
+from wlb_titan.simulator.measured import ROWS, Pass, without_waiting
+
+FACTORS = 5  # c_f, c_b, a, b_f, b_b
+DIFFERS = 0.1  # of the predicted passes: a run says so
+SLOWER = 1.15  # than equal work elsewhere: the rank is named
+OUTLIER = 0.05  # relative error from which a pass counts less
+PRIOR = 0.01  # of the weight that all passes give a factor
+
+
+def fingerprint(job: Job) -> int:
+    """Of what passes, and predictions for them, follow from."""
+    facts = (job.model, job.degrees.tensor, job.degrees.context, job.layers, job.window, job.cluster.name)
+    return zlib.crc32(repr((facts, job.context.profile)).encode())
+
+
+def as_predicted(job: Job) -> Floats:
+    """float64 (FACTORS,), those of the predictions."""
+    return np.array([*job.token.layer, 1.0, 1.0, 1.0])
+
+
+def pass_parts(job: Job, micro_batches: Sequence[MicroBatch], passes: Sequence[Pass]) -> Floats:
+    """float64 (passes, FACTORS + 1): what each factor multiplies in these passes of a data-parallel rank's
+    micro-batches, and seconds of waiting. A row is 0 where nothing is predicted of a pass by itself."""
+    quiet, latency = job.on(without_waiting(job.cluster)), job.latency
+
+    def seconds(forward: float, backward: float) -> Floats:
+        kernels = latency.forward.slower(forward), latency.backward.slower(backward)
+        attention = replace(latency, forward=kernels[0], backward=kernels[1])
+        return pass_seconds(replace(quiet, attention=attention), micro_batches)
+
+    once = seconds(1, 1)
+    parts = np.zeros((FACTORS + 1, *once.shape))
+    parts[0, 0] = parts[1, 1] = np.array(job.layers)[:, None]
+    parts[3:] = seconds(2, 1) - once, seconds(1, 2) - once, pass_seconds(job, micro_batches) - once
+    parts[2] = once - parts[3] - parts[4] - np.tensordot(job.token.layer, parts[:2], 1)
+    # A loss in chunks computes the head's gradients, too.
+    chunked = job.memory.loss_chunks > 1
+    head = job.token.head * np.array([m.shared_length for m in micro_batches])
+    apart = parts.copy()
+    apart[2, :, -1] -= head * chunked
+    rows = np.zeros((len(passes), FACTORS + 1))
+    for row, (kind, stage, place, *_) in zip(rows, passes, strict=True):
+        if kind == "L":
+            row[2] = 3 * head[place] * chunked
+        elif not (job.packing.regroups and kind in "RB"):
+            row[:] = (parts if kind == "FB" else apart)[:, ROWS[kind], stage, place].sum(axis=1)
+    return rows
+
+
+def fit(parts: Floats, seconds: Floats, prior: Floats) -> Floats:
+    """float64 (FACTORS,), by least squares of relative errors, in which outliers count less; factors that the
+    passes say little of stay near `prior`.
+
+    Args:
+        parts: of `pass_parts`.
+        seconds: float64 (passes,), as measured.
+    """
+    predicted = (parts[:, :FACTORS] != 0).any(axis=1)
+    columns = parts[predicted, :FACTORS] / seconds[predicted, None]
+    target = 1 - parts[predicted, FACTORS] / seconds[predicted]
+    norms = np.sqrt((columns**2).sum(axis=0))
+    strength = np.diag(PRIOR * np.where(norms > 0, norms, 1.0))
+    weights = np.ones(len(target))
+    for _ in range(20):
+        rows = np.concatenate([columns * weights[:, None], strength])
+        factors = non_negative(rows, np.concatenate([target * weights, strength @ prior]))
+        weights = np.sqrt(OUTLIER / np.maximum(np.abs(columns @ factors - target), OUTLIER))
+    return factors
+
+
+def slow_ranks(
+    names: Sequence[str], parts: Sequence[Floats], seconds: Sequence[Floats], prior: Floats
+) -> list[str]:
+    """What is said of ranks whose passes take longer than equal work on the others."""
+    factors = fit(np.concatenate(parts), np.concatenate(seconds), prior)
+    pairs = zip(parts, seconds, strict=True)
+    ratios = [took[own.any(axis=1)].sum() / (own @ [*factors, 1.0]).sum() for own, took in pairs]
+    said = []
+    for place, name in enumerate(names):
+        over = ratios[place] / np.median(np.delete(ratios, place)) if len(names) > 1 else 1.0
+        if over > SLOWER:
+            said.append(f"{name} takes {over:.2f}x of what equal work takes elsewhere")
+    return said
+
+
+def calibrated(job: Job, factors: Floats, software: str) -> Profile:
+    """The job's predictions times the factors, as a profile."""
+    *layer, linear, forward, backward = map(float, factors)
+    shape, latency = job.attention_shape, job.latency
+    facts = (shape.head_dim, shape.group, shape.dtype)
+    entries = [
+        Entry(*facts, "forward", latency.forward.slower(forward), (), "as trained", shape.v_head_dim),
+        Entry(*facts, "backward", latency.backward.slower(backward), (), "as trained", shape.v_head_dim),
+    ]
+    cluster = measured_cluster(job.cluster, job.context.profile)
+    rates = [
+        [(size, size * linear / rate) for size in (1e9, 2e9)]
+        for rate in (cluster.linear_flops, cluster.memory_bandwidth)
+    ]
+    units = latency.units + job.sm_margin
+    profile = LinearProfile(job.dtype, *rates)
+    return Profile(
+        f"{cluster.name}, as trained", units, software, tuple(entries), profile, (layer[0], layer[1])
+    )
