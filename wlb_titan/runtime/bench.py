@@ -142,7 +142,7 @@ class BenchTrainer(Trainer):
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         figures = self.step_trace.end(self.step, step.plan, self.job)
         balance = figures.get("measured_imbalance", nan), figures.get("bubble", 0.0)
-        peak = max(measured_memory(self.parallel_dims, self.device, step.digest).values())
+        peak = max(measured_memory(self.parallel_dims, self.device, step.digest, None).values())
         mean = dist_utils.dist_sum(loss, self.parallel_dims.get_optional_mesh("loss"))
         if number >= WARM_UP:
             turn.taken.append((seconds.item(), step.flops, step.plan.tokens, *balance, peak))
