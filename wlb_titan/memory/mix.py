@@ -9,8 +9,6 @@ and what its own pass makes. In a stage the layers that keep most come last, so 
 first: when it comes to the layers of one kind, those that keep more are free. Where bytes depend on the layer
 at hand, as FSDP's do without a pipeline, the most of any layer counts: a mix never needs more than the walk
 says.
-
-A linear program over the whole step finds mixes that are up to 0.6 % faster, in 5 to 50 times the time.
 """
 
 from __future__ import annotations
