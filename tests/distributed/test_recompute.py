@@ -8,13 +8,10 @@ SLICES = ("--wlb.packing.tokens_in_flight", "4096", "--wlb.packing.cost_model", 
 """What the plan would else have from the kind."""
 
 LAYOUTS = (
-    "layers4",
     "layers4 compiled",
-    "pp2 layers4",
     "pp2 layers8 Interleaved1F1B",
     "pp2 layers4 ZBVZeroBubble",
     "cp2 layers4 per_document",
-    "cp2 layers4 ulysses",
     "tp2 layers4",
     "tp2 layers4 compiled",
     "pp2 layers4 slim8",
