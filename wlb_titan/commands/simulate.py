@@ -207,7 +207,7 @@ def figures(prediction: Prediction) -> dict[str, str]:
         "MFU": f"{prediction.mfu:.1%}",
         "bubble": f"{prediction.bubble:.1%}",
         "peak GiB": f"{prediction.peak_memory.total / GIB:.1f}" + ("" if prediction.fits else " !"),
-        "recomputed": ", ".join(f"{name} {share:.0%}" for name, share in repeated) or "none",
+        "recomputed": ", ".join(f"{name} {share:.1%}" for name, share in repeated) or "none",
     }
 
 
