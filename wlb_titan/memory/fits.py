@@ -124,9 +124,10 @@ class Fitting:
         except PlanError:  # the schedule's order is not known
             return
         if most.total > self.usable:
+            save = "" if self.job.mixes else "save more with activation_checkpoint, "
             raise PlanError(
                 f"this cannot fit {self.room}; with {what} of {window:,} tokens the prediction is "
-                f"{in_a_line(most)}. Raise a degree of parallelism, save more with activation_checkpoint, or "
+                f"{in_a_line(most)}. Raise a degree of parallelism, {save}or "
                 "lower training.seq_len or training.local_batch_size.",
                 setting="training.seq_len",
             )

@@ -72,8 +72,8 @@ def search(
         raise PlanError(
             f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB with "
             f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens: none of "
-            f"{len(bounds)} ways to run the job, of which {untried} were not tried. Take more GPUs, full "
-            "activation checkpointing or a shorter context window."
+            f"{len(bounds)} ways to run the job, of which {untried} were not tried. Take more GPUs, "
+            f"{'' if scenario.job.mixes else 'full activation checkpointing '}or a shorter context window."
         )
     predictions.sort(key=lambda prediction: -prediction.flops_per_second)
     unchanged = _tried(scenario, policies, steps) if scenario.job.degrees.ranks == gpus else []
