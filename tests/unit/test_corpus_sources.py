@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from wlb_titan.commands.prepare import length_rows
 from wlb_titan.errors import CorpusError
 from wlb_titan.prepare.prepare import PrepareSettings
-from wlb_titan.prepare.sources import JsonLines, SourceSpec, open_source
+from wlb_titan.prepare.sources import PACKED, JsonLines, SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import (
     TRAINING_CHARACTERS,
     CorpusTokenizer,
@@ -144,7 +144,7 @@ def test_jsonl_takes_one_field_and_minds_no_others(here):
 def test_jsonl_gives_back_any_text(tmp_path_factory, texts, escape):
     path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
     path.write_bytes("".join(json.dumps({"text": t}, ensure_ascii=escape) + "\n" for t in texts).encode())
-    source = JsonLines(path, "text")
+    source = JsonLines(path, "text", path.parent)
     assert [source.read(number) for number in range(len(source))] == texts
 
 
@@ -282,13 +282,70 @@ def test_a_trained_tokenizer_has_as_many_entries_as_asked(tokenizer, tmp_path):
     assert (tokenizer.vocab_size, CorpusTokenizer(tmp_path / "least").vocab_size) == (300, 257)
 
 
-@pytest.mark.parametrize("names", [["b.jsonl.gz"], ["a.jsonl", "b.jsonl.zst"]])
-def test_compressed_files_are_refused_by_name(tmp_path, names):
-    for name in names:
-        (tmp_path / name).write_text('{"text": "a"}\n')
-    for place in (tmp_path, tmp_path / names[-1]):
-        with pytest.raises(CorpusError, match=rf"{names[-1]}, which is compressed"):
-            open_source(SourceSpec("jsonl", str(place)), tmp_path)
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".zst"])
+def test_packed_json_lines_below_a_folder_are_read(here, ending):
+    (here / "deep").mkdir()
+    (here / "a.jsonl").write_text('{"text": "a"}\n')
+    with pa.CompressedOutputStream(str(here / "deep" / f"b.jsonl{ending}"), PACKED[ending]) as file:
+        file.write(b'{"text": "b"}\n\n{"text": "c"}\n')
+    packed = {f"b.jsonl{ending}:1": "b", f"b.jsonl{ending}:3": "c"}
+    assert read_all(here, "jsonl:.") == {"a.jsonl:1": "a", **packed}
+    assert read_all(here, f"jsonl:deep/b.jsonl{ending}") == packed
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.jsonl.gz", "a.jsonl.gz cannot be unpacked"),
+        ("a.jsonl.xz", "a.jsonl.xz, which is compressed"),
+        ("a.parquet.gz", "a.parquet.gz, which is compressed"),
+    ],
+)
+def test_files_that_cannot_be_unpacked_are_named(here, name, message):
+    (here / name).write_text('{"text": "a"}\n')
+    with pytest.raises(CorpusError, match=message):
+        read_all(here, f"{name.split('.')[1]}:{name}")
+
+
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"conversations": TURNS}, [USER, ASSISTANT]),
+        ({"conversations": [TURNS[0], {**TURNS[1], "weight": 0}]}, [USER, {**ASSISTANT, "weight": 0}]),
+        ({"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
+        (
+            {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+            [*({**message, "weight": 0} for message in (USER, ASSISTANT, USER)), ASSISTANT],
+        ),
+        ({"instruction": "q", "input": "", "output": "a"}, [USER, ASSISTANT]),
+        ({"instruction": "q", "input": "x", "output": "a"}, [{**USER, "content": "q\n\nx"}, ASSISTANT]),
+    ],
+)
+def test_records_of_other_shapes_are_conversations(here, record, messages):
+    (here / "a.jsonl").write_text(json.dumps(record) + "\n")
+    pq.write_table(pa.Table.from_pylist([record]), here / "a.parquet")
+    for source in ("jsonl:a.jsonl", "parquet:a.parquet"):
+        opened = open_source(SourceSpec.parse(source, "messages"), here.parent / "cache", chat=True)
+        assert opened.read(0) == {"messages": messages, "tools": None}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"conversations": [{"from": "me", "value": "q"}]}, "'from' is 'me', which is none of human"),
+        ({"conversations": ["q"]}, "a turn of 'conversations' has 'from' and 'value', not 'q'"),
+        ({"question": "q", "answer": "a"}, "no field 'messages'; it has question, answer"),
+    ],
+)
+def test_records_of_unknown_shapes_say_what_was_found(here, record, message):
+    (here / "a.jsonl").write_text(json.dumps(record) + "\n")
+    opened = open_source(SourceSpec.parse("jsonl:a.jsonl", "messages"), here.parent / "cache", chat=True)
+    with pytest.raises(ValueError, match=message):
+        opened.read(0)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Protocol
 
 from wlb_titan.corpus.formats import SWITCH
@@ -77,7 +79,7 @@ def open_source(spec: SourceSpec, cache: Path, *, chat: bool = False) -> Source:
     if spec.kind == "text":
         return Files(text_documents(Path(spec.location)), within=Path(spec.location).resolve())
     if spec.kind == "jsonl":
-        return JsonLines(Path(spec.location), spec.field, chat=chat)
+        return JsonLines(Path(spec.location), spec.field, cache, chat=chat)
     return Rows(spec, cache, chat=chat)
 
 
@@ -150,9 +152,11 @@ def _name(root: Path, path: Path) -> str:
 
 
 def _files_at(kind: str, location: Path) -> list[Path]:
-    files = sorted(location.glob(f"*.{kind}")) if location.is_dir() else [location]
-    for file in (*location.glob(f"*.{kind}.*"), location):
-        if file.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4"):
+    files = [location]
+    if location.is_dir():
+        files = sorted(file for file in location.rglob(f"*.{kind}*") if file.suffix in (f".{kind}", *PACKED))
+    for file in files:
+        if file.suffix in PACKED and (kind != "jsonl" or PACKED[file.suffix] is None):
             raise CorpusError(
                 f"The source {kind}:{location} has {file.name}, which is compressed; unpack it."
             )
@@ -163,15 +167,37 @@ def _files_at(kind: str, location: Path) -> list[Path]:
     return files
 
 
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": None, ".zip": None, ".lz4": None}
+"""What pyarrow calls a compression that it can unpack, by a file's ending."""
+
+
+def unpacked(path: Path, cache: Path) -> Path:
+    """The file, or what is packed in it, written into the folder `cache`."""
+    if path.suffix not in PACKED:
+        return path
+    import pyarrow as pa
+
+    cache.mkdir(parents=True, exist_ok=True)
+    target = cache / f"{len(list(cache.iterdir()))}-{path.stem}"
+    try:
+        with pa.CompressedInputStream(str(path), PACKED[path.suffix]) as packed, target.open("wb") as file:
+            shutil.copyfileobj(packed, file)
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be unpacked: {error}. Write it again, or unpack it.") from error
+    return target
+
+
 class JsonLines:
-    """One document per line of JSON, in a file or in the *.jsonl files of a folder, sorted.
+    """One document per line of JSON, in a file or in the *.jsonl files below a folder, sorted; packed ones
+    (.gz, .bz2, .zst) are unpacked into the folder `cache`.
 
     Lines need only the field in common; `datasets` would parse all into one table, and refuse files whose
     other fields change their type. The files are read once before, to find their lines.
     """
 
-    def __init__(self, location: Path, field: str, *, chat: bool = False) -> None:
-        self._paths = _files_at("jsonl", location)
+    def __init__(self, location: Path, field: str, cache: Path, *, chat: bool = False) -> None:
+        self._files = _files_at("jsonl", location)
+        self._paths = [unpacked(file, cache) for file in self._files]
         self._field = field
         self._value = conversation if chat else text_of
         # Of each line that is not blank; there may be a hundred million.
@@ -191,16 +217,16 @@ class JsonLines:
         return len(self._numbers)
 
     def name(self, document: int) -> str:
-        return f"{self._path(document).name}:{self._numbers[document]}"
+        return f"{self._files[self._file(document)].name}:{self._numbers[document]}"
 
     def read(self, document: int) -> Any:
-        with self._path(document).open("rb") as file:
+        with self._paths[self._file(document)].open("rb") as file:
             file.seek(self._begins[document])
             line = file.readline().rstrip()
         return self._value(json.loads(line), self._field)
 
-    def _path(self, document: int) -> Path:
-        return self._paths[bisect_right(self._firsts, document) - 1]
+    def _file(self, document: int) -> int:
+        return bisect_right(self._firsts, document) - 1
 
 
 class Rows:
@@ -212,13 +238,14 @@ class Rows:
         self._value = conversation if chat else text_of
         rows = _load(spec, cache)
         columns = rows.column_names
-        if spec.field not in columns:
+        shaped = chat and shape_of(columns, spec.field) is not None
+        if spec.field not in columns and not shaped:
             raise CorpusError(
                 f"{spec.location} has no field {spec.field!r}; it has {', '.join(columns)}"
                 f"{_advice(spec.field, columns)}."
             )
         also = [name for name in columns if chat and (name == "tools" or UNREAD.search(name))]
-        self._rows = rows.select_columns([spec.field, *also])
+        self._rows = rows if shaped else rows.select_columns([spec.field, *also])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -261,13 +288,69 @@ def text_of(record: Any, field: str) -> str:
 
 
 def conversation(record: Any, field: str) -> dict[str, Any]:
-    """A record's `messages`, and the `tools` they may call, or None; a ValueError without messages."""
-    messages, tools = _field_of(record, field), record.get("tools")
+    """A record's messages, and the `tools` they may call, or None; a ValueError without messages."""
+    shape = shape_of(record, field) if isinstance(record, dict) else None
+    messages, tools = shape(record) if shape else _field_of(record, field), record.get("tools")
     for key in filter(UNREAD.search, record):
         if record[key] not in (None, 1, "", [], {}):
             raise ValueError(f"the record has a key {key!r}, which is not read; take it out")
     tools = json.loads(tools or "null") if isinstance(tools, str) else tools
     return {"messages": messages, "tools": tools}
+
+
+def shape_of(columns: Container[str], field: str) -> Callable[[dict[str, Any]], list[dict[str, Any]]] | None:
+    """What makes messages of a record with other columns than `field`, if their names are known."""
+    if field in columns or field != MESSAGES:
+        return None
+    return next((shape for names, shape in SHAPES.items() if all(name in columns for name in names)), None)
+
+
+def _share_gpt(record: dict[str, Any]) -> list[dict[str, Any]]:
+    turns, messages = record["conversations"], []
+    for turn in turns if isinstance(turns, list) else [turns]:
+        if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
+            raise ValueError(
+                f"a turn of 'conversations' has 'from' and 'value', not {shorten(repr(turn), 80)}"
+            )
+        if turn["from"] not in SPEAKERS:
+            raise ValueError(f"'from' is {turn['from']!r}, which is none of {', '.join(SPEAKERS)}")
+        content = {"role": SPEAKERS[turn["from"]], "content": turn["value"]}
+        messages.append(content | {key: turn[key] for key in ("weight",) if key in turn})
+    return messages
+
+
+def _completed(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Texts of a user and an assistant, or lists of messages, of which only the completion is learned."""
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return [{**message, "weight": 0} for message in prompt] + completion
+    return _asked(prompt, completion)
+
+
+def _instructed(record: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = (record["instruction"], record.get("input"))
+    return _asked("\n\n".join(filter(None, parts)), record["output"])
+
+
+def _asked(question: Any, answer: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+MESSAGES = "messages"  # the field of conversations
+SHAPES = {
+    ("conversations",): _share_gpt,
+    ("prompt", "completion"): _completed,
+    ("instruction", "output"): _instructed,
+}
+"""Columns of conversations that are no lists of messages: ShareGPT's, TRL's and Alpaca's."""
+
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+    "system": "system",
+}
+"""Roles by ShareGPT's `from`."""
 
 
 def _field_of(record: Any, field: str) -> Any:
