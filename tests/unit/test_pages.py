@@ -17,6 +17,7 @@ from wlb_titan.summary import Estimate
 pytestmark = pytest.mark.slow
 
 FILE = Path(__file__).parents[2] / "train_configs" / "llama2_550m_64k.toml"
+SELECTIVE = ["--activation_checkpoint.class", "SelectiveDocumentAC"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"]
 PAGES = {  # number of charts, titles of the sections after "Try next", the answer
     "plan": (1, "Work of every micro-batch, All figures", r"Under wlb\S* GPUs wait [\d.]+% .* under plain"),
@@ -96,7 +97,7 @@ def pages(tmp_path_factory):
     common = [FILE, "--lengths", lengths, "--steps", 6, "--training.seq_len", 4096, *PIPELINE]
     commands = {
         "plan": ["plan", *common, "--policies", "plain,wlb,wlb_lazy"],
-        "simulate": ["simulate", *common, "--policies", "plain,wlb,wlb_lazy"],
+        "simulate": ["simulate", *common, "--policies", "plain,wlb,wlb_lazy", *SELECTIVE],
         "compare": ["compare", *(_run(folder / name, *facts) for name, facts in RUNS.items())],
     }
 

@@ -75,7 +75,7 @@ def test_a_plan_says_where_every_token_of_its_documents_goes(lengths, plans_of, 
 
 def test_without_context_parallelism_there_is_no_sharding(plans_of):
     (plan,) = plans_of(1)
-    keys = {"dp_rank", "index", "length", "padding", "workload", "documents"}
+    keys = {"dp_rank", "index", "length", "padding", "workload", "documents", "recomputed"}
     assert set(plan["micro_batches"][0]) == keys
 
 

@@ -77,6 +77,7 @@ CASES = {
 EXCLUDED = {
     *("wlb.epochs", "wlb.validation.path"),  # by the mixture, and by what is held out
     "wlb.stop_after",  # no plan
+    *("wlb.bench.policies", "wlb.bench.rounds"),  # in place of training
 }
 
 

@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.rank import GIB, CachedSlice, PackSize, Passes, RankMemory
+from wlb_titan.memory.rank import GIB, PackSize, Passes, RankMemory
 from wlb_titan.memory.recompute import KINDS
+from wlb_titan.memory.slice_cache import CachedSlice
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action
 

@@ -14,7 +14,8 @@ from wlb_titan.arrays import Floats
 from wlb_titan.context.layout import whole_sequence, with_prefix
 from wlb_titan.context.strategy import ALL_KEYS, KeyShares
 from wlb_titan.cost.passes import MicroBatches
-from wlb_titan.memory.rank import CachedSlice, PackSize, Passes, RankMemory
+from wlb_titan.memory.rank import PackSize, Passes, RankMemory
+from wlb_titan.memory.slice_cache import CachedSlice
 from wlb_titan.packing.slices import cache_rows
 from wlb_titan.plan import Flow, MicroBatch
 
