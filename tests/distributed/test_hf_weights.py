@@ -2,6 +2,7 @@
 Llama, document by document, which shares no code with torchtitan's adapter or model."""
 
 import json
+import re
 import shutil
 
 import datasets
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from lab import CONFIG, layout, ranks
 from pipeline_reference import differences
 from safetensors.torch import load_file, save_file
 from trainers import GRADIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
+from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents.mixture import is_held_out
 from wlb_titan.runtime.configured import job_of, parallel_dims
@@ -94,6 +97,46 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     loaded = lab.experiment("loaded_from_hf", *one_step, *experts, *loading(published))
     lab.run(2, [loaded])
     assert loaded.losses() == pytest.approx(saved.losses(), rel=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_is_exported_in_one_process_as_a_run_saves_it(lab):
+    """Of ranks that had other layers or other shares of the weights, in another dtype than the run's."""
+    layouts = ("pp2 layers4", "dp2", "cp2 ep2 qwen3_moe")
+    common = (*SAVED_IN_HF, "--checkpoint.export_dtype", "bfloat16", "--lr_scheduler.total_steps", "2")
+    runs = {}
+    for name in layouts:
+        words = (*common, "--checkpoint.interval", "1", *layout(name), "--training.steps")
+        base = () if "--base" in words else ("--base", lab.base)
+        base += ("--checkpoint.initial_load_path", "") if base == () or "layers4" in name else ()
+        runs[name] = [lab.experiment(f"{name} {n}", *words, str(n), *base) for n in (1, 2)]
+    lab.run(2, [run for pair in runs.values() for run in pair])
+    for saved, run in runs.values():
+        config, output = str(run.folder / "config.toml"), run.folder / "hugging_face" / "step-1"
+        result = CliRunner().invoke(main, ["export", config, "1"], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        expected = saved.folder / "checkpoint" / "step-1"
+        names = {path.name for path in expected.iterdir()}
+        assert names == {path.name for path in output.iterdir()} and "config.json" in names
+        (weights,) = (name for name in names if name.endswith(".safetensors"))
+        for name in names - {weights}:
+            assert (output / name).read_bytes() == (expected / name).read_bytes(), name
+        theirs, ours = load_file(expected / weights), load_file(output / weights)
+        assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in theirs)
+        assert {weight.dtype for weight in ours.values()} == {torch.bfloat16}
+        _, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+    for words, told in {
+        ("1",): r"--output: .*step-1 is there already; name another",
+        ("7",): r"STEP: .*step-7 cannot be exported: it does not exist. In .* there is step-1, step-2",
+        ("2",): r"STEP: .*step-2 cannot be exported: it is in that format already",
+        ("1", "--base", "bases:lora"): r"base: .* LoRA's adapter of layers",
+        ("1", "--base", "bases:muse_glimmer"): r"base: .* no place for .* parts of the model",
+        ("1", "--base", "bases:qwen3"): r"step-1 cannot be loaded: .*",
+    }.items():
+        words += ("--output", str(run.folder / "other")) if "--base" in words else ()
+        result = CliRunner().invoke(main, ["export", str(runs["dp2"][1].folder / "config.toml"), *words])
+        assert result.exit_code == 2 and re.search(told, result.stderr), (words, result.output)
 
 
 GPT_OSS = json.loads(

@@ -131,12 +131,15 @@ command_of_file = functools.partial(click.command, cls=OfFile, context_settings=
 `--help` shows defaults."""
 
 
+file_argument = click.argument("file", type=TomlFile(), metavar="FILE")
+overrides_argument = click.argument(
+    "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]..."
+)
+
+
 def of_file(command: Command) -> Command:
     """The arguments `file` and `overrides`."""
-    overrides = click.argument(
-        "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]..."
-    )
-    return click.argument("file", type=TomlFile(), metavar="FILE")(overrides(command))
+    return file_argument(overrides_argument(command))
 
 
 world_size_option = click.option(

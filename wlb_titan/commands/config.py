@@ -62,13 +62,14 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
 @config.command(cls=OfFile, context_settings=OVERRIDABLE)
 @of_file
 @click.option("--changed", is_flag=True, help="Only the values that were written, not those of the base.")
-def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
+@click.option("--explain", is_flag=True, help="What each key means, above its value.")
+def show(file: Path, overrides: tuple[str, ...], changed: bool, explain: bool) -> None:
     """Show all values of FILE, with overrides, and where each came from.
 
     The output is itself a TOML file that loads to the same configuration. Its comments name each value's
     place: the base, a file and its line, the command line, or the default of a class that the file chose.
     """
-    click.echo(load(file, overrides).to_toml(changed_only=changed), nl=False)
+    click.echo(load(file, overrides).to_toml(changed, explain), nl=False)
 
 
 def summary(config: Any, degrees: Degrees, world_size: int | None) -> str:

@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "dryrun": ("dryrun", "Run a step of a big job on this machine, without its GPUs."),
     "rehearse": ("rehearse", "Measure a job of many devices on this one."),
     "compare": ("compare", "Put the metrics of training runs side by side."),
+    "export": ("export", "Write a checkpoint as a Hugging Face model."),
     "profile": ("profile", "Measure this device's attention, for planning."),
 }
 """Commands: their modules here, and their lines in `wlb-titan --help`."""

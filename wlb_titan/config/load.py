@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
+from wlb_titan.config.reference import meaning_of
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.job import Policy
@@ -99,11 +101,13 @@ class Resolved:
         """Dotted key -> `base NAME`, `default of CLASS`, `FILE:LINE` or `command line`."""
         return {dotted(entry.path): entry.source for entry in self.entries}
 
-    def to_toml(self, changed_only: bool = False) -> str:
+    def to_toml(self, changed_only: bool = False, explain: bool = False) -> str:
         """One TOML file that loads to an equal configuration. With `changed_only` it lacks what is as in the
-        base, and does so as long as the base stays the same."""
+        base, and does so as long as the base stays the same. With `explain` comments say what keys mean."""
         unchanged = f"base {self.base.value}"
         kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
+        if explain:
+            kept = [replace(entry, meaning=meaning_of(self.config, entry.path)) for entry in kept]
         return _document([self.base, *kept])
 
     def check(self, rule: Callable[[Any], T]) -> T:
@@ -226,8 +230,9 @@ def _lines(table: dict[str | int, Any], name: str, header: str) -> list[str]:
 
 
 def _line(key: str | int, entry: Entry) -> str:
+    about = "".join(f"# {line}\n" for line in textwrap.wrap(entry.meaning, 108, break_long_words=False))
     if entry.text is None:
         described = type(entry.value).__qualname__
-        return f"# {key}: a Python {described}, which only the base can give  # {entry.source}"
+        return f"{about}# {key}: a Python {described}, which only the base can give  # {entry.source}"
     words = f"; {in_words(entry.limits)}" if entry.limits else ""
-    return f"{key_text(key)} = {entry.text}".ljust(COMMENT_COLUMN) + f"  # {entry.source}{words}"
+    return about + f"{key_text(key)} = {entry.text}".ljust(COMMENT_COLUMN) + f"  # {entry.source}{words}"
