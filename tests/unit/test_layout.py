@@ -147,7 +147,9 @@ def test_every_package_is_installed():
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {file.parent for file in (ROOT / "wlb_titan").rglob("__init__.py")}
     names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert set(project["packages"]) == names | {"wlb_titan.kernels", "wlb_titan.launch"}
+    assert set(project["packages"]) == names | {
+        f"wlb_titan.{name}" for name in ("kernels", "launch", "train_configs")
+    }
 
 
 def test_every_dependency_is_declared():

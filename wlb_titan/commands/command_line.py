@@ -49,13 +49,16 @@ class Size(click.FloatRange):
 
 
 class TomlFile(click.Path):
-    """An existing file, checked before torch is imported."""
+    """An existing file, checked before torch is imported, or one that comes with wlb_titan, by its name."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not Path(value).exists():
+            for folder in Path(__file__).parents[1:3]:  # of an installation, of a checkout
+                if (shipped := folder / "train_configs" / f"{value}.toml").is_file():
+                    return shipped
             raise ConfigError(
                 f"{value}: there is no such file. It comes first, or after --config: "
                 f"{ctx.command_path} FILE [--SECTION.KEY VALUE]..."

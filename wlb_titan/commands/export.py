@@ -65,6 +65,7 @@ def write(config: Any, step: int, output: Path) -> None:
             f"parts of the model, such as {lost[0]}; no checkpoint of it can be exported."
         )
     corpus = validate_inputs(config)
+    config.model_spec = spec
     files = hugging_face.export_files(config, corpus)
     dtype, state = getattr(torch, checkpoint.export_dtype), hugging_face.on_meta(spec).state_dict()
     for name, weight in state.items():
