@@ -17,6 +17,7 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY wlb_titan wlb_titan
 COPY kernels kernels
 COPY launch launch
+COPY train_configs train_configs
 RUN uv pip install --no-cache --compile-bytecode --constraint constraints.txt '.[chat,kubernetes,solver]'
 
 WORKDIR /work

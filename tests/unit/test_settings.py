@@ -40,8 +40,7 @@ def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeyp
     for told in (
         "Iterations after which a document is packed, whatever it does to the balance. (integer, at least 0; "
         "default 16) max_delay = 16",
-        "Seed of the order in which an epoch visits the documents; each epoch has an order of its own. (integer, "
-        "at least 0; default 0) seed = 0",
+        "each epoch has an order of its own. (integer, at least 0; default 0) seed = 0",
         '"PACKING/CONTEXT/ORDER", of which the last may be left out. policy = "wlb_lazy/',
         "(number, above 0; default 1.0) weight = 1.0",
         "How many train steps to run (integer; default 10000) steps =",  # torchtitan's own

@@ -143,20 +143,15 @@ def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
     """The text of a first experiment; `cores` count where there is no GPU."""
     # A step's 8 micro-batches divide over 1, 2, 4 or 8 processes.
     processes = max(number for number in (1, 2, 4, 8) if number <= max(gpus or min(cores, 4), 1))
-    if gpus:
-        machine = {
-            "base": "llama2_550m",
-            "base_note": "the WLB-LLM paper's smallest model; it fits a GPU of 24 GiB",
-            "window": 16384,
-            "training": 'mixed_precision_param = "bfloat16"\n',
-            "devices": ", with a GPU",
-        }
-    else:
-        machine = {
-            "base": "llama3_debug",
-            "base_note": "1.8 M parameters, for CPUs",
-            "window": 2048,
-            "training": "",
-            "devices": "",
-        }
-    return EXPERIMENT.format(file=file, corpus=to_text(corpus), processes=processes, **machine)
+    on_gpu = ("llama2_550m", "the WLB-LLM paper's smallest model; it fits a GPU of 24 GiB", 16384)
+    base, note, window = on_gpu if gpus else ("llama3_debug", "1.8 M parameters, for CPUs", 2048)
+    return EXPERIMENT.format(
+        file=file,
+        corpus=to_text(corpus),
+        processes=processes,
+        base=base,
+        base_note=note,
+        window=window,
+        training='mixed_precision_param = "bfloat16"\n' if gpus else "",
+        devices=", with a GPU" if gpus else "",
+    )

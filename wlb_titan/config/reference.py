@@ -23,8 +23,7 @@ TYPES = {int: "integer", float: "number", str: "string", bool: "true or false", 
 
 @cache
 def settings_of(cls: Any) -> dict[str, tuple[str, str, str]]:
-    """Of a dataclass' fields by name, but for those with dataclasses, which are sections: type and range in
-    words, the default as TOML (empty: none), and the meaning."""
+    """Of a dataclass' fields by name, without sections: type and range, default as TOML, meaning."""
     said, settings = {}, {}
     for base in filter(inspect.get_annotations, reversed(cls.__mro__)):
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -44,9 +43,8 @@ def in_kind(hint: Any) -> str:
     """A type hint in words: `list of integers, at least 2`."""
     inner = get_args(hint)
     if get_origin(hint) is Annotated:
-        limits = [in_words(limits) for rule in inner[1:] if (limits := limits_of(rule))]
-        filled = ["not empty"] * any(isinstance(rule, MinLen) for rule in inner)
-        return ", ".join([in_kind(inner[0]), *limits, *filled])
+        rules = ["not empty" if isinstance(rule, MinLen) else in_words(limits_of(rule)) for rule in inner[1:]]
+        return ", ".join([in_kind(inner[0]), *filter(None, rules)])
     if get_origin(hint) is Literal:
         return " or ".join(f'"{option}"' for option in inner)
     if get_origin(hint) is list:
@@ -62,11 +60,11 @@ def meaning_of(config: Any, path: Sequence[str | int]) -> str:
     if path == ("wlb", "policy"):  # which stands for three sections
         return inspect.cleandoc(str(Policy.__doc__))
     for key in path[:-1]:
-        if is_dataclass(config):
-            config = getattr(config, str(key))
+        if isinstance(config, list | tuple):
+            config = config[int(key)]
         else:
-            config = config[key if isinstance(config, dict) else int(key)]
-    kind, default, words = (
-        settings_of(type(config)).get(str(path[-1]), ("",) * 3) if is_dataclass(config) else ("",) * 3
-    )
-    return f"{words} ({kind}; default {default})" if kind else ""
+            config = config[key] if isinstance(config, dict) else getattr(config, str(key))
+    cls: Any = type(config)
+    settings = settings_of(cls) if is_dataclass(cls) else {}
+    kind, default, words = settings.get(str(path[-1]), ("", "", ""))
+    return f"{words} ({kind}; default {default or 'none'})" if kind else ""
