@@ -20,18 +20,14 @@ from wlb_titan.errors import UserError
 @cli.file_argument
 @click.argument("step", type=cli.NUMBER, metavar="STEP")
 @cli.overrides_argument
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A new folder.  [default: <dump_folder>/hugging_face/step-<STEP>]",
-)
+@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="A new folder.")
 def export(file: Path, step: int, overrides: tuple[str, ...], output: Path | None) -> None:
     """Write the checkpoint of STEP as a model that transformers and vLLM open.
 
     FILE is that of the run, or the config.toml in its dump folder. What is written is as of
     checkpoint.last_save_in_hf; the corpus, which has the tokenizer, must be there. One process does it on the
-    CPU, whatever the run's degrees, in memory for twice the model in checkpoint.export_dtype.
+    CPU, whatever the run's degrees, in memory for twice the model in checkpoint.export_dtype. Without
+    --output it goes to <dump_folder>/hugging_face/step-<STEP>.
     """
     resolved = cli.load(file, overrides)
     folder = output or Path(resolved.config.dump_folder) / "hugging_face" / f"step-{step}"
@@ -57,7 +53,8 @@ def write(config: Any, step: int, output: Path) -> None:
     if checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf:
         hugging_face.drop_router_bias(config.model_spec)  # as the run did
     spec = trained_spec(config)
-    if lost := [f"LoRA's of {name}" for name in adapters(spec.model)] or hugging_face.exchanged(spec)[1]:
+    lora = [f"the adapter of {name}" for name in adapters(spec.model)]
+    if lost := lora or hugging_face.exchanged(spec)[1]:
         raise UserError(
             f"base: Hugging Face's format, as the base's adapter knows it, has no place for {len(lost)} "
             f"parts of the model, such as {lost[0]}; no checkpoint of it can be exported."

@@ -65,6 +65,6 @@ def meaning_of(config: Any, path: Sequence[str | int]) -> str:
         else:
             config = config[key] if isinstance(config, dict) else getattr(config, str(key))
     cls: Any = type(config)
-    settings = settings_of(cls) if is_dataclass(cls) else {}
+    settings = settings_of(cls) if is_dataclass(config) else {}
     kind, default, words = settings.get(str(path[-1]), ("", "", ""))
     return f"{words} ({kind}; default {default or 'none'})" if kind else ""

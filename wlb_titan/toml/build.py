@@ -56,8 +56,7 @@ class Entry:
     """As TOML; None if TOML cannot express it, so that only a base can give it."""
     limits: tuple[BaseMetadata, ...] = ()
     """Of the numbers that may stand there."""
-    meaning: str = ""
-    """A comment above it."""
+    meaning: str = ""  # a comment above it
 
 
 def dotted(path: Sequence[str | int]) -> str:
