@@ -131,7 +131,7 @@ def test_a_checkpoint_is_exported_in_one_process_as_a_run_saves_it(lab):
         ("1",): "--output: .*step-1 is there already; name another",
         ("7",): "STEP: .*step-7 cannot be exported: it does not exist. In .* there is step-1, step-2",
         ("2",): "STEP: .*step-2 cannot be exported: it is in that format already",
-        (*others, "bases:lora"): "base: .* such as the adapter of ",
+        (*others, "bases:lora"): "base: .* such as LoRA's ",
         (
             *others,
             "bases:qwen3_moe",

@@ -24,10 +24,9 @@ from wlb_titan.errors import UserError
 def export(file: Path, step: int, overrides: tuple[str, ...], output: Path | None) -> None:
     """Write the checkpoint of STEP as a model that transformers and vLLM open.
 
-    FILE is that of the run, or the config.toml in its dump folder. What is written is as of
-    checkpoint.last_save_in_hf; the corpus, which has the tokenizer, must be there. One process does it on the
-    CPU, whatever the run's degrees, in memory for twice the model in checkpoint.export_dtype. Without
-    --output it goes to <dump_folder>/hugging_face/step-<STEP>.
+    FILE is that of the run, or the config.toml in its dump folder. What is written, to --output or
+    <dump_folder>/hugging_face/step-<STEP>, is as of checkpoint.last_save_in_hf. One process does it on the
+    CPU, in memory for twice the model in checkpoint.export_dtype; the corpus, with its tokenizer, is needed.
     """
     resolved = cli.load(file, overrides)
     folder = output or Path(resolved.config.dump_folder) / "hugging_face" / f"step-{step}"
@@ -53,15 +52,13 @@ def write(config: Any, step: int, output: Path) -> None:
     if checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf:
         hugging_face.drop_router_bias(config.model_spec)  # as the run did
     spec = trained_spec(config)
-    lora = [f"the adapter of {name}" for name in adapters(spec.model)]
-    if lost := lora or hugging_face.exchanged(spec)[1]:
+    if lost := [f"LoRA's {name}" for name in adapters(spec.model)] or hugging_face.exchanged(spec)[1]:
         raise UserError(
             f"base: Hugging Face's format, as the base's adapter knows it, has no place for {len(lost)} "
             f"parts of the model, such as {lost[0]}; no checkpoint of it can be exported."
         )
     corpus = validate_inputs(config)
     config.model_spec = spec
-    files = hugging_face.export_files(config, corpus)
     dtype, state = getattr(torch, checkpoint.export_dtype), hugging_face.on_meta(spec).state_dict()
     for name, weight in state.items():
         state[name] = torch.empty(weight.shape, dtype=dtype if weight.is_floating_point() else weight.dtype)
@@ -70,7 +67,7 @@ def write(config: Any, step: int, output: Path) -> None:
     except CheckpointException as error:
         raise checkpoints.explained(error, config, step, saving=False) from error
     adapter = spec.state_dict_adapter(spec.model, str(corpus.tokenizer_path))
-    hugging_face.begin_export(output, files)
+    hugging_face.begin_export(output, hugging_face.export_files(config, corpus))
     writer = HuggingFaceStorageWriter(
         str(output), adapter.fqn_to_index_mapping, save_distributed=True, enable_consolidation=True
     )

@@ -15,8 +15,7 @@ import click
 from wlb_titan import __version__
 from wlb_titan.errors import EXIT_USER_ERROR, UserError
 
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 SUBCOMMANDS = {
     "init": ("config", "Write a first experiment for this machine."),

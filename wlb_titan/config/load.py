@@ -64,9 +64,7 @@ _LIMITED: tuple[tuple[Any, ...], ...] = (
 LIMITS = {key: (limit,) for limit, *keys in _LIMITED for key in keys}
 """Ranges that torchtitan does not check itself: a value outside would fail in the middle of a run."""
 
-COMMENT_COLUMN = 60
-"""Where comments start, unless a value reaches beyond."""
-
+COMMENT_COLUMN = 60  # where comments start, unless a value reaches beyond
 INHERITED = ("base ", "default of ")
 """How the source of a value starts that the user did not write."""
 
@@ -109,8 +107,7 @@ class Resolved:
         key, _, reason = str(error).partition(": ")
         if error.setting:
             ends = (dotted(entry.path) for entry in self.entries)
-            wanted = f".{error.setting}"
-            key = next((path for path in ends if f".{path}".endswith(wanted)), error.setting)
+            key = next((path for path in ends if f".{path}".endswith(f".{error.setting}")), error.setting)
             reason = str(error)
         file = self.base.source
         for entry in self.entries:
