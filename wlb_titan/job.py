@@ -43,7 +43,7 @@ from wlb_titan.planner import Planner
 
 class Policy(NamedTuple):
     """The names of a job's policies: what fills micro-batches, how context-parallel ranks share one, and in
-    which order a pipeline runs them."""
+    which order a pipeline runs them; "PACKING/CONTEXT/ORDER", of which the last may be left out."""
 
     packing: str = "plain"
     context: str = "per_sequence"

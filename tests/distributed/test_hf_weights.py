@@ -2,6 +2,7 @@
 Llama, document by document, which shares no code with torchtitan's adapter or model."""
 
 import json
+import re
 import shutil
 
 import datasets
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from lab import CONFIG, layout, ranks
 from pipeline_reference import differences
 from safetensors.torch import load_file, save_file
 from trainers import GRADIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
+from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents.mixture import is_held_out
 from wlb_titan.runtime.configured import job_of, parallel_dims
@@ -94,6 +97,49 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     loaded = lab.experiment("loaded_from_hf", *one_step, *experts, *loading(published))
     lab.run(2, [loaded])
     assert loaded.losses() == pytest.approx(saved.losses(), rel=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_is_exported_in_one_process_as_a_run_saves_it(lab):
+    """Of ranks that had other layers or other shares of the weights, in another dtype than the run's."""
+    layouts = ("pp2 layers4", "dp2", "cp2 ep2 qwen3_moe")
+    words = (*SAVED_IN_HF, "--checkpoint.export_dtype", "bfloat16", "--checkpoint.interval", "1")
+    words += ("--checkpoint.initial_load_path", "", "--lr_scheduler.total_steps", "2", "--training.steps")
+    runs = {
+        name: [lab.experiment(f"{name} {steps}", *layout(name), *words, steps) for steps in "12"]
+        for name in layouts
+    }
+    lab.run(2, [run for pair in runs.values() for run in pair])
+    for saved, run in runs.values():
+        config, output = str(run.folder / "config.toml"), run.folder / "hugging_face" / "step-1"
+        result = CliRunner().invoke(main, ["export", config, "1"], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        expected = saved.folder / "checkpoint" / "step-1"
+        names = {path.name for path in expected.iterdir()}
+        assert names == {path.name for path in output.iterdir()} and "config.json" in names
+        (weights,) = (name for name in names if name.endswith(".safetensors"))
+        for name in names - {weights}:
+            assert json.loads((output / name).read_text()) == json.loads((expected / name).read_text()), name
+        theirs, ours = load_file(expected / weights), load_file(output / weights)
+        assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in theirs)
+        assert {weight.dtype for weight in ours.values()} == {torch.bfloat16}
+        _, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+    config, other = str(runs["dp2"][1].folder / "config.toml"), str(run.folder / "other")
+    others = ("1", "--output", other, "--checkpoint.last_save_in_hf", "false", "--base")
+    for words, told in {
+        ("1",): "--output: .*step-1 is there already; name another",
+        ("7",): "STEP: .*step-7 cannot be exported: it does not exist. In .* there is step-1, step-2",
+        ("2",): "STEP: .*step-2 cannot be exported: it is in that format already",
+        (*others, "bases:lora"): "base: .* such as LoRA's ",
+        (
+            *others,
+            "bases:qwen3_moe",
+        ): "base: .* no place for 2 parts of the model, such as layers.*expert_bias",
+        (*others, "bases:qwen3"): "The checkpoint .*step-1 cannot be loaded: ",
+    }.items():
+        result = CliRunner().invoke(main, ["export", config, *words])
+        assert result.exit_code == 2 and re.search(told, result.stderr), (words, result.output)
 
 
 GPT_OSS = json.loads(

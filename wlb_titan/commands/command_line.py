@@ -49,13 +49,13 @@ class Size(click.FloatRange):
 
 
 class TomlFile(click.Path):
-    """An existing file, checked before torch is imported."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
+    """An existing file, checked before torch is imported, or one that comes with wlb_titan, by its name."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not Path(value).exists():
+            for folder in Path(__file__).parents[1:3]:  # of an installation, of a checkout
+                if (shipped := folder / "train_configs" / f"{value}.toml").is_file():
+                    return shipped
             raise ConfigError(
                 f"{value}: there is no such file. It comes first, or after --config: "
                 f"{ctx.command_path} FILE [--SECTION.KEY VALUE]..."
@@ -131,12 +131,15 @@ command_of_file = functools.partial(click.command, cls=OfFile, context_settings=
 `--help` shows defaults."""
 
 
+file_argument = click.argument("file", type=TomlFile(path_type=Path), metavar="FILE")
+overrides_argument = click.argument(
+    "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]..."
+)
+
+
 def of_file(command: Command) -> Command:
     """The arguments `file` and `overrides`."""
-    overrides = click.argument(
-        "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]..."
-    )
-    return click.argument("file", type=TomlFile(), metavar="FILE")(overrides(command))
+    return file_argument(overrides_argument(command))
 
 
 world_size_option = click.option(
@@ -166,10 +169,7 @@ def of_job(command: Command) -> Command:
 PAGE = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
 """How every page begins."""
 report_option = click.option(
-    "--report",
-    type=Output(PAGE, file="report.html"),
-    metavar="DIR",
-    help="Write the page DIR/report.html.",
+    "--report", type=Output(PAGE, file="report.html"), metavar="DIR", help="Write the page DIR/report.html."
 )
 json_option = click.option(
     "--output",

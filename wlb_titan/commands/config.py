@@ -62,13 +62,14 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
 @config.command(cls=OfFile, context_settings=OVERRIDABLE)
 @of_file
 @click.option("--changed", is_flag=True, help="Only the values that were written, not those of the base.")
-def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
+@click.option("--explain", is_flag=True, help="What each key means, above its value.")
+def show(file: Path, overrides: tuple[str, ...], changed: bool, explain: bool) -> None:
     """Show all values of FILE, with overrides, and where each came from.
 
     The output is itself a TOML file that loads to the same configuration. Its comments name each value's
     place: the base, a file and its line, the command line, or the default of a class that the file chose.
     """
-    click.echo(load(file, overrides).to_toml(changed_only=changed), nl=False)
+    click.echo(load(file, overrides).to_toml(changed, explain), nl=False)
 
 
 def summary(config: Any, degrees: Degrees, world_size: int | None) -> str:
@@ -142,20 +143,15 @@ def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
     """The text of a first experiment; `cores` count where there is no GPU."""
     # A step's 8 micro-batches divide over 1, 2, 4 or 8 processes.
     processes = max(number for number in (1, 2, 4, 8) if number <= max(gpus or min(cores, 4), 1))
-    if gpus:
-        machine = {
-            "base": "llama2_550m",
-            "base_note": "the WLB-LLM paper's smallest model; it fits a GPU of 24 GiB",
-            "window": 16384,
-            "training": 'mixed_precision_param = "bfloat16"\n',
-            "devices": ", with a GPU",
-        }
-    else:
-        machine = {
-            "base": "llama3_debug",
-            "base_note": "1.8 M parameters, for CPUs",
-            "window": 2048,
-            "training": "",
-            "devices": "",
-        }
-    return EXPERIMENT.format(file=file, corpus=to_text(corpus), processes=processes, **machine)
+    on_gpu = ("llama2_550m", "the WLB-LLM paper's smallest model; it fits a GPU of 24 GiB", 16384)
+    base, note, window = on_gpu if gpus else ("llama3_debug", "1.8 M parameters, for CPUs", 2048)
+    return EXPERIMENT.format(
+        file=file,
+        corpus=to_text(corpus),
+        processes=processes,
+        base=base,
+        base_note=note,
+        window=window,
+        training='mixed_precision_param = "bfloat16"\n' if gpus else "",
+        devices=", with a GPU" if gpus else "",
+    )

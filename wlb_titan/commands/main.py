@@ -15,8 +15,7 @@ import click
 from wlb_titan import __version__
 from wlb_titan.errors import EXIT_USER_ERROR, UserError
 
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 SUBCOMMANDS = {
     "init": ("config", "Write a first experiment for this machine."),
@@ -30,6 +29,7 @@ SUBCOMMANDS = {
     "dryrun": ("dryrun", "Run a step of a big job on this machine, without its GPUs."),
     "rehearse": ("rehearse", "Measure a job of many devices on this one."),
     "compare": ("compare", "Put the metrics of training runs side by side."),
+    "export": ("export", "Write a checkpoint as a Hugging Face model."),
     "profile": ("profile", "Measure this device's attention, for planning."),
 }
 """Commands: their modules here, and their lines in `wlb-titan --help`."""

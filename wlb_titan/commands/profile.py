@@ -97,7 +97,7 @@ LINEAR_SIZES = {
 
 
 @click.command()
-@click.argument("files", type=TomlFile(), nargs=-1, metavar="FILE...")
+@click.argument("files", type=TomlFile(path_type=Path), nargs=-1, metavar="FILE...")
 @click.option(
     "--from",
     "run",

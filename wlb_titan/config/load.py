@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
+from wlb_titan.config.reference import meaning_of
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.job import Policy
@@ -39,46 +41,30 @@ LOCKED = {
 }
 """What the user cannot set, with the reason."""
 
-_DEGREE = (Interval(ge=1, le=1 << 20),)
-_COUNT = (Ge(1),)
-_FROM_ZERO = (Ge(0),)
-_SHARE = (Interval(ge=0, le=1),)
-_SECONDS = (Interval(ge=1, le=30 * 24 * 3600),)
-_NOT_EMPTY = (MinLen(1),)
-
-LIMITS = {
-    "dump_folder": _NOT_EMPTY,
-    "training.local_batch_size": _DEGREE,
-    "training.global_batch_size": (Interval(ge=-1, le=1 << 20),),
-    "training.seq_len": (Interval(ge=2, le=MOST_TOKENS),),
-    "training.max_norm": (Gt(0),),
-    "training.steps": _COUNT,
-    "parallelism.data_parallel_replicate_degree": _DEGREE,
-    "parallelism.data_parallel_shard_degree": (Interval(ge=-1, le=1 << 20),),
-    "parallelism.tensor_parallel_degree": _DEGREE,
-    "parallelism.pipeline_parallel_degree": _DEGREE,
-    "parallelism.context_parallel_degree": _DEGREE,
-    "parallelism.expert_parallel_degree": _DEGREE,
-    "parallelism.pipeline_parallel_first_stage_less_layers": _FROM_ZERO,
-    "parallelism.pipeline_parallel_last_stage_less_layers": _FROM_ZERO,
-    "parallelism.pipeline_parallel_layers_per_stage": _COUNT,
-    "lr_scheduler.warmup_steps": _FROM_ZERO,
-    "lr_scheduler.total_steps": _COUNT,
-    "lr_scheduler.decay_ratio": _SHARE,
-    "lr_scheduler.min_lr_factor": _SHARE,
-    "optimizer.param_groups": _NOT_EMPTY,
-    "loss.num_chunks": _COUNT,
-    "metrics.log_freq": _COUNT,
-    "checkpoint.load_step": (Ge(-1),),
-    "comm.init_timeout_seconds": _SECONDS,
-    "comm.train_timeout_seconds": _SECONDS,
-    "debug.seed": _FROM_ZERO,
-}
+_LIMITED: tuple[tuple[Any, ...], ...] = (
+    (MinLen(1), "dump_folder", "optimizer.param_groups"),
+    (Interval(ge=2, le=MOST_TOKENS), "training.seq_len"),
+    (Interval(ge=-1, le=1 << 20), "training.global_batch_size", "parallelism.data_parallel_shard_degree"),
+    (Interval(ge=1, le=1 << 20), "training.local_batch_size", "parallelism.data_parallel_replicate_degree"),
+    (
+        Interval(ge=1, le=1 << 20),
+        "parallelism.tensor_parallel_degree",
+        "parallelism.pipeline_parallel_degree",
+    ),
+    (Interval(ge=1, le=1 << 20), "parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"),
+    (Interval(ge=0, le=1), "lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"),
+    (Interval(ge=1, le=30 * 24 * 3600), "comm.init_timeout_seconds", "comm.train_timeout_seconds"),
+    (Gt(0), "training.max_norm"),
+    (Ge(1), "training.steps", "lr_scheduler.total_steps", "loss.num_chunks", "metrics.log_freq"),
+    (Ge(1), "parallelism.pipeline_parallel_layers_per_stage"),
+    (Ge(0), "lr_scheduler.warmup_steps", "debug.seed"),
+    (Ge(0), *(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))),
+    (Ge(-1), "checkpoint.load_step"),
+)
+LIMITS = {key: (limit,) for limit, *keys in _LIMITED for key in keys}
 """Ranges that torchtitan does not check itself: a value outside would fail in the middle of a run."""
 
-COMMENT_COLUMN = 60
-"""Where comments start, unless a value reaches beyond."""
-
+COMMENT_COLUMN = 60  # where comments start, unless a value reaches beyond
 INHERITED = ("base ", "default of ")
 """How the source of a value starts that the user did not write."""
 
@@ -99,11 +85,13 @@ class Resolved:
         """Dotted key -> `base NAME`, `default of CLASS`, `FILE:LINE` or `command line`."""
         return {dotted(entry.path): entry.source for entry in self.entries}
 
-    def to_toml(self, changed_only: bool = False) -> str:
+    def to_toml(self, changed_only: bool = False, explain: bool = False) -> str:
         """One TOML file that loads to an equal configuration. With `changed_only` it lacks what is as in the
-        base, and does so as long as the base stays the same."""
+        base, and does so as long as the base stays the same. With `explain` comments say what keys mean."""
         unchanged = f"base {self.base.value}"
         kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
+        if explain:
+            kept = [replace(entry, meaning=meaning_of(self.config, entry.path)) for entry in kept]
         return _document([self.base, *kept])
 
     def check(self, rule: Callable[[Any], T]) -> T:
@@ -119,8 +107,7 @@ class Resolved:
         key, _, reason = str(error).partition(": ")
         if error.setting:
             ends = (dotted(entry.path) for entry in self.entries)
-            wanted = f".{error.setting}"
-            key = next((path for path in ends if f".{path}".endswith(wanted)), error.setting)
+            key = next((path for path in ends if f".{path}".endswith(f".{error.setting}")), error.setting)
             reason = str(error)
         file = self.base.source
         for entry in self.entries:
@@ -226,8 +213,9 @@ def _lines(table: dict[str | int, Any], name: str, header: str) -> list[str]:
 
 
 def _line(key: str | int, entry: Entry) -> str:
+    about = "".join(f"# {line}\n" for line in textwrap.wrap(entry.meaning, 108, break_long_words=False))
     if entry.text is None:
         described = type(entry.value).__qualname__
-        return f"# {key}: a Python {described}, which only the base can give  # {entry.source}"
+        return f"{about}# {key}: a Python {described}, which only the base can give  # {entry.source}"
     words = f"; {in_words(entry.limits)}" if entry.limits else ""
-    return f"{key_text(key)} = {entry.text}".ljust(COMMENT_COLUMN) + f"  # {entry.source}{words}"
+    return about + f"{key_text(key)} = {entry.text}".ljust(COMMENT_COLUMN) + f"  # {entry.source}{words}"

@@ -298,10 +298,10 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
                 changed += [f"{name} = {number} in {file}, which was {was}"] * bool(before)
     files[GENERATION] = _written(generation)
     if changed:
-        logger.info(f"The last checkpoint has of the corpus, not of {folder}: {'; '.join(changed)}")
+        logger.info(f"The export has of the corpus, not of {folder}: {'; '.join(changed)}")
     if model is None:
         logger.warning(
-            f"The last checkpoint will have no {CONFIG}: how transformers calls a model like "
+            f"The export will have no {CONFIG}: how transformers calls a model like "
             f"{config.model_spec.name} is not known here. Copy that of the published model there."
         )
         return files

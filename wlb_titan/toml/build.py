@@ -56,6 +56,7 @@ class Entry:
     """As TOML; None if TOML cannot express it, so that only a base can give it."""
     limits: tuple[BaseMetadata, ...] = ()
     """Of the numbers that may stand there."""
+    meaning: str = ""  # a comment above it
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -137,7 +138,7 @@ class Builder:
                 if node is not None:
                     raise ConfigError(f"{_written(node, here)}: {self.locked[dotted(here)]}")
                 continue
-            current = _default(setting) if start is None else getattr(start, name)
+            current = default_of(setting) if start is None else getattr(start, name)
             if current is MISSING and node is None and table is not None:
                 raise ConfigError(
                     f"{table.source}: [{dotted(path)}]: the key {name!r} is missing; {short_name(cls)} "
@@ -288,7 +289,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 

@@ -1,0 +1,51 @@
+"""The reference of all settings: docs/settings.md, and `wlb-titan config show --explain`."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.commands.main import main
+from wlb_titan.runtime.models.load import load_config
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "settings.md").read_text()
+
+
+def test_the_committed_page_is_current():
+    assert runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]() == PAGE, (
+        "run `python docs/settings.py`"
+    )
+
+
+def test_every_key_has_a_row_that_says_its_type_and_meaning():
+    rows = [
+        [cell.strip() for cell in line.split(" | ")] for line in PAGE.splitlines() if line.startswith("| `")
+    ]
+    assert all(kind and meaning.removesuffix("|").strip() for _, kind, _, meaning in rows)
+    config = load_config(ROOT / "train_configs" / "cpu_debug.toml")
+    keys = {path.rpartition(".")[2] for path in config.provenance if path.startswith("wlb.")}
+    assert keys <= {key.strip("| `") for key, *_ in rows}
+
+
+@pytest.mark.parametrize("folder", [ROOT / "train_configs", None], ids=["by path", "by name"])
+def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = str(folder / "cpu_debug.toml") if folder else "cpu_debug"
+    words = "--wlb.policy wlb_lazy --wlb.corpus.sources [{path='a'}] --optimizer.param_groups.0.pattern .*"
+    result = CliRunner().invoke(main, ["config", "show", file, "--explain", *words.split()])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.replace("\n# ", " ").split())
+    for told in (
+        "Iterations after which a document is packed, whatever it does to the balance. (integer, at least 0; "
+        "default 16) max_delay = 16",
+        "each epoch has an order of its own. (integer, at least 0; default 0) seed = 0",
+        '"PACKING/CONTEXT/ORDER", of which the last may be left out. policy = "wlb_lazy/',
+        "(number, above 0; default 1.0) weight = 1.0",
+        "How many train steps to run (integer; default 10000) steps =",  # torchtitan's own
+    ):
+        assert told in text, told
+    (tmp_path / "explained.toml").write_text(result.output)
+    again = load_config(tmp_path / "explained.toml")
+    assert again.config.wlb == load_config(ROOT / "train_configs/cpu_debug.toml", words.split()).config.wlb

@@ -1,0 +1,75 @@
+"""`wlb-titan export`: a checkpoint of a run as a model in Hugging Face's format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from wlb_titan.commands import command_line as cli
+from wlb_titan.errors import UserError
+
+
+@cli.command_of_file()
+@cli.file_argument
+@click.argument("step", type=cli.NUMBER, metavar="STEP")
+@cli.overrides_argument
+@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="A new folder.")
+def export(file: Path, step: int, overrides: tuple[str, ...], output: Path | None) -> None:
+    """Write the checkpoint of STEP as a model that transformers and vLLM open.
+
+    FILE is that of the run, or the config.toml in its dump folder. What is written, to --output or
+    <dump_folder>/hugging_face/step-<STEP>, is as of checkpoint.last_save_in_hf. One process does it on the
+    CPU, in memory for twice the model in checkpoint.export_dtype; the corpus, with its tokenizer, is needed.
+    """
+    resolved = cli.load(file, overrides)
+    folder = output or Path(resolved.config.dump_folder) / "hugging_face" / f"step-{step}"
+    with cli.writing(str(folder)):
+        resolved.check(lambda config: write(config, step, folder))
+    click.echo(f"{folder} is step {step} as a model in Hugging Face's format, with its tokenizer.")
+
+
+def write(config: Any, step: int, output: Path) -> None:
+    from wlb_titan.runtime import checkpoints, hugging_face
+    from wlb_titan.runtime.checks import validate_inputs
+    from wlb_titan.runtime.model_checks import trained_spec
+    from wlb_titan.runtime.models.adoption import adapters
+
+    checkpoint, folder = config.checkpoint, Path(config.dump_folder) / config.checkpoint.folder
+    saved = folder / f"step-{step}"
+    if output.exists():
+        raise UserError(f"--output: {output} is there already; name another folder.")
+    exported = (saved / checkpoints.HUGGING_FACE_INDEX).is_file()
+    if fault := "is in that format already" if exported else checkpoints.damage(saved, ()):
+        there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "no checkpoint"
+        raise UserError(f"STEP: {saved} cannot be exported: it {fault}. In {folder} there is {there}.")
+    if checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf:
+        hugging_face.drop_router_bias(config.model_spec)  # as the run did
+    spec = trained_spec(config)
+    if lost := [f"LoRA's {name}" for name in adapters(spec.model)] or hugging_face.exchanged(spec)[1]:
+        raise UserError(
+            f"base: Hugging Face's format, as the base's adapter knows it, has no place for {len(lost)} "
+            f"parts of the model, such as {lost[0]}; no checkpoint of it can be exported."
+        )
+    corpus = validate_inputs(config)
+    config.model_spec = spec
+    dtype, state = getattr(torch, checkpoint.export_dtype), hugging_face.on_meta(spec).state_dict()
+    for name, weight in state.items():
+        state[name] = torch.empty(weight.shape, dtype=dtype if weight.is_floating_point() else weight.dtype)
+    try:
+        load(state, checkpoint_id=saved, no_dist=True)
+    except CheckpointException as error:
+        raise checkpoints.explained(error, config, step, saving=False) from error
+    adapter = spec.state_dict_adapter(spec.model, str(corpus.tokenizer_path))
+    hugging_face.begin_export(output, hugging_face.export_files(config, corpus))
+    writer = HuggingFaceStorageWriter(
+        str(output), adapter.fqn_to_index_mapping, save_distributed=True, enable_consolidation=True
+    )
+    save(adapter.to_hf(state), storage_writer=writer, no_dist=True)
+    hugging_face.complete_export(output)
