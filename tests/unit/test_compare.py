@@ -167,7 +167,7 @@ WRONG = {  # a file of the folder, what is in it instead (None: it is not there)
     "nothing logged": ("metrics.jsonl", "", "no step has been logged yet"),
     "not JSON": ("metrics.jsonl", "step 1\n", NO_LINE),
     "other JSON": ("metrics.jsonl", "[]\n", NO_LINE),
-    "no loss": ("metrics.jsonl", '{"step": 1, "steps": 1}\n', "metrics: KeyError('loss')"),
+    "no loss": ("metrics.jsonl", '{"step": 1, "steps": 1}\n', "metrics: KeyError 'seconds'"),
     "not TOML": ("config.toml", "x", "config.toml:1: this is not valid TOML"),
 }
 

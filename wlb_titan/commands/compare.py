@@ -6,6 +6,7 @@ Nothing that training needs is imported, so runs of other machines can be looked
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
-from wlb_titan.errors import UserError
+from wlb_titan.errors import UserError, reading, regular
 from wlb_titan.simulator.trace import Span, read_trace
 from wlb_titan.summary import Estimate
 from wlb_titan.toml.sources import read_sources
@@ -147,17 +148,32 @@ def open_run(folder: Path, name: str) -> Run:
 def _records(path: Path) -> list[dict[str, Any]]:
     """Those of the logged steps; a last line without its end is still being written."""
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            records.append(json.loads(line))
-            itemgetter("step", "steps", "loss", "seconds", "tokens_per_second")(records[-1])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number}: this is no line of a run's metrics: {error!r}.") from error
+    number = 0
+
+    def wrong(reason: str) -> UserError:
+        return UserError(f"{path}:{number}: this is no line of a run's metrics: {reason}.")
+
+    with reading(wrong):
+        lines = regular(path).read_bytes().split(b"\n")
+        for number, line in enumerate(lines[:-1], start=1):
+            records.append(_record(json.loads(line), records[-1]["step"] if records else 0))
     if not records:
         raise UserError(f"{path}: no step has been logged yet.")
     return records
+
+
+def _record(record: dict[str, Any], last: int) -> dict[str, Any]:
+    """A logged step, if it has what figures are made from and comes after step `last`."""
+    counts, sizes = itemgetter("step", "steps")(record), itemgetter("seconds", "tokens_per_second")(record)
+    peaks = [value for key, value in record.items() if key.startswith(("memory_gib", "peak_memory_gib/"))]
+    for value in (*counts, *sizes, record["loss"], *peaks):
+        if type(value) not in (int, float):
+            raise ValueError(f"{value!r} is no number")
+    if not all(type(count) is int and count > last * (count is counts[0]) for count in counts):
+        raise ValueError(f"step {counts[0]} of {counts[1]} steps after step {last}")
+    if not all(0 < size < math.inf for size in sizes):
+        raise ValueError(f"{sizes[1]} tokens a second in {sizes[0]} seconds")
+    return record
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

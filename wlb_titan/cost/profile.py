@@ -41,7 +41,7 @@ from wlb_titan.cost.attention_kernels import (
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError
+from wlb_titan.errors import PlanError, command, reading, regular
 from wlb_titan.kernels.fastest import HOPPER_FAMILY
 
 SCHEMA = 2
@@ -185,25 +185,36 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+        def wrong(reason: str) -> PlanError:
+            said = f"{path} is not a profile that this wlb_titan reads: {reason}."
+            return PlanError(f"{said} Measure it again with {command('profile')}.")
+
+        with reading(wrong):
+            record = json.loads(regular(path).read_text(encoding="utf-8"))
             if record["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {record['schema']}, not {SCHEMA}")
             linear = record.get("linear")
-            return cls(
+            profile = cls(
                 device=record["device"],
                 units=int(record["units"]),
                 software=record["software"],
                 entries=tuple(map(Entry.from_json, record["entries"])),
                 linear=LinearProfile(**_fields_of(LinearProfile, linear)) if linear else None,
             )
-        except OSError as error:
-            raise PlanError(f"The profile {path} cannot be read: {error.strerror}.") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"{path} is not a profile that this wlb_titan reads: {type(error).__name__} {error}. Measure "
-                "it again with `wlb-titan profile`."
-            ) from error
+            profile.check()
+            return profile
+
+    def check(self) -> None:
+        """Refuses figures from which no times follow."""
+        lines = (self.linear.matrices, self.linear.elements) if self.linear else ()
+        figures = [
+            np.array([rate(line) for line in lines]),
+            *(e.errors(self.units) + 1 for e in self.entries),
+        ]
+        if self.units < 1 or any((~np.isfinite(figure) | (figure < 0)).any() for figure in figures):
+            raise ValueError("some of its figures are no times or sizes")
+        for entry in self.entries:
+            self.latency(entry.shape)
 
 
 def fitted(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wlb_titan.corpus.formats import SWITCH
-from wlb_titan.errors import CorpusError
+from wlb_titan.errors import CorpusError, reading, regular
 
 SOURCES = (
     "python-source, text:DIR, jsonl:FILE_OR_DIR#field, parquet:FILE_OR_DIR#field, "
@@ -96,14 +96,11 @@ class Files:
 
     def read(self, document: int) -> str:
         path = self._documents[document][1]
-        try:
+        with reading(CorpusError):
+            content = regular(path).read_bytes()
             if self._within and path.is_symlink() and self._within not in path.resolve().parents:
                 raise ValueError("a link that leads out of the folder")
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
-        except OSError as error:
-            raise ValueError(error.strerror) from error
+            text = content.decode("utf-8")
         if "\0" in text:
             raise ValueError("not text: it has a zero byte")
         return text
@@ -197,7 +194,8 @@ class JsonLines:
         with self._path(document).open("rb") as file:
             file.seek(self._begins[document])
             line = file.readline().rstrip()
-        return self._value(json.loads(line), self._field)
+        with reading(CorpusError):
+            return self._value(json.loads(line), self._field)
 
     def _path(self, document: int) -> Path:
         return self._paths[bisect_right(self._firsts, document) - 1]
@@ -227,8 +225,9 @@ class Rows:
         return f"{self._label}[{document}]"
 
     def read(self, document: int) -> Any:
-        row = self._rows[document]
-        return self._value({key: _without_nulls(value) for key, value in row.items()}, self._field)
+        with reading(CorpusError):
+            row = self._rows[document]
+            return self._value({key: _without_nulls(value) for key, value in row.items()}, self._field)
 
 
 def _load(spec: SourceSpec, cache: Path) -> Any:
