@@ -147,15 +147,13 @@ def open_run(folder: Path, name: str) -> Run:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     """Those of the logged steps; a last line without its end is still being written."""
-    records = []
-    number = 0
+    records: list[dict[str, Any]] = []
 
     def wrong(reason: str) -> UserError:
-        return UserError(f"{path}:{number}: this is no line of a run's metrics: {reason}.")
+        return UserError(f"{path}:{len(records) + 1}: this is no line of a run's metrics: {reason}.")
 
     with reading(wrong):
-        lines = regular(path).read_bytes().split(b"\n")
-        for number, line in enumerate(lines[:-1], start=1):
+        for line in regular(path).read_bytes().split(b"\n")[:-1]:
             records.append(_record(json.loads(line), records[-1]["step"] if records else 0))
     if not records:
         raise UserError(f"{path}: no step has been logged yet.")

@@ -72,6 +72,7 @@ LIMITS = {
     "checkpoint.load_step": (Ge(-1),),
     "comm.init_timeout_seconds": _SECONDS,
     "comm.train_timeout_seconds": _SECONDS,
+    "comm.trace_buf_size": _FROM_ZERO,
     "debug.seed": _FROM_ZERO,
 }
 """Ranges that torchtitan does not check itself: a value outside would fail in the middle of a run."""

@@ -206,15 +206,13 @@ class Profile:
 
     def check(self) -> None:
         """Refuses figures from which no times follow."""
-        lines = (self.linear.matrices, self.linear.elements) if self.linear else ()
-        figures = [
-            np.array([rate(line) for line in lines]),
-            *(e.errors(self.units) + 1 for e in self.entries),
-        ]
-        if self.units < 1 or any((~np.isfinite(figure) | (figure < 0)).any() for figure in figures):
-            raise ValueError("some of its figures are no times or sizes")
         for entry in self.entries:
             self.latency(entry.shape)
+        lines = (self.linear.matrices, self.linear.elements) if self.linear else ()
+        measured = (entry.errors(self.units) + 1 for entry in self.entries if entry.points)
+        figures = np.concatenate([[self.units], *([rate(line)] for line in lines), *measured])
+        if not (np.isfinite(figures) & (figures > 0)).all():
+            raise ValueError("some of its figures are no times or sizes")
 
 
 def fitted(

@@ -94,15 +94,14 @@ def named_or_read(text: str) -> tuple[Ints, str]:
             f"There is neither a distribution of lengths called {text!r}, which would be one of "
             f"{', '.join(NAMED)}, nor a file of that name."
         )
+    what = f"The file of lengths {path}"
     wanted = "it must have a document's length a line, as a whole number of tokens from 1 to 2^40"
-    with reading(
-        lambda reason: PlanError(f"The file of lengths {path} cannot be read ({reason}); {wanted}.")
-    ):
+    with reading(lambda reason: PlanError(f"{what} cannot be read ({reason}); {wanted}.")):
         words = regular(path).read_text(encoding="utf-8").split()
         if strange := next((word for word in words if not (word.isascii() and word.isdigit())), None):
             raise ValueError(f"it has {strange!r}")
         lengths: Ints = np.array(words, dtype=np.int64)
     if not len(lengths) or lengths.min() < 1 or lengths.max() > LONGEST:
         found = f"has {lengths.min()} to {lengths.max()}" if len(lengths) else "is empty"
-        raise PlanError(f"The file of lengths {path} {found}; {wanted}.")
+        raise PlanError(f"{what} {found}; {wanted}.")
     return lengths, path.name

@@ -7,7 +7,6 @@ torchtitan would only fail in the middle of a run. `model_checks.py` has those o
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -21,7 +20,7 @@ from wlb_titan.runtime import model_checks
 from wlb_titan.runtime.agreement import check_rates
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.attention.module import ContextAttention
-from wlb_titan.runtime.checkpoints import beginning
+from wlb_titan.runtime.checkpoints import STATES, beginning
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import (
@@ -135,6 +134,10 @@ def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:
             f"checkpoint.{named[0]}: nothing is loaded or saved as long as checkpoint.enable is false; set "
             "it to true."
         )
+    if unknown := set(checkpoint.exclude_from_loading) - set(STATES):
+        raise UserError(
+            f"checkpoint.exclude_from_loading: a checkpoint has no {shown(min(unknown))}, but {', '.join(STATES)}."
+        )
     if checkpoint.create_seed_checkpoint and dims.world_size > 1:
         raise UserError(
             "checkpoint.create_seed_checkpoint: one process makes it, for any degrees of the run that starts "
@@ -224,7 +227,8 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         check_weights(config, model_checks.trained_spec(config), corpus)
-    check_place(Path(config.dump_folder))
+    read = [source.path for source in config.wlb.corpus.sources] or [config.wlb.corpus.path]
+    check_place(config.dump_folder, config.checkpoint.folder, [*read, config.wlb.validation.path])
     return corpus
 
 
@@ -234,7 +238,7 @@ def validate_files(config: TrainerConfig, world_size: int | None = None) -> None
     predictions read them."""
     wlb, corpus = config.wlb, validate_inputs(config)
     job = configured = job_of(config, parallel_dims(config, world_size))
-    setting = "wlb"
+    setting = ""
     try:
         documents = corpora.training_documents(wlb, corpus)
         if job.undecided:
@@ -282,7 +286,7 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
         if wlb.validation.enabled:
             key = "wlb.validation." + ("path" if wlb.validation.path else "hold_out")
             settings, held_out = corpora.validated_documents(wlb)
-            validation = corpora.open_corpus(settings)
+            validation = corpora.open_corpus(settings, key)
             if wlb.validation.path:
                 Corpus.joined([corpus, validation])  # has one tokenizer
                 validation.check_sample(tokenizer.vocab_size)

@@ -10,12 +10,13 @@ former-1/          the files of an earlier run, where a new one started from ste
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from wlb_titan.errors import UserError
@@ -58,9 +59,31 @@ def _lock(lock: int, folder: Path) -> None:
         ) from None
 
 
-def check_place(folder: Path) -> None:
-    """Checks that a dump folder can be made and written, without making it."""
-    place = folder.absolute()
+def check_place(folder: str, checkpoints: str, read: Iterable[str]) -> None:
+    """Checks that a dump folder can be made and written, without making it, and is a place of its own: not
+    in the paths that are `read`, and with the checkpoints inside."""
+    if "://" in folder or folder.startswith("~"):
+        raise UserError(
+            "dump_folder: a lock and logs are in it, so it is a folder of this machine, written out. "
+            'Checkpoints alone may lie elsewhere: checkpoint.folder = "s3://BUCKET/RUN".'
+        )
+    place, here = Path(folder).resolve(), Path.cwd()
+    for other in (here, *here.parents, *map(Path, filter(None, read))):
+        if place == other or (other.resolve() in place.parents and other not in (here, *here.parents)):
+            raise UserError(
+                f"dump_folder: {place} is not the run's alone: {other} is read, or the command is run there. "
+                "Name a new folder, such as outputs/run."
+            )
+    if "://" not in checkpoints and place not in (place / checkpoints).resolve().parents:
+        raise UserError(
+            f"checkpoint.folder: {place / checkpoints} is not in {place}, where one run at a time writes. "
+            'Name a folder inside it, or one elsewhere by its URI, as "file:///FOLDER".'
+        )
+    try:
+        place.stat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"dump_folder: {error.strerror}; name a shorter one.") from error
     while not os.path.exists(place):  # also where a folder may not be read
         place = place.parent
     if not place.is_dir():
