@@ -61,7 +61,8 @@ class ChatTemplate:
         if not named.chat_template:
             raise CorpusError(
                 f"The tokenizer {folder} has no chat template, so nothing says how a conversation is "
-                "written. Take that of the model's chat version, or name a template in Jinja with --chat-template FILE."
+                "written. Take that of the model's chat version, or name a template in Jinja with "
+                "--chat-template FILE."
             )
         self._template = named.get_chat_template()
         self._render = render_jinja_template

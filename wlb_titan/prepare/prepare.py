@@ -95,10 +95,9 @@ def prepare_corpus(
         output = Path(output).resolve()  # a link may stand for the corpus
         if corpus := complete_corpus(settings, output):
             return corpus
-        if settings.spec.location and Path(settings.spec.location).resolve() in (output, *output.parents):
-            raise CorpusError(
-                f"{output} lies in its own source, which it would become a part of; name another."
-            )
+        spec = settings.spec
+        if spec.kind == "text" and Path(spec.location).resolve() in (output, *output.parents):
+            raise CorpusError(f"{output} lies in its own source and would become a part of it; name another.")
         with written_whole(output) as folder:
             _write_corpus(settings, folder, report)
     except OSError as error:
