@@ -56,8 +56,8 @@ class Policy(NamedTuple):
         parts = [part.strip() for part in text.split("/")]
         families = (POLICIES, STRATEGIES, ORDERS)
         if len(parts) > len(families) or not any(parts):
-            many = "too many" if any(parts) else "no"
-            raise PlanError(f"{text!r} has {many} parts; a policy is PACKING/CONTEXT/ORDER")
+            what = "has too many parts" if any(parts) else "names no policy"
+            raise PlanError(f"{text!r} {what}; a policy is PACKING/CONTEXT/ORDER")
         for part, family in zip(parts, families, strict=False):
             if part:
                 family.find(part)

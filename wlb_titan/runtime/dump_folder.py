@@ -68,15 +68,16 @@ def check_place(folder: str, checkpoints: str, read: Iterable[str]) -> None:
             'Checkpoints alone may lie elsewhere: checkpoint.folder = "s3://BUCKET/RUN".'
         )
     place, here = Path(folder).resolve(), Path.cwd()
-    for other in (here, *here.parents, *map(Path, filter(None, read))):
-        if place == other or (other.resolve() in place.parents and other not in (here, *here.parents)):
-            raise UserError(
-                f"dump_folder: {place} is not the run's alone: {other} is read, or the command is run there. "
-                "Name a new folder, such as outputs/run."
-            )
+    if place in (here, *here.parents):
+        raise UserError(
+            f"dump_folder: the command is run in {here}; name a folder of the run's, as outputs/run."
+        )
+    for other in map(Path, filter(None, read)):
+        if other.resolve() in (place, *place.parents):
+            raise UserError(f"dump_folder: {other} is read by the run; name a folder that is not in it.")
     if "://" not in checkpoints and place not in (place / checkpoints).resolve().parents:
         raise UserError(
-            f"checkpoint.folder: {place / checkpoints} is not in {place}, where one run at a time writes. "
+            f"checkpoint.folder: {place / checkpoints} is not inside {place}, where one run at a time writes. "
             'Name a folder inside it, or one elsewhere by its URI, as "file:///FOLDER".'
         )
     try:
