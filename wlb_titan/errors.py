@@ -54,8 +54,6 @@ def _reason(error: Exception) -> str:
         return error.strerror
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8: {error.reason} at byte {error.start}"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
     text = str(error).partition("\n")[0]
     return text if type(error) is ValueError and text else f"{type(error).__name__} {text}".rstrip()
 

@@ -171,7 +171,7 @@ WRONG = {  # a file of the folder, what is in it instead (None: it is not there)
     "twice": (
         "metrics.jsonl",
         2 * f"{json.dumps(record(1))}\n",
-        "jsonl:2: .* step 1 of 1 steps after step 1",
+        "metrics: step 1 of 1 steps after step 1",
     ),
     "no time": ("metrics.jsonl", f"{json.dumps(record(1, seconds=0))}\n", "in 0 seconds"),
     "not TOML": ("config.toml", "x", "config.toml:1: this is not valid TOML"),

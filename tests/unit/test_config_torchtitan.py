@@ -136,17 +136,15 @@ dump_folder = "a\\u0000b"
 checkpoint.folder = "../x"
     t.toml:2: checkpoint.folder = "../x":  ... is not inside
 checkpoint.exclude_from_loading = ["modl"]
-    t.toml:2: ... there is no "modl" in a checkpoint, but optimizer
-comm.trace_buf_size = -1
-    t.toml:2: comm.trace_buf_size = -1: should be greater than or equal to 0
+    t.toml:2: ... "modl" is none of optimizer
 wlb.attention.sm_margin = 1000
     t.toml:2: ... should be less than or equal to 64
 wlb.policy = "//"
     t.toml:2: wlb.policy = "//": '//' names no policy
-base = "toys_of_nobody:tiny"
-    PYTHONPATH=FOLDER
+| --base toys_of_nobody:tiny
+    command line: base = "toys_of_nobody:tiny": ... start with PYTHONPATH=FOLDER
 | --verbose
-    command line: --verbose is no option here
+    command line: --verbose is no option
 | --base llama3_debgu
     command line: base = "llama3_debgu": ... Known bases: llama3_debug
 | --training.steps

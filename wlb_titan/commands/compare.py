@@ -148,11 +148,8 @@ def open_run(folder: Path, name: str) -> Run:
 def _records(path: Path) -> list[dict[str, Any]]:
     """Those of the logged steps; a last line without its end is still being written."""
     records: list[dict[str, Any]] = []
-
-    def wrong(reason: str) -> UserError:
-        return UserError(f"{path}:{len(records) + 1}: this is no line of a run's metrics: {reason}.")
-
-    with reading(wrong):
+    what = "this is no line of a run's metrics"
+    with reading(lambda reason: UserError(f"{path}:{len(records) + 1}: {what}: {reason}.")):
         for line in regular(path).read_bytes().split(b"\n")[:-1]:
             records.append(_record(json.loads(line), records[-1]["step"] if records else 0))
     if not records:
@@ -162,15 +159,14 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def _record(record: dict[str, Any], last: int) -> dict[str, Any]:
     """A logged step, if it has what figures are made from and comes after step `last`."""
-    counts, sizes = itemgetter("step", "steps")(record), itemgetter("seconds", "tokens_per_second")(record)
+    step, steps, seconds, rate = itemgetter("step", "steps", "seconds", "tokens_per_second")(record)
     peaks = [value for key, value in record.items() if key.startswith(("memory_gib", "peak_memory_gib/"))]
-    for value in (*counts, *sizes, record["loss"], *peaks):
-        if type(value) not in (int, float):
-            raise ValueError(f"{value!r} is no number")
-    if not all(type(count) is int and count > last * (count is counts[0]) for count in counts):
-        raise ValueError(f"step {counts[0]} of {counts[1]} steps after step {last}")
-    if not all(0 < size < math.inf for size in sizes):
-        raise ValueError(f"{sizes[1]} tokens a second in {sizes[0]} seconds")
+    if not all(type(value) in (int, float) for value in (seconds, rate, record["loss"], *peaks)):
+        raise ValueError("a figure is no number")
+    if type(step) is not int or type(steps) is not int or not step > last or steps < 1:
+        raise ValueError(f"step {step!r} of {steps!r} steps after step {last}")
+    if not (0 < seconds < math.inf and 0 < rate < math.inf):
+        raise ValueError(f"{rate} tokens a second in {seconds} seconds")
     return record
 
 

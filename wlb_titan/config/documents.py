@@ -20,10 +20,9 @@ def open_corpus(settings: CorpusSettings, key: str = "wlb.corpus.path") -> Corpu
     """A corpus, which `key` names, or all those of a mixture."""
     if not settings.sources:
         return open_source(settings, settings.tokenizer, key)
-    sources = enumerate(settings.sources)
-    return Corpus.joined(
-        [open_source(source, settings.tokenizer, f"wlb.corpus.sources.{n}.path") for n, source in sources]
-    )
+    keys = (f"wlb.corpus.sources.{place}.path" for place in range(len(settings.sources)))
+    named = zip(settings.sources, keys, strict=True)
+    return Corpus.joined([open_source(source, settings.tokenizer, key) for source, key in named])
 
 
 def open_source(source: CorpusSettings | SourceSettings, tokenizer: str, key: str) -> Corpus:

@@ -104,10 +104,8 @@ class TokenizerFacts:
 def _vocabulary(file: Path, content: bytes) -> int:
     from tokenizers import Tokenizer  # not needed for corpora that were prepared
 
-    def wrong(reason: str) -> CorpusError:
-        return CorpusError(f"{file} is not a tokenizer: {reason}.", setting="corpus.tokenizer")
-
-    with reading(wrong):
+    setting = "corpus.tokenizer"
+    with reading(lambda reason: CorpusError(f"{file} is not a tokenizer: {reason}.", setting=setting)):
         vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
         return max(vocabulary.values()) + 1
 

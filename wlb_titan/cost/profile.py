@@ -185,11 +185,9 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        def wrong(reason: str) -> PlanError:
-            said = f"{path} is not a profile that this wlb_titan reads: {reason}."
-            return PlanError(f"{said} Measure it again with {command('profile')}.")
-
-        with reading(wrong):
+        what = f"{path} is not a profile that this wlb_titan reads"
+        again = f"Measure it again with {command('profile')}."
+        with reading(lambda reason: PlanError(f"{what}: {reason}. {again}")):
             record = json.loads(regular(path).read_text(encoding="utf-8"))
             if record["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {record['schema']}, not {SCHEMA}")
@@ -201,18 +199,14 @@ class Profile:
                 entries=tuple(map(Entry.from_json, record["entries"])),
                 linear=LinearProfile(**_fields_of(LinearProfile, linear)) if linear else None,
             )
-            profile.check()
+            figures = [float(profile.units)]
+            for entry in profile.entries:
+                profile.latency(entry.shape)
+                figures += [*(entry.errors(profile.units) + 1)] if entry.points else []
+            figures += [rate(line) for line in (linear["matrices"], linear["elements"])] if linear else []
+            if not 0 < min(figures) <= max(figures) < np.inf or not np.isfinite(figures).all():
+                raise ValueError("some of its figures are no times or sizes")
             return profile
-
-    def check(self) -> None:
-        """Refuses figures from which no times follow."""
-        for entry in self.entries:
-            self.latency(entry.shape)
-        lines = (self.linear.matrices, self.linear.elements) if self.linear else ()
-        measured = (entry.errors(self.units) + 1 for entry in self.entries if entry.points)
-        figures = np.concatenate([[self.units], *([rate(line)] for line in lines), *measured])
-        if not (np.isfinite(figures) & (figures > 0)).all():
-            raise ValueError("some of its figures are no times or sizes")
 
 
 def fitted(

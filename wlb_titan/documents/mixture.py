@@ -135,10 +135,8 @@ class Mixture:
         for number, source in enumerate(self.sources):
             parts, top = _parts(lengths, first, number, source, source.weight / whole)
             if not all(part.share > LEAST_SHARE for part in parts):
-                raise PlanError(
-                    f"By weight and long_share less than {LEAST_SHARE:g} of all tokens would be of a part of "
-                    f"the source {source.name}; set both so that it has more, or leave it out."
-                )
+                less = f"less than {LEAST_SHARE:g} of all tokens"
+                raise PlanError(f"By its weight or long_share a part of the source {source.name} has {less}.")
             self._parts += parts
             first, longest = first + source.documents, max(longest, top)
         if longest < 2:

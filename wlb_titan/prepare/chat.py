@@ -55,8 +55,7 @@ class ChatTemplate:
             install = "install it with `pip install 'transformers>=5'`"
             raise CorpusError(f"Chat templates are rendered by transformers; {install}.") from error
         with reading(lambda reason: CorpusError(f"The chat template of {folder} cannot be read: {reason}.")):
-            if (folder / TEMPLATE_FILE).exists():
-                regular(folder / TEMPLATE_FILE)
+            _ = [regular(file) for file in folder.glob(TEMPLATE_FILE)]
             named = PreTrainedTokenizerFast.from_pretrained(folder)
         if not named.chat_template:
             raise CorpusError(

@@ -43,9 +43,8 @@ class CorpusTokenizer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         file = folder / TOKENIZER_FILE
-        with reading(
-            lambda reason: CorpusError(f"{file} cannot be opened as a tokenizer: {reason}. {ADVICE}")
-        ):
+        what = f"{file} cannot be opened as a tokenizer"
+        with reading(lambda reason: CorpusError(f"{what}: {reason}. {ADVICE}")):
             self._tokenizer = Tokenizer.from_str(regular(file).read_text(encoding="utf-8"))
         self.end_of_text = _end_of_text(folder / CONFIG_FILE)
         identifier = self._tokenizer.token_to_id(self.end_of_text)

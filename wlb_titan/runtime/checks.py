@@ -136,8 +136,7 @@ def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:
         )
     if unknown := set(checkpoint.exclude_from_loading) - set(STATES):
         raise UserError(
-            f"checkpoint.exclude_from_loading: there is no {shown(min(unknown))} in a checkpoint, but "
-            f"{', '.join(STATES)}."
+            f"checkpoint.exclude_from_loading: {shown(min(unknown))} is none of {', '.join(STATES)}."
         )
     if checkpoint.create_seed_checkpoint and dims.world_size > 1:
         raise UserError(

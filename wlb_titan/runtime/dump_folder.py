@@ -10,7 +10,6 @@ former-1/          the files of an earlier run, where a new one started from ste
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import os
@@ -77,14 +76,9 @@ def check_place(folder: str, checkpoints: str, read: Iterable[str]) -> None:
             raise UserError(f"dump_folder: {other} is read by the run; name a folder that is not in it.")
     if "://" not in checkpoints and place not in (place / checkpoints).resolve().parents:
         raise UserError(
-            f"checkpoint.folder: {place / checkpoints} is not inside {place}, where one run at a time writes. "
-            'Name a folder inside it, or one elsewhere by its URI, as "file:///FOLDER".'
+            f"checkpoint.folder: {place / checkpoints} is not inside {place}, where one run at a time "
+            'writes. Name a folder inside it, or one elsewhere by its URI, as "file:///FOLDER".'
         )
-    try:
-        place.stat()
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise UserError(f"dump_folder: {error.strerror}; name a shorter one.") from error
     while not os.path.exists(place):  # also where a folder may not be read
         place = place.parent
     if not place.is_dir():

@@ -203,9 +203,7 @@ def _command_line(overrides: Sequence[str]) -> list[Table]:
             text = next(remaining, "--")
             if text.startswith("--"):
                 if len(keys) == 1:
-                    raise ConfigError(
-                        f"{COMMAND_LINE}: {name} is no option here, and as a key it has no value."
-                    )
+                    raise ConfigError(f"{COMMAND_LINE}: {name} is no option, and no key without a value.")
                 raise ConfigError(
                     f"{COMMAND_LINE}: {name} has no value; write {name} VALUE, for a switch {name} true or "
                     f"{name} false, and for a value that begins with two dashes {name}=VALUE."
