@@ -3,6 +3,14 @@
 The command line shows only the message, without a traceback, and exits with code 2.
 """
 
+import errno
+import os
+import shlex
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 EXIT_USER_ERROR = 2
 EXIT_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a run has saved all and stopped, and is to be started again
 ONE_REQUEST = 5.0
@@ -28,3 +36,35 @@ class CorpusError(UserError):
 
 class PlanError(UserError):
     """Lengths, settings, a job or a saved state that allow no plan or prediction."""
+
+
+@contextmanager
+def reading(wrong: Callable[[str], UserError]) -> Iterator[None]:
+    """Whatever goes wrong with a file of others becomes the error that `wrong` makes of the reason."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # libraries raise anything of damaged bytes, and nonsense raises the rest
+        raise wrong(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: {error.reason} at byte {error.start}"
+    text = str(error).partition("\n")[0]
+    return text if type(error) is ValueError and text else f"{type(error).__name__} {text}".rstrip()
+
+
+def regular(path: str | os.PathLike[str]) -> Path:
+    """The path; an OSError unless a file is there that ends, as a pipe need not."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return Path(path)
+
+
+def command(*words: str | os.PathLike[str]) -> str:
+    """`wlb-titan WORD...`, to be copied from a message into a shell."""
+    return f"`{shlex.join(['wlb-titan', *map(str, words)])}`"

@@ -55,8 +55,9 @@ class Policy(NamedTuple):
         short names, or classes in full as `own.packing:Reversed`. What is left out is the default."""
         parts = [part.strip() for part in text.split("/")]
         families = (POLICIES, STRATEGIES, ORDERS)
-        if len(parts) > len(families):
-            raise PlanError(f"{text!r} has too many parts; a policy is PACKING/CONTEXT/ORDER.")
+        if len(parts) > len(families) or not any(parts):
+            what = "has too many parts" if any(parts) else "names no policy"
+            raise PlanError(f"{text!r} {what}; a policy is PACKING/CONTEXT/ORDER")
         for part, family in zip(parts, families, strict=False):
             if part:
                 family.find(part)

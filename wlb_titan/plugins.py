@@ -211,7 +211,9 @@ def load(target: str) -> Any:
         for part in qualified_name.split("."):
             loaded = getattr(loaded, part)
     except (ImportError, AttributeError, ValueError, TypeError) as error:  # these two for "" and ".relative"
-        raise UserError(f"{target!r} cannot be imported: {error}") from error
+        yours = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        where = "; where it lies in a folder of yours, start with PYTHONPATH=FOLDER" if yours else ""
+        raise UserError(f"{target!r} cannot be imported: {error}{where}") from error
     return loaded
 
 

@@ -117,7 +117,7 @@ class Estimate(NamedTuple):
 
     @property
     def relative(self) -> float | None:
-        return None if self.error is None else self.error / self.value
+        return self.error / self.value if self.error is not None and self.value else None
 
     def text(self, form: str, unit: str = "") -> str:
         """`1.05x ±0.04` for `.2f` and `x`."""

@@ -118,7 +118,12 @@ def test_plan_shows_what_a_mixture_does(write, tmp_path):
 @pytest.mark.parametrize(
     ("corpus", "words"),
     [
-        (MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"), "There is no corpus at"),
+        (
+            MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"),
+            r"toml:11: .*s.1.path = .* is no corpus",
+        ),
+        (MIXTURE.replace("weight = 3.0", "weight = 1e300"), "the source short has less than 1e-06 of all"),
+        (MIXTURE.replace("books", "a/b"), "The source 'a/b' becomes a part of metrics' names"),
         (MIXTURE.replace("0.9", "1.9"), "long_share = 1.9: should be less than 1"),
         (MIXTURE.replace("long_share = 0.9", ""), "only one of long_length and long_share"),
         (MIXTURE.replace('"books"', '"short"'), "The sources are called short, short"),
@@ -128,7 +133,10 @@ def test_plan_shows_what_a_mixture_does(write, tmp_path):
     ],
 )
 def test_mistakes_in_a_mixture_are_named_with_their_place(write, corpus, words):
-    assert_refused(write(SMALL + corpus), words)
+    path = write(SMALL + corpus)
+    assert_refused(path, words)
+    if "nowhere" in corpus:
+        assert re.search(words, run("plan", path).stderr)
 
 
 LLAMA_8B = json.loads(

@@ -192,7 +192,13 @@ WRONG = {  # a file of the folder, what is in it instead (None: it is not there)
     "nothing logged": ("metrics.jsonl", "", "no step has been logged yet"),
     "not JSON": ("metrics.jsonl", "step 1\n", NO_LINE),
     "other JSON": ("metrics.jsonl", "[]\n", NO_LINE),
-    "no loss": ("metrics.jsonl", '{"step": 1, "steps": 1}\n', "metrics: KeyError('loss')"),
+    "no loss": ("metrics.jsonl", '{"step": 1, "steps": 1}\n', "metrics: KeyError 'seconds'"),
+    "twice": (
+        "metrics.jsonl",
+        2 * f"{json.dumps(record(1))}\n",
+        "metrics: step 1 of 1 steps after step 1",
+    ),
+    "no time": ("metrics.jsonl", f"{json.dumps(record(1, seconds=0))}\n", "in 0 seconds"),
     "not TOML": ("config.toml", "x", "config.toml:1: this is not valid TOML"),
 }
 

@@ -241,15 +241,15 @@ inner.radius = 20 | | --shape.radius=21 --folder=x
 training.steps = 0 | |
     parent.toml:2: training.steps = 0: should be greater than or equal to 1.
 | limit = nan |
-    train.toml:2: limit = nan: numbers should be finite and have at most 64 bits, and dates have no
-    place here.
+    train.toml:2: limit = nan: texts have no zero bytes, numbers should be finite and have at most 64
+    bits, and dates have no place here.
 groups = 3 | |
     parent.toml:2: groups = 3: should be a valid array.
 extends = "train.toml" | |
     parent.toml:2: extends = "train.toml": the files extend each other in a circle:
     train.toml -> parent.toml -> train.toml.
 extends = "nowhere.toml" | |
-    parent.toml:2: extends = "nowhere.toml": there is no file nowhere.toml.
+    parent.toml:2: extends = "nowhere.toml": the file nowhere.toml cannot be read: No such file or directory.
 """
 
 

@@ -125,6 +125,26 @@ wlb.epochs = 2; wlb.corpus.sources = [{path = "a"}]
     t.toml:2: wlb.epochs = 2: WlbSettings rejects this: sources come round at different times
 wlb.corpus.path = "nowhere"
     t.toml:2: ... nowhere ... wlb-titan prepare
+dump_folder = "."
+    t.toml:2: dump_folder = ".": the command is run in
+dump_folder = "outputs/corpus/run"
+    t.toml:2: ... outputs/corpus is read by the run
+dump_folder = "gs://bucket/run"
+    t.toml:2: ... a folder of this machine ... checkpoint.folder =
+dump_folder = "a\\u0000b"
+    t.toml:2: ... texts have no zero bytes
+checkpoint.folder = "../x"
+    t.toml:2: checkpoint.folder = "../x":  ... is not inside
+checkpoint.exclude_from_loading = ["modl"]
+    t.toml:2: ... "modl" is none of optimizer
+wlb.attention.sm_margin = 1000
+    t.toml:2: ... should be less than or equal to 64
+wlb.policy = "//"
+    t.toml:2: wlb.policy = "//": '//' names no policy
+| --base toys_of_nobody:tiny
+    command line: base = "toys_of_nobody:tiny": ... start with PYTHONPATH=FOLDER
+| --verbose
+    command line: --verbose is no option
 | --base llama3_debgu
     command line: base = "llama3_debgu": ... Known bases: llama3_debug
 | --training.steps

@@ -63,7 +63,18 @@ class TomlFile(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Output(click.Path):
+class Place(click.Path):
+    """A path, which is not empty."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if str(value) in ("", "-"):
+            raise UserError(
+                f"{param.opts[0]}: name a {'file' if self.file_okay else 'folder'}; got {value!r}."
+            )
+        return super().convert(value, param, ctx)
+
+
+class Output(Place):
     """A file, or a `file` in a folder, written at the end. It is refused at the start if it cannot be
     written, or if it is there and does not begin as such files do: it is somebody else's."""
 
@@ -73,9 +84,7 @@ class Output(click.Path):
         self._begins, self._file, self._folder = begins, file, folder
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if str(value) in ("", "-"):
-            raise UserError(f"{param.opts[0]}: name a {'folder' if self._folder else 'file'}; got {value!r}.")
-        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+        path: Path = super().convert(value, param, ctx)
         self._check_kind(path / self._file, param.opts[0])
         place = path.absolute().parent
         while self._folder and not place.exists():
@@ -220,7 +229,8 @@ def load_job(
     job, resolved = resolved_job(file, words, world_size)
     wlb = resolved.config.wlb
     if lengths is None:
-        return Asked(job, training_documents(wlb), resolved, None, (str(file), *words))
+        documents = resolved.check(lambda config: training_documents(config.wlb))
+        return Asked(job, documents, resolved, None, (str(file), *words))
     document_lengths, name = named_or_read(lengths)
     given = resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE
     documents = Documents(lengths=document_lengths, name=name, seed=wlb.corpus.seed if given else None)

@@ -6,6 +6,7 @@ Nothing that training needs is imported, so runs of other machines can be looked
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
-from wlb_titan.errors import UserError
+from wlb_titan.errors import UserError, reading, regular
 from wlb_titan.simulator.trace import Span, read_trace
 from wlb_titan.summary import Estimate, bench_rows, best_in_turns
 from wlb_titan.toml.sources import read_sources
@@ -169,18 +170,27 @@ def open_run(folder: Path, name: str) -> Run:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     """Those of the logged steps; a last line without its end is still being written."""
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            records.append(json.loads(line))
-            itemgetter("step", "steps", "loss", "seconds", "tokens_per_second")(records[-1])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number}: this is no line of a run's metrics: {error!r}.") from error
+    records: list[dict[str, Any]] = []
+    what = "this is no line of a run's metrics"
+    with reading(lambda reason: UserError(f"{path}:{len(records) + 1}: {what}: {reason}.")):
+        for line in regular(path).read_bytes().split(b"\n")[:-1]:
+            records.append(_record(json.loads(line), records[-1]["step"] if records else 0))
     if not records:
         raise UserError(f"{path}: no step has been logged yet.")
     return records
+
+
+def _record(record: dict[str, Any], last: int) -> dict[str, Any]:
+    """A logged step, if it has what figures are made from and comes after step `last`."""
+    step, steps, seconds, rate = itemgetter("step", "steps", "seconds", "tokens_per_second")(record)
+    peaks = [value for key, value in record.items() if key.startswith(("memory_gib", "peak_memory_gib/"))]
+    if not all(type(value) in (int, float) for value in (seconds, rate, record["loss"], *peaks)):
+        raise ValueError("a figure is no number")
+    if type(step) is not int or type(steps) is not int or not step > last or steps < 1:
+        raise ValueError(f"step {step!r} of {steps!r} steps after step {last}")
+    if not (0 < seconds < math.inf and 0 < rate < math.inf):
+        raise ValueError(f"{rate} tokens a second in {seconds} seconds")
+    return record
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

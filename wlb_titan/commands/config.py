@@ -12,6 +12,7 @@ import click
 from wlb_titan.commands.command_line import (
     OVERRIDABLE,
     OfFile,
+    Place,
     Size,
     load,
     of_file,
@@ -118,8 +119,8 @@ log_freq = 1 # steps
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path), default=Path("job.toml"))
-@click.option("--corpus", default="outputs/corpus", show_default=True, help="What to train on.")
+@click.argument("file", type=Place(path_type=Path), default=Path("job.toml"))
+@click.option("--corpus", type=Place(), default="outputs/corpus", show_default=True, help="What to train on.")
 def init(file: Path, corpus: str) -> None:
     """Write a first experiment for this machine to FILE (job.toml), to be trained as it is and then changed.
 

@@ -83,7 +83,11 @@ def plan(
     documents = asked.documents
     with asked.placed():
         scenario = Scenario(asked.job, documents)
-        compared = [Policy.parse(text) for text in policies.split(",")] if policies else [asked.job.policy]
+        compared = (
+            [Policy.parse(text) for text in policies.split(",")]
+            if policies is not None
+            else [asked.job.policy]
+        )
         compared = list(dict.fromkeys(compared))
         choices = [choice for policy in compared if (choice := scenario.choice(policy))]
         for choice in choices:

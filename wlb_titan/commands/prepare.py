@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from wlb_titan.commands.command_line import NUMBER, POSITIVE, say, show_table
+from wlb_titan.commands.command_line import NUMBER, POSITIVE, Place, say, show_table
 from wlb_titan.corpus.corpus import PREPARATION_FILE, UNREADABLE_FILE, Corpus
 from wlb_titan.prepare.prepare import PrepareSettings, Report, prepare_corpus
 from wlb_titan.prepare.sources import SOURCES
@@ -26,7 +26,7 @@ MOST_VOCAB_SIZE = 1 << 22
 
 
 @click.command()
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("output", type=Place(path_type=Path, file_okay=False))
 @click.option(
     "--source",
     default="python-source",

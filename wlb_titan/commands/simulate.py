@@ -109,7 +109,7 @@ def simulate(
         raise PlanError("--report and --trace draw policies; leave out --search.")
     degrees_fit = None if search else world_size
     asked = load_job(file, overrides, lengths=lengths, cluster=cluster, world_size=degrees_fit)
-    compared = [Policy.parse(text) for text in policies.split(",")] if policies else None
+    compared = [Policy.parse(text) for text in policies.split(",")] if policies is not None else None
     compared = list(dict.fromkeys(compared or [Policy(), asked.job.policy]))
     with asked.placed():
         scenario = Scenario(asked.job, asked.documents)

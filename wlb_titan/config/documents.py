@@ -11,20 +11,26 @@ from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSetting
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Divided, Lengths, Source, all_learned
-from wlb_titan.errors import PlanError, UserError
+from wlb_titan.errors import CorpusError, PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.plan import ID, LENGTH
 
 
-def open_corpus(settings: CorpusSettings) -> Corpus:
-    """A corpus, or all those of a mixture."""
+def open_corpus(settings: CorpusSettings, key: str = "wlb.corpus.path") -> Corpus:
+    """A corpus, which `key` names, or all those of a mixture."""
     if not settings.sources:
-        return open_source(settings, settings.tokenizer)
-    return Corpus.joined([open_source(source, settings.tokenizer) for source in settings.sources])
+        return open_source(settings, settings.tokenizer, key)
+    keys = (f"wlb.corpus.sources.{place}.path" for place in range(len(settings.sources)))
+    named = zip(settings.sources, keys, strict=True)
+    return Corpus.joined([open_source(source, settings.tokenizer, key) for source, key in named])
 
 
-def open_source(source: CorpusSettings | SourceSettings, tokenizer: str) -> Corpus:
-    return Corpus.open(source.path, column=source.column, tokenizer=tokenizer, mask=source.mask)
+def open_source(source: CorpusSettings | SourceSettings, tokenizer: str, key: str) -> Corpus:
+    try:
+        return Corpus.open(source.path, column=source.column, tokenizer=tokenizer, mask=source.mask)
+    except CorpusError as error:
+        error.setting = error.setting or key
+        raise
 
 
 def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
@@ -35,6 +41,8 @@ def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
             f"The sources are called {', '.join(names)}, and metrics tell them apart by name; give each a "
             "`name` of its own."
         )
+    if wrong := next((name for name in names if "/" in name or not name.isprintable()), None):
+        raise PlanError(f"The source {wrong!r} becomes a part of metrics' names; give it a plain `name`.")
     return [
         Source(
             name=name,
@@ -71,7 +79,7 @@ def validated_documents(settings: WlbSettings) -> tuple[CorpusSettings, dict[str
         corpus_settings = dataclasses.replace(
             settings.corpus, path=validation.path, mask=validation.mask, sources=[]
         )
-        corpus = open_corpus(corpus_settings)
+        corpus = open_corpus(corpus_settings, "wlb.validation.path")
         return corpus_settings, {"": _in_order(corpus, corpus.lengths)}
     corpus = open_corpus(settings.corpus)
     sources = mixture_sources(settings.corpus, corpus)

@@ -104,7 +104,7 @@ class AttentionSettings:
     PyTorch, on any device. `torch`: torch's FlashAttention, NVIDIA GPUs and CPUs. `triton`: GPUs of compute
     capability 8.0 or later. `gluon`: Hopper, head dims 64 and 128."""
 
-    sm_margin: Annotated[int, Ge(0)] = 0
+    sm_margin: Annotated[int, Interval(ge=0, le=64)] = 0
     """Multiprocessors that Gluon's kernels leave to NCCL, whose collectives wait for their end otherwise and
     then overlap with nothing. 8 to 16 is what NCCL's channels take. Predicted times know it."""
 

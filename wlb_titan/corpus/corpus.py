@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.formats import fingerprint_of, open_shards
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
-from wlb_titan.errors import CorpusError
+from wlb_titan.errors import CorpusError, command, reading
 
 TOKENIZER_FOLDER = "tokenizer"
 UNREADABLE_FILE = "unreadable.txt"
@@ -63,14 +64,12 @@ class Preparation:
         file = folder / PREPARATION_FILE
         if not file.is_file():
             return None
-        try:
+        with reading(lambda reason: _damaged(folder, f"{file.name} cannot be read ({reason})")):
             preparation = cls(**json.loads(file.read_text(encoding="utf-8")))
             for name, value in vars(preparation).items():
                 if not isinstance(value, KINDS.get(name, int | None)):
-                    raise TypeError(f"{name} is {value!r}")
+                    raise ValueError(f"{name} is {value!r}")
             return preparation
-        except (OSError, ValueError, TypeError) as error:
-            raise _damaged(folder, f"{file.name} cannot be read ({error!r})") from error
 
     def check(self, corpus: "Corpus", changed: bool) -> None:
         """Refuses a corpus whose file was cut off, of which pyarrow reads what is left, or has `changed`."""
@@ -105,11 +104,10 @@ class TokenizerFacts:
 def _vocabulary(file: Path, content: bytes) -> int:
     from tokenizers import Tokenizer  # not needed for corpora that were prepared
 
-    try:
+    setting = "corpus.tokenizer"
+    with reading(lambda reason: CorpusError(f"{file} is not a tokenizer: {reason}.", setting=setting)):
         vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises bare Exceptions
-        raise CorpusError(f"{file} is not a tokenizer: {error}", setting="corpus.tokenizer") from error
-    return max(vocabulary.values()) + 1
+        return max(vocabulary.values()) + 1
 
 
 class Corpus:
@@ -143,7 +141,12 @@ class Corpus:
     ) -> "Corpus":
         """Opens a corpus without reading tokens; for `column` and `mask` see `open_shards`. A prepared one
         brings its own tokenizer."""
-        path = Path(path).absolute()
+        path = Path(path).expanduser().absolute()
+        with reading(lambda reason: CorpusError(f"{path} cannot be read: {reason}.")):
+            return cls._opened(path, column, tokenizer, mask)
+
+    @classmethod
+    def _opened(cls, path: Path, column: str, tokenizer: str, mask: str) -> "Corpus":
         opened, preparation = open_shards(path, column, mask), Preparation.load(path)
         if opened is None:
             raise CorpusError(_no_corpus(path))
@@ -267,6 +270,8 @@ class Corpus:
 
 
 def _own_tokenizer(path: Path, preparation: Preparation, named: TokenizerFacts | None) -> TokenizerFacts:
+    if not (path / TOKENIZER_FOLDER / "tokenizer.json").is_file():
+        raise _damaged(path, f"there is no {TOKENIZER_FOLDER}/tokenizer.json")
     brought = TokenizerFacts.of(path / TOKENIZER_FOLDER, preparation.vocab_size)
     if brought.sha256 != preparation.tokenizer_sha256:
         raise _damaged(path, f"{brought.path / 'tokenizer.json'} is not the tokenizer that made it")
@@ -288,18 +293,30 @@ def _no_corpus(path: Path) -> str:
     if path.name and partial_folder(path).exists():
         return (
             f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. Start "
-            f"it again with `wlb-titan prepare {path}` and the same options."
+            f"it again with {command('prepare', path)} and the same options."
         )
     if path.is_dir() and any(path.iterdir()):
         return (
             f"{path} is not a complete corpus: it has no files of Hugging Face's save_to_disk (state.json), "
             "Megatron (.idx and .bin) or datatrove (.ds). Name another folder."
         )
-    return f"There is no corpus at {path}. Make one with `wlb-titan prepare {path}`."
+    if path.is_file() or Path(f"{path}.bin").is_file():
+        return (
+            f"{path} is no corpus by itself: that is NAME.bin beside NAME.idx (Megatron), NAME.ds beside "
+            "NAME.ds.index (datatrove), or a folder with state.json (Hugging Face's save_to_disk)."
+        )
+    return f"There is no corpus at {path}. Make one with {command('prepare', path)}."
 
 
 def _damaged(path: Path, what: str) -> CorpusError:
+    words = []
+    with suppress(Exception):  # it may be the damaged file
+        settings = json.loads((path / PREPARATION_FILE).read_text(encoding="utf-8"))["settings"]
+        for name, value in settings.items():
+            if value not in (None, False):
+                words += [f"--{name.replace('_', '-')}", *([str(value)] if value is not True else [])]
+    again = command("prepare", path, *words) + ("" if words else " and the options that it had")
     return CorpusError(
         f"The corpus {path} is damaged: {what}. Copy it again from where it came, or delete it and make it "
-        f"again with `wlb-titan prepare {path}`."
+        f"again with {again}."
     )

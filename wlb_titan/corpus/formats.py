@@ -37,7 +37,7 @@ from wlb_titan.corpus.shards import (
     Shard,
     Tokens,
 )
-from wlb_titan.errors import CorpusError
+from wlb_titan.errors import CorpusError, reading
 
 SWITCH = re.compile(r"(^|_)(weights?|train(able|ed|ing)?|loss|masks?|masked|learn(ed)?)(_|$)")
 """Keys and columns by whose names data say how much of it is learned."""
@@ -81,18 +81,16 @@ def open_shards(path: Path, column: str, mask: str) -> Opened | None:
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
     """Sorted; macOS leaves files `._NAME` beside others."""
-    return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
+    return sorted(f for f in folder.glob(pattern) if not f.name.startswith(".") and f.is_file())
 
 
 def _dataset(folder: Path, column: str, mask: str) -> Opened:
     state = folder / "state.json"
-    try:
+    with reading(lambda reason: CorpusError(f"{state} is damaged ({reason}); save the dataset again.")):
         facts = json.loads(state.read_text(encoding="utf-8"))
         files, noted = [folder / entry["filename"] for entry in facts["_data_files"]], facts["_fingerprint"]
         if not files:
             raise ValueError("it names no files")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorpusError(f"{state} is damaged ({error!r}); save the dataset again.") from error
     shards = [ArrowShard(file, column) for file in files]
     masking = _mask_column(folder, shards[0].columns, mask)
     for shard in shards:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Ints
-from wlb_titan.errors import CorpusError
+from wlb_titan.errors import CorpusError, reading, regular
 
 if TYPE_CHECKING:
     from wlb_titan.corpus.formats import LabelMask
@@ -93,13 +93,11 @@ class ArrowShard(Shard):
     def __init__(self, path: Path, column: str = TOKENS) -> None:
         self.path, self._column = path, column
         self.beside: dict[str, ArrowShard] = {}  # those of `PLAIN`
-        try:
-            self._pages = pa.memory_map(str(path)).read_buffer()
+        with reading(lambda reason: CorpusError(f"{path} cannot be read ({reason}).")):
+            self._pages = pa.memory_map(str(regular(path))).read_buffer()
             table = self._table()
             table.validate()
             self.columns, self.schema = table.column_names, table.schema
-        except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-            raise CorpusError(f"{path} cannot be read ({error}).") from error
         offset_type, dtype = _list_types(table.schema, column, path)
         # The whole file as offsets and as values, so that one lookup serves all record batches.
         self._offsets, self.values = (
@@ -355,9 +353,6 @@ class Lengths:
 
 def mapped(path: Path, dtype: Any, count: int = -1, offset: int = 0) -> NDArray[Any]:
     """A file's numbers, mapped and read-only: all, or `count` of them from byte `offset` on."""
-    try:
-        return np.frombuffer(pa.memory_map(str(path)).read_buffer(), dtype, count, offset)
-    except OSError as error:
-        raise CorpusError(f"{path} cannot be read: {error}.") from error
-    except ValueError as error:
-        raise CorpusError(f"{path} is cut off ({error}); copy it again from where it came.") from error
+    again = "copy it again from where it came"
+    with reading(lambda reason: CorpusError(f"{path} is cut off or cannot be read ({reason}); {again}.")):
+        return np.frombuffer(pa.memory_map(str(regular(path))).read_buffer(), dtype, count, offset)

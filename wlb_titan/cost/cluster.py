@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.errors import PlanError
+from wlb_titan.errors import PlanError, reading, regular
 
 CLUSTERS = Path(__file__).with_name("clusters")
 UNKNOWN = "h100_roce"  # whose rates stand for those of a GPU without a shipped cluster
@@ -106,13 +106,9 @@ def load_cluster(name: str) -> Cluster:
     """A shipped cluster by its name, or one from the path of a TOML file."""
     if name in shipped():
         return _shipped(name)
-    try:
+    ships = f"Name a TOML file, or one of the shipped clusters {', '.join(shipped())}."
+    with reading(lambda reason: _wrong(f"The cluster file {name} cannot be read: {reason}. {ships}")):
         return _read(Path(name))
-    except OSError as error:
-        raise _wrong(
-            f"The cluster file {name} cannot be read: {error.strerror}. Name a TOML file, or one of the "
-            f"shipped clusters {', '.join(shipped())}."
-        ) from error
 
 
 @cache
@@ -122,7 +118,7 @@ def _shipped(name: str) -> Cluster:
 
 def _read(path: Path) -> Cluster:
     try:
-        record = tomllib.loads(path.read_text(encoding="utf-8"))
+        record = tomllib.loads(regular(path).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise _wrong(f"The cluster file {path} is not TOML: {error}.") from error
     given: dict[str, Any] = {}

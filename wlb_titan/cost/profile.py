@@ -42,7 +42,7 @@ from wlb_titan.cost.attention_kernels import (
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError
+from wlb_titan.errors import PlanError, command, reading, regular
 from wlb_titan.kernels.fastest import HOPPER_FAMILY
 
 SCHEMA = 2
@@ -188,12 +188,14 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+        what = f"{path} is not a profile that this wlb_titan reads"
+        again = f"Measure it again with {command('profile')}."
+        with reading(lambda reason: PlanError(f"{what}: {reason}. {again}")):
+            record = json.loads(regular(path).read_text(encoding="utf-8"))
             if record["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {record['schema']}, not {SCHEMA}")
             linear = record.get("linear")
-            return cls(
+            profile = cls(
                 device=record["device"],
                 units=int(record["units"]),
                 software=record["software"],
@@ -201,13 +203,14 @@ class Profile:
                 linear=LinearProfile(**_fields_of(LinearProfile, linear)) if linear else None,
                 layer=tuple(record.get("layer", (0.0, 0.0))),
             )
-        except OSError as error:
-            raise PlanError(f"The profile {path} cannot be read: {error.strerror}.") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"{path} is not a profile that this wlb_titan reads: {type(error).__name__} {error}. Measure "
-                "it again with `wlb-titan profile`."
-            ) from error
+            figures = [float(profile.units)]
+            for entry in profile.entries:
+                profile.latency(entry.shape)
+                figures += [*(entry.errors(profile.units) + 1)] if entry.points else []
+            figures += [rate(line) for line in (linear["matrices"], linear["elements"])] if linear else []
+            if not 0 < min(figures) <= max(figures) < np.inf or not np.isfinite(figures).all():
+                raise ValueError("some of its figures are no times or sizes")
+            return profile
 
 
 def fitted(

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Ints
-from wlb_titan.errors import PlanError
+from wlb_titan.errors import PlanError, reading, regular
 
 LONGEST = 2**40  # tokens; anything above is a slip of the pen, and sums stay far from overflow
 MINIMUM = 16
@@ -89,17 +89,19 @@ def named_or_read(text: str) -> tuple[Ints, str]:
         named = NAMED[text]
         return named.draw(), f"{text} ({named.source}; median {named.median:,.0f} tokens)"
     path = Path(text)
-    if not path.exists():
+    if not text or not path.exists():
         raise PlanError(
             f"There is neither a distribution of lengths called {text!r}, which would be one of "
             f"{', '.join(NAMED)}, nor a file of that name."
         )
+    what = f"The file of lengths {path}"
     wanted = "it must have a document's length a line, as a whole number of tokens from 1 to 2^40"
-    try:
-        lengths: Ints = np.array(path.read_text(encoding="utf-8").split(), dtype=np.int64)
-    except (OSError, ValueError, OverflowError) as error:
-        raise PlanError(f"The file of lengths {path} cannot be read ({error}); {wanted}.") from error
+    with reading(lambda reason: PlanError(f"{what} cannot be read ({reason}); {wanted}.")):
+        words = regular(path).read_text(encoding="utf-8").split()
+        if strange := next((word for word in words if not (word.isascii() and word.isdigit())), None):
+            raise ValueError(f"it has {strange!r}")
+        lengths: Ints = np.array(words, dtype=np.int64)
     if not len(lengths) or lengths.min() < 1 or lengths.max() > LONGEST:
         found = f"has {lengths.min()} to {lengths.max()}" if len(lengths) else "is empty"
-        raise PlanError(f"The file of lengths {path} {found}; {wanted}.")
+        raise PlanError(f"{what} {found}; {wanted}.")
     return lengths, path.name

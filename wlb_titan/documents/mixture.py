@@ -100,6 +100,9 @@ class Documents:
         return [head, *mixture.describe(tokens)]
 
 
+LEAST_SHARE = 1e-6  # of a part; a document of it comes up once in a million
+
+
 @dataclass(slots=True)
 class _Part:
     """A source, or its long or short documents: `count` places an epoch, some of which may be empty."""
@@ -131,6 +134,9 @@ class Mixture:
         first = longest = 0
         for number, source in enumerate(self.sources):
             parts, top = _parts(lengths, first, number, source, source.weight / whole)
+            if not all(part.share > LEAST_SHARE for part in parts):
+                less = f"less than {LEAST_SHARE:g} of all tokens"
+                raise PlanError(f"By its weight or long_share a part of the source {source.name} has {less}.")
             self._parts += parts
             first, longest = first + source.documents, max(longest, top)
         if longest < 2:

@@ -206,7 +206,7 @@ class Milp:
             import highspy
         except ImportError as error:
             raise PlanError(
-                f"{user} needs HiGHS. Install it with: pip install 'wlb-titan[solver]'", setting=setting
+                f"{user} needs HiGHS. Install it with: pip install 'highspy>=1.7'", setting=setting
             ) from error
         self._highspy: Any = highspy
         self._time_limit, self._gap = time_limit, gap

@@ -24,9 +24,9 @@ from tokenizers import Tokenizer
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.formats import SWITCH
-from wlb_titan.errors import CorpusError
+from wlb_titan.errors import CorpusError, reading, regular
 from wlb_titan.prepare.sources import Source
-from wlb_titan.prepare.tokenizer import TOKENIZER_FILE, Document, LeftOut, batched
+from wlb_titan.prepare.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, Document, LeftOut, batched
 
 AT_ONCE = 256  # conversations tokenized together
 
@@ -52,13 +52,16 @@ class ChatTemplate:
             from transformers import PreTrainedTokenizerFast
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
-            install = 'install it with `pip install "wlb-titan[chat]"`'
+            install = "install it with `pip install 'transformers>=5'`"
             raise CorpusError(f"Chat templates are rendered by transformers; {install}.") from error
-        named = PreTrainedTokenizerFast.from_pretrained(folder)
+        with reading(lambda reason: CorpusError(f"The chat template of {folder} cannot be read: {reason}.")):
+            _ = [regular(file) for file in folder.glob(TEMPLATE_FILE)]
+            named = PreTrainedTokenizerFast.from_pretrained(folder)
         if not named.chat_template:
             raise CorpusError(
-                "The tokenizer has no chat template, so nothing says how a conversation is written. Take "
-                "that of the model's chat version, or name a template in Jinja with --chat-template FILE."
+                f"The tokenizer {folder} has no chat template, so nothing says how a conversation is "
+                "written. Take that of the model's chat version, or name a template in Jinja with "
+                "--chat-template FILE."
             )
         self._template = named.get_chat_template()
         self._render = render_jinja_template

@@ -95,6 +95,9 @@ def prepare_corpus(
         output = Path(output).resolve()  # a link may stand for the corpus
         if corpus := complete_corpus(settings, output):
             return corpus
+        spec = settings.spec
+        if spec.kind == "text" and Path(spec.location).resolve() in (output, *output.parents):
+            raise CorpusError(f"{output} lies in its own source and would become a part of it; name another.")
         with written_whole(output) as folder:
             _write_corpus(settings, folder, report)
     except OSError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wlb_titan.corpus.formats import SWITCH
-from wlb_titan.errors import CorpusError
+from wlb_titan.errors import CorpusError, reading, regular
 from wlb_titan.prepare.shapes import shape_of
 
 SOURCES = (
@@ -55,8 +55,9 @@ class SourceSpec:
         name = re.fullmatch(r"([^,@]+)(?:,([^,@]+))?(?:@([^@]+))?", location)
         if kind == "hf" and name and field:
             return cls(kind, name[1], field, name[2], name[3] or "train")
-        ending = Path(text.partition("#")[0]).suffix.removeprefix(".")
-        advice = f" For this file write {ending}:{text}." if ending in ("jsonl", "parquet") else ""
+        file = re.sub(r"^\s*(jsonl|parquet):", "", text.partition("#")[0], flags=re.IGNORECASE)
+        ending = Path(file).suffix.removeprefix(".")
+        advice = f" For this file write {ending}:{file}." if ending in ("jsonl", "parquet") else ""
         raise CorpusError(f"{text!r} is not a source of documents; the sources are {SOURCES}.{advice}")
 
 
@@ -98,14 +99,11 @@ class Files:
 
     def read(self, document: int) -> str:
         path = self._documents[document][1]
-        try:
+        with reading(CorpusError):
+            content = regular(path).read_bytes()
             if self._within and path.is_symlink() and self._within not in path.resolve().parents:
                 raise ValueError("a link that leads out of the folder")
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
-        except OSError as error:
-            raise ValueError(error.strerror) from error
+            text = content.decode("utf-8")
         if "\0" in text:
             raise ValueError("not text: it has a zero byte")
         return text
@@ -223,7 +221,8 @@ class JsonLines:
         with self._paths[self._file(document)].open("rb") as file:
             file.seek(self._begins[document])
             line = file.readline().rstrip()
-        return self._value(json.loads(line), self._field)
+        with reading(CorpusError):
+            return self._value(json.loads(line), self._field)
 
     def _file(self, document: int) -> int:
         return bisect_right(self._firsts, document) - 1
@@ -254,8 +253,9 @@ class Rows:
         return f"{self._label}[{document}]"
 
     def read(self, document: int) -> Any:
-        row = self._rows[document]
-        return self._value({key: _without_nulls(value) for key, value in row.items()}, self._field)
+        with reading(CorpusError):
+            row = self._rows[document]
+            return self._value({key: _without_nulls(value) for key, value in row.items()}, self._field)
 
 
 def _load(spec: SourceSpec, cache: Path) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from wlb_titan.arrays import Ints
-from wlb_titan.errors import CorpusError
+from wlb_titan.errors import CorpusError, reading, regular
 from wlb_titan.prepare.sources import Source
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -24,6 +24,7 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 BESIDE = (TEMPLATE_FILE, "special_tokens_map.json", "generation_config.json")  # optional files
 
+ADVICE = "Name a folder on this machine; `hf download NAME --local-dir FOLDER` brings one from the hub."
 TRAINED_END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
@@ -42,10 +43,9 @@ class CorpusTokenizer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         file = folder / TOKENIZER_FILE
-        try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exceptions
-            raise CorpusError(f"{file} cannot be opened as a tokenizer: {error}") from error
+        what = f"{file} cannot be opened as a tokenizer"
+        with reading(lambda reason: CorpusError(f"{what}: {reason}. {ADVICE}")):
+            self._tokenizer = Tokenizer.from_str(regular(file).read_text(encoding="utf-8"))
         self.end_of_text = _end_of_text(folder / CONFIG_FILE)
         identifier = self._tokenizer.token_to_id(self.end_of_text)
         if identifier is None:
@@ -77,16 +77,13 @@ class CorpusTokenizer:
 
 
 def _end_of_text(config: Path) -> str:
-    try:
-        token = json.loads(config.read_text(encoding="utf-8"))["eos_token"]
+    which = "which ends every document"
+    with reading(lambda reason: CorpusError(f"{config} does not name the eos_token, {which} ({reason}).")):
+        token = json.loads(regular(config).read_text(encoding="utf-8"))["eos_token"]
         token = token["content"] if isinstance(token, dict) else token
         if not isinstance(token, str):
-            raise TypeError(f"eos_token is {token!r}")
+            raise ValueError(f"eos_token is {token!r}")
         return token
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorpusError(
-            f"{config} does not name the eos_token, which ends every document ({error!r})."
-        ) from error
 
 
 def tokenizer_files(folder: Path, template: str | None = None) -> dict[str, Path]:

@@ -24,7 +24,7 @@ from wlb_titan.runtime import model_checks
 from wlb_titan.runtime.agreement import check_rates
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.attention.module import ContextAttention
-from wlb_titan.runtime.checkpoints import beginning
+from wlb_titan.runtime.checkpoints import STATES, beginning
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import (
@@ -160,6 +160,10 @@ def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:
             f"checkpoint.{named[0]}: nothing is loaded or saved as long as checkpoint.enable is false; set "
             "it to true."
         )
+    if unknown := set(checkpoint.exclude_from_loading) - set(STATES):
+        raise UserError(
+            f"checkpoint.exclude_from_loading: {shown(min(unknown))} is none of {', '.join(STATES)}."
+        )
     if checkpoint.create_seed_checkpoint and dims.world_size > 1:
         raise UserError(
             "checkpoint.create_seed_checkpoint: one process makes it, for any degrees of the run that starts "
@@ -246,11 +250,12 @@ def _check_job(config: TrainerConfig, dims: Dims) -> None:
 
 def validate_inputs(config: TrainerConfig) -> Corpus:
     """Checks the corpus, weights in Hugging Face's format, and the dump folder."""
+    read = [source.path for source in config.wlb.corpus.sources] or [config.wlb.corpus.path]
+    check_place(config.dump_folder, config.checkpoint.folder, [*read, config.wlb.validation.path])
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         check_weights(config, model_checks.trained_spec(config), corpus)
     folder = Path(config.dump_folder)
-    check_place(folder)
     if config.wlb.bench.policies and any((folder / run).exists() for run in (METRICS_FILE, CONFIG_FILE)):
         raise UserError(
             f"dump_folder: {folder} holds a run, which a bench leaves alone; name another folder."
@@ -266,7 +271,7 @@ def validate_files(config: TrainerConfig, world_size: int | None = None) -> None
     for turn in turns_of(config).values():
         validate_files(turn, world_size)
     job = configured = job_of(config, parallel_dims(config, world_size))
-    setting = "wlb"
+    setting = ""
     try:
         documents = corpora.training_documents(wlb, corpus)
         if job.undecided:
@@ -314,7 +319,7 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
         if wlb.validation.enabled:
             key = "wlb.validation." + ("path" if wlb.validation.path else "hold_out")
             settings, held_out = corpora.validated_documents(wlb)
-            validation = corpora.open_corpus(settings)
+            validation = corpora.open_corpus(settings, key)
             if wlb.validation.path:
                 Corpus.joined([corpus, validation])  # has one tokenizer
                 validation.check_sample(tokenizer.vocab_size)

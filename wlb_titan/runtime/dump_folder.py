@@ -15,7 +15,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from wlb_titan.errors import UserError
@@ -59,9 +59,27 @@ def _lock(lock: int, folder: Path) -> None:
         ) from None
 
 
-def check_place(folder: Path) -> None:
-    """Checks that a dump folder can be made and written, without making it."""
-    place = folder.absolute()
+def check_place(folder: str, checkpoints: str, read: Iterable[str]) -> None:
+    """Checks that a dump folder can be made and written, without making it, and is a place of its own: not
+    in the paths that are `read`, and with the checkpoints inside."""
+    if "://" in folder or folder.startswith("~"):
+        raise UserError(
+            "dump_folder: a lock and logs are in it, so it is a folder of this machine, written out. "
+            'Checkpoints alone may lie elsewhere: checkpoint.folder = "s3://BUCKET/RUN".'
+        )
+    place, here = Path(folder).resolve(), Path.cwd()
+    if place in (here, *here.parents):
+        raise UserError(
+            f"dump_folder: the command is run in {here}; name a folder of the run's, as outputs/run."
+        )
+    for other in map(Path, filter(None, read)):
+        if other.resolve() in (place, *place.parents):
+            raise UserError(f"dump_folder: {other} is read by the run; name a folder that is not in it.")
+    if "://" not in checkpoints and place not in (place / checkpoints).resolve().parents:
+        raise UserError(
+            f"checkpoint.folder: {place / checkpoints} is not inside {place}, where one run at a time "
+            'writes. Name a folder inside it, or one elsewhere by its URI, as "file:///FOLDER".'
+        )
     while not os.path.exists(place):  # also where a folder may not be read
         place = place.parent
     if not place.is_dir():

@@ -6,6 +6,7 @@ The file is JSON in Chrome's trace event format, for ui.perfetto.dev and chrome:
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb_titan.errors import UserError
+from wlb_titan.errors import UserError, reading, regular
 from wlb_titan.job import Job
 from wlb_titan.packing.slices import kind
 from wlb_titan.plan import MicroBatch, Plan
@@ -53,24 +54,24 @@ def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:
-    try:
-        with open(path) as file:
-            events = json.load(file)["traceEvents"]
+    with reading(lambda reason: UserError(f"{path}: this is not a trace that wlb_titan wrote: {reason}.")):
+        events = json.loads(regular(path).read_text(encoding="utf-8"))["traceEvents"]
         names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
-        return [
+        spans = [
             Span(
                 names["process_name", e["pid"], 0],
                 names["thread_name", e["pid"], e["tid"]],
-                e["name"],
+                str(e["name"]),
                 e["ts"] / 1e6,
                 e["dur"] / 1e6,
-                e["args"],
+                dict(e["args"]),
             )
             for e in events
             if e["ph"] == "X"
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: this is not a trace that wlb_titan wrote: {error!r}.") from error
+        if not spans or not all(math.isfinite(s.start) and 0 <= s.duration < math.inf for s in spans):
+            raise ValueError("it has no passes, or some without times")
+        return spans
 
 
 def _name(kind: str, process: int, track: int, name: str) -> dict[str, Any]:

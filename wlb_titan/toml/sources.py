@@ -15,11 +15,12 @@ from typing import Any
 
 import tomli
 
-from wlb_titan.errors import ConfigError
+from wlb_titan.errors import ConfigError, reading, regular
 from wlb_titan.toml.values import shown
 
 Keys = tuple[str, ...]
 COMMAND_LINE = "command line"
+DEEPEST = 50  # files that extend each other
 STRONGEST = 1
 """The command line's layer; the file that the user named is 0, the last one that it extends -1, and so on."""
 
@@ -103,12 +104,14 @@ def _file_layers(path: Path) -> list[Table]:
         if path.resolve() in [link.resolve() for link in above]:
             circle = " -> ".join(str(link) for link in [*above, path])
             raise ConfigError(f"{place}: the files extend each other in a circle: {circle}.")
+        if len(above) == DEEPEST:
+            raise ConfigError(f"{place}: more than {DEEPEST} files extend each other; put some together.")
         files.pop(path.resolve(), None)
         document, source = files[path.resolve()] = _read_file(path, place)
         extended = document.get("extends", [])
         for name in reversed(extended if isinstance(extended, list) else [extended]):
             written = f"{source(('extends',))}: extends = {shown(name)}"
-            if not isinstance(name, str):
+            if not isinstance(name, str) or "\0" in name:
                 raise ConfigError(
                     f"{written}: expected a string, the path of a TOML file, or a list of some."
                 )
@@ -128,19 +131,13 @@ def string(node: Node, key: str, meaning: str) -> Leaf:
 
 def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[Keys], str]]:
     """The document, and where each of its keys stands."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte-order mark
-    except FileNotFoundError:
-        raise ConfigError(f"{place}: there is no file {path}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place}: the file {path} cannot be read: {error}.") from error
-    text = text.replace("\r\n", "\n")
-    try:
-        document = tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: this is not valid TOML: {error}.") from error
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, arrays nested as deeply
-        raise ConfigError(f"{path}: this TOML cannot be read: {error}.") from error
+    with reading(lambda reason: ConfigError(f"{place}: the file {path} cannot be read: {reason}.")):
+        # Some editors begin a file with a byte-order mark.
+        text = regular(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        try:
+            document = tomli.loads(text)
+        except tomli.TOMLDecodeError as error:
+            raise ConfigError(f"{path}:{error.lineno}: this is not valid TOML: {error}.") from error
     return document, partial(_place, path, _line_numbers(text))
 
 
@@ -205,6 +202,8 @@ def _command_line(overrides: Sequence[str]) -> list[Table]:
         if not equals:
             text = next(remaining, "--")
             if text.startswith("--"):
+                if len(keys) == 1:
+                    raise ConfigError(f"{COMMAND_LINE}: {name} is no option, and no key without a value.")
                 raise ConfigError(
                     f"{COMMAND_LINE}: {name} has no value; write {name} VALUE, for a switch {name} true or "
                     f"{name} false, and for a value that begins with two dashes {name}=VALUE."

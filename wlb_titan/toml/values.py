@@ -79,7 +79,8 @@ def convert(value: object, hint: object, guide: object = None) -> Any:
     if value == NONE and allows_none(hint):
         return None
     if not is_sound(value):
-        raise Mismatch("numbers should be finite and have at most 64 bits, and dates have no place here")
+        numbers = "numbers should be finite and have at most 64 bits"
+        raise Mismatch(f"texts have no zero bytes, {numbers}, and dates have no place here")
     try:
         result = _adapter(hint).validate_json(json.dumps(value))
     except ValidationError as error:
@@ -123,14 +124,14 @@ def _rule(error: Mapping[str, Any]) -> str:
 
 
 def is_sound(value: object) -> bool:
-    """Whether JSON has it, and all numbers are finite and of at most 64 bits."""
+    """Whether JSON and paths have it, and all numbers are finite and of at most 64 bits."""
     if isinstance(value, int):
         return abs(value) <= LARGEST_INTEGER
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict | list):
         return all(map(is_sound, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str)
+    return isinstance(value, str) and "\0" not in value
 
 
 def in_words(limits: Iterable[BaseMetadata]) -> str:
