@@ -78,7 +78,7 @@ def check_place(folder: str, checkpoints: str, read: Iterable[str]) -> None:
     if "://" not in checkpoints and place not in (place / checkpoints).resolve().parents:
         raise UserError(
             f"checkpoint.folder: {place / checkpoints} is not inside {place}, where one run at a time "
-            'writes. Name a folder inside it, or one elsewhere by its URI, as "file:///FOLDER".'
+            "writes. Name a folder inside it."
         )
     while not os.path.exists(place):  # also where a folder may not be read
         place = place.parent
