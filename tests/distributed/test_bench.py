@@ -131,8 +131,11 @@ def test_a_profile_is_fitted_to_the_traced_steps_of_a_run(lab, tmp_path):
 
     assert re.search(r"off by \S+% before and \S+% now, at the median of \d+", fitted())
     profile = ("--wlb.context.profile", str(tmp_path / "profile.json"))
-    config = load_config_of(lab, lab.experiment("again", *layout("pp2"), *profile))
-    assert min(job_of(config, parallel_dims(config)).token.layer) > 0
+    configs = [
+        load_config_of(lab, lab.experiment("again", *layout("pp2"), *words)) for words in ((), profile)
+    ]
+    before, after = (job_of(config, parallel_dims(config)).token.matrices for config in configs)
+    assert after != before
     config = run.folder / "config.toml"
     config.write_text(re.sub(r"seq_len = 256\b", "seq_len = 512", config.read_text()))
     assert "its traces are of another job or cluster" in fitted()
