@@ -113,7 +113,7 @@ class DocumentAttention(Module):
     def share(self, sharers: int, config: ContextStrategy.Config, meshes: Sequence[DeviceMesh]) -> None:
         """Prepares for micro-batches that `sharers` data-parallel ranks share."""
         self.context[sharers] = load(config.owner.attention)(config, *meshes)
-        self.groups |= {mesh.get_group().group_name for mesh in meshes}
+        self.groups |= {group.group_name for mesh in meshes for group in mesh.get_all_groups()}
 
     def forward(
         self,
