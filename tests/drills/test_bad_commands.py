@@ -47,7 +47,7 @@ PLAN = """
 --lengths nowhere.txt -> neither a distribution of lengths called 'nowhere.txt'
 --lengths . -> The file of lengths . cannot be read
 --lengths bytes -> The file of lengths bytes cannot be read
---lengths minus -> has -7 to 5; it must have a document's length a line
+--lengths minus -> it has '-7'); it must have a document's length a line
 --lengths word -> 'seven'
 --lengths half -> '3.5'
 --lengths long -> has 9999999999999 to 9999999999999; it must have a document's length a line
