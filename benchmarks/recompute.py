@@ -76,8 +76,7 @@ def row(job: Job, documents: Any, policy: Policy, steps: int) -> dict[str, Any]:
         "room_gib": mixed.fitting.usable / GIB,
         "milliseconds": 1e3 * float(np.median([choosing(mixed, plan) for plan in plans[:3]])),
     }
-    mixes = np.sum([m.mix.sum(axis=0) for plan in plans for m in plan.micro_batches], axis=0)
-    result["shares"] = dict(zip(SINGLE, (mixes / mixes.sum()).round(4).tolist(), strict=True))
+    result["shares"] = {kind: round(share, 4) for kind, share in found.kinds.items()}
     result["repeated"] = 1 - result["shares"]["none"]
     for kind in SINGLE:  # the same plans, so that nothing else differs
         alone = under(mixed, kind)

@@ -138,14 +138,11 @@ class Fitting:
         """The most tokens in flight that are predicted to fit, if all were one document's."""
         self.check_window()
         window = self.job.window
+        fitting = self if self._document_fits(window) else self.least
+        return _most(fitting._document_fits, window, window * self.job.replica_micro_batches)
 
-        def fits(tokens: int) -> bool:
-            return fullest(keeping.document(tokens)).total <= self.usable
-
-        keeping = self
-        if not fits(window):
-            keeping = self.least
-        return _most(fits, window, window * self.job.replica_micro_batches)
+    def _document_fits(self, tokens: int) -> bool:
+        return fullest(self.document(tokens)).total <= self.usable
 
 
 def one_document(tokens: int, shape: PipelineShape, regroups: bool) -> Passes:

@@ -157,6 +157,8 @@ class LayerBytes:
         self.outputs = exchange.outputs * size  # and queries, of tokens that are not the rank's own
         self.exchanged = exchange.kept * size  # by `selective`
         self.log_sum_exp = FLOAT32 * model.heads / (cp * tp)
+        # QKV's output, attention's, and what its exchange keeps: of kinds that repeat no attention.
+        self.around_attention = self.qkv + self.q + self.outputs + self.exchanged + self.log_sum_exp
         self.rotary = settings.rotary_bytes * model.head_dim / cp
 
 

@@ -112,8 +112,7 @@ class KeepProducts(Recompute):
     repeats_moves = False
 
     def kept(self, layer: LayerBytes) -> float:
-        attention = layer.qkv + layer.q + layer.outputs + layer.exchanged + layer.log_sum_exp
-        return layer.s + layer.reduced + attention + 2 * layer.f + self._gathered(layer)
+        return layer.s + layer.reduced + layer.around_attention + 2 * layer.f + self._gathered(layer)
 
     def _gathered(self, layer: LayerBytes) -> float:
         return layer.gathering if layer.shared_keys else 0.0
@@ -144,8 +143,7 @@ class Selective(Recompute):
     name = "selective"
 
     def kept(self, layer: LayerBytes) -> float:
-        attention = layer.qkv + layer.q + layer.outputs + layer.exchanged + layer.log_sum_exp
-        return layer.s + layer.compiled + attention + layer.f
+        return layer.s + layer.compiled + layer.around_attention + layer.f
 
     def moments(self, layer: LayerBytes) -> Moments:
         # QKV's output is no longer needed, and at attention's gradients w1's neither.

@@ -1,8 +1,9 @@
 """Packing policies: from the stream of documents to the micro-batches of one step.
 
 `policy.py` has the interface and `arrivals.py` what policies share; then a file for each policy, `plain.py`
-the simplest, and `slim/` for slices. `once.py` is validation's. `rules.py` checks a user's own policy, and
-`predicted.py` prices drafts. Read `policy.py` and `plain.py` first.
+the simplest, and `slim/` for slices. `once.py` is validation's. `rules.py` checks a user's own policy,
+`predicted.py` prices drafts, and `mixes.py` adds to a plan what layers recompute. Read `policy.py` and
+`plain.py` first.
 """
 
 from wlb_titan.packing.policy import POLICIES, Packing, PackingPolicy, VariableLengthPolicy

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan.distributed import activation_checkpoint as titan
 
 import wlb_titan.runtime.attention.kv_cache  # noqa: F401 - registers the ops named below
-from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask
+from wlb_titan.runtime.attention.module import DocumentMask, attentions
 from wlb_titan.runtime.compat import ActivationWrapper, checkpoint_wrapper
 
 NEVER_KEPT = ("feed_forward.w2", "shared_experts.w2")
@@ -93,14 +93,14 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
     divided = [name for name, layer in linear.items() if layer.weight.shape[1] < layer.in_features]
     wide = [*never, *(name for name in divided if name.endswith("attention.wo"))]
     shapes = {tuple(linear[name].weight.shape) for name in linear if any(part in name for part in wide)}
-    attentions = [layer for layer in block.modules() if isinstance(layer, DocumentAttention)]
+    sharing = attentions([block])
 
     def keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in PRODUCTS:
             weight = args[1].shape if op is PRODUCTS[1] else args[1].shape[::-1]
             keep = tuple(weight) not in shapes
         elif op is GATHER:
-            keep = any(args[2] in attention.groups for attention in attentions)
+            keep = any(args[2] in attention.groups for attention in sharing)
         else:
             keep = op in kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
