@@ -250,8 +250,11 @@ def _check_job(config: TrainerConfig, dims: Dims) -> None:
 
 def validate_inputs(config: TrainerConfig) -> Corpus:
     """Checks the corpus, weights in Hugging Face's format, and the dump folder."""
-    read = [source.path for source in config.wlb.corpus.sources] or [config.wlb.corpus.path]
-    check_place(config.dump_folder, config.checkpoint.folder, [*read, config.wlb.validation.path])
+    wlb = config.wlb
+    read = {f"wlb.corpus.sources.{number}.path": s.path for number, s in enumerate(wlb.corpus.sources)}
+    read = read or {"wlb.corpus.path": wlb.corpus.path}
+    read["wlb.validation.path"] = wlb.validation.path
+    check_place(config.dump_folder, config.checkpoint.folder, read)
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         check_weights(config, model_checks.trained_spec(config), corpus)

@@ -15,7 +15,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from wlb_titan.errors import UserError
@@ -59,9 +59,9 @@ def _lock(lock: int, folder: Path) -> None:
         ) from None
 
 
-def check_place(folder: str, checkpoints: str, read: Iterable[str]) -> None:
+def check_place(folder: str, checkpoints: str, read: Mapping[str, str]) -> None:
     """Checks that a dump folder can be made and written, without making it, and is a place of its own: not
-    in the paths that are `read`, and with the checkpoints inside."""
+    in the paths that are `read`, by their keys, and with the checkpoints inside."""
     if "://" in folder or folder.startswith("~"):
         raise UserError(
             "dump_folder: a lock and logs are in it, so it is a folder of this machine, written out. "
@@ -72,9 +72,12 @@ def check_place(folder: str, checkpoints: str, read: Iterable[str]) -> None:
         raise UserError(
             f"dump_folder: the command is run in {here}; name a folder of the run's, as outputs/run."
         )
-    for other in map(Path, filter(None, read)):
-        if other.resolve() in (place, *place.parents):
-            raise UserError(f"dump_folder: {other} is read by the run; name a folder that is not in it.")
+    for key, other in read.items():
+        if other and Path(other).resolve() in (place, *place.parents):
+            raise UserError(
+                f"dump_folder: {other} is read by the run, as {key}; name a folder that is not in it, or "
+                "another one there."
+            )
     if "://" not in checkpoints and place not in (place / checkpoints).resolve().parents:
         raise UserError(
             f"checkpoint.folder: {place / checkpoints} is not inside {place}, where one run at a time "
