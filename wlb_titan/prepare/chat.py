@@ -45,21 +45,21 @@ Spans = list[tuple[int, int]]  # first learned character, and the one after the 
 
 
 class ChatTemplate:
-    """The chat template in a tokenizer's folder."""
+    """The chat template in a tokenizer's folder; messages call it that of `origin`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, origin: str) -> None:
         try:
             from transformers import PreTrainedTokenizerFast
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
             install = "install it with `pip install 'transformers>=5'`"
             raise CorpusError(f"Chat templates are rendered by transformers; {install}.") from error
-        with reading(lambda reason: CorpusError(f"The chat template of {folder} cannot be read: {reason}.")):
+        with reading(lambda reason: CorpusError(f"The chat template of {origin} cannot be read: {reason}.")):
             _ = [regular(file) for file in folder.glob(TEMPLATE_FILE)]
             named = PreTrainedTokenizerFast.from_pretrained(folder)
         if not named.chat_template:
             raise CorpusError(
-                f"The tokenizer {folder} has no chat template, so nothing says how a conversation is "
+                f"The tokenizer {origin} has no chat template, so nothing says how a conversation is "
                 "written. Take that of the model's chat version, or name a template in Jinja with "
                 "--chat-template FILE."
             )

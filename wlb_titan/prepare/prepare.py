@@ -159,7 +159,7 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
 
     left_out = LeftOut()
     if settings.chat:
-        template = ChatTemplate(tokenizer.folder)
+        template = ChatTemplate(tokenizer.folder, str(settings.tokenizer))
         documents = conversations(source, order, template, left_out, settings.max_length)
     else:
         documents = tokenized(source, order, tokenizer, left_out)

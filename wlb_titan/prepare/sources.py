@@ -55,8 +55,8 @@ class SourceSpec:
         name = re.fullmatch(r"([^,@]+)(?:,([^,@]+))?(?:@([^@]+))?", location)
         if kind == "hf" and name and field:
             return cls(kind, name[1], field, name[2], name[3] or "train")
-        file = re.sub(r"^\s*(jsonl|parquet):", "", text.partition("#")[0], flags=re.IGNORECASE)
-        ending = Path(file).suffix.removeprefix(".")
+        file = re.sub(r"^\s*(jsonl|parquet):", "", text, flags=re.IGNORECASE)
+        ending = Path(file.partition("#")[0]).suffix.removeprefix(".")
         advice = f" For this file write {ending}:{file}." if ending in ("jsonl", "parquet") else ""
         raise CorpusError(f"{text!r} is not a source of documents; the sources are {SOURCES}.{advice}")
 
