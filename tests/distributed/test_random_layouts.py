@@ -56,7 +56,7 @@ def draw(seed):
     words += [recomputation, "whole_states" if degrees["tp"] and chance(0.4) else ""]
     if model not in EXPERTS and chance(0.15):
         words.append("bfloat16")
-    if chance(0.12):
+    if chance(0.12) and recomputation != "mixed":  # graphs of all kinds take minutes
         words.append("compiled")
     others += ["--parallelism.fsdp_reshard_after_forward", rng.choice(["default", "always", "never"])]
     others += ["--loss.num_chunks", str(rng.choice([1, 2, 4, 8]))]
@@ -99,7 +99,7 @@ def test_it_is_right_or_refused(lab, conversations, cases, record_property, seed
     except UserError as error:
         record_property("refused", str(error))
         return
-    cases.run("plan", {name: {"words": words}}, timeout=300)
+    cases.run("plan", {name: {"words": words}}, timeout=800)
     try:
         (record,) = cases[name]
     except AssertionError as error:

@@ -94,7 +94,8 @@ def test_a_mix_fits_and_repeats_little_more_than_the_programs_optimum(schedule, 
     none, *_, full = (moments.bytes_of(counts).max() for counts in every)
     room = full + share * (none - full)
     seconds = np.array([0.0, 1.0, 3.0, 8.0]) * np.tile(lengths, len(moments.layers) // len(lengths))[:, None]
-    counts = mixed(moments, unmixed(moments, np.ones(len(moments.layers), dtype=bool)), seconds, room)
+    begin, slack = unmixed(moments, np.ones(len(moments.layers), dtype=bool)), np.zeros(len(moments.layers))
+    counts = mixed(moments, begin, seconds, slack, room)
     assert (counts.sum(axis=1) == moments.layers).all() and (counts >= 0).all()
     assert moments.bytes_of(counts).max() <= room
     most = float((seconds[:, -1] * moments.layers).sum())
@@ -105,10 +106,22 @@ def test_chunks_without_a_choice_keep_what_they_had():
     made, run = sized(Degrees(pipeline=2))
     moments = Moments.of(made.packing.rank_memory(made, 0), run, reduced=False)
     free = np.array([True, False, True, False])
-    counts = mixed(moments, unmixed(moments, free), np.arange(4.0) * np.ones((4, 1)), 0.0)
+    counts = mixed(moments, unmixed(moments, free), np.arange(4.0) * np.ones((4, 1)), np.zeros(4), 0.0)
     names = [kind.name for kind in KINDS]
     assert counts[~free].tolist() == [[0, 0, MODEL.layers // 2, 0]] * 2 and names[2] == "selective"
     assert counts[free].tolist() == [[0, 0, 0, MODEL.layers // 2]] * 2  # as little as may be, and too much
+
+
+def test_chunks_for_which_nothing_waits_repeat_first():
+    made, run = sized(Degrees(pipeline=4), [8192] * 4, model=replace(MODEL, layers=64))
+    moments = Moments.of(made.packing.rank_memory(made, 0), run, reduced=False)
+    begin = unmixed(moments, np.ones(4, dtype=bool))
+    room = float(moments.bytes_of(begin).max() - 8 * moments.kept[0, 0])
+    for waiting in range(3):  # the last one's own backward pass is the fullest moment
+        slack = np.zeros(4)
+        slack[waiting] = 1e9
+        counts = mixed(moments, begin, np.array([0.0, 1.0, 3.0, 8.0]) * np.ones((4, 1)), slack, room)
+        assert np.flatnonzero(counts[:, 1:].sum(axis=1)).tolist() == [waiting]
 
 
 def test_layers_that_keep_most_go_backward_first():

@@ -62,6 +62,21 @@ def test_actions_are_those_that_torch_runs(shape, micro_batches):
 
 
 @every_shape
+def test_a_step_takes_longer_as_soon_as_an_action_passes_its_slack(shape):
+    durations = PassTimes(*np.random.default_rng(1).lognormal(0.0, 0.8, size=(3, shape.stages, 4, 1)))
+    graph = PipelineGraph(shape, 4)
+    step, slack = graph.ends(durations).max(), graph.slack(durations)
+    assert abs(slack.min()) < 1e-9 < slack.max()
+    for (kind, *chunk), longer in zip(graph.actions, slack, strict=True):
+        term = {"F": "forward", "W": "weights"}.get(kind, "inputs")
+        for beyond in (0.0, 0.5):
+            times = getattr(durations, term).copy()
+            times[*chunk] += longer + beyond
+            later = graph.ends(durations._replace(**{term: times})).max()
+            assert later == pytest.approx(step + beyond)
+
+
+@every_shape
 def test_ends_by_repeated_relaxation(shape):
     """Longest paths found another way: by moving every action later until nothing moves any more. Two steps
     at once."""

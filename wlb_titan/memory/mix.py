@@ -2,7 +2,8 @@
 
 It begins with `none` everywhere. As long as some moment of the run is too full, layers of a micro-batch in
 flight there change to a kind that keeps less: those that repeat the fewest seconds for each byte, and as many
-of them as are needed. In the end layers change back where there is room after all, the dearest first.
+of them as are needed. Seconds for which no other pass waits hardly count. In the end layers change back
+where there is room after all, the dearest first.
 
 A moment's bytes are what is there whatever layers keep, what the layers of all micro-batches in flight keep,
 and what its own pass makes. In a stage the layers that keep most come last, so a backward pass frees them
@@ -25,6 +26,7 @@ from wlb_titan.memory.recompute import KINDS
 
 NEVER = -1e30  # bytes of what a pass does not make
 UNCHOSEN = [kind.name for kind in KINDS].index("selective")  # the kind of layers for which none is chosen
+HIDDEN = 0.05  # weight of a second for which no other pass waits
 MOVES = np.array(list(combinations(range(len(KINDS)), 2)))  # from a kind to one that keeps less
 
 
@@ -90,38 +92,42 @@ def unmixed(moments: Moments, free: Bools) -> Ints:
     return counts
 
 
-def mixed(moments: Moments, counts: Ints, seconds: Floats, room: float) -> Ints:
+def mixed(moments: Moments, counts: Ints, seconds: Floats, slack: Floats, room: float) -> Ints:
     """Layers of each kind, int64 (C, K), with which the run takes at most `room` bytes; the last that were
     tried if nothing does.
 
     Args:
         counts: as of `unmixed`.
         seconds: (C, K), that a layer of each kind repeats.
+        slack: (C,), seconds for which nothing waits when the chunk's backward pass takes them longer.
     """
     free = counts[:, UNCHOSEN] == 0
     start, end = MOVES.T
     gained = moments.kept[:, start] - moments.kept[:, end]
-    price = (seconds[:, end] - seconds[:, start]) / np.where(gained > 0, gained, np.nan)
-    price[~free] = np.nan
-    order = np.argsort(price, axis=None)
-    chunk, move = np.divmod(order[: np.count_nonzero(~np.isnan(price))], len(MOVES))
+    gained[~free] = 0
+    repeated = seconds[:, end] - seconds[:, start]
+    slack = slack.copy()
     bytes_ = moments.bytes_of(counts)
     while (over := (bytes_[fullest := int(bytes_.argmax())]) - room) > 0:
-        possible = (counts[chunk, start[move]] > 0) & (moments.in_flight[fullest, chunk] > 0)
-        for c, m in zip(chunk[possible].tolist(), move[possible].tolist(), strict=True):
+        possible = (counts[:, start] > 0) & (moments.in_flight[fullest, :, None] > 0)
+        waited = np.maximum(repeated - slack[:, None], 0) + HIDDEN * repeated
+        for c, m in _cheapest(np.where(possible, gained, 0), waited):
             own, layers = c == moments.own[fullest], int(counts[c, start[m]])
             if not own:
                 layers = min(layers, int(np.ceil(over / gained[c, m])))
+            if min(slack[c], repeated[c, m]) > 0:
+                layers = min(layers, max(1, int(slack[c] / repeated[c, m])))
             changed = counts.copy()
             changed[c, [start[m], end[m]]] += [-layers, layers]
             # In its own backward pass the first layer that repeats more may need more than it frees.
             of_changed = moments.bytes_of(changed)
             if not own or of_changed[fullest] < bytes_[fullest]:
                 counts, bytes_ = changed, of_changed
+                slack[c] = max(slack[c] - layers * repeated[c, m], 0)
                 break
         else:
             return counts
-    for c, m in zip(chunk[::-1].tolist(), move[::-1].tolist(), strict=True):
+    for c, m in reversed(_cheapest(gained, repeated)):
         room_left = room - bytes_[moments.in_flight[:, c] > 0].max()
         layers = min(int(counts[c, end[m]]), int(room_left // gained[c, m]))
         if layers > 0:
@@ -131,6 +137,13 @@ def mixed(moments: Moments, counts: Ints, seconds: Floats, room: float) -> Ints:
             if of_changed.max() <= room:
                 counts, bytes_ = changed, of_changed
     return counts
+
+
+def _cheapest(gained: Floats, seconds: Floats) -> list[tuple[int, int]]:
+    """Chunks and moves that gain bytes, by seconds for each; both arguments are (C, moves)."""
+    price = seconds / np.where(gained > 0, gained, np.nan)
+    order = np.argsort(price, axis=None)[: np.count_nonzero(gained > 0)]
+    return [divmod(place, len(MOVES)) for place in order.tolist()]
 
 
 def shares(mixes: Iterable[Ints]) -> dict[str, float]:

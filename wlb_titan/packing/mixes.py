@@ -14,7 +14,8 @@ from wlb_titan.cost.passes import repeated_seconds
 from wlb_titan.memory.mix import UNCHOSEN, Moments, mixed, unmixed
 from wlb_titan.memory.rank import Moment, Passes
 from wlb_titan.memory.recompute import KINDS
-from wlb_titan.packing.predicted import pack_sizes, passing
+from wlb_titan.packing.predicted import pack_sizes, pass_seconds, passing
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import Flow, MicroBatch
 
 if TYPE_CHECKING:
@@ -28,11 +29,14 @@ def with_mixes(
 
     All ranks of a stage must repeat alike what they wait for together. So all that the choice follows from is
     the same on tensor- and context-parallel ranks, and micro-batches that data-parallel ranks share have no
-    choice.
+    choice. Without slices later ranks choose first, and passes for which nothing waits repeat more.
     """
     sizes, each = pack_sizes(job, micro_batches), len(micro_batches)
     length = each if flow is not None or job.run is None else job.run
     free = np.array([m.sharers == 1 for m in micro_batches])
+    mixes = np.zeros((each, len(job.layers), len(KINDS)), dtype=np.int64)
+    mixes[free, :, 0], mixes[~free, :, UNCHOSEN] = job.layers, job.layers
+    hides = flow is None and job.shape.ranks > 1
 
     @cache  # most of the time, and not needed where all fits
     def seconds() -> Floats:
@@ -40,9 +44,23 @@ def with_mixes(
         repeated[free] = repeated_seconds(job, passing([m for m in micro_batches if m.sharers == 1], job)).T
         return repeated
 
-    mixes = np.zeros((each, len(job.layers), len(KINDS)), dtype=np.int64)
-    mixes[:, :, UNCHOSEN] = job.layers
-    for number in ranks:
+    @cache
+    def passes() -> Floats:
+        return pass_seconds(job, [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)])
+
+    def slack(run: slice, stages: Sequence[int]) -> Floats:
+        """float64 (chunks,), of backward passes under the mixes so far."""
+        forward, inputs, weights = passes()[:, :, run, None]
+        repeated = np.einsum("nsk,nk->sn", mixes[run], seconds()[run])
+        graph = PipelineGraph(job.shape, forward.shape[1])
+        slacks = np.zeros(forward.shape[:2])
+        of_actions = graph.slack(PassTimes(forward, inputs + repeated[..., None], weights))
+        for (kind, stage, place), seconds_ in zip(graph.actions, of_actions[:, 0], strict=True):
+            if kind in ("B", "I"):
+                slacks[stage, place] = seconds_
+        return slacks[stages].ravel()
+
+    for number in reversed(range(min(ranks), job.shape.ranks)) if hides else ranks:
         rank = job.packing.rank_memory(job, number)
         for first in range(0, each, length):
             run = slice(first, first + length)
@@ -51,6 +69,7 @@ def with_mixes(
             stages, room = len(rank.stages), job.fitting.usable - there
             chosen = unmixed(moments, np.tile(free[run], stages))
             if free.any() and moments.bytes_of(chosen).max() > room:
-                chosen = mixed(moments, chosen, np.tile(seconds()[run], (stages, 1)), room)
+                waits = slack(run, rank.stages) if hides else np.zeros(len(chosen))
+                chosen = mixed(moments, chosen, np.tile(seconds()[run], (stages, 1)), waits, room)
             mixes[run, rank.stages] = chosen.reshape(stages, -1, len(KINDS)).swapaxes(0, 1)
     return [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)]

@@ -101,6 +101,17 @@ class PipelineGraph:
             ends[number] += times.of(action)
         return ends[1:]
 
+    def slack(self, times: PassTimes) -> Floats:
+        """float64 (actions, k), how much longer each action could last without a longer step."""
+        ends = self.ends(times)
+        latest = np.full_like(ends, ends.max(axis=0))
+        for number in reversed(range(len(self.actions))):
+            start = latest[number] - times.of(self.actions[number])
+            for waited in self._waits[number][:2]:
+                if waited:
+                    np.minimum(latest[waited - 1], start, out=latest[waited - 1])
+        return np.asarray(latest - ends)
+
     def step_times(self, forward: Floats, backward: Floats, orders: Ints) -> Floats:
         """float64 (k,), the step's time in several orders, with equal stages and free communication.
 
