@@ -11,6 +11,7 @@ from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import ComplexRoPE, ScaledBiasRowwiseLinear
 from torchtitan.models.common.attention import FusedQKVLinear
@@ -163,6 +164,16 @@ def test_keys_repeats_no_matrix_product():
     assert kept == {QKV: LAYERS, INNER: 2 * LAYERS, WIDTH: LAYERS}  # wo's, and never w2's
     assert products == all_products
     assert all(map(torch.equal, own_gradients, gradients))
+
+
+@pytest.mark.parametrize("device,kept", [("cuda", True), ("cpu", False)])
+def test_keys_keeps_what_moved_to_the_host(device, kept):
+    """Or else the host would wait for its device again."""
+    keeps = checkpointing._policy(torch.nn.Module(), set(), [])
+    with FakeTensorMode():
+        tensor = torch.empty(4, device=device)
+        answer = keeps(None, torch.ops.aten._to_copy.default, tensor, device=torch.device("cpu"))
+    assert (answer is CheckpointPolicy.MUST_SAVE) == kept
 
 
 def test_each_layer_keeps_what_its_micro_batch_names():

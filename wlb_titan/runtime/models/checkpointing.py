@@ -101,6 +101,8 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
             keep = tuple(weight) not in shapes
         elif op is GATHER:
             keep = any(args[2] in attention.groups for attention in sharing)
+        elif op is torch.ops.aten._to_copy.default:  # to the host, for which the host would wait again
+            keep = kwargs.get("device") == torch.device("cpu") != args[0].device
         else:
             keep = op in kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
