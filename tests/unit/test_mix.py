@@ -129,12 +129,20 @@ def test_layers_that_keep_most_go_backward_first():
     assert kinds_of_layers(mix) == ("selective", "selective", "none", "full", "keys", "none", "none")
 
 
-@pytest.mark.parametrize("policy", ["plain", "wlb_lazy", "slim"])
-def test_steps_fit_devices_between_what_the_kinds_take(policy):
+@pytest.mark.parametrize(
+    ("policy", "schedule", "chunks"),
+    [("plain", "1F1B", 1), ("plain", "Interleaved1F1B", 2), ("wlb_lazy", "1F1B", 1), ("slim", "1F1B", 1)],
+)
+def test_steps_fit_devices_between_what_the_kinds_take(policy, schedule, chunks):
     random = np.random.default_rng(0)
     documents = Documents(lengths=np.clip(random.lognormal(7.5, 1.2, 4000), 16, 8192).astype(int))
     made, _ = sized(
-        Degrees(pipeline=2, shard=2), micro_batches=16, packing=POLICIES.configure(policy), multiple=8
+        Degrees(pipeline=2, shard=2),
+        schedule=schedule,
+        chunks=chunks,
+        micro_batches=16,
+        packing=POLICIES.configure(policy),
+        multiple=8,
     )
 
     def peak(plans, **changes):

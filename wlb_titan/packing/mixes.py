@@ -58,7 +58,7 @@ def with_mixes(
         for (kind, stage, place), seconds_ in zip(graph.actions, of_actions[:, 0], strict=True):
             if kind in ("B", "I"):
                 slacks[stage, place] = seconds_
-        return slacks[stages].ravel()
+        return np.asarray(slacks[list(stages)].ravel())
 
     for number in reversed(range(min(ranks), job.shape.ranks)) if hides else ranks:
         rank = job.packing.rank_memory(job, number)
