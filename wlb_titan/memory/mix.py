@@ -74,13 +74,16 @@ class Moments(NamedTuple):
 
     def bytes_of(self, counts: Ints) -> Floats:
         """(P,), at the fullest moment of each pass, with int64 (C, K), layers of each kind."""
-        held = counts * self.kept
-        freed = held.cumsum(axis=1) - held
-        forward, backward, attention = np.where(counts > 0, self.made - freed, NEVER)
-        made = np.where(self.forward, forward.max(axis=1)[self.own], backward.max(axis=1)[self.own])
-        made = np.maximum(made, self.loss)
-        made = np.maximum(made, self.slices + attention.max(axis=1)[self.own])
-        return np.asarray(self.base + self.in_flight @ held.sum(axis=1) + made)
+        return np.asarray(self.base + sum(map(self.of_chunk, range(len(counts)), counts)))
+
+    def of_chunk(self, chunk: int, counts: Ints) -> Floats:
+        """(P,), a chunk's part of `bytes_of`, with int64 (K,)."""
+        held = counts * self.kept[chunk]
+        freed = held.cumsum() - held
+        forward, backward, attention = np.where(counts > 0, self.made[:, chunk] - freed, NEVER).max(axis=1)
+        made = np.where(self.forward, forward, backward)
+        made = np.maximum(np.maximum(made, self.loss), self.slices + attention)
+        return np.asarray(self.in_flight[:, chunk] * held.sum() + np.where(self.own == chunk, made, 0.0))
 
 
 def unmixed(moments: Moments, free: Bools) -> Ints:
@@ -97,7 +100,7 @@ def mixed(moments: Moments, counts: Ints, seconds: Floats, slack: Floats, room: 
     tried if nothing does.
 
     Args:
-        counts: as of `unmixed`.
+        counts: as of `unmixed`; changed in place.
         seconds: (C, K), that a layer of each kind repeats.
         slack: (C,), seconds for which nothing waits when the chunk's backward pass takes them longer.
     """
@@ -106,44 +109,46 @@ def mixed(moments: Moments, counts: Ints, seconds: Floats, slack: Floats, room: 
     gained = moments.kept[:, start] - moments.kept[:, end]
     gained[~free] = 0
     repeated = seconds[:, end] - seconds[:, start]
-    slack = slack.copy()
-    bytes_ = moments.bytes_of(counts)
+    slack, bytes_ = slack.copy(), moments.bytes_of(counts)
+
+    def moved(chunk: int, move: int, layers: int) -> tuple[Ints, Floats]:
+        """The chunk's layers of each kind, and the bytes of all passes, after a move."""
+        changed = counts[chunk].copy()
+        changed[MOVES[move]] += [-layers, layers]
+        difference = moments.of_chunk(chunk, changed) - moments.of_chunk(chunk, counts[chunk])
+        return changed, bytes_ + difference
+
     while (over := (bytes_[fullest := int(bytes_.argmax())]) - room) > 0:
-        possible = (counts[:, start] > 0) & (moments.in_flight[fullest, :, None] > 0)
+        possible = (gained > 0) & (counts[:, start] > 0) & (moments.in_flight[fullest, :, None] > 0)
         waited = np.maximum(repeated - slack[:, None], 0) + HIDDEN * repeated
-        for c, m in _cheapest(np.where(possible, gained, 0), waited):
+        price = np.where(possible, waited / np.where(possible, gained, 1), np.inf)
+        while not np.isinf(price.flat[cheapest := int(price.argmin())]):
+            c, m = divmod(cheapest, len(MOVES))
             own, layers = c == moments.own[fullest], int(counts[c, start[m]])
             if not own:
                 layers = min(layers, int(np.ceil(over / gained[c, m])))
             if min(slack[c], repeated[c, m]) > 0:
                 layers = min(layers, max(1, int(slack[c] / repeated[c, m])))
-            changed = counts.copy()
-            changed[c, [start[m], end[m]]] += [-layers, layers]
+            changed, of_changed = moved(c, m, layers)
             # In its own backward pass the first layer that repeats more may need more than it frees.
-            of_changed = moments.bytes_of(changed)
             if not own or of_changed[fullest] < bytes_[fullest]:
-                counts, bytes_ = changed, of_changed
+                counts[c], bytes_ = changed, of_changed
                 slack[c] = max(slack[c] - layers * repeated[c, m], 0)
                 break
+            price.flat[cheapest] = np.inf
         else:
             return counts
-    for c, m in reversed(_cheapest(gained, repeated)):
-        room_left = room - bytes_[moments.in_flight[:, c] > 0].max()
-        layers = min(int(counts[c, end[m]]), int(room_left // gained[c, m]))
-        if layers > 0:
-            changed = counts.copy()
-            changed[c, [start[m], end[m]]] += [layers, -layers]
-            of_changed = moments.bytes_of(changed)
-            if of_changed.max() <= room:
-                counts, bytes_ = changed, of_changed
+    price = repeated / np.where(gained > 0, gained, np.nan)
+    dearest = np.argsort(-price, axis=None)[: np.count_nonzero(gained > 0)]
+    for c, m in zip(*(places.tolist() for places in np.divmod(dearest, len(MOVES))), strict=True):
+        if counts[c, end[m]]:
+            room_left = room - bytes_[moments.in_flight[:, c] > 0].max()
+            layers = min(int(counts[c, end[m]]), int(room_left // gained[c, m]))
+            if layers > 0:
+                changed, of_changed = moved(c, m, -layers)
+                if of_changed.max() <= room:
+                    counts[c], bytes_ = changed, of_changed
     return counts
-
-
-def _cheapest(gained: Floats, seconds: Floats) -> list[tuple[int, int]]:
-    """Chunks and moves that gain bytes, by seconds for each; both arguments are (C, moves)."""
-    price = seconds / np.where(gained > 0, gained, np.nan)
-    order = np.argsort(price, axis=None)[: np.count_nonzero(gained > 0)]
-    return [divmod(place, len(MOVES)) for place in order.tolist()]
 
 
 def shares(mixes: Iterable[Ints]) -> dict[str, float]:

@@ -29,14 +29,15 @@ def with_mixes(
 
     All ranks of a stage must repeat alike what they wait for together. So all that the choice follows from is
     the same on tensor- and context-parallel ranks, and micro-batches that data-parallel ranks share have no
-    choice. Without slices later ranks choose first, and passes for which nothing waits repeat more.
+    choice. Slack is that of a step that repeats nothing, so ranks need not know each other's choice; with
+    slices hardly anything has any.
     """
     sizes, each = pack_sizes(job, micro_batches), len(micro_batches)
     length = each if flow is not None or job.run is None else job.run
     free = np.array([m.sharers == 1 for m in micro_batches])
     mixes = np.zeros((each, len(job.layers), len(KINDS)), dtype=np.int64)
     mixes[free, :, 0], mixes[~free, :, UNCHOSEN] = job.layers, job.layers
-    hides = flow is None and job.shape.ranks > 1
+    begun = [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes.copy(), strict=True)]
 
     @cache  # most of the time, and not needed where all fits
     def seconds() -> Floats:
@@ -45,22 +46,19 @@ def with_mixes(
         return repeated
 
     @cache
-    def passes() -> Floats:
-        return pass_seconds(job, [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)])
+    def slack(first: int) -> Floats:
+        """float64 (stages, micro-batches of the run), of backward passes under `none`."""
+        slacks = np.zeros((len(job.layers), length))
+        if flow is None and job.shape.ranks > 1:
+            graph = PipelineGraph(job.shape, length)
+            times = pass_seconds(job, begun[first : first + length])
+            of_actions = graph.slack(PassTimes(*times[..., None]))
+            for (kind, stage, place), of_action in zip(graph.actions, of_actions[:, 0], strict=True):
+                if kind in ("B", "I"):
+                    slacks[stage, place] = of_action
+        return slacks
 
-    def slack(run: slice, stages: Sequence[int]) -> Floats:
-        """float64 (chunks,), of backward passes under the mixes so far."""
-        forward, inputs, weights = passes()[:, :, run, None]
-        repeated = np.einsum("nsk,nk->sn", mixes[run], seconds()[run])
-        graph = PipelineGraph(job.shape, forward.shape[1])
-        slacks = np.zeros(forward.shape[:2])
-        of_actions = graph.slack(PassTimes(forward, inputs + repeated[..., None], weights))
-        for (kind, stage, place), seconds_ in zip(graph.actions, of_actions[:, 0], strict=True):
-            if kind in ("B", "I"):
-                slacks[stage, place] = seconds_
-        return np.asarray(slacks[list(stages)].ravel())
-
-    for number in reversed(range(min(ranks), job.shape.ranks)) if hides else ranks:
+    for number in ranks:
         rank = job.packing.rank_memory(job, number)
         for first in range(0, each, length):
             run = slice(first, first + length)
@@ -69,7 +67,7 @@ def with_mixes(
             stages, room = len(rank.stages), job.fitting.usable - there
             chosen = unmixed(moments, np.tile(free[run], stages))
             if free.any() and moments.bytes_of(chosen).max() > room:
-                waits = slack(run, rank.stages) if hides else np.zeros(len(chosen))
-                chosen = mixed(moments, chosen, np.tile(seconds()[run], (stages, 1)), waits, room)
+                repeated, waits = np.tile(seconds()[run], (stages, 1)), slack(first)[list(rank.stages)]
+                chosen = mixed(moments, chosen, repeated, waits.ravel(), room)
             mixes[run, rank.stages] = chosen.reshape(stages, -1, len(KINDS)).swapaxes(0, 1)
     return [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)]
