@@ -3,11 +3,11 @@
 All tests run on the CPU, also on machines with GPUs, but for those of tests/gpu with `--device cuda`.
 """
 
-import contextlib
-import io
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 
 import pytest
 from forking import ForkServer
@@ -53,7 +53,7 @@ def on_terminal(monkeypatch):
 
     def received(end: int) -> str:
         text = b""
-        with contextlib.suppress(OSError), open(end, "rb", buffering=0) as terminal:  # until it is closed
+        with suppress(OSError), open(end, "rb", buffering=0) as terminal:  # until it is closed
             while True:
                 text += terminal.read(4096)
         return text.decode()
@@ -64,8 +64,7 @@ def on_terminal(monkeypatch):
         ours, theirs = os.openpty()
         with ThreadPoolExecutor(1) as pool:
             shown = pool.submit(received, ours)
-            streams = contextlib.redirect_stdout(io.StringIO()), open(theirs, "w")
-            with streams[0] as stdout, streams[1] as stderr, contextlib.redirect_stderr(stderr):
+            with open(theirs, "w") as stderr, redirect_stderr(stderr), redirect_stdout(StringIO()) as stdout:
                 main(list(map(str, words)), standalone_mode=False)
         assert shown.result().endswith("\x1b[2K"), "the bar is still there"
         return stdout.getvalue(), set(PACE.findall(ESCAPES.sub("", shown.result())))

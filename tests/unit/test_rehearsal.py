@@ -95,20 +95,8 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(written, job, 
 
 def test_the_table_and_the_policies(forked_ranks, on_terminal, job, tmp_path):
     said, shown = on_terminal(
-        *(
-            "rehearse",
-            job,
-            "--output",
-            tmp_path / "out.json",
-            "--rank",
-            "all-stages",
-            "--steps",
-            2,
-            "--step",
-            3,
-            PP,
-            2,
-        ),
+        *("rehearse", job, "--rank", "all-stages", "--steps", 2, "--step", 3, PP, 2),
+        *("--output", tmp_path / "out.json"),
         *("--policies", "plain/per_sequence/as_packed,wlb_lazy/per_sequence/best"),
         *("--wlb.policy", "wlb//best"),  # of the file, which is neither
     )
