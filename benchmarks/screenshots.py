@@ -1,12 +1,15 @@
-"""Screenshots of the pages that commands write, for the docs: docs/images/*.png.
+"""Screenshots of the pages that the tutorial's commands write, for the docs: docs/images/*.png.
 
     apt-get install chromium
-    make train
+    wlb-titan prepare outputs/corpus --max-tokens 4000000
     wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/tutorial/simulated \
         --policies plain,fixed_greedy,wlb/adaptive,wlb_lazy/hybrid/best
+    wlb-titan train train_configs/cpu_pipeline.toml
+    wlb-titan train train_configs/cpu_pipeline_slices.toml
+    wlb-titan compare outputs/cpu_pipeline outputs/cpu_pipeline_slices --report outputs/tutorial/compare
     python benchmarks/screenshots.py
 
-takes outputs/compare/report.html of `make train` and the page of that prediction, both from their top.
+Where a page gets other sections, the rows of PICTURES have to follow.
 """
 
 from __future__ import annotations
@@ -20,32 +23,30 @@ from pathlib import Path
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"compare": ("outputs/compare", 1300), "simulated": ("outputs/tutorial/simulated", 1300)}
-"""Picture: the folder of its page, and how many pixels of its height are shown."""
+PICTURES = {"simulated": ("simulated", 0, 1180), "measured": ("compare", 1622, 2000)}
+"""The folder in outputs/tutorial, and the first and last row of pixels that is shown of its page."""
 
-WIDTH, SCALE = 900, 1.5
-COLOURS = 64  # of the palette: a page has few, and the rest are the edges of letters
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+WIDTH, COLOURS = 900, 32  # a page has few colours; the rest are the edges of letters
 
 
 def main() -> None:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        sys.exit("error: there is no Chromium here; apt-get install chromium")
-    for name, (folder, height) in PAGES.items():
+        sys.exit("error: no Chromium is installed. On Debian: apt-get install chromium")
+    for name, (folder, first, last) in PICTURES.items():
         path = ROOT / "docs" / "images" / f"{name}.png"
-        shoot(browser, ROOT / folder / "report.html", height, path)
+        page = screenshot(browser, ROOT / "outputs" / "tutorial" / folder / "report.html", last)
+        page.crop((0, first, WIDTH, last)).quantize(COLOURS).save(path, optimize=True)
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
 
 
-def shoot(browser: str, page: Path, height: int, path: Path) -> None:
+def screenshot(browser: str, page: Path, height: int) -> Image.Image:
     with tempfile.TemporaryDirectory() as folder:
-        shot = Path(folder) / "shot.png"
-        words = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--force-device-scale-factor={SCALE}"]
-        words += [f"--user-data-dir={folder}", f"--window-size={WIDTH},{height}", f"--screenshot={shot}"]
-        subprocess.run([browser, *words, page.resolve(strict=True).as_uri()], check=True)
-        with Image.open(shot) as image:
-            image.convert("RGB").quantize(COLOURS).save(path, optimize=True)
+        words = [f"--screenshot={folder}/shot.png", f"--window-size={WIDTH},{height}", "--hide-scrollbars"]
+        words += ["--headless", "--no-sandbox", f"--user-data-dir={folder}/profile"]
+        subprocess.run([browser, *words, page.resolve(strict=True).as_uri()], check=True, capture_output=True)
+        with Image.open(f"{folder}/shot.png") as shot:
+            return shot.convert("RGB")
 
 
 if __name__ == "__main__":

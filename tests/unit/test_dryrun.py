@@ -305,7 +305,7 @@ def test_the_corpus_is_used_where_there_is_one(in_new_processes, tmp_path):
     write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
     words = ("--wlb.policy", "plain/per_document", "--step", 1, "--rank", "last")
     result, (rank,) = in_new_processes(SMALL, "--wlb.corpus.path", tmp_path / "corpus", *words)
-    assert result.stderr == ""
+    assert "no corpus" not in result.stderr
     assert (rank["rank"], rank["lengths"]) == (7, [256] * 4)
     assert rank["coordinates"] == {"pp": 1, "cp": 1, "tp": 1}
 
