@@ -91,7 +91,7 @@ counterexamples: $(READY)
 	TRITON_INTERPRET=1 $(BIN)/pytest -m hypothesis --hypothesis-profile others --timeout 3600 tests/kernels/interpreted.py
 	$(BIN)/pytest -n 2 --layouts 12:312 tests/distributed/test_random_layouts.py
 
-# Every command of README.md and docs/, on tiny data.
+# Every command of README.md and docs/, on tiny data, and the steps of the Dockerfile.
 test-docs: $(READY)
 	$(BIN)/pytest -n 2 tests/docs
 

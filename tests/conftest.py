@@ -4,6 +4,10 @@ All tests run on the CPU, also on machines with GPUs, but for those of tests/gpu
 """
 
 import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 
 import pytest
 from forking import ForkServer
@@ -34,6 +38,38 @@ def pytest_runtest_makereport(item, call):
     if report.skipped and not any(words in str(report.longrepr) for words in MAY_LACK):
         report.outcome, report.longrepr = "failed", f"skipped for no reason of MAY_LACK: {report.longrepr}"
     return report
+
+
+ESCAPES = re.compile(r"\x1b\[[\d;?]*\w")
+PACE = re.compile(r"([^\r\n]+?) +[━╸╺]+ [\d:]+ [\d,]+ of [\d,]+, [\d,.]+/s, [\d:]+ left")
+
+
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """Runs a command whose stderr is a terminal: what it prints, and the activities of which the terminal
+    shows a rate and the time left, before it is clean again."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+
+    def received(end: int) -> str:
+        text = b""
+        with suppress(OSError), open(end, "rb", buffering=0) as terminal:  # until it is closed
+            while True:
+                text += terminal.read(4096)
+        return text.decode()
+
+    def run(*words):
+        from wlb_titan.commands.main import main
+
+        ours, theirs = os.openpty()
+        with ThreadPoolExecutor(1) as pool:
+            shown = pool.submit(received, ours)
+            with open(theirs, "w") as stderr, redirect_stderr(stderr), redirect_stdout(StringIO()) as stdout:
+                main(list(map(str, words)), standalone_mode=False)
+        assert shown.result().endswith("\x1b[2K"), "the bar is still there"
+        return stdout.getvalue(), set(PACE.findall(ESCAPES.sub("", shown.result())))
+
+    return run
 
 
 @pytest.fixture(scope="session")

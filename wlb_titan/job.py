@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 from wlb_titan.context.strategy import (
@@ -39,6 +40,7 @@ from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.schedule import KNOWN, PipelineShape, layers_of_stages
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.planner import Planner
+from wlb_titan.progress import Report, counted, silent
 
 
 class Policy(NamedTuple):
@@ -318,12 +320,13 @@ class Job:
         assert not self.undecided, "no policy has been chosen for `auto`"
         return Planner(documents, self)
 
-    def plans(self, documents: Documents, steps: int, *, after: int = 0) -> list[Plan]:
+    def plans(self, documents: Documents, steps: int, after: int = 0, report: Report = silent) -> list[Plan]:
         """The plans of `steps` steps, after the first `after`."""
         planner = self.planner(documents)
-        for _ in range(after):
+        numbers = counted(range(after + steps), report, f"Planning {self.policy}")
+        for _ in islice(numbers, after):
             planner.next(sharded=())
-        return [planner.next() for _ in range(steps)]
+        return [planner.next() for _ in numbers]
 
     def under(self, policy: Policy) -> Job:
         """This job under other policies, with the settings that both have."""

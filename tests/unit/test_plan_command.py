@@ -30,7 +30,7 @@ def lengths(tmp_path):
 def run(lengths, *arguments):
     """What it prints of Table 1's 7B-128K job."""
     result = CliRunner().invoke(main, ["plan", *map(str, [FILE, "--lengths", lengths, *arguments])])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0 and not result.stderr, result.output
     return result.stdout
 
 
@@ -89,8 +89,10 @@ def test_a_file_of_lengths_is_the_stream_itself_unless_a_seed_is_given(lengths, 
     assert ends("--wlb.corpus.seed", 1) != ends() == ends()
 
 
-def test_a_comparison_has_a_row_for_each_policy(lengths):
-    said = run(lengths, *ARGUMENTS, "--policies", "plain,wlb,wlb_lazy", "--steps", 40)
+def test_a_comparison_has_a_row_for_each_policy(lengths, on_terminal):
+    words = (*ARGUMENTS, "--policies", "plain,wlb,wlb_lazy", "--steps", 40)
+    said, shown = on_terminal("plan", FILE, "--lengths", lengths, *words)
+    assert said == run(lengths, *words) and "Planning wlb_lazy/per_sequence" in shown
     assert "3,000 documents" in said and "longer than the window and cut" in said
     imbalance = {
         name: float(x) for name, x in re.findall(r"^\s*(plain|wlb\w*)/per_sequence\s+([\d.]+)", said, re.M)

@@ -155,10 +155,12 @@ def test_a_folder_that_appeared_meanwhile_is_kept(tmp_path):
 # The command, in this process and killed in another.
 
 
-def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_path):
+def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_path, on_terminal):
     arguments = (tmp_path / "corpus", "--source", f"text:{texts}", "--vocab-size", 300)
     result = run(*arguments)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0 and not result.stderr, result.output
+    stdout, shown = on_terminal("prepare", tmp_path / "again", *arguments[1:])
+    assert stdout.replace("again", "corpus") == result.stdout and shown == {"Tokenizing documents"}
     corpus = Corpus.open(tmp_path / "corpus")
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert f"fingerprint {corpus.fingerprint}" in lines

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from wlb_titan.commands import profile as command
 from wlb_titan.context.strategy import STRATEGIES
@@ -155,7 +154,9 @@ def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():
         assert {q_len for q_len, _, _ in cases} == set(grid.q_lens)
 
 
-def test_the_command_measures_this_machine_and_writes_what_planning_reads(tmp_path, monkeypatch, request):
+def test_the_command_measures_this_machine_and_writes_what_planning_reads(
+    tmp_path, monkeypatch, request, on_terminal
+):
     """The reference attention of two files' models on a smaller grid; no time is judged."""
     small = command.CPU_GRID._replace(q_lens=(16, 64), kv_lens=(256,), keys=(256, 512), pairs=2**22)
     monkeypatch.setattr(command, "CPU_GRID", small)
@@ -170,9 +171,9 @@ def test_the_command_measures_this_machine_and_writes_what_planning_reads(tmp_pa
         settings = 'wlb.device = "cpu"\ntraining.mixed_precision_param = "float32"\n'
         Path(file).write_text(f'base = "{base}"\n{settings}')
     path = tmp_path / "profile.json"
-    result = CliRunner().invoke(command.profile, [*files, "--output", str(path)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert "backward" in result.output and "[gpu] linear_flops = " in result.output
+    said, shown = on_terminal("profile", *files, "--output", path)
+    assert "backward" in said and "[gpu] linear_flops = " in said
+    assert any(line.endswith(", round 1") for line in shown)
     written = Profile.load(path)
     kinds = ["head dim 32, GQA group 2, float32"] * 2 + ["head dim 192/128, GQA group 1, float32"] * 2
     assert [entry.shape.kind for entry in written.entries] == kinds

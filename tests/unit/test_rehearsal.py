@@ -47,7 +47,7 @@ def written(forked_ranks, tmp_path):
 
     def run(*words):
         result = command(*words, "--output", tmp_path / "out.json")
-        assert result.exit_code == 0, result.output
+        assert result.exit_code == 0 and not result.stderr, result.output
         return json.loads((tmp_path / "out.json").read_text()), result.stdout
 
     return run
@@ -93,13 +93,15 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(written, job, 
     assert asked / 2 < waited < asked <= (waited + step["optimizer"]) * (1 + 1e-9)
 
 
-def test_the_table_and_the_policies(written, job):
-    rehearsed, said = written(
+def test_the_table_and_the_policies(forked_ranks, on_terminal, job, tmp_path):
+    said, shown = on_terminal(
         *("rehearse", job, "--rank", "all-stages", "--steps", 2, "--step", 3, PP, 2),
+        *("--output", tmp_path / "out.json"),
         *("--policies", "plain/per_sequence/as_packed,wlb_lazy/per_sequence/best"),
         *("--wlb.policy", "wlb//best"),  # of the file, which is neither
     )
-    plain, lazy = rehearsed["policies"]
+    assert {f"{what} wlb_lazy/per_sequence/best" for what in ("Planning", "Running ranks,")} <= shown
+    plain, lazy = json.loads((tmp_path / "out.json").read_text())["policies"]
     assert (plain["policy"], lazy["policy"]) == ("plain/per_sequence", "wlb_lazy/per_sequence/best")
     for one in (plain, lazy):
         assert [rank["rank"] for rank in one["ranks"]] == [0, 1]

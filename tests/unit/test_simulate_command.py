@@ -57,15 +57,17 @@ def config(tmp_path_factory):
 
 def run(*arguments, code=0):
     result = CliRunner().invoke(main, ["simulate", *map(str, arguments)])
-    assert result.exit_code == code, result.output
+    assert result.exit_code == code and not result.stderr, result.output
     return result.output
 
 
-def test_a_table_has_a_row_for_each_policy_and_a_timeline_the_passes(lengths, tmp_path):
+def test_a_table_has_a_row_for_each_policy_and_a_timeline_the_passes(lengths, tmp_path, on_terminal):
     policies = ["plain/per_sequence", "fixed_greedy/per_sequence", "wlb/adaptive", "wlb_lazy/hybrid/best"]
     drawn = ["--trace", tmp_path / "t.json"]
     (tmp_path / "t.json").touch()  # as mktemp leaves it
-    said = run(*SMALL, "--lengths", lengths, "--policies", ",".join(policies), *drawn)
+    words = ("--lengths", lengths, "--policies", ",".join(policies), *drawn)
+    said, shown = on_terminal("simulate", *SMALL, *words)
+    assert shown == {f"Planning {policy}" for policy in policies}
     run(*SMALL, "--lengths", lengths, "--steps", 1, *drawn)  # its own file is replaced
     assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 ranks" in said
     rows = [line.split() for line in said.splitlines() if re.match(r"\s+(plain|fixed|wlb)", line)]
@@ -92,9 +94,11 @@ def test_other_gpus_are_predicted_with_torchs_attention(lengths):
     assert list(seconds) == sorted(seconds, key=seconds.get)
 
 
-def test_search_ranks_what_fits(lengths):
+def test_search_ranks_what_fits(lengths, on_terminal):
     policies = "plain,wlb_lazy/adaptive"
-    said = run(*SMALL, "--lengths", lengths, "--search", "--world-size", 8, "--policies", policies)
+    words = ("--lengths", lengths, "--search", "--world-size", 8, "--policies", policies)
+    said, shown = on_terminal("simulate", *SMALL, *words)
+    assert shown == {"Trying ways to run the job"}
     shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", said, re.M)]
     assert len(shares) > 3 and shares == sorted(shares, reverse=True)
     assert "degrees are of other GPUs" in said

@@ -9,9 +9,11 @@ import functools
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job
+from wlb_titan.progress import Report
 from wlb_titan.toml.sources import COMMAND_LINE
 
 if TYPE_CHECKING:
@@ -239,11 +242,10 @@ def load_job(
 
 def load(file: Path, overrides: Sequence[str], world_size: int | None = None) -> Resolved:
     """The configuration of a file with overrides; on a terminal it says what takes the seconds."""
-    from rich.console import Console
-
     from wlb_titan.runtime.models.load import load_config
 
-    with Console(stderr=True).status("Importing torchtitan ..."):
+    with progress() as report:
+        report("Importing torchtitan", 0, 0)
         return load_config(file, overrides, world_size)
 
 
@@ -276,6 +278,33 @@ LEFT = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over
 def say(*lines: str) -> None:
     for line in lines:
         click.echo(line)
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """Draws what it is told as a bar, with its rate and the time that is left, and removes it at the end.
+    Nothing is drawn where stderr is no terminal. Print to stdout before or after it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TimeElapsedColumn
+
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
+    columns = ("{task.description}", BarColumn(10), TimeElapsedColumn(), "{task.fields[pace]}")
+    hidden = not console.is_interactive
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=hidden) as bar:
+
+        def report(what: str, done: int, total: int) -> None:
+            if [task.description for task in bar.tasks] != [what]:
+                for former in bar.task_ids:
+                    bar.remove_task(former)
+                bar.add_task(what, total=total or None, pace="")
+            (task,) = bar.tasks
+            pace, seconds = "", task.elapsed
+            if done and total and seconds:
+                rate, left = done / seconds, timedelta(seconds=round(seconds * (total / done - 1)))
+                pace = f"{done:,} of {total:,}, {rate:,.{0 if rate >= 10 else 2}f}/s, {left} left"
+            bar.update(task.id, completed=done, total=total or None, pace=pace)
+
+        yield report
 
 
 def show_table(rows: Rows) -> None:

@@ -23,8 +23,6 @@ from wlb_titan.commands.lone_ranks import (
     rank_numbers,
 )
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device, cluster_of_gpu
-from wlb_titan.documents import Documents
-from wlb_titan.job import Job
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import MicroBatch
@@ -79,7 +77,7 @@ def dryrun(
         job, chosen = lone.job, ""
         numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)
         if step is None:
-            step, longest = _fullest(job, lone.documents)
+            step, longest = _fullest(lone)
             chosen = f" It has the longest micro-batch of the first steps, {longest.length:,} tokens."
             if ranks == DEFAULT_RANKS:
                 numbers = job.degrees.ends_of(longest.dp_rank)
@@ -88,7 +86,7 @@ def dryrun(
         say(f"Step {step} of {file} under {job.policy}{bound}.{chosen}")
         same = {}
         if ranks == "all":
-            same = alike(job, job.plans(lone.documents, 1, after=step - 1)[0])
+            same = alike(job, lone.plans(1, after=step - 1)[0])
             numbers = sorted(set(same.values()))
         results = lone.run("dryrun", numbers, os.cpu_count() or 1, step=step, device_bytes=job.cluster.memory)
     calls = {r["rank"]: RankCalls.from_json(r.pop("calls")) for r in results if "calls" in r}
@@ -130,11 +128,10 @@ def _cluster_here(wlb: Any) -> tuple[list[str], float | None]:
     return ["--wlb.cluster", cluster_of_device(gpu[0]) or UNKNOWN], cluster_of_gpu(*gpu).memory
 
 
-def _fullest(job: Job, documents: Documents) -> tuple[int, MicroBatch]:
+def _fullest(lone: LoneRanks) -> tuple[int, MicroBatch]:
     """The step, from 1, that has the longest micro-batch of the first steps, and that micro-batch."""
-    planner = job.planner(documents)
-    steps = DEFAULT_STEP if job.packing.planning_seconds else PLANNED  # where a step takes seconds
-    plans = [planner.next(sharded=()) for _ in range(steps)]
+    steps = DEFAULT_STEP if lone.job.packing.planning_seconds else PLANNED  # where a step takes seconds
+    plans = lone.plans(steps)
     micro_batches = ((step, m) for step, plan in enumerate(plans, start=1) for m in plan.micro_batches)
     return max(micro_batches, key=lambda numbered: numbered[1].length)
 

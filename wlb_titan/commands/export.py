@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import click
@@ -14,6 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.errors import UserError
+from wlb_titan.progress import Report, counted
+
+PARTS = 20  # of the weights, read one after the other
 
 
 @cli.command_of_file()
@@ -30,12 +35,12 @@ def export(file: Path, step: int, overrides: tuple[str, ...], output: Path | Non
     """
     resolved = cli.load(file, overrides)
     folder = output or Path(resolved.config.dump_folder) / "hugging_face" / f"step-{step}"
-    with cli.writing(str(folder)):
-        resolved.check(lambda config: write(config, step, folder))
+    with cli.writing(str(folder)), cli.progress() as report:
+        resolved.check(lambda config: write(config, step, folder, report))
     click.echo(f"{folder} is step {step} as a model in Hugging Face's format, with its tokenizer.")
 
 
-def write(config: Any, step: int, output: Path) -> None:
+def write(config: Any, step: int, output: Path, report: Report) -> None:
     from wlb_titan.runtime import checkpoints, hugging_face
     from wlb_titan.runtime.checks import validate_inputs
     from wlb_titan.runtime.model_checks import trained_spec
@@ -62,8 +67,11 @@ def write(config: Any, step: int, output: Path) -> None:
     dtype, state = getattr(torch, checkpoint.export_dtype), hugging_face.on_meta(spec).state_dict()
     for name, weight in state.items():
         state[name] = torch.empty(weight.shape, dtype=dtype if weight.is_floating_point() else weight.dtype)
+    names = list(state)
     try:
-        load(state, checkpoint_id=saved, no_dist=True)
+        for part in counted(range(min(PARTS, len(names))), report, "Reading weights"):
+            weights = {name: state[name] for name in names[part::PARTS]}
+            load(weights, checkpoint_id=saved, no_dist=True)
     except CheckpointException as error:
         raise checkpoints.explained(error, config, step, saving=False) from error
     adapter = spec.state_dict_adapter(spec.model, str(corpus.tokenizer_path))
@@ -71,5 +79,18 @@ def write(config: Any, step: int, output: Path) -> None:
     writer = HuggingFaceStorageWriter(
         str(output), adapter.fqn_to_index_mapping, save_distributed=True, enable_consolidation=True
     )
-    save(adapter.to_hf(state), storage_writer=writer, no_dist=True)
+    weights, over = adapter.to_hf(state), Event()
+
+    def watch() -> None:
+        total = 2 * sum(weight.nbytes for weight in weights.values())  # a shard, and what is made of it
+        while not over.wait(0.2):
+            written = sum(file.stat().st_size for file in output.rglob("*.safetensors"))
+            report("Writing MiB", written >> 20, total >> 20)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(watch)
+        try:
+            save(weights, storage_writer=writer, no_dist=True)
+        finally:
+            over.set()
     hugging_face.complete_export(output)

@@ -26,6 +26,7 @@ from wlb_titan.commands.command_line import (
     load,
     of_file,
     print_choice,
+    progress,
     say,
     world_size_option,
 )
@@ -35,6 +36,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
+from wlb_titan.progress import counted
 from wlb_titan.simulator.calls import RankCalls
 
 PROCESS = "wlb_titan.runtime.one_rank.process"
@@ -107,11 +109,16 @@ class LoneRanks:
             resolved = load(file, words, world_size)
         documents = training_documents(resolved.config.wlb)
         if job.undecided:
-            choice = choose(job, documents)
+            with progress() as report:
+                choice = choose(job, documents, report=report)
             print_choice(choice)
             job = choice.job
             words += _under(str(job.policy))
         return cls(file, words, job, documents, resolved.config.wlb.device == "cpu", folder)
+
+    def plans(self, steps: int, after: int = 0) -> list[Plan]:
+        with progress() as report:
+            return self.job.plans(self.documents, steps, after, report)
 
     def run(self, kind: str, ranks: Sequence[int], at_once: int, **options: Any) -> list[dict[str, Any]]:
         """Results by rank, with `error` where one failed; kind and options are those of
@@ -122,9 +129,11 @@ class LoneRanks:
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.on_cpu or kind == "dryrun" else {}
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | hidden
         former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        with ThreadPoolExecutor(at_once) as pool:
+        with progress() as report, ThreadPoolExecutor(at_once) as pool:
             try:
-                return list(pool.map(lambda rank: self._run({**asked, "rank": rank}, environment), ranks))
+                results = pool.map(lambda rank: self._run({**asked, "rank": rank}, environment), ranks)
+                what = f"Running ranks, {self.job.policy}"
+                return [next(results) for _ in counted(ranks, report, what)]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in self.running:

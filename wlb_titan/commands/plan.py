@@ -21,6 +21,7 @@ from wlb_titan.commands.command_line import (
     load_job,
     of_job,
     print_choice,
+    progress,
     report_option,
     say,
     show_table,
@@ -41,6 +42,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
+from wlb_titan.progress import Report, counted
 from wlb_titan.simulator.choice import Choice, Scenario
 from wlb_titan.summary import Estimate, Summary
 
@@ -81,8 +83,8 @@ def plan(
     """
     asked = load_job(file, overrides, **options)
     documents = asked.documents
-    with asked.placed():
-        scenario = Scenario(asked.job, documents)
+    with asked.placed(), progress() as tell:
+        scenario = Scenario(asked.job, documents, tell)
         compared = (
             [Policy.parse(text) for text in policies.split(",")]
             if policies is not None
@@ -90,8 +92,6 @@ def plan(
         )
         compared = list(dict.fromkeys(compared))
         choices = [choice for policy in compared if (choice := scenario.choice(policy))]
-        for choice in choices:
-            print_choice(choice)
         jobs = [scenario.under(policy) for policy in compared]
         if output is not None and len(jobs) > 1:
             raise PlanError("--output writes the plans of one policy; leave out --policies, or --output.")
@@ -100,8 +100,11 @@ def plan(
         for job in jobs:
             job.planner(documents).hold_to_rules()
         summaries = {
-            str(job.policy): _run(job, documents, steps, output if job is jobs[-1] else None) for job in jobs
+            str(job.policy): _run(job, documents, steps, output if job is jobs[-1] else None, tell)
+            for job in jobs
         }
+    for choice in choices:
+        print_choice(choice)
     job = jobs[-1]
     say(describe_job(job, documents))
     show_table(table_rows(summaries))
@@ -110,13 +113,8 @@ def plan(
         click.echo(f"Report: {write_report(report, replace(asked, job=job), summaries, choices)}")
 
 
-def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Summary:
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    quiet = not console.is_terminal
-    numbers = track(range(steps), f"{job.packing.name:12}", console=console, transient=True, disable=quiet)
+def _run(job: Job, documents: Documents, steps: int, output: Path | None, tell: Report) -> Summary:
+    numbers = counted(range(steps), tell, f"Planning {job.policy}")
     planner = job.planner(documents)
     if output is None:
         return Summary.of((planner.next(sharded=()) for _ in numbers), job.window)

@@ -1,7 +1,6 @@
 """`wlb-titan prepare`: turn text into a corpus on disk, with progress and a summary at the end."""
 
 import os
-import time
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -13,15 +12,14 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from wlb_titan.commands.command_line import NUMBER, POSITIVE, Place, say, show_table
+from wlb_titan.commands.command_line import NUMBER, POSITIVE, Place, progress, say, show_table
 from wlb_titan.corpus.corpus import PREPARATION_FILE, UNREADABLE_FILE, Corpus
-from wlb_titan.prepare.prepare import PrepareSettings, Report, prepare_corpus
+from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.prepare.sources import SOURCES
 from wlb_titan.prepare.tokenizer import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
 
 BAR_WIDTH = 24
 SAMPLE_TOKENS = 400
-SECONDS_BETWEEN_LINES = 5.0
 MOST_VOCAB_SIZE = 1 << 22
 
 
@@ -68,11 +66,9 @@ def prepare(output: Path, **options: Any) -> None:
     one; run the same command again. If the corpus is there already, nothing is done.
     """
     settings = PrepareSettings(**options)
-    console = Console(stderr=True, highlight=False)
     existed = os.path.exists(output / PREPARATION_FILE)
-    if not existed:
-        console.print(f"Preparing {output} from {settings.source}", soft_wrap=True, markup=False)
-    corpus = prepare_corpus(settings, output, report=progress(console))
+    with progress() as report:
+        corpus = prepare_corpus(settings, output, report=report)
     if existed:
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
         click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
@@ -80,21 +76,6 @@ def prepare(output: Path, **options: Any) -> None:
     show_summary(corpus)
     if settings.chat:
         show_sample(corpus)
-
-
-def progress(console: Console) -> Report:
-    """Prints what it is told, every few seconds."""
-    last = time.monotonic()
-
-    def report(what: str, done: int, total: int) -> None:
-        nonlocal last
-        if total == 0:
-            console.print(f"{what} ...", soft_wrap=True, markup=False)
-        elif time.monotonic() - last >= SECONDS_BETWEEN_LINES or done == total:
-            last = time.monotonic()
-            console.print(f"{what}: {done:,} of {total:,}", soft_wrap=True, markup=False)
-
-    return report
 
 
 def show_summary(corpus: Corpus) -> None:

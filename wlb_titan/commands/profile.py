@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan import __version__
-from wlb_titan.commands.command_line import Output, TomlFile, resolved_job, say, show_table
+from wlb_titan.commands.command_line import Output, TomlFile, progress, resolved_job, say, show_table
 from wlb_titan.commands.compare import CONFIG, TRACES, open_run
 from wlb_titan.cost.profile import TILES_OF, AttentionShape, Entry, LinearProfile, Profile, fitted, rate
 from wlb_titan.errors import UserError
@@ -32,6 +32,7 @@ from wlb_titan.kernels.implementations import PASSES, chosen, device_of, load
 from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
+from wlb_titan.progress import counted
 from wlb_titan.simulator.calibrate import as_predicted, calibrated, fingerprint, fit
 from wlb_titan.simulator.trace import PARTS, read_trace
 
@@ -191,7 +192,8 @@ def _measure(shape: AttentionShape, device: str, units: int) -> list[Entry]:
     rounds: list[list[tuple[float, float]]] = []
     start = time.monotonic()
     while len(rounds) < ROUNDS and (not rounds or time.monotonic() - start < SECONDS):
-        with click.progressbar(cases, label=f"{label}, round {len(rounds) + 1}") as bar:
+        with progress() as report:
+            bar = counted(cases, report, f"{label}, round {len(rounds) + 1}")
             rounds.append([timed(case.rows()) for case in bar])
     return fitted(shape, cases, np.median(rounds, axis=0) / 1e3, units, kernels)
 

@@ -93,11 +93,10 @@ def rehearse(
         for policy in policies.split(",") if policies else [None]:
             lone = LoneRanks.of(file, overrides, world_size, Path(name), steps=first + steps, policy=policy)
             job = lone.job
-            plans = job.plans(lone.documents, steps, after=first - 1)
+            plans = lone.plans(steps, after=first - 1)
             numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)
             if not results:
                 say(describe_job(job, lone.documents))
-            click.echo(f"{job.policy}: rank {', '.join(map(str, numbers))} ...", err=True)
             records = lone.run("rehearse", numbers, at_once, first=first, steps=steps)
             for rank in records:
                 print_rank(rank, job.degrees.ranks, what_it_ran)

@@ -22,6 +22,7 @@ from wlb_titan.commands.command_line import (
     load_job,
     of_job,
     print_choice,
+    progress,
     report_option,
     say,
     show_table,
@@ -112,11 +113,13 @@ def simulate(
     compared = [Policy.parse(text) for text in policies.split(",")] if policies is not None else None
     compared = list(dict.fromkeys(compared or [Policy(), asked.job.policy]))
     with asked.placed():
-        scenario = Scenario(asked.job, asked.documents)
         if search:
+            scenario = Scenario(asked.job, asked.documents)
             print_search(scenario, asked.resolved, compared, steps, world_size)
             return
-        plans, predictions, impossible = _predicted(scenario, compared, steps)
+        with progress() as tell:
+            scenario = Scenario(asked.job, asked.documents, tell)
+            plans, predictions, impossible = _predicted(scenario, compared, steps)
         possible = [policy for policy in compared if policy not in impossible]
         choices = [choice for policy in possible if (choice := scenario.choice(policy))]
         for choice in choices:
@@ -267,7 +270,8 @@ def print_search(
     """Searches degrees of so many GPUs (None: as many as the job's own), and prints what came of it."""
     end = time.monotonic() + SEARCH_SECONDS
     gpus = world_size or scenario.job.degrees.ranks
-    result = search(scenario, gpus, policies, steps, lambda what: time.monotonic() < end)
+    with progress() as report:
+        result = search(scenario, gpus, policies, steps, lambda what: time.monotonic() < end, report)
     show_table(search_rows(result)[:SHOWN])
     say(gain(result))
     if words := winner_words(result.found[0].job, resolved):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +50,7 @@ from wlb_titan.prepare.tokenizer import (
     train_tokenizer,
     training_texts,
 )
-
-Report = Callable[[str, int, int], None]  # told of an activity, its progress and total (0: unknown)
+from wlb_titan.progress import Report, silent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +82,7 @@ class PrepareSettings:
         return SourceSpec.parse(self.source, "messages" if self.chat else "text")
 
 
-def prepare_corpus(
-    settings: PrepareSettings, output: str | Path, *, report: Report = lambda what, done, total: None
-) -> Corpus:
+def prepare_corpus(settings: PrepareSettings, output: str | Path, *, report: Report = silent) -> Corpus:
     """Makes the corpus `output`, or opens it if it was made with the same settings.
 
     `output` appears only when complete, and nothing that was there is replaced. `report` is called often,

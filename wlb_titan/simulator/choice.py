@@ -27,6 +27,7 @@ from wlb_titan.packing.plain import MOST_MICRO_BATCHES
 from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.plan import Plan
 from wlb_titan.plugins import PluginConfig
+from wlb_titan.progress import Report, counted, silent
 from wlb_titan.simulator.step import Prediction, simulate
 
 WARM_UP = 8  # steps in which queues fill
@@ -40,6 +41,7 @@ class Scenario:
 
     job: Job
     documents: Documents
+    report: Report = field(default=silent, repr=False, compare=False)
     _chosen: dict[Policy, tuple[Job, Choice | None]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -55,12 +57,12 @@ class Scenario:
     def _decided(self, policy: Policy) -> tuple[Job, Choice | None]:
         if policy not in self._chosen:
             job = self.job.under(policy)
-            choice = choose(job, self.documents) if job.undecided else None
+            choice = choose(job, self.documents, report=self.report) if job.undecided else None
             self._chosen[policy] = (choice.job if choice else job, choice)
         return self._chosen[policy]
 
     def plans(self, policy: Policy, steps: int, *, warm_up: int = WARM_UP) -> list[Plan]:
-        return self.under(policy).plans(self.documents, steps, after=warm_up)
+        return self.under(policy).plans(self.documents, steps, after=warm_up, report=self.report)
 
     def simulate(self, policy: Policy, plans: list[Plan]) -> Prediction:
         return simulate(self.under(policy), plans)
@@ -120,7 +122,9 @@ class Choice:
         return [f"auto is {self.candidates[0].policy}, by predicted MFU. {source}", *named]
 
 
-def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) -> Choice:
+def choose(
+    job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally, *, report: Report = silent
+) -> Choice:
     """Predicts the policies that a job may have instead of `auto`, on one rank for all."""
     # Without context parallelism all strategies are alike.
     strategies = _names(job.context)[: None if job.degrees.context > 1 else 1]
@@ -138,7 +142,8 @@ def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) 
     problems: dict[Policy, str] = {}
 
     def ask() -> Floats:
-        tried = [predicted(job, policy, documents) for policy in policies]
+        compared = counted(policies, report, "Comparing policies")
+        tried = [predicted(job, policy, documents) for policy in compared]
         problems.update({candidate.policy: candidate.problem for candidate in tried})
         return np.array([candidate.figures for candidate in tried]).ravel()
 

@@ -27,6 +27,7 @@ from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.pipeline.schedule import KNOWN, SCHEDULES
+from wlb_titan.progress import Report, silent
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import Prediction, step_seconds
 
@@ -48,6 +49,7 @@ def search(
     policies: list[Policy],
     steps: int,
     goes_on: Callable[[str], bool] = lambda what: True,
+    report: Report = silent,
 ) -> Search:
     """Tries the ways to run a job; `goes_on`, asked with a way's name, says if there is time to plan it."""
     window = _average_window(scenario)
@@ -64,6 +66,8 @@ def search(
         if not goes_on(f"{job.degrees}, {pipeline_words(job)}"):
             untried = len(bounds) - number
             break
+        likely = sum(bound >= fastest for bound, _ in bounds)
+        report("Trying ways to run the job", number, max(likely, number + LEAST - fitting))
         tried = _tried(scenario.on(job), policies, steps)
         fitting += bool(tried)
         predictions += tried
