@@ -58,9 +58,9 @@ class CorpusSettings:
 
     mask: Annotated[str, MinLen(1)] = "auto"
     """Which tokens are learned. `auto`: those of the corpus' own mask (of prepared chat data, a dataset's
-    column `labels`, `loss_mask` or `assistant_masks`, datatrove's .ds.loss), or all tokens if it has none. A
-    name: that column of a dataset; for Megatron, the prefix of a second pair of files, or a folder of them,
-    with 0 or 1 for each token. `none`: all tokens, whatever masks exist."""
+    column `labels`, `loss_mask`, `assistant_masks` or `completion_mask`, datatrove's .ds.loss), or all tokens
+    if it has none. A name: that column of a dataset; for Megatron, the prefix of a second pair of files, or a
+    folder of them, with 0 or 1 for each token. `none`: all tokens, whatever masks exist."""
 
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the order in which an epoch visits the documents; each epoch has an order of its own."""
