@@ -38,7 +38,7 @@ def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeyp
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.replace("\n# ", " ").split())
     for told in (
-        "Iterations after which a document is packed, whatever it does to the balance. (integer, at least 0; "
+        "Iterations after which a document is packed, whatever the imbalance. (integer, at least 0; "
         "default 16) max_delay = 16",
         "each epoch has an order of its own. (integer, at least 0; default 0) seed = 0",
         '"PACKING/CONTEXT/ORDER", of which the last may be left out. policy = "wlb_lazy/',

@@ -168,7 +168,7 @@ def of_job(command: Command) -> Command:
         "--lengths",
         metavar="|".join([*NAMED, "FILE"]),
         help="Documents of these lengths instead of a corpus: a named distribution (docs/simulator.md), "
-        "or a text file with one document's length in tokens a line.",
+        "or a text file with one length in tokens per line.",
     )
     cluster = click.option(
         "--cluster",

@@ -40,13 +40,13 @@ RATES = {"model_tflops": "FLOPs", "tokens_per_second": "tokens"}
 def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     """Put the metrics of training runs side by side; the first is the baseline.
 
-    RUN is a run's dump_folder, of a job that has ended or still runs, or the folder of a bench:
+    RUN is the dump_folder of a run, which may still be training, or of a bench:
 
     \b
     wlb-titan compare outputs/plain outputs/balanced --report outputs/compare
 
-    First comes what differs in their configurations. The loss is compared after equally many tokens. Times
-    leave out what is logged first after each start, which is in it. docs/metrics.md explains the figures.
+    The differences of their configurations come first. The loss is compared after equally many tokens. The
+    first record after each start is excluded because it includes start-up time. See docs/metrics.md.
     """
     benches = [folder for folder in folders if (folder / BENCH).is_file()]
     for folder in benches:

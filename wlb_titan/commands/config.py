@@ -30,8 +30,8 @@ from wlb_titan.toml.values import to_text
 def config() -> None:
     """Check a TOML configuration, or show it resolved.
 
-    A value given on the command line (--training.steps 5) goes over the TOML file, the file over the one that
-    it extends, and all of them over the base that the file names.
+    Command-line values (--training.steps 5) override the TOML file, the file overrides those that it extends,
+    and they override the base.
     """
 
 
@@ -42,13 +42,13 @@ def config() -> None:
     "--device-gib",
     type=Size(),
     metavar="GIB",
-    help="Memory of a device, which the job is predicted to fit or refused.",
+    help="Refuse the job unless it is predicted to fit a device with this much memory.",
 )
 def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device_gib: float | None) -> None:
     """Check that FILE, with overrides, is a configuration that can run.
 
     Prints one line with the essential numbers, or one paragraph that says what is wrong, with exit code 2.
-    The corpus must be there; GPUs are not looked at.
+    Needs the corpus, but no GPUs.
     """
     job, resolved = resolved_job(file, overrides, world_size)
     from wlb_titan.runtime.checks import validate_files
@@ -62,13 +62,13 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
 
 @config.command(cls=OfFile, context_settings=OVERRIDABLE)
 @of_file
-@click.option("--changed", is_flag=True, help="Only the values that were written, not those of the base.")
-@click.option("--explain", is_flag=True, help="What each key means, above its value.")
+@click.option("--changed", is_flag=True, help="Only values from files and the command line.")
+@click.option("--explain", is_flag=True, help="Explain each key above its value.")
 def show(file: Path, overrides: tuple[str, ...], changed: bool, explain: bool) -> None:
     """Show all values of FILE, with overrides, and where each came from.
 
-    The output is itself a TOML file that loads to the same configuration. Its comments name each value's
-    place: the base, a file and its line, the command line, or the default of a class that the file chose.
+    The output is a TOML file that loads to the same configuration. Its comments name each value's origin:
+    the base, a file and its line, the command line, or the default of a class that the file chose.
     """
     click.echo(load(file, overrides).to_toml(changed, explain), nl=False)
 
@@ -120,9 +120,9 @@ log_freq = 1 # steps
 
 @click.command()
 @click.argument("file", type=Place(path_type=Path), default=Path("job.toml"))
-@click.option("--corpus", type=Place(), default="outputs/corpus", show_default=True, help="What to train on.")
+@click.option("--corpus", type=Place(), default="outputs/corpus", show_default=True, help="Training corpus.")
 def init(file: Path, corpus: str) -> None:
-    """Write a first experiment for this machine to FILE (job.toml), to be trained as it is and then changed.
+    """Write a first experiment to FILE (job.toml), which trains on this machine as is; edit it then.
 
     It trains a small model on all GPUs that torch finds, or on the CPU, in a few minutes.
     """

@@ -39,7 +39,7 @@ LARGEST = 8  # groups of tensors that are named
     "--device-gib",
     type=Size(),
     metavar="GIB",
-    help="Memory of a GPU: bounds the length of micro-batches as the job would, and says whether it fits; "
+    help="Memory of a GPU: bounds micro-batches as the job would, and checks that the ranks fit; "
     "if not, the exit status is 1.",
 )
 def dryrun(
@@ -51,18 +51,18 @@ def dryrun(
     device_gib: float | None,
     output: Path | None,
 ) -> None:
-    """Run one step of FILE's job on this machine, without its GPUs: run it before you queue for a cluster.
+    """Run one step of FILE's job on this machine, without its GPUs, before you queue for a cluster.
 
-    Each rank that is asked for is built and parallelised as the job builds it, on tensors that have shapes
-    but no memory and in a process group that has no other processes, and runs a whole planned step: forward,
-    backward, clipping, optimizer. Reported are its parameters, its collectives, the traced peak of its
-    memory beside the predicted one, and any error as the job would meet it. With --rank all ranks that do the
-    same run once, and the collectives, sends and receives of all ranks are held against each other.
+    Builds and parallelises each rank of --rank as the job does, with tensors that have shapes but no memory
+    and a fake process group, and runs a whole planned step: forward, backward, clipping, optimizer. Reports
+    its parameters, its collectives, its peak memory, traced and predicted, and any error as the job would
+    meet it. With --rank all, ranks that do the same run once, and the command checks that the collectives,
+    sends and receives of all ranks match.
 
-    Without --step it is the one of the first 24 that has the longest micro-batch, on the first and the last
-    rank of its pipeline. If the corpus is not on this machine, documents of synthetic lengths take its place.
+    By default runs the step with the longest micro-batch among the first 24, on the first and the last rank
+    of its pipeline. If the corpus is not on this machine, documents have synthetic lengths.
 
-    Takes some seconds to a minute a rank, and about 1 GiB of memory. Nothing is trained, loaded or saved.
+    Takes some seconds to a minute per rank, and about 1 GiB of memory. Nothing is trained, loaded or saved.
     """
     named, memory = _cluster_here(load(file, overrides, world_size).config.wlb)
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:

@@ -25,13 +25,13 @@ PARTS = 20  # of the weights, read one after the other
 @cli.file_argument
 @click.argument("step", type=cli.NUMBER, metavar="STEP")
 @cli.overrides_argument
-@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="A new folder.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="New folder to write.")
 def export(file: Path, step: int, overrides: tuple[str, ...], output: Path | None) -> None:
     """Write the checkpoint of STEP as a model that transformers and vLLM open.
 
-    FILE is that of the run, or the config.toml in its dump folder. What is written, to --output or
-    <dump_folder>/hugging_face/step-<STEP>, is as of checkpoint.last_save_in_hf. One process does it on the
-    CPU, in memory for twice the model in checkpoint.export_dtype; the corpus, with its tokenizer, is needed.
+    FILE is the run's TOML file, or the config.toml in its dump folder. Writes what checkpoint.last_save_in_hf
+    does to --output or <dump_folder>/hugging_face/step-<STEP>. One process does it on the CPU; it needs
+    memory for twice the model in checkpoint.export_dtype, and the corpus, which has the tokenizer.
     """
     resolved = cli.load(file, overrides)
     folder = output or Path(resolved.config.dump_folder) / "hugging_face" / f"step-{step}"

@@ -53,26 +53,25 @@ OURS = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-r
     "processes",
     type=POSITIVE,
     default=8,
-    help='Processes of a node, each with a GPU. Where wlb.device = "cpu", no GPU is asked for.',
+    help='Processes per node, each with a GPU; without GPUs if wlb.device = "cpu".',
 )
 @click.option(
     "--nnodes",
     metavar="[MIN:]N",
-    help="Nodes of the job; as many as the degrees need, if not given. With MIN of them it goes on if others "
-    "are lost.",
+    help="Nodes of the job; by default as many as the degrees need. It keeps running with as few as MIN.",
 )
 @click.option(
     "--max-restarts",
     type=NUMBER,
     default=0,
-    help="How often the nodes start their processes again, from the newest checkpoint.",
+    help="How often the nodes may restart their processes from the newest checkpoint.",
 )
-@click.option("--time", default="24:00:00", help="Limit of the job's wall time.")
+@click.option("--time", default="24:00:00", help="Time limit of the job.")
 @click.option(
     "--notice",
     type=click.IntRange(1, LONGEST_NOTICE),
     default=300,
-    help="Seconds before the limit when the run is told to stop: more than a step and saving take.",
+    help="Seconds before the limit at which the run is told to stop: more than a step and a save take.",
 )
 @click.option("-o", "sbatch", multiple=True, metavar="NAME=VALUE", help="Another option of sbatch.")
 def slurm(
@@ -87,9 +86,9 @@ def slurm(
 ) -> None:
     """Write the batch script of a job for Slurm: wlb-titan slurm job.toml -o partition=gpu > job.sbatch
 
-    It is one component of N nodes with a task each. Before its time is up the run finishes its step and
-    saves; the job goes back into the queue and goes on by itself. The folder in which sbatch is called, and
-    this Python environment, must be on a file system that every node sees.
+    The job is one allocation of N nodes with one task per node. Before its time is up the run finishes its
+    step and saves; the job is requeued and resumes by itself. The folder in which you call sbatch, and this
+    Python environment, must be on a file system that every node sees.
     """
     from wlb_titan.launch.job import AGENT, PROGRAM, hosts_of
     from wlb_titan.runtime.ends import seconds_of
@@ -158,24 +157,24 @@ def whole_nodes(given: Mapping[str, str]) -> dict[str, str]:
     default=0,
     show_default=False,
     metavar="N",
-    help="Processes; as many as the parallel degrees need, if not given.",
+    help="Processes; by default as many as the parallel degrees need.",
 )
 @click.option(
     "--max-restarts",
     type=NUMBER,
     default=0,
     metavar="N",
-    help="How often the processes are started again when one is lost.",
+    help="How often the processes may restart when one is lost.",
 )
 def train(file: Path, overrides: tuple[str, ...], processes: int, max_restarts: int) -> None:
-    """Train on this machine as FILE says, with one line a step.
+    """Train on this machine as FILE says, printing one line per step.
 
-    Keys on the command line (--training.steps 5) go over the file. Each process takes a GPU; without GPUs,
-    the CPU is used. Everything is checked before a process starts; a mistake ends it with exit code 2.
+    Command-line values (--training.steps 5) override the file. Each process takes a GPU; without GPUs, the
+    CPU is used. Everything is checked before a process starts; a mistake ends the command with exit code 2.
 
-    Ctrl-C, SIGTERM or SIGUSR1 lets the run finish its step, save and end; the same again ends it at once.
-    Started again, it goes on where it was. The exit status is 0 when all steps are done, 75 after SIGUSR1 or
-    `wlb.stop_after` (start it again), 130 or 143 after Ctrl-C or SIGTERM.
+    At Ctrl-C, SIGTERM or SIGUSR1 the run finishes its step, saves and ends; a second signal stops it
+    immediately. Run the same command again to resume. The exit status is 0 when all steps are done, 75 after
+    SIGUSR1 or `wlb.stop_after` (run it again), 130 or 143 after Ctrl-C or SIGTERM.
     """
     status, _ = run_here(file, overrides, processes, max_restarts)
     sys.exit(status)
@@ -187,15 +186,15 @@ def train(file: Path, overrides: tuple[str, ...], processes: int, max_restarts: 
     "--policies",
     required=True,
     metavar="POLICY,...",
-    help="Those that take turns; the first is the baseline.",
+    help="Policies that take turns; the first is the baseline.",
 )
-@click.option("--rounds", default="8", help="Steps of each policy, after one that does not count.")
+@click.option("--rounds", default="8", help="Steps of each policy, after a first one that does not count.")
 def bench(file: Path, overrides: tuple[str, ...], policies: str, rounds: str) -> None:
-    """Measure policies of FILE's job in turns, a step each, on this machine.
+    """Compare policies of FILE's job on this machine: they take turns, one step each.
 
-    They share one model, whose weights stay, and process groups. Drift of the machine's speed, which runs one
-    after another take for a gain or a loss, meets all of them alike. The dump folder, which may not hold a
-    run, gets bench.json. On clusters: torchx run wlb.bench, or the key wlb.bench.policies with slurm.
+    They share one model, whose weights stay, and its process groups, so drift of the machine's speed affects
+    all of them alike. Writes bench.json to the dump folder, which must not contain a run. On clusters: torchx
+    run wlb.bench, or the key wlb.bench.policies with slurm.
     """
     words = ("--wlb.bench.policies", policies, "--wlb.bench.rounds", rounds)
     status, folder = run_here(file, (*overrides, *words))

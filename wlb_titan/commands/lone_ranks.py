@@ -58,10 +58,10 @@ def of_ranks(command: Command) -> Command:
         "ranks",
         default=DEFAULT_RANKS,
         metavar="N,...",
-        help="Global ranks to run, each in a process of its own: numbers, first and last of the job, "
-        "all-stages (one of each pipeline rank), all.",
+        help="Ranks to run, each in its own process: rank numbers, or first, last, all-stages (one rank per "
+        "pipeline stage), all.",
     )
-    step = click.option("--step", type=POSITIVE, metavar="N", help="First step of the plan that is run.")
+    step = click.option("--step", type=POSITIVE, metavar="N", help="First step of the plan to run.")
     return of_file(rank(world_size_option(step(json_option(command)))))
 
 

@@ -22,12 +22,12 @@ SUBCOMMANDS = {
     "prepare": ("prepare", "Turn text into a corpus to train on."),
     "config": ("config", "Check a TOML configuration, or show it resolved."),
     "train": ("launch", "Train on this machine as a TOML file says."),
-    "bench": ("launch", "Measure policies in turns, on one model."),
+    "bench": ("launch", "Compare policies that take turns on one model."),
     "slurm": ("launch", "Write the batch script of a job for Slurm."),
     "plan": ("plan", "Plan the packing of documents without training."),
     "simulate": ("simulate", "Predict step time and memory of a job on a cluster."),
-    "dryrun": ("dryrun", "Run a step of a big job on this machine, without its GPUs."),
-    "rehearse": ("rehearse", "Measure a job of many devices on this one."),
+    "dryrun": ("dryrun", "Check that a big job builds, steps and fits, on this machine."),
+    "rehearse": ("rehearse", "Measure a job of many devices on a single device."),
     "compare": ("compare", "Put the metrics of training runs side by side."),
     "export": ("export", "Write a checkpoint as a Hugging Face model."),
     "profile": ("profile", "Measure this device's attention, for planning."),
@@ -88,7 +88,7 @@ class LazyGroup(click.Group):
 def main() -> None:
     """Workload-balanced long-context training on torchtitan.
 
-    On clusters training is started with TorchX, `torchx run wlb.train --config FILE`, or by `slurm`'s script.
+    On a cluster, start training with TorchX (`torchx run wlb.train --config FILE`) or the script of `slurm`.
     """
 
 

@@ -55,10 +55,10 @@ NEAR = 0.01  # imbalances this close count as the same
 @click.option(
     "--policies",
     metavar="POLICY,...",
-    help="Side by side on the same documents, as in wlb.policy.  [default: the file's]",
+    help="Policies to compare, as in wlb.policy.  [default: the file's]",
 )
 @click.option("--steps", type=MANY, default=100, help="Steps to plan.")
-@click.option("--output", type=Output('{"iteration": '), help="Write the plans, one JSON object a line.")
+@click.option("--output", type=Output('{"iteration": '), help="Write the plans, one JSON object per line.")
 @report_option
 def plan(
     file: Path,

@@ -39,31 +39,31 @@ MOST_VOCAB_SIZE = 1 << 22
 @click.option(
     "--vocab-size",
     type=click.IntRange(MIN_VOCAB_SIZE, MOST_VOCAB_SIZE),
-    help=f"Most entries of the tokenizer that is trained.  [default: {DEFAULT_VOCAB_SIZE}]",
+    help=f"Maximum vocabulary size of the tokenizer to train.  [default: {DEFAULT_VOCAB_SIZE}]",
 )
-@click.option("--seed", type=NUMBER, default=0, show_default=True, help="Seed of the order of the documents.")
+@click.option("--seed", type=NUMBER, default=0, show_default=True, help="Seed of the documents' order.")
 @click.option(
     "--max-tokens",
     type=POSITIVE,
-    help="Stop with the document that reaches this number of tokens.  [default: take all documents]",
+    help="Stop after the document that reaches this number of tokens.  [default: take all documents]",
 )
 @click.option(
     "--chat",
     is_flag=True,
-    help="The source's records are conversations (field `messages`): the tokenizer's chat template writes "
-    "them, and what the assistant says is learned.",
+    help="Read records as conversations (field `messages`), render them by the tokenizer's template, and "
+    "learn what the assistant says.",
 )
-@click.option("--chat-template", metavar="FILE", help="With --chat: another template, in Jinja.")
+@click.option("--chat-template", metavar="FILE", help="With --chat: another Jinja template.")
 @click.option(
     "--max-length",
     type=click.IntRange(min=2),
-    help="With --chat: conversations of more tokens are left out, and counted.  [default: none]",
+    help="With --chat: leave out conversations with more tokens, and count them.  [default: none]",
 )
 def prepare(output: Path, **options: Any) -> None:
     """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
 
-    The corpus appears when it is complete. An interrupted preparation leaves nothing that could be taken for
-    one; run the same command again. If the corpus is there already, nothing is done.
+    The corpus appears only when it is complete. If the command is interrupted, run it again. If the corpus
+    exists already, the command does nothing.
     """
     settings = PrepareSettings(**options)
     existed = os.path.exists(output / PREPARATION_FILE)

@@ -111,18 +111,18 @@ LINEAR_SIZES = {
     type=Output('{"schema": '),
     required=True,
     metavar="FILE",
-    help="Where the profile goes: JSON, for [wlb.context] profile.",
+    help="File to write: JSON, for [wlb.context] profile.",
 )
 def profile(files: tuple[Path, ...], run: Path | None, output: Path) -> None:
-    """Measure the attention of FILEs' models on this device and all else that a layer does, for planning.
+    """Measure this device for planning: the attention of FILEs' models, matrix products, other operators.
 
     Times forward and backward of wlb_titan's attention for segments of many shapes, fits the latency model to
-    them and writes both as JSON, with the implementation that was measured. Takes about two minutes on a GPU
-    and one on the CPU, for each kind of attention. Then matrix products and element-wise operators. Nothing
-    else should use the device meanwhile.
+    them and writes both as JSON, with the implementation that was measured. Each kind of attention takes
+    about two minutes on a GPU and one on the CPU. It then measures matrix products and element-wise
+    operators. Keep the device otherwise idle.
 
-    With --from a run's passes, which wlb.trace_every measured, are put in place of all that: what each takes
-    whatever its tokens, with its tokens, and in attention. The files then are left out.
+    With --from, without FILEs, it fits a run's passes that wlb.trace_every measured instead: their fixed
+    time, their time per token, and their time in attention.
     """
     if bool(files) == bool(run):
         raise UserError(

@@ -61,9 +61,9 @@ class Rehearsal:
 @click.option(
     "--policies",
     metavar="POLICY,...",
-    help="Side by side, as in wlb.policy; the first is the baseline.  [default: the file's]",
+    help="Policies to compare, as in wlb.policy; the first is the baseline.  [default: the file's]",
 )
-@click.option("--steps", type=POSITIVE, default=3, help="Measured steps.")
+@click.option("--steps", type=POSITIVE, default=3, help="Steps to measure.")
 @click.option("--at-once", type=POSITIVE, default=1, help="Ranks to run at the same time on the device.")
 def rehearse(
     file: Path,
@@ -76,16 +76,16 @@ def rehearse(
     at_once: int,
     output: Path | None,
 ) -> None:
-    """Measure FILE's job on this device, whatever number of devices it is for.
+    """Measure FILE's job, of any number of devices, on this device.
 
-    Each rank that is asked for runs whole planned steps by itself: its own stages, its own share of heads and
-    tokens, its own micro-batches, real kernels, real memory; what other ranks would send is made up. The time
-    of every pass is measured, and the job's step put together from them, with communication as the cluster's
-    file has it ([wlb] cluster). It stands beside what `wlb-titan simulate` predicts of the same steps.
+    Each rank of --rank runs whole planned steps alone: its own stages, its own share of heads and tokens, its
+    own micro-batches, real kernels, real memory; the data of other ranks are made up. The times of its passes
+    are assembled into the job's step, with communication predicted from the cluster's file ([wlb] cluster),
+    and printed beside the prediction of `wlb-titan simulate` for the same steps.
 
     The first step is the 9th of the plan, or --step, after one in which kernels are compiled. Nothing is
-    trained, loaded or saved. If the corpus is not on this machine, documents of synthetic lengths take its
-    place. docs/rehearsal.md explains the figures.
+    trained, loaded or saved. If the corpus is not on this machine, documents have synthetic lengths.
+    docs/rehearsal.md explains the figures.
     """
     first = step or DEFAULT_STEP
     results: list[Rehearsal] = []

@@ -64,20 +64,20 @@ Predictions = dict[Policy, Prediction]
 @click.option(
     "--policies",
     metavar="POLICY,...",
-    help="Side by side, as in wlb.policy; the first is the baseline.  [default: plain and the file's own]",
+    help="Policies to compare, as in wlb.policy; the first is the baseline.  [default: plain, the file's]",
 )
 @click.option("--steps", type=MANY, default=20, help="Steps to simulate.")
 @click.option(
     "--search",
     is_flag=True,
-    help=f"Try the degrees and schedules of so many GPUs, and rank what was tried in {SEARCH_SECONDS:g} s.",
+    help=f"Search degrees and schedules for --world-size GPUs for up to {SEARCH_SECONDS:g} s and rank them.",
 )
 @report_option
 @click.option(
     "--trace",
     type=Output('{"displayTimeUnit": '),
     metavar="FILE",
-    help="Timeline for ui.perfetto.dev.",
+    help="Write a timeline for ui.perfetto.dev.",
 )
 def simulate(
     file: Path,
@@ -101,10 +101,10 @@ def simulate(
     wlb-titan simulate train_configs/llama2_70b_128k.toml --lengths paper --policies plain,wlb/adaptive
     wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths FILE --search --world-size 64
 
-    The speedup of a policy is in FLOPs a second: tokens of documents that are cut are cheaper.
+    The speedup of a policy is in FLOP/s, because tokens of cut documents are cheaper.
 
     The bubble is the share of a step in which a rank waits. docs/simulator.md explains the model. The exit
-    status is 1 where the file's own policy, or without it every policy, does not fit.
+    status is 1 if the file's own policy does not fit or, where it is not compared, if no policy fits.
     """
     if search and (report or trace):
         raise PlanError("--report and --trace draw policies; leave out --search.")

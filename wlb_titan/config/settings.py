@@ -19,26 +19,26 @@ class SourceSettings:
     """[[wlb.corpus.sources]]: a corpus of a mixture."""
 
     path: Annotated[str, MinLen(1)]
-    """Where the corpus lies, in any of the forms that wlb.corpus.path may have."""
+    """Path of the corpus, in any of the forms of wlb.corpus.path."""
 
     name: str = ""
-    """What reports and metrics call it; empty takes the last part of the path."""
+    """Name in reports and metrics; empty takes the last part of the path."""
 
     weight: Annotated[float, Gt(0)] = 1.0
-    """Its share of the tokens, over the sum of all weights. A source that is through begins anew."""
+    """Share of the tokens, over the sum of all weights. A source that is used up starts again."""
 
     column: Annotated[str, MinLen(1)] = "input_ids"
-    """The column with the token ids, in a dataset of Hugging Face's."""
+    """The column with the token ids, in a Hugging Face dataset."""
 
     mask: Annotated[str, MinLen(1)] = "auto"
-    """What says which tokens are learned, as wlb.corpus.mask does."""
+    """Which tokens are learned, as in wlb.corpus.mask."""
 
     long_length: Annotated[int, Ge(1)] | None = None
-    """Documents of at least so many tokens are long; "none" makes no difference between documents."""
+    """Documents of at least this many tokens are long; "none" makes no difference between documents."""
 
     long_share: Annotated[float, Interval(gt=0, lt=1)] | None = None
     """Share of this source's tokens that come from its long documents, between 0 and 1, as recipes for long
-    context set it; they are repeated sooner than the others where that takes more than there are."""
+    context set it. Where there are too few long documents, they repeat sooner than the others."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,20 +46,21 @@ class CorpusSettings:
     """[wlb.corpus]: the documents to train on."""
 
     path: Annotated[str, MinLen(1)] = "outputs/corpus"
-    """A corpus that `wlb-titan prepare` made, or others as they are: Megatron's .bin and .idx (without the
-    ending, or a folder of them), datatrove's .ds files (a folder, or one), a folder of `save_to_disk`."""
+    """A corpus that `wlb-titan prepare` made, or another tool's unchanged: Megatron's .bin and .idx (without
+    the ending, or a folder of them), datatrove's .ds files (a folder, or one), a folder of `save_to_disk`.
+    """
 
     tokenizer: str = ""
-    """Folder of the tokenizer that made the token ids; a prepared corpus brings its own."""
+    """Folder of the tokenizer that made the token ids; a prepared corpus includes its own."""
 
     column: Annotated[str, MinLen(1)] = "input_ids"
-    """The column with the token ids, in a dataset of Hugging Face's."""
+    """The column with the token ids, in a Hugging Face dataset."""
 
     mask: Annotated[str, MinLen(1)] = "auto"
-    """What says which tokens are learned. `auto`: what the corpus brings (one prepared of chat data, a
-    dataset's column `labels`, `loss_mask` or `assistant_masks`, datatrove's .ds.loss), or all tokens if it
-    brings nothing. A name: that column of a dataset; of Megatron's, the prefix of a second pair of files, or
-    a folder of them, with 0 or 1 for each token. `none`: all tokens are learned, whatever there is."""
+    """Which tokens are learned. `auto`: those of the corpus' own mask (of prepared chat data, a dataset's
+    column `labels`, `loss_mask`, `assistant_masks` or `completion_mask`, datatrove's .ds.loss), or all tokens
+    if it has none. A name: that column of a dataset; for Megatron, the prefix of a second pair of files, or a
+    folder of them, with 0 or 1 for each token. `none`: all tokens, whatever masks exist."""
 
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the order in which an epoch visits the documents; each epoch has an order of its own."""
@@ -73,18 +74,18 @@ class ValidationSettings:
     """[wlb.validation]: documents that the model is validated on; without both first keys, none."""
 
     hold_out: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Share of the job's own documents that is held out of training and validated on; which ones follows from
-    their places in the corpus."""
+    """Share of the job's own documents that is held out of training for validation, chosen by their places in
+    the corpus."""
 
     path: str = ""
-    """A corpus of its own to validate on, in any of the forms of wlb.corpus.path; nothing is held out
-    then."""
+    """A separate corpus for validation, in any of the forms of wlb.corpus.path; nothing is held out then."""
 
     mask: Annotated[str, MinLen(1)] = "auto"
-    """What says which tokens of that corpus are learned, as wlb.corpus.mask does."""
+    """Which tokens of that corpus count, as in wlb.corpus.mask."""
 
     every: Annotated[int, Ge(0)] = 100
-    """After the first step, every so many and after the last. 0: never, though held-out documents stay so."""
+    """Steps from one validation to the next, besides those after the first and the last step. 0: never,
+    though documents stay held out."""
 
     def __post_init__(self) -> None:
         if self.path and self.hold_out:
@@ -100,13 +101,13 @@ class AttentionSettings:
     """[wlb.attention]: what computes the attention of every layer."""
 
     implementation: str = "auto"
-    """`auto`: what was measured fastest on a GPU like that at hand; the run says which. `reference`: plain
+    """`auto`: the fastest measured on a GPU like the one at hand; the run logs which. `reference`: plain
     PyTorch, on any device. `torch`: torch's FlashAttention, NVIDIA GPUs and CPUs. `triton`: GPUs of compute
     capability 8.0 or later. `gluon`: Hopper, head dims 64 and 128."""
 
     sm_margin: Annotated[int, Interval(ge=0, le=64)] = 0
-    """Multiprocessors that Gluon's kernels leave to NCCL, whose collectives wait for their end otherwise and
-    then overlap with nothing. 8 to 16 is what NCCL's channels take. Predicted times know it."""
+    """Multiprocessors that Gluon's kernels leave to NCCL, whose collectives otherwise wait for a kernel's end
+    and overlap with nothing. NCCL's channels take 8 to 16. Predicted times include it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,10 +115,10 @@ class BenchSettings:
     """[wlb.bench]: policies in turns, in place of training. `wlb-titan bench` sets it."""
 
     policies: str = ""
-    """Those that take turns, as in wlb.policy and with commas between them; the first is the baseline."""
+    """Policies that take turns, as in wlb.policy, separated by commas; the first is the baseline."""
 
     rounds: Annotated[int, Ge(2)] = 8
-    """Steps of each policy, after one that does not count."""
+    """Steps of each policy, after a first one that does not count."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,21 +130,20 @@ class WlbSettings:
 
     cluster: str = ""
     """The hardware that work, time and memory are predicted for: a shipped cluster (listed by `wlb-titan
-    simulate --help`), or a TOML file like theirs. Empty: the device at hand. Name it where plans and
-    predictions shall be those of another."""
+    simulate --help`), or a TOML file like theirs. Empty: the device at hand. Name a cluster to plan and
+    predict for other hardware."""
 
     trace_every: Annotated[int, Ge(0)] = 0
-    """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
-    <dump_folder>/traces, and the metrics get measured imbalance and bubble. 0: never."""
+    """Steps from one timing of all ranks' passes to the next. A timed step writes a trace for ui.perfetto.dev
+    to <dump_folder>/traces, and measured imbalance and bubble to the metrics. 0: never."""
 
     epochs: Annotated[int, Interval(ge=0, le=1000)] = 0
-    """So many times every document is trained on; `training.steps`, which then does nothing, becomes what
-    that takes. The last step is filled up from the next epoch. 0: `training.steps` says when to stop."""
+    """How many times to train on every document; this replaces `training.steps`. The last step is filled up
+    from the next epoch. 0: `training.steps` says when to stop."""
 
     stop_after: str = ""
     """Wall time after which a run finishes its step, saves and ends with exit status 75, such as "23:40:00":
-    hours:minutes:seconds since its ranks have started. A run that is started again counts anew. Empty:
-    never."""
+    hours:minutes:seconds since its ranks started. A restarted run counts from zero. Empty: never."""
 
     loss_weight: Literal["token", "conversation"] = "token"
     """`token`: the loss is the mean over the learned tokens of a step. `conversation`: documents weigh the

@@ -53,7 +53,7 @@ class Dimension(Plugin):
         family = DIMENSIONS
 
         degree: Annotated[int, Interval(ge=1, le=1 << 20)] = 1
-        """Ranks along it; the processes of the job are a multiple."""
+        """Ranks along this dimension; the number of the job's processes is a multiple."""
 
     axis: ClassVar[str] = ""  # name of its mesh axis
     divides: ClassVar[Divides] = "nothing"

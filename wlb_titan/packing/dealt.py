@@ -43,7 +43,7 @@ class Dealt(Plain):
     class Config(Plain.Config):
         sharers: Annotated[int, Interval(ge=1, le=1024)] = 1
         """Data-parallel ranks that share every micro-batch, which has as many windows; a divisor of their
-        number. With more the work is more equal, and more keys travel. Not with `ulysses`."""
+        number. More sharers make the work more equal, and more keys travel. Not with `ulysses`."""
 
         @property
         def merges(self) -> bool:

@@ -133,8 +133,8 @@ class FixedSolver(FixedGreedy):
     @dataclass(kw_only=True, slots=True)
     class Config(FixedGreedy.Config):
         time_limit: Annotated[float, Interval(gt=0, le=86400)] = 10.0
-        """Seconds that the solver may take for the documents of one window. A solver that is stopped by the
-        clock finds something else the next time, so a run cannot be repeated exactly."""
+        """Seconds that the solver may take for the documents of one window. A solver stopped by the clock may
+        find another solution the next time, so a run cannot be repeated exactly."""
 
         gap: Annotated[float, Interval(ge=0, lt=1)] = 0.001
         """Relative gap between solution and bound at which the solver stops."""

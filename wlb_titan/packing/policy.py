@@ -109,10 +109,9 @@ class PackingPolicy(Plugin, ABC):
         family = POLICIES
 
         cost_model: Annotated[str, MinLen(1)] = "simulated"
-        """What a document's work is predicted from: `simulated` (the simulator's times of this job's passes,
-        by the profile of [wlb.context] if there is one),
-        `quadratic:A,B` (A d^2 + B d for a document of d tokens), or a class of your own as
-        "package.module:Class"."""
+        """How a document's work is predicted: `simulated` (the simulator's times of this job's passes, by the
+        profile of [wlb.context] if there is one), `quadratic:A,B` (A d^2 + B d for a document of d tokens),
+        or a class of your own as "package.module:Class"."""
 
         @property
         def planning_seconds(self) -> float:
@@ -212,9 +211,9 @@ class VariableLengthPolicy(PackingPolicy):
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):
         max_length: Annotated[int, Interval(ge=2, le=2 * MOST_TOKENS)] | None = None
-        """L_max, tokens that a micro-batch may have; the bound that memory sets. "none" is the longest of
-        which a whole step is predicted to fit the device, from one context window to two, and two where there
-        is no device but the CPU."""
+        """L_max, the most tokens of a micro-batch; the bound that memory sets. "none" is the longest with
+        which a whole step is predicted to fit the device, from one context window to two, and two windows on
+        a CPU."""
 
         def longest(self, job: Job) -> int:
             return self.max_length if self.max_length is not None else job.fitting.longest

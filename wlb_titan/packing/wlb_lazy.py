@@ -79,15 +79,15 @@ class WlbLazy(VariableLengthPolicy):
     class Config(VariableLengthPolicy.Config):
         tolerance: Annotated[float, Interval(ge=1e-6, le=1e6)] = 0.065
         """What balance is worth. An imbalance of 1 + tolerance weighs as much as a delay of one iteration for
-        every token, half of it a quarter as much; with N micro-batches a step the tolerance is widened by
-        1 + 4.5 / N. Smaller is better balanced and waits longer."""
+        every token, half of it a quarter as much; with N micro-batches a step the tolerance is widened by 1 +
+        4.5 / N. A smaller tolerance balances better and waits longer."""
 
         max_delay: Annotated[int, Ge(0)] = 16
-        """Iterations after which a document is packed, whatever it does to the balance."""
+        """Iterations after which a document is packed, whatever the imbalance."""
 
         may_cut: bool | Literal["auto"] = "auto"
-        """Whether `plain`, which cuts documents, packs where it is balanced better. `auto`: not if the corpus
-        has label masks, so conversations that fit a window stay whole."""
+        """Whether `plain`, which cuts documents, packs where it balances better. `auto`: only if the corpus
+        has no label masks, so conversations that fit a window stay whole."""
 
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         self._window = stream.window

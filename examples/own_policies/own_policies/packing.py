@@ -14,7 +14,7 @@ class Reversed(Plain):
     @dataclass(kw_only=True, slots=True)
     class Config(Plain.Config):
         every: Annotated[int, Ge(1)] = 1
-        """Steps of which one is turned."""
+        """One of this many steps is reversed."""
 
     def __init__(self, config, stream, job):
         super().__init__(config, stream, job)

@@ -58,39 +58,39 @@ class Slim(PackingPolicy):
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):
         micropacks: Annotated[int, Interval(ge=1, le=MOST_MICROPACKS)] | Literal["auto"] = "auto"
-        """MicroPacks of a data-parallel rank in a step. More of them leave a smaller bubble and are shorter.
-        `auto` tries several on the first documents and takes the fewest that are predicted to come within 1 %
-        of the shortest step."""
+        """MicroPacks of a data-parallel rank in a step. More MicroPacks are shorter and leave a smaller
+        bubble. `auto` tries several on the first documents and takes the fewest that are predicted to come
+        within 1 % of the shortest step."""
 
         slack: Annotated[int, Interval(ge=0, le=MOST_MICROPACKS)] | Literal["auto"] = "auto"
         """MicroPacks that a pipeline rank may have in flight beyond what 1F1B needs: uneven stages then wait
         less for each other. `auto` tries some with each number of MicroPacks."""
 
         tokens_in_flight: Annotated[int, Ge(1)] | None = None
-        """Most tokens that a pipeline rank may have in flight, that of the mean data-parallel rank, whatever
-        `slack` says; but always as many as one document has. "none" is what is predicted to fit the device's
-        memory."""
+        """Most tokens that a pipeline rank of the mean data-parallel rank may have in flight, whatever
+        `slack` says; a whole document is always allowed. "none" is as many as are predicted to fit the
+        device's memory."""
 
         dp_merge: bool | Literal["auto"] = "auto"
-        """Whether several data-parallel ranks share a document of more work than one of them should have in
-        a step, as context parallelism does. `auto` does so in the steps that are predicted to get shorter,
+        """Whether several data-parallel ranks share a document of more work than one of them should have in a
+        step, as context parallelism does. `auto` shares in the steps that are predicted to get shorter,
         "true" in all that have such a document. Not with `ulysses`."""
 
         solver: Literal["greedy", "milp"] = "greedy"
-        """What puts short documents beside slices: longest processing time first, or HiGHS, which is seldom
-        more than 1 % better and takes as long as `time_limit` says."""
+        """How short documents are placed beside slices: longest processing time first, or HiGHS, which is
+        seldom more than 1 % better and takes up to `time_limit`."""
 
         time_limit: Annotated[float, Interval(gt=0, le=86400)] = 1.0
-        """Seconds that the solver may take for a step. A solver that is stopped by the clock finds something
-        else the next time, so a run cannot be repeated exactly."""
+        """Seconds that the solver may take for a step. A solver stopped by the clock may find another
+        solution the next time, so a run cannot be repeated exactly."""
 
         gap: Annotated[float, Interval(ge=0, lt=1)] = 0.001
         """Relative gap between solution and bound at which the solver stops."""
 
         asymmetric: bool = False
-        """Whether backward passes have MicroPacks of their own, of equal work in backward passes. They
-        compute layers again, in place of full activation checkpointing, which has to be set. Of use in a
-        pipeline that needs full checkpointing anyway; where selective fits, that is faster."""
+        """Whether backward passes have their own MicroPacks, of equal backward work. They compute layers
+        again in place of full activation checkpointing, which must be set. Useful only in a pipeline that
+        needs full checkpointing anyway; selective is faster where it fits."""
 
         @property
         def planning_seconds(self) -> float:
