@@ -21,6 +21,9 @@ from wlb_titan.plan import Flow, MicroBatch
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
+FILLED = 0.99
+"""Share that a mix may take of what predictions may fill: traces are up to 1 % above predictions."""
+
 
 def with_mixes(
     job: Job, micro_batches: Sequence[MicroBatch], flow: Flow | None, ranks: Collection[int]
@@ -64,7 +67,7 @@ def with_mixes(
             run = slice(first, first + length)
             moments = Moments.of(rank, Passes(sizes[run], flow), reduced=first > 0)
             there = job.fitting.with_dimensions(rank.at(Moment(), 0.0, 0)).total
-            stages, room = len(rank.stages), job.fitting.usable - there
+            stages, room = len(rank.stages), FILLED * job.fitting.usable - there
             chosen = unmixed(moments, np.tile(free[run], stages))
             if free.any() and moments.bytes_of(chosen).max() > room:
                 repeated, waits = np.tile(seconds()[run], (stages, 1)), slack(first)[list(rank.stages)]
