@@ -11,7 +11,16 @@ from typing import Any
 
 import click
 
-from wlb_titan.commands.command_line import Rows, Size, command_of_file, load, say, show_table, write_json
+from wlb_titan.commands.command_line import (
+    Rows,
+    Size,
+    command_of_file,
+    load,
+    progress,
+    say,
+    show_table,
+    write_json,
+)
 from wlb_titan.commands.lone_ranks import (
     DEFAULT_RANKS,
     DEFAULT_STEP,
@@ -26,6 +35,7 @@ from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device, cluster_of_gpu
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import MicroBatch
+from wlb_titan.progress import counted
 from wlb_titan.simulator.calls import RankCalls, unmet
 
 PLANNED = 24
@@ -131,7 +141,10 @@ def _cluster_here(wlb: Any) -> tuple[list[str], float | None]:
 def _fullest(lone: LoneRanks) -> tuple[int, MicroBatch]:
     """The step, from 1, that has the longest micro-batch of the first steps, and that micro-batch."""
     steps = DEFAULT_STEP if lone.job.packing.planning_seconds else PLANNED  # where a step takes seconds
-    plans = lone.plans(steps)
+    planner = lone.job.planner(lone.documents)
+    with progress() as report:
+        numbers = counted(range(steps), report, f"Planning {lone.job.policy}")
+        plans = [planner.next(sharded=()) for _ in numbers]
     micro_batches = ((step, m) for step, plan in enumerate(plans, start=1) for m in plan.micro_batches)
     return max(micro_batches, key=lambda numbered: numbered[1].length)
 
