@@ -206,7 +206,7 @@ def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: in
         raise PlanError(f"{name} must be a list of whole numbers, one for each sequence.")
     if (smallest := int(numbers.min())) < least:
         raise PlanError(
-            f"{name}[{numbers.argmin()}] is {smallest}; it must be at least {least}. Leave such ones out."
+            f"{name}[{numbers.argmin()}] is {smallest} and must be at least {least}; leave it out."
         )
     return numbers.astype(np.int64)
 

@@ -104,6 +104,7 @@ SIMULATE = """
 """
 OTHERS = """
 simluate good.toml -> Did you mean 'simulate'? | train good.toml --max-restart 3 -> '--max-restarts'
+bench good.toml --policies , -> '' names no policy | bench good.toml --policies= -> '' names no policy
 plan good.toml --step 3 -> Did you mean '--steps'? | simulate good.toml --policy plain -> '--policies'
 nope | plan | plan nowhere.toml | simulate | simulate nowhere.toml
 simulate --confg good.toml -> It comes first, or after --config: main simulate FILE

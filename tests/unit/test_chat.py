@@ -396,7 +396,7 @@ def test_the_command_shows_what_is_learned(tmp_path, tokenizer):
 @pytest.mark.slow
 def test_a_template_that_writes_the_date_gets_one_that_is_kept(tmp_path, tokenizer):
     dated = "{{ strftime_now('%d %B %Y') }}\n" + PLAIN
-    with pytest.raises(CorpusError, match=r"writes the date, .* --today YYYY-MM-DD"):
+    with pytest.raises(CorpusError, match=r"writes the date; .* --today YYYY-MM-DD"):
         prepare(tmp_path, tokenizer, dated)
     with pytest.raises(CorpusError, match="--today: Invalid isoformat string: 'noon'"):
         prepare(tmp_path, tokenizer, dated, today="noon")

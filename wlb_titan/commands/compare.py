@@ -277,17 +277,15 @@ def _gains(run: Run, first: Run, runs: Sequence[Run]) -> dict[str, Estimate]:
     return gains
 
 
-MIXED = "wlb.corpus.sources.0.path"
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
 PASSES = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 
 
 def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path] = ()) -> Path:
     first = runs[0]
-    corpora = {
-        "a mixture" if MIXED in run.settings else Path(str(run.settings.get("wlb.corpus.path", "runs"))).name
-        for run in runs
-    }
+    corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
+    if any("wlb.corpus.sources.0.path" in run.settings for run in runs):
+        corpora = {"a mixture"}
     gains = {run.name: _gains(run, first, runs) for run in runs}
     none = Estimate(0.0)
     best = max(runs[1:] or runs, key=lambda run: next(iter(gains[run.name].values()), none).value)

@@ -197,7 +197,7 @@ def bench(file: Path, overrides: tuple[str, ...], policies: str, rounds: str) ->
     after another take for a gain or a loss, meets all of them alike. The dump folder, which may not hold a
     run, gets bench.json. On clusters: torchx run wlb.bench, or the key wlb.bench.policies with slurm.
     """
-    words = ("--wlb.bench.policies", policies, "--wlb.bench.rounds", rounds)
+    words = ("--wlb.bench.policies", policies or ",", "--wlb.bench.rounds", rounds)  # "" is no bench there
     status, folder = run_here(file, (*overrides, *words))
     if status == 0:
         show_bench(folder)

@@ -72,8 +72,7 @@ class ChatTemplate:
                 day = date.fromisoformat(today)
             self._template = DATE.sub(lambda call: repr(day.strftime(call[2])), self._template)
         if "strftime_now(" in self._template:
-            what = f"The chat template of {origin} writes the date, and another corpus on another day"
-            raise CorpusError(f"{what}; name the date with --today YYYY-MM-DD.")
+            raise CorpusError(f"The template of {origin} writes the date; name one with --today YYYY-MM-DD.")
         self._render = render_jinja_template
         self._special_tokens = named.special_tokens_map
         self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))

@@ -61,6 +61,7 @@ ONLY = {
 
 NEED_GPUS = dict.fromkeys(("training.enable_cpu_offload", "training.gc_debug"), True)
 NEED_GPUS |= {"profiler.enable_memory_snapshot": True, "checkpoint.async_mode": "async_with_pinned_mem"}
+NEED_GPUS |= {"optimizer.implementation": "fused_opt_states_bf16"}
 
 
 def validate(config: TrainerConfig, world_size: int | None) -> None:
@@ -89,7 +90,7 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
 def turns_of(config: TrainerConfig) -> dict[str, TrainerConfig]:
     """The configuration of each policy that [wlb.bench] names; none where the job trains."""
     turns: dict[str, TrainerConfig] = {}
-    for name in filter(None, config.wlb.bench.policies.split(",")):
+    for name in config.wlb.bench.policies.split(",") if config.wlb.bench.policies else ():
         try:
             parts = zip(("packing", "context", "pipeline"), Policy.parse(name), strict=True)
             settings = {section: getattr(config.wlb, section).named(part) for section, part in parts}

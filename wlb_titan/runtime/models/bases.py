@@ -149,7 +149,7 @@ def _published(path: str) -> Trainer.Config:
     nearest = min(differing, key=lambda name: len(differing[name]))
     raise UserError(
         f"no base is the model that {path!r} describes; name a registry function of your own, as "
-        f'"package.module:function". The nearest base is {nearest!r}: {"; ".join(differing[nearest])}.'
+        f'"package.module:function". The nearest base is {nearest!r}: {"; ".join(differing[nearest][:5])}.'
     )
 
 
