@@ -97,7 +97,7 @@ def test_a_page_of_runs_on_mixtures_is_not_headed_by_a_corpus(folder, tmp_path):
     config = CONFIG + '[[wlb.corpus.sources]]\npath = "/data/web"\n'
     runs = [folder(name, [record(1), record(2)], config=config) for name in "ab"]
     output(*runs, "--report", tmp_path / "page")
-    assert "a mixture: 2 runs side by side" in (tmp_path / "page" / "report.html").read_text()
+    assert "<title>a mixture: 2 runs" in (tmp_path / "page" / "report.html").read_text()
 
 
 def test_the_error_of_a_rate_is_that_of_its_steps_ratio():
