@@ -31,6 +31,7 @@ from wlb_titan.errors import PlanError
 Cost = Callable[[Ints], Floats]
 """Work of sequences by their tokens, float64 (n,), in any unit; it grows with the tokens."""
 
+WHOLE = (int, np.integer)
 SWAPS = 1000  # at most, between a heaviest and a light micro-batch
 LIGHTEST = 8  # lightest micro-batches that are tried, one after the other
 LOOKED_AT = 256  # sequences of a micro-batch that are tried for a swap
@@ -87,11 +88,10 @@ def balance(
         may_wait: where not all fit into the `micro_batches`, the rest is left `waiting` for the next step.
             Earlier ones go first: put those that have waited before the others.
     """
+    check_counts(ranks=ranks, **({} if tokens_per_rank is None else {"tokens_per_rank": tokens_per_rank}))
     units = _units(lengths, causal() if cost is None else cost, groups, prompts)
     number, total = len(units.tokens), int(units.tokens.sum())
     kind = "sequence" if groups is None else "group"
-    if ranks < 1:
-        raise PlanError(f"ranks is {ranks}; at least one is needed.")
     if number < ranks:
         raise PlanError(f"{number} {kind}s cannot be shared by {ranks} ranks: each needs one.")
     most = number // ranks
@@ -103,7 +103,7 @@ def balance(
     if micro_batches == "auto":
         alone = int((2 * units.tokens > limit).sum())  # no two of these fit together
         least = min(-(-max(-(-total // limit), alone) // ranks), most)
-    elif 1 <= micro_batches <= most:
+    elif isinstance(micro_batches, WHOLE) and 1 <= micro_batches <= most:
         least = most = micro_batches
     else:
         raise PlanError(
@@ -193,12 +193,21 @@ def _units(
     return _Units(np.bincount(unit, sizes).astype(np.int64) + prompt, np.asarray(work, np.float64), sequences)
 
 
+def check_counts(**counts: Any) -> None:
+    """A PlanError for an argument that is no whole number from 1 on."""
+    for name, count in counts.items():
+        if not isinstance(count, WHOLE) or count < 1:
+            raise PlanError(f"{name} is {count!r}; it must be a whole number, at least 1.")
+
+
 def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: int) -> Ints:
     numbers = np.asarray(values)
     if numbers.ndim != 1 or not len(numbers) or not np.issubdtype(numbers.dtype, np.integer):
         raise PlanError(f"{name} must be a list of whole numbers, one for each sequence.")
     if (smallest := int(numbers.min())) < least:
-        raise PlanError(f"{name} has {smallest}; a sequence has at least {least} tokens there.")
+        raise PlanError(
+            f"{name}[{numbers.argmin()}] is {smallest} and must be at least {least}; leave it out."
+        )
     return numbers.astype(np.int64)
 
 

@@ -43,7 +43,7 @@ def reading(wrong: Callable[[str], UserError]) -> Iterator[None]:
     """Whatever goes wrong with a file of others becomes the error that `wrong` makes of the reason."""
     try:
         yield
-    except UserError:
+    except (UserError, NameError, AssertionError):  # no bytes raise the last two: they are defects of ours
         raise
     except Exception as error:  # libraries raise anything of damaged bytes, and nonsense raises the rest
         raise wrong(_reason(error)) from error

@@ -171,7 +171,7 @@ def check_interface(cls: type, *bases: type) -> None:
         package = ", ".join(f"{name} {version(name)}" for name in packages) or "of no installed package"
         raise UserError(
             f"{cls.__module__}:{cls.__qualname__} ({package}) does not fit this wlb_titan: "
-            f"{'; '.join(problems)}. docs/extending.md has the interfaces, CHANGELOG.md what has changed."
+            f"{'; '.join(problems)}. docs/extending.md has the interfaces, CHANGELOG.md what has changed"
         )
 
 

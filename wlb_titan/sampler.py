@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Ints
-from wlb_titan.balancing import Assignment, Cost, balance, causal
+from wlb_titan.balancing import Assignment, Cost, balance, causal, check_counts
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.errors import PlanError
 
@@ -56,13 +56,12 @@ class BalancedBatchSampler:
         pool: int = 1,
         seed: int = 0,
     ) -> None:
+        check_counts(ranks=ranks, micro_batches=micro_batches, sequences=sequences, pool=pool)
         if sequences < ranks * micro_batches:
             raise PlanError(
                 f"sequences is {sequences}; a step of {ranks} ranks x {micro_batches} micro-batches needs at "
                 f"least {ranks * micro_batches}."
             )
-        if pool < 1:
-            raise PlanError(f"pool is {pool}; at least one step is dealt out at a time.")
         self._lengths = np.asarray(lengths)
         self.ranks, self.micro_batches, self._sequences = ranks, micro_batches, sequences
         self._tokens_per_rank, self._pool, self._seed = tokens_per_rank, pool, seed

@@ -1,6 +1,7 @@
 """Five steps, with optimizer and validation, are those of one process under all kinds of parallelism."""
 
 import inspect
+import json
 import re
 
 import pytest
@@ -46,6 +47,7 @@ def clocked(lab):
         *("--base", "trainers:clocked", "--training.steps", "6", "--metrics.log_freq", "2"),
         *("--wlb.validation.hold_out", "0.1", "--wlb.validation.every", "3"),
         *("--metrics.enable_tensorboard", "true"),
+        *("--debug.print_config", "true", "--debug.save_config_file", "all.json"),
     )
     lab.run(1, [experiment])
     return experiment
@@ -55,6 +57,11 @@ def test_a_validation_between_two_reports_is_no_time_of_steps(clocked):
     assert [record["step"] for record in clocked.validation()] == [1, 3, 6]
     records = clocked.metrics()
     assert [(record["step"], record["seconds"]) for record in records] == [(s, 1.0) for s in (1, 2, 4, 6)]
+
+
+def test_torchtitan_s_own_copy_of_the_configuration_is_written(clocked):
+    written = json.loads((clocked.folder / "all.json").read_text())
+    assert written["wlb"]["validation"]["hold_out"] == 0.1 and written["optimizer"]["param_groups"]
 
 
 def test_dashboards_made_for_torchtitan_show_a_run(clocked):

@@ -68,11 +68,6 @@ def test_the_loss_is_reported_by_a_rank_that_has_the_last_stage(name):
         assert metrics_rank(dims, spelled) == (0 if v_shaped else 4)
 
 
-def test_a_schedule_from_a_file_is_refused():
-    with pytest.raises(ValueError, match="CSV"):
-        check_schedule(ParallelismConfig(pipeline_parallel_schedule_csv="schedule.csv"), CompileConfig())
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_compiled_model_is_refused_where_the_backward_pass_is_split(name):
     parallelism = ParallelismConfig(pipeline_parallel_schedule=name)

@@ -103,6 +103,9 @@ SIMULATE = """
 --cluster huge_cluster.toml -> [node] gpus is HUGE
 """
 OTHERS = """
+simluate good.toml -> Did you mean 'simulate'? | train good.toml --max-restart 3 -> '--max-restarts'
+bench good.toml --policies , -> '' names no policy | bench good.toml --policies= -> '' names no policy
+plan good.toml --step 3 -> Did you mean '--steps'? | simulate good.toml --policy plain -> '--policies'
 nope | plan | plan nowhere.toml | simulate | simulate nowhere.toml
 simulate --confg good.toml -> It comes first, or after --config: main simulate FILE
 plan late.toml --lengths good.txt -> late.toml:3: wlb.packing.thresholds = [300]: The

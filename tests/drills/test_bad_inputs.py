@@ -141,6 +141,15 @@ optimizer.param_groups.0.optimizer_kwargs.lrr = 0.1                -> optimizer_
 optimizer.param_groups.0.optimizer_kwargs.betas = [0.9, 1.5]       -> optimizer_kwargs.betas
 optimizer.param_groups.0.optimizer_name = "AdamX"                  -> optimizer_name
 loss.num_chunks = 7                                                -> training.seq_len
+parallelism.pipeline_parallel_schedule_csv = "a.csv"               -> pipeline_parallel_schedule_csv
+wlb.validation.hold_out = 0.9999                                   -> wlb.validation.hold_out
+checkpoint.enable = true; checkpoint.initial_load_in_hf = true     -> initial_load_in_hf reads
+wlb.device = "cpu"; training.enable_cpu_offload = true             -> training.enable_cpu_offload
+wlb.device = "cpu"; optimizer.implementation = "fused_opt_states_bf16" -> optimizer.implementation
+profiler.enable_profiling = true; profiler.profile_freq = 3        -> profiler.profile_freq
+wlb.device = "cpu"; training.gc_debug = true                       -> training.gc_debug
+wlb.device = "cpu"; profiler.enable_memory_snapshot = true         -> profiler.enable_memory_snapshot
+wlb.device = "cpu"; checkpoint.async_mode = "async_with_pinned_mem" -> checkpoint.async_mode
 dump_folder = "/dev/null/x"                                        -> dump_folder
 dump_folder = "/etc/passwd"                                        -> dump_folder
 """

@@ -139,7 +139,10 @@ def test_a_shared_prompt_is_computed_once():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"lengths": [5, 0], "ranks": 1}, "lengths has 0"),
+        ({"lengths": [5, 0], "ranks": 1}, r"lengths\[1\] is 0"),
+        ({"lengths": [5, 9], "ranks": "2"}, "ranks is '2'"),
+        ({"lengths": [5, 9], "ranks": 1, "tokens_per_rank": 8.5}, "tokens_per_rank is 8.5"),
+        ({"lengths": [5, 9], "ranks": 1, "micro_batches": "many"}, 'from 1 to 2, or "auto"'),
         ({"lengths": [5], "ranks": 2}, "1 sequences cannot be shared by 2 ranks"),
         ({"lengths": [5, 9], "ranks": 1, "tokens_per_rank": 8}, "9 tokens does not fit"),
         ({"lengths": [5] * 3, "ranks": 1, "tokens_per_rank": 9, "micro_batches": 1}, "do not fit into 1"),
@@ -157,6 +160,12 @@ def test_a_shared_prompt_is_computed_once():
 def test_what_cannot_be_is_said(arguments, said):
     with pytest.raises(PlanError, match=said):
         wlb_titan.balance(**arguments)
+
+
+@pytest.mark.parametrize("wrong", [{"micro_batches": "auto"}, {"pool": 0}, {"sequences": None}])
+def test_a_sampler_takes_whole_numbers(wrong):
+    with pytest.raises(PlanError, match=f"{min(wrong)} is .*; it must be a whole number"):
+        wlb_titan.BalancedBatchSampler([9] * 64, **{"ranks": 2, "micro_batches": 2, "sequences": 9, **wrong})
 
 
 @pytest.mark.slow

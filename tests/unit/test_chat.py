@@ -394,6 +394,17 @@ def test_the_command_shows_what_is_learned(tmp_path, tokenizer):
 
 
 @pytest.mark.slow
+def test_a_template_that_writes_the_date_gets_one_that_is_kept(tmp_path, tokenizer):
+    dated = "{{ strftime_now('%d %B %Y') }}\n" + PLAIN
+    with pytest.raises(CorpusError, match=r"writes the date; .* --today YYYY-MM-DD"):
+        prepare(tmp_path, tokenizer, dated)
+    with pytest.raises(CorpusError, match="--today: Invalid isoformat string: 'noon'"):
+        prepare(tmp_path, tokenizer, dated, today="noon")
+    corpus = prepare(tmp_path, tokenizer, dated, today="2026-11-27")
+    assert decode(corpus.tokenizer_path, corpus.tokens(0)).startswith("27 November 2026\n")
+    assert corpus.preparation.settings["today"] == "2026-11-27" and learned_texts(corpus) == ANSWERS
+
+
 def test_training_opens_the_tokenizer_of_the_corpus(tmp_path, tokenizer):
     """Also one whose template has marks, which torchtitan's own cannot compile."""
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator

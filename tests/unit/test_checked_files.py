@@ -107,10 +107,10 @@ def test_plan_shows_what_a_mixture_does(write, tmp_path):
     planned = run("plan", path, "--policies", "plain,wlb_lazy", "--steps", 20, "--report", tmp_path / "r")
     assert planned.exit_code == 0, planned.output
     output = " ".join(planned.output.split())
-    assert "a mixture of short, long: 360 documents" in output and "90.0% from the" in output
+    assert "a mixture of short, books: 360 documents" in output and "90.0% from the" in output
     assert "short: 25.0% of the tokens; has 300 documents" in output
     assert "books: 75.0% of the tokens; has 60 documents" in output
-    assert "How a mixture of short, long packs" in (tmp_path / "r" / "report.html").read_text()
+    assert "How a mixture of short, books packs" in (tmp_path / "r" / "report.html").read_text()
     simulated = run("simulate", path, "--cluster", "cpu", "--steps", 2, "--policies", "plain,wlb_lazy")
     assert simulated.exit_code == 0, simulated.output
 

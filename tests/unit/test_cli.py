@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from wlb_titan import __version__
 from wlb_titan.commands.main import SUBCOMMANDS, main
-from wlb_titan.errors import UserError
+from wlb_titan.errors import UserError, reading
 
 HEAVY = {"torch", "torchtitan", "torchx", "datasets", "numpy", "pyarrow", "tokenizers", "rich", "pandas"}
 LIGHT = {
@@ -80,6 +80,8 @@ def fail(what: str) -> None:
         raise KeyboardInterrupt
     if what == "defect":
         raise ValueError("not meant for the user")
+    if what == "signs":
+        click.echo("± –")
     for text in ("twice", "once", "twice"):
         warnings.warn(text, stacklevel=1)
 
@@ -88,7 +90,7 @@ def fail(what: str) -> None:
 def failing(monkeypatch):
     monkeypatch.setitem(SUBCOMMANDS, "fail", ("fail", "Fail."))
     monkeypatch.setitem(sys.modules, "wlb_titan.commands.fail", sys.modules[__name__])
-    return lambda what: CliRunner().invoke(main, ["fail", what])
+    return lambda what, **how: CliRunner(**how).invoke(main, ["fail", what])
 
 
 @pytest.mark.parametrize(
@@ -104,5 +106,15 @@ def test_what_concerns_the_user_is_told_once_in_a_line(failing, what, exit_code,
     assert (result.exit_code, result.stderr) == (exit_code, told)
 
 
+def test_signs_that_an_encoding_lacks_are_no_error(failing):
+    assert failing("signs", charset="latin-1").stdout_bytes == b"\xb1 ?\n"
+
+
 def test_a_defect_keeps_its_traceback(failing):
     assert isinstance(failing("defect").exception, ValueError)
+
+
+@pytest.mark.parametrize("defect", [NameError, AssertionError])
+def test_a_defect_of_a_reader_is_not_taken_for_a_damaged_file(defect):
+    with pytest.raises(defect), reading(UserError):
+        raise defect

@@ -93,6 +93,13 @@ def test_a_resumed_run_counts_its_starts_steps_once():
     assert run.tokens[-1] == 3 * 5000 + 20 * 69
 
 
+def test_a_page_of_runs_on_mixtures_is_not_headed_by_a_corpus(folder, tmp_path):
+    config = CONFIG + '[[wlb.corpus.sources]]\npath = "/data/web"\n'
+    runs = [folder(name, [record(1), record(2)], config=config) for name in "ab"]
+    output(*runs, "--report", tmp_path / "page")
+    assert "<title>a mixture: 2 runs" in (tmp_path / "page" / "report.html").read_text()
+
+
 def test_the_error_of_a_rate_is_that_of_its_steps_ratio():
     """Steps of equal length: the standard error of the mean of their rates, without the first record."""
     values = np.array([8.0, 12.0, 10.0, 14.0, 6.0])

@@ -5,6 +5,7 @@ torch, torchtitan and rich are imported where they are needed: `--help` and mist
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import math
@@ -128,8 +129,12 @@ class OfFile(click.Command):
     """A command about a TOML file, which may come as `--config FILE` too, as `wlb.train` has it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = [name for parameter in self.params for name in parameter.opts]
         for place, word in enumerate(args):
             name, given, file = word.partition("=")
+            near = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
+            if near and name not in options and name.startswith("--") and "." not in name:
+                raise click.NoSuchOption(name, possibilities=near, ctx=ctx)
             if name == "--config" and (given or len(args) > place + 1):
                 rest = args[place + 1 :] if given else args[place + 2 :]
                 args = [file if given else args[place + 1], *args[:place], *rest]

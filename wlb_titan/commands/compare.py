@@ -284,6 +284,8 @@ PASSES = "Measured passes: a row is a rank. Time is relative to the work of a ra
 def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path] = ()) -> Path:
     first = runs[0]
     corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
+    if any("wlb.corpus.sources.0.path" in run.settings for run in runs):
+        corpora = {"a mixture"}
     gains = {run.name: _gains(run, first, runs) for run in runs}
     none = Estimate(0.0)
     best = max(runs[1:] or runs, key=lambda run: next(iter(gains[run.name].values()), none).value)

@@ -196,7 +196,7 @@ def bench(file: Path, overrides: tuple[str, ...], policies: str, rounds: str) ->
     all of them alike. Writes bench.json to the dump folder, which must not contain a run. On clusters: torchx
     run wlb.bench, or the key wlb.bench.policies with slurm.
     """
-    words = ("--wlb.bench.policies", policies, "--wlb.bench.rounds", rounds)
+    words = ("--wlb.bench.policies", policies or ",", "--wlb.bench.rounds", rounds)  # "" is no bench there
     status, folder = run_here(file, (*overrides, *words))
     if status == 0:
         show_bench(folder)

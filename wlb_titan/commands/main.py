@@ -6,6 +6,8 @@ keeps its traceback.
 """
 
 import importlib
+import io
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +73,9 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in SUBCOMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # tables have signs that some encodings lack
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = tell_once()
@@ -83,7 +88,10 @@ class LazyGroup(click.Group):
                 raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+KNOWN = dict.fromkeys(SUBCOMMANDS, click.Command(None))  # to click, which names the nearest to a misspelt one
+
+
+@click.group(cls=LazyGroup, commands=KNOWN, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="wlb-titan")
 def main() -> None:
     """Workload-balanced long-context training on torchtitan.

@@ -74,7 +74,7 @@ def write_page(
     commands = "".join(f"<p>{_safe(why)}</p><pre>{_safe(what)}</pre>" for why, what in tries)
     text = (
         f'{PAGE}content="width=device-width, initial-scale=1">'
-        f"<title>{_safe(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
+        f"<title>{html.escape(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
         f'<h1>{_safe(title)}</h1><p class="answer">{_safe(answer)}</p><p class="about">{_safe(about)}</p>'
         f'<div class="cards">{shown}</div>'
         f"<section><h2>Try next</h2>{commands}</section>{''.join(sections)}</main></body></html>\n"
@@ -87,8 +87,8 @@ def write_page(
 
 
 def _safe(text: str) -> str:
-    """As HTML; policies' names may be broken after a colon."""
-    return html.escape(text).replace(":", ":<wbr>")
+    """As HTML; policies' names may be broken after a slash."""
+    return html.escape(text).replace("/", "/<wbr>")
 
 
 def _color(place: int) -> str:

@@ -59,6 +59,7 @@ MOST_VOCAB_SIZE = 1 << 22
     type=click.IntRange(min=2),
     help="With --chat: leave out conversations with more tokens, and count them.  [default: none]",
 )
+@click.option("--today", metavar="YYYY-MM-DD", help="With --chat: the date, for templates that write it.")
 def prepare(output: Path, **options: Any) -> None:
     """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
@@ -27,15 +26,17 @@ def open_corpus(settings: CorpusSettings, key: str = "wlb.corpus.path") -> Corpu
 
 def open_source(source: CorpusSettings | SourceSettings, tokenizer: str, key: str) -> Corpus:
     try:
-        return Corpus.open(source.path, column=source.column, tokenizer=tokenizer, mask=source.mask)
+        corpus = Corpus.open(source.path, column=source.column, tokenizer=tokenizer, mask=source.mask)
     except CorpusError as error:
         error.setting = error.setting or key
         raise
+    corpus.name = getattr(source, "name", "") or corpus.name
+    return corpus
 
 
 def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
     """The parts of the corpus as the planner mixes them; none if it is one corpus."""
-    names = [source.name or Path(source.path).name for source in settings.sources]
+    names = [part.name for part in corpus.parts]
     if len(set(names)) < len(names):
         raise PlanError(
             f"The sources are called {', '.join(names)}, and metrics tell them apart by name; give each a "

@@ -123,6 +123,7 @@ class Corpus:
         parts: "Sequence[Corpus]" = (),
     ) -> None:
         self.path = path
+        self.name = path.name  # in reports on a mixture
         self.shards = tuple(shards)
         self.lengths = Lengths(shards)  # tokens of each document
         self.fingerprint = fingerprint  # 16 hexadecimal digits for token ids, label mask and order
@@ -132,7 +133,7 @@ class Corpus:
 
     def __str__(self) -> str:
         if self.parts:
-            return f"a mixture of {', '.join(part.path.name for part in self.parts)}"
+            return f"a mixture of {', '.join(part.name for part in self.parts)}"
         return str(self.path)
 
     @classmethod

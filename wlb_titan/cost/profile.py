@@ -168,7 +168,7 @@ class Profile:
             kinds = dict.fromkeys(entry.shape.kind for entry in self.entries)
             raise PlanError(
                 f"The profile of {self.device} has no attention of {shape.kind}; it has {'; '.join(kinds)}. "
-                "Measure that of your job's file: wlb-titan profile FILE --output PROFILE"
+                "Measure that of your job's file: `wlb-titan profile FILE --output PROFILE`."
             )
         return AttentionLatency(
             entries["forward"].cost,

@@ -259,7 +259,8 @@ def _parts(
             rows.append((long + (begin - first)).astype(np.int32 if source.documents < 2**31 else np.int64))
     name = f"The source {source.name!r}" if source.name else "The corpus"
     if not tokens:
-        raise PlanError(f"{name} has no tokens, so there is nothing to plan.")
+        key = "validation.hold_out" * isinstance(lengths, Divided)
+        raise PlanError(f"{name} has no tokens left, so there is nothing to plan.", setting=key)
     if source.long_length is not None and not 0 < long_tokens < tokens:
         raise PlanError(
             f"{name} has {'no documents' if not long_tokens else 'only documents'} of at least "

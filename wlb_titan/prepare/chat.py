@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ FOLLOWED = ("weight", "train", "training", "trainable", "loss", "loss_weight", "
 THOUGHT = re.compile("reason|think|thought")  # keys; templates drop those of earlier turns on purpose
 END_OF_THOUGHT = "</think>"  # where thoughts are a part of the content
 IDENTIFIER = re.compile("(^|_)(id|type)$")  # keys that templates need not write
+DATE = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")  # where templates ask for it
 MARK = re.compile(r"wqzx(\d+)xzqw", re.IGNORECASE)
 
 Message = dict[str, Any]
@@ -45,9 +47,10 @@ Spans = list[tuple[int, int]]  # first learned character, and the one after the 
 
 
 class ChatTemplate:
-    """The chat template in a tokenizer's folder; messages call it that of `origin`."""
+    """The chat template in a tokenizer's folder, rendered on the day `today`; messages call it that of
+    `origin`."""
 
-    def __init__(self, folder: Path, origin: str) -> None:
+    def __init__(self, folder: Path, origin: str, today: str | None = None) -> None:
         try:
             from transformers import PreTrainedTokenizerFast
             from transformers.utils.chat_template_utils import render_jinja_template
@@ -64,6 +67,12 @@ class ChatTemplate:
                 "--chat-template FILE."
             )
         self._template = named.get_chat_template()
+        if today:
+            with reading(lambda reason: CorpusError(f"--today: {reason}.")):
+                day = date.fromisoformat(today)
+            self._template = DATE.sub(lambda call: repr(day.strftime(call[2])), self._template)
+        if "strftime_now(" in self._template:
+            raise CorpusError(f"The template of {origin} writes the date; name one with --today YYYY-MM-DD.")
         self._render = render_jinja_template
         self._special_tokens = named.special_tokens_map
         self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))

@@ -63,13 +63,14 @@ class PrepareSettings:
     chat: bool = False  # the records are conversations, written by the tokenizer's chat template
     chat_template: str | None = None  # with `chat`: a file with another template
     max_length: int | None = None  # with `chat`: conversations of more tokens are left out
+    today: str | None = None  # with `chat`: YYYY-MM-DD, for templates that write the date
 
     def __post_init__(self) -> None:
         kind = self.spec.kind
         if self.tokenizer is not None and self.vocab_size is not None:
             raise CorpusError("--tokenizer has a vocabulary size of its own. Leave one of the two out.")
-        if not self.chat and (self.chat_template or self.max_length):
-            raise CorpusError("A chat template and a maximal length are for --chat only.")
+        if not self.chat and (self.chat_template or self.max_length or self.today):
+            raise CorpusError("A chat template, a maximal length and a date are for --chat only.")
         if self.chat and kind not in ("jsonl", "parquet", "hf"):
             raise CorpusError(f"Conversations are records of jsonl:, parquet: or hf:, not {self.source!r}.")
         if self.chat and self.tokenizer is None:
@@ -156,7 +157,7 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
 
     left_out = LeftOut()
     if settings.chat:
-        template = ChatTemplate(tokenizer.folder, str(settings.tokenizer))
+        template = ChatTemplate(tokenizer.folder, str(settings.tokenizer), settings.today)
         documents = conversations(source, order, template, left_out, settings.max_length)
     else:
         documents = tokenized(source, order, tokenizer, left_out)

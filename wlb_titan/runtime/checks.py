@@ -47,6 +47,7 @@ from wlb_titan.toml.values import shown
 ONLY = {
     "parallelism.spmd_backend": ("spmd_types", "our attention takes local tensors"),
     "parallelism.pipeline_parallel_microbatch_size": (1, "a micro-batch is one packed sequence"),
+    "parallelism.pipeline_parallel_schedule_csv": ("", "a CSV file is for one number of micro-batches"),
     "training.disable_cuda_graphs": (True, "a CUDA graph replays one length, and those here differ"),
     "debug.spmd_typechecking": (False, "torchtitan cannot follow tensors through document attention"),
     "comm.mode": ("default", "each rank here is a process with micro-batches of its own"),
@@ -57,6 +58,10 @@ ONLY = {
     ),
 }
 """torchtitan's settings that have one right value here, with the reason."""
+
+NEED_GPUS = dict.fromkeys(("training.enable_cpu_offload", "training.gc_debug"), True)
+NEED_GPUS |= {"profiler.enable_memory_snapshot": True, "checkpoint.async_mode": "async_with_pinned_mem"}
+NEED_GPUS |= {"optimizer.implementation": "fused_opt_states_bf16"}
 
 
 def validate(config: TrainerConfig, world_size: int | None) -> None:
@@ -85,7 +90,7 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
 def turns_of(config: TrainerConfig) -> dict[str, TrainerConfig]:
     """The configuration of each policy that [wlb.bench] names; none where the job trains."""
     turns: dict[str, TrainerConfig] = {}
-    for name in filter(None, config.wlb.bench.policies.split(",")):
+    for name in config.wlb.bench.policies.split(",") if config.wlb.bench.policies else ():
         try:
             parts = zip(("packing", "context", "pipeline"), Policy.parse(name), strict=True)
             settings = {section: getattr(config.wlb, section).named(part) for section, part in parts}
@@ -143,12 +148,22 @@ def _check_settings(config: TrainerConfig) -> None:
             "its own.",
             stacklevel=2,
         )
+    if config.wlb.device == "cpu":
+        check_on_cpu(config)
     if not config.wlb.epochs:  # which sets the steps when the run starts
         check_rates(config.lr_scheduler, config.training.steps)
     if config.wlb.loss_weight == "conversation":
         weighted(config.loss)  # complains about a loss that it cannot weigh
     if config.wlb.stop_after:
         seconds_of(config.wlb.stop_after)
+
+
+def check_on_cpu(config: TrainerConfig) -> None:
+    """Refuses what torchtitan does by means of a GPU alone."""
+    for key, value in NEED_GPUS.items():
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name, None) == value:
+            raise UserError(f"{key}: this needs a GPU, and this job runs on the CPU; leave it out.")
 
 
 def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:

@@ -89,6 +89,9 @@ class PlannedDataLoader(BaseDataLoader):
         documents: Documents | None = None
         """Other ones of the corpus than those that are trained on."""
 
+        def to_dict(self) -> dict[str, Any]:
+            return {}  # in torchtitan's logs, which have the user's sections
+
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
         assert dp_world_size == config.job.degrees.data
         self.corpus = open_corpus(config.corpus)

@@ -105,7 +105,7 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
     model, checkpoint = config.model_spec.model, config.checkpoint
     folder = Path(checkpoint.initial_load_path or "")
     if not checkpoint.initial_load_path or not any(folder.glob("*.safetensors")):
-        raise UserError(f"{KEY}: there is no folder {str(folder)!r} with *.safetensors.")
+        raise UserError(f"{KEY}: initial_load_in_hf reads a folder with *.safetensors, and this is none.")
     try:
         description = read_description(folder / CONFIG)
     except (OSError, ValueError) as error:

@@ -146,9 +146,13 @@ def check_groups(config: TrainerConfig, weights: Weights, dims: ParallelDims) ->
 
 
 def check_parts(config: TrainerConfig) -> None:
-    """Tries garbage collection, compiler and loss. A loss of the user's own may need a GPU."""
+    """Tries garbage collection, profiler, compiler and loss. A loss of the user's own may need a GPU."""
     if config.training.gc_freq < 1:
         raise UserError("training.gc_freq: garbage is collected every so many steps, at least 1.")
+    profiler = config.profiler
+    steps = profiler.profiler_warmup + profiler.profiler_active
+    if profiler.enable_profiling and profiler.profile_freq < steps:
+        raise UserError(f"profiler.profile_freq: profiler_warmup + profiler_active are {steps}, its least.")
     backends = torch.compiler.list_backends(exclude_tags=()) if config.compile.enable else []
     if config.compile.enable and config.compile.backend not in backends:
         raise UserError(f"compile.backend: torch has {', '.join(backends)}, and not this.")

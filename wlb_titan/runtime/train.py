@@ -53,7 +53,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     from wlb_titan.kernels.implementations import device_of
     from wlb_titan.runtime.attention.implementation import check_implementation
-    from wlb_titan.runtime.checks import check_processes, validate_inputs
+    from wlb_titan.runtime.checks import check_on_cpu, check_processes, validate_inputs
     from wlb_titan.runtime.configured import device_bytes, job_of, parallel_dims
     from wlb_titan.runtime.memory import check_memory
     from wlb_titan.runtime.metrics import start_log
@@ -61,7 +61,9 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
-    if not on_cpu:
+    if on_cpu:
+        resolved.check(check_on_cpu)
+    else:
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if gpus == 1 and shown and "," not in shown:

@@ -326,6 +326,7 @@ def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
         logger.info(
             f"The routers train without a bias, which {spec.name} does not have in Hugging Face's format"
         )
+    build = partial(build_optimizers, config.optimizer)
     stages = partial(regrouped_pipeline, spec.pipelining_fn) if job.packing.regroups else spec.pipelining_fn
     return dataclasses.replace(
         config,
@@ -334,7 +335,7 @@ def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
         hf_assets_path=str(open_corpus(wlb.corpus).tokenizer_path),
         tokenizer=Tokenizer.Config(),
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
-        optimizer=cast(Any, SimpleNamespace(build=partial(build_optimizers, config.optimizer))),
+        optimizer=cast(Any, SimpleNamespace(build=build, to_dict=config.optimizer.to_dict)),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
         model_spec=dataclasses.replace(spec, pipelining_fn=stages),
     )

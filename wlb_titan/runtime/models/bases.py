@@ -134,19 +134,22 @@ def _published(path: str) -> Trainer.Config:
         theirs = read_description(Path(path))
     except (OSError, ValueError) as error:
         raise UserError(f"the base {path!r} cannot be read: {error}.") from error
+    names, differing = [*BASES], dict[str, list[str]]()
     for module in PUBLISHED:
-        for name, function in inspect.getmembers(importlib.import_module(module), inspect.isfunction):
-            if function.__module__ != module or inspect.signature(function).parameters:
-                continue
-            try:
-                config = base_config(f"{module}:{name}")
-            except UserError:
-                continue
-            if not differences(config.model_spec.model, theirs):
-                return config
+        functions = inspect.getmembers(importlib.import_module(module), inspect.isfunction)
+        names += [f"{module}:{name}" for name, function in functions if function.__module__ == module]
+    for name in names:
+        try:
+            config = base_config(name)
+        except UserError:
+            continue
+        differing[name] = differences(config.model_spec.model, theirs)
+        if not differing[name]:
+            return config
+    nearest = min(differing, key=lambda name: len(differing[name]))
     raise UserError(
-        f"torchtitan has no base of the model that {path!r} describes; name a registry function of your "
-        'own, as "package.module:function".'
+        f"no base is the model that {path!r} describes; name a registry function of your own, as "
+        f'"package.module:function". The nearest base is {nearest!r}: {"; ".join(differing[nearest][:5])}.'
     )
 
 

@@ -15,11 +15,6 @@ from wlb_titan.runtime.compat import modules_of_stages, pipeline_metadata
 
 def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig) -> None:
     """Raises ValueError for a schedule that no step can run."""
-    if parallelism.pipeline_parallel_schedule_csv:
-        raise ValueError(
-            "a schedule read from a CSV file is for one number of micro-batches and is not supported; name "
-            f"one of {', '.join(SCHEDULES)}"
-        )
     name = canonical_name(parallelism.pipeline_parallel_schedule)
     if SCHEDULES[name].splits and compile_config.enable and "model" in compile_config.components:
         raise ValueError(
