@@ -174,7 +174,7 @@ def added_up(trainer, loss):
 
 def run_weights(*, name, words, steps=0):
     """Digests of all weights as they are drawn, and after so many steps at the configured rate; those whose
-    halves are alike; how many tensors optimizers have; kinds of recomputation that this rank mixes."""
+    halves are alike; how many tensors optimizers have; kinds of recomputation that ranks mix."""
     trainer = WorkerTrainer(configured(words))
     loader = trainer.planned.steps(trainer.lower)
     before, items = gathered(trainer, lambda p: p), []
@@ -183,14 +183,15 @@ def run_weights(*, name, words, steps=0):
         items += step.items
         trainer.train_step(iter([step]))
     after = gathered(trainer, lambda p: p)
-    kinds = {kind for item in items for kind in item.mask.kinds}
+    kinds = [None] * dist.get_world_size()
+    dist.all_gather_object(kinds, [kind for item in items for kind in item.mask.kinds])
     trainer.close()
     if after is None:
         return None
     alike = [key for key, w in before.items() if w.dim() > 1 and torch.equal(*w[: len(w) // 2 * 2].chunk(2))]
     optimized = sum(len(group["params"]) for o in trainer.optimizers for group in o.param_groups)
     weights = {"before": digests(before), "after": digests(after), "alike": alike}
-    return weights | {"optimized": optimized, "kinds": sorted(kinds)}
+    return weights | {"optimized": optimized, "kinds": sorted(set(itertools.chain(*kinds)))}
 
 
 def digests(weights):
