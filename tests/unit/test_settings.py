@@ -9,6 +9,8 @@ from click.testing import CliRunner
 from wlb_titan.commands.main import main
 from wlb_titan.runtime.models.load import load_config
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "settings.md").read_text()
 

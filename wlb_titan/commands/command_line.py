@@ -307,7 +307,8 @@ def progress() -> Iterator[Report]:
             if done and total and seconds:
                 rate, left = done / seconds, timedelta(seconds=round(seconds * (total / done - 1)))
                 pace = f"{done:,} of {total:,}, {rate:,.{0 if rate >= 10 else 2}f}/s, {left} left"
-            bar.update(task.id, completed=done, total=total or None, pace=pace)
+            first = pace and not task.fields["pace"]  # is drawn at once, and then ten times a second
+            bar.update(task.id, completed=done, total=total or None, pace=pace, refresh=bool(first))
 
         yield report
 

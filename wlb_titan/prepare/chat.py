@@ -1,11 +1,10 @@
 """Conversations as documents, written by the tokenizer's chat template; the assistant's turns are learned.
 
 A template may mark the assistant's words itself (`{% generation %}`). Otherwise the text is rendered without
-and with each of the assistant's turns, and the difference is learned, including the end of the turn. A
-template that rewrites earlier turns is refused.
+and with each of the assistant's turns, and the difference is learned, including the end of the turn.
 
-A template that drops something is refused too. What it writes may be quoted, indented or trimmed, so
-texts are not looked for: they are rendered once more with a mark inside each, and every mark must come out.
+A template that rewrites earlier turns, or drops something, is refused. What it writes may be quoted, indented
+or trimmed. So all is rendered once more with a mark inside each text, and every mark must come out.
 
 A conversation that cannot be used ends the preparation with its file and line; those above `max_length` and
 those of which nothing is learned are left out and counted.
@@ -47,24 +46,21 @@ Spans = list[tuple[int, int]]  # first learned character, and the one after the 
 
 
 class ChatTemplate:
-    """The chat template in a tokenizer's folder, rendered on the day `today`; messages call it that of
-    `origin`."""
+    """The chat template in a tokenizer's folder, on the day `today`; errors call it that of `origin`."""
 
     def __init__(self, folder: Path, origin: str, today: str | None = None) -> None:
         try:
             from transformers import PreTrainedTokenizerFast
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
-            install = "install it with `pip install 'transformers>=5'`"
-            raise CorpusError(f"Chat templates are rendered by transformers; {install}.") from error
+            raise CorpusError("Chat templates need transformers: pip install 'transformers>=5'.") from error
         with reading(lambda reason: CorpusError(f"The chat template of {origin} cannot be read: {reason}.")):
             _ = [regular(file) for file in folder.glob(TEMPLATE_FILE)]
             named = PreTrainedTokenizerFast.from_pretrained(folder)
         if not named.chat_template:
             raise CorpusError(
-                f"The tokenizer {origin} has no chat template, so nothing says how a conversation is "
-                "written. Take that of the model's chat version, or name a template in Jinja with "
-                "--chat-template FILE."
+                f"The tokenizer {origin} has no chat template. Take that of the model's chat version, or name "
+                "a template in Jinja with --chat-template FILE."
             )
         self._template = named.get_chat_template()
         if today:
@@ -79,8 +75,7 @@ class ChatTemplate:
         self.tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        self._special = [token.content for token in added if token.special]
+        self._special = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special]
         self._thoughts: set[Place] = set()  # kinds that the template writes in a last turn
 
     def document(self, source: Source, number: int) -> tuple[str, Spans]:
