@@ -59,8 +59,8 @@ class ChatTemplate:
             named = PreTrainedTokenizerFast.from_pretrained(folder)
         if not named.chat_template:
             raise CorpusError(
-                f"The tokenizer {origin} has no chat template. Take that of the model's chat version, or name "
-                "a template in Jinja with --chat-template FILE."
+                f"The tokenizer {origin} has no chat template. Take that of the model's chat version, or "
+                "name a template in Jinja with --chat-template FILE."
             )
         self._template = named.get_chat_template()
         if today:
