@@ -88,7 +88,7 @@ def balance(
         may_wait: where not all fit into the `micro_batches`, the rest is left `waiting` for the next step.
             Earlier ones go first: put those that have waited before the others.
     """
-    check_counts(ranks=ranks, **({} if tokens_per_rank is None else {"tokens_per_rank": tokens_per_rank}))
+    check_counts(ranks=ranks, tokens_per_rank=1 if tokens_per_rank is None else tokens_per_rank)
     units = _units(lengths, causal() if cost is None else cost, groups, prompts)
     number, total = len(units.tokens), int(units.tokens.sum())
     kind = "sequence" if groups is None else "group"

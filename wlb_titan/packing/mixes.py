@@ -40,7 +40,7 @@ def with_mixes(
     free = np.array([m.sharers == 1 for m in micro_batches])
     mixes = np.zeros((each, len(job.layers), len(KINDS)), dtype=np.int64)
     mixes[free, :, 0], mixes[~free, :, UNCHOSEN] = job.layers, job.layers
-    begun = [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes.copy(), strict=True)]
+    begun = mixes.copy()
 
     @cache  # most of the time, and not needed where all fits
     def seconds() -> Floats:
@@ -54,7 +54,9 @@ def with_mixes(
         slacks = np.zeros((len(job.layers), length))
         if flow is None and job.shape.ranks > 1:
             graph = PipelineGraph(job.shape, length)
-            times = pass_seconds(job, begun[first : first + length])
+            run = slice(first, first + length)
+            nothing_repeated = zip(micro_batches[run], begun[run], strict=True)
+            times = pass_seconds(job, [replace(m, mix=mix) for m, mix in nothing_repeated])
             of_actions = graph.slack(PassTimes(*times[..., None]))
             for (kind, stage, place), of_action in zip(graph.actions, of_actions[:, 0], strict=True):
                 if kind in ("B", "I"):
