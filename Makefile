@@ -28,9 +28,9 @@ train: $(READY)
 	wlb-titan prepare outputs/corpus --max-tokens 4000000
 	@echo "2 of 4: training on documents in slices"
 	wlb-titan train $(SLICES) $(REPLICAS) $(OPTIONS)
-	@echo "3 of 4: plain packing, micro-batches of equal work, and slices in turns"
-	wlb-titan bench $(SLICES) --policies plain,wlb_lazy/hybrid/best,slim/hybrid --rounds 20 \
-	    --dump_folder outputs/bench $(REPLICAS) $(OPTIONS)
+	@echo "3 of 4: plain packing and slices in turns"
+	wlb-titan bench $(SLICES) --policies plain,slim/hybrid --rounds 12 --dump_folder outputs/bench $(REPLICAS) \
+	    $(OPTIONS)
 	@echo "4 of 4: the page"
 	wlb-titan compare outputs/cpu_pipeline_slices outputs/bench --report outputs/compare
 

@@ -5,7 +5,7 @@
 For each file, each collection of documents and each of three policies the steps that `wlb-titan simulate`
 predicts. The collections are this machine's Python files, prepared as `make train` does where they are not
 yet, and distributions of lengths (`--lengths` of `simulate`). The rows are written to
-benchmarks/results/cpu/predicted.json and into the gaps of benchmarks/predicted.md, which is the page.
+benchmarks/results/cpu/predicted.json and into the gaps of benchmarks/predicted.md.in, which is the page.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ def by_lengths(results: dict[str, list[list[dict[str, Any]]]]) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    """predicted.md with its gaps filled."""
+    """predicted.md.in with its gaps filled."""
     rows = [row for own in results["rows"][PYTHON] for row in own]
     first, second = BALANCED
     return (
         Path(__file__)
-        .with_suffix(".md")
+        .with_suffix(".md.in")
         .read_text()
         .format(
             steps=results["steps"],

@@ -153,7 +153,7 @@ def chosen(
     backward, with a gradient of the log-sum-exp or not, for a caller that asks for `implementation`. Raises
     ValueError, with the reason, if that cannot run it; what `torch` cannot, the next of the table does."""
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(f"implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     names = [implementation]
     if implementation == "auto":
         measured = FASTEST.get(device.family, {}).get(dims)

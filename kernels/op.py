@@ -49,8 +49,8 @@ def varlen_attention(
     sums are computed in float32 (float64 for float64 inputs); gradients repeat bit for bit.
 
     On CUDA (compute capability 8.0 or later): float16 and bfloat16, D and Dv multiples of 8 up to 256. On the
-    CPU: any floating-point dtype and any head dims. All numbers must be finite, also those of padding: a
-    kernel may multiply them by zero.
+    CPU: any floating-point dtype and any head dims. q, k and v have one dtype, and autocast converts none.
+    All numbers must be finite, also those of padding: a kernel may multiply them by zero.
 
     Raises ValueError, before anything is launched, for inputs that do not fit together or are not supported.
     """

@@ -98,4 +98,7 @@ _recent = WeakTensorKeyDictionary()
 # A pipeline stage holds several micro-batches between their forward and their backward.
 @lru_cache(maxsize=64)
 def _schedule(rows: bytes, key: Key) -> Schedule:
+    if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A replay would read host memory that other tile lists have by then.
+        raise RuntimeError("Call attention once with these segments before a CUDA graph captures it.")
     return Schedule(np.frombuffer(rows, dtype=np.int32).reshape(-1, 4), key)

@@ -23,6 +23,8 @@ def train(
     cpu: int = 2,
     gpu: int = 0,
     memMB: int = 8192,
+    env: Optional[dict[str, str]] = None,
+    mounts: Optional[list[str]] = None,
     max_retries: int = 0,
     max_restarts: int = 0,
 ) -> specs.AppDef:
@@ -39,6 +41,8 @@ def train(
         cpu: CPU cores a host
         gpu: GPUs a host, as the scheduler is to reserve them; none where wlb.device = "cpu"
         memMB: memory a host in MiB
+        env: environment variables of the processes, such as NCCL_DEBUG=INFO,WANDB_API_KEY=...
+        mounts: volumes of containers, as of dist.ddp: type=bind,src=/data,dst=/data
         max_retries: how often the scheduler starts a failed job again
         max_restarts: how often the hosts start their processes again, from the newest checkpoint
     """
@@ -64,6 +68,8 @@ def train(
         cpu=cpu,
         gpu=0 if hosts.on_cpu else gpu,
         memMB=memMB,
+        env=env,
+        mounts=mounts,
         j=f"{hosts.fewest}:{hosts.nodes}x{hosts.processes}",
         max_retries=max_retries,
     )
@@ -78,6 +84,8 @@ def bench(
     image: str = ".",
     h: Optional[str] = None,
     gpu: int = 0,
+    env: Optional[dict[str, str]] = None,
+    mounts: Optional[list[str]] = None,
 ) -> specs.AppDef:
     """Measures policies in turns on one model. Options after `--` override keys: `-- --wlb.bench.rounds 20`.
 
@@ -89,6 +97,9 @@ def bench(
         image: container image of the job, as of wlb.train
         h: named resource of a host, instead of gpu
         gpu: GPUs a host
+        env: environment variables of the processes
+        mounts: volumes of containers
     """
     words = (*overrides, "--wlb.bench.policies", policies)
-    return train(*words, config=config, nnodes=nnodes, image=image, name="wlb-bench", h=h, gpu=gpu)
+    kept = {"image": image, "h": h, "gpu": gpu, "env": env, "mounts": mounts}
+    return train(*words, config=config, nnodes=nnodes, name="wlb-bench", **kept)

@@ -165,6 +165,8 @@ class Agent(LocalElasticAgent):
         how = f"exit code {first.exitcode}"
         if first.exitcode < 0:
             how = f"killed by {signal.Signals(-first.exitcode).name}"
+        if first.exitcode == -signal.SIGBUS:
+            how += ", as when a corpus is cut or overwritten while it is read, or /dev/shm is full"
         print(f"The job failed: rank {rank} ({how}).", file=sys.stderr)
         return max(first.exitcode, 1)
 

@@ -33,7 +33,7 @@ def refuse_docker(image: str) -> None:
     """Refuses Docker without an image: TorchX's default. TorchX has imported the scheduler that it takes."""
     if image == HERE and "torchx.schedulers.docker_scheduler" in sys.modules:
         raise UserError(
-            "TorchX takes Docker in a folder without .torchxconfig, and --image names no image. On this "
+            "TorchX uses Docker in a folder without .torchxconfig, and --image names no image. On this "
             "machine `wlb-titan train FILE` trains, and `torchx run -s local_cwd` runs any component."
         )
 

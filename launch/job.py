@@ -92,7 +92,7 @@ def _range(nnodes: str) -> tuple[int, int]:
     most = int(match[2]) if match else 0
     fewest = int(match[1] or most) if match else 0
     if not 1 <= fewest <= most:
-        raise UserError(f"--nnodes: a number of hosts, or MIN:N, each at least 1; got {nnodes!r}.")
+        raise UserError(f"--nnodes: a number of hosts, or MIN:N with MIN from 1 to N; got {nnodes!r}.")
     return fewest, most
 
 
@@ -113,7 +113,7 @@ def _check_fewer(config: str, overrides: Sequence[str], world_size: int, fewer: 
     try:
         resolved = load_config(config, overrides, world_size=fewer)
     except UserError as error:
-        raise UserError(f"With {fewer} processes, which --nnodes allows to be left: {error}") from error
+        raise UserError(f"With {fewer} processes, as few as --nnodes allows: {error}") from error
     if resolved.config.training.global_batch_size <= 0:
         raise UserError(
             "training.global_batch_size: set it where hosts may be lost. Without it a step of "

@@ -118,7 +118,8 @@ def balance(
     counts = [count for count in range(least, most + 1) if not equal_counts or number % (ranks * count) == 0]
     if not counts:
         raise PlanError(
-            f"{number} {kind}s make no {ranks} ranks x {least} to {most} micro-batches of equal counts."
+            f"{number} {kind}s cannot be divided into {ranks} ranks x {least} to {most} micro-batches of "
+            "equal counts."
         )
     bins = _fewest_bins(first, [ranks * count for count in counts], limit, equal_counts)
     if bins is None:
@@ -170,7 +171,9 @@ def _units(
         unit[group] = number
     prompt = before[[group[0] for group in sequences]]
     if (before != prompt[unit]).any():
-        raise PlanError("The answers of a group share their prompt, and some have prompts of other lengths.")
+        raise PlanError(
+            "The answers of a group share their prompt, but in some groups the lengths of prompts differ."
+        )
     if callable(cost) or isinstance(cost, CostModel):
 
         def work_of(tokens: Ints) -> Floats:
@@ -183,13 +186,11 @@ def _units(
         given = np.asarray(cost, dtype=np.float64)
         if given.shape != sizes.shape or prompts is not None:
             raise PlanError(
-                "A cost in numbers needs one for each sequence; with prompts the cost must be a function."
+                "A list of costs needs one number for each sequence; with prompts, cost must be a function."
             )
         work = np.bincount(unit, given)
     if not (np.isfinite(work).all() and (work > 0).all()):
-        raise PlanError(
-            "The cost must give every sequence a finite, positive work that grows with its tokens."
-        )
+        raise PlanError("The cost must be finite and positive for every sequence, and grow with its tokens.")
     return _Units(np.bincount(unit, sizes).astype(np.int64) + prompt, np.asarray(work, np.float64), sequences)
 
 

@@ -61,7 +61,7 @@ def _reason(error: Exception) -> str:
 def regular(path: str | os.PathLike[str]) -> Path:
     """The path; an OSError unless a file is there that ends, as a pipe need not."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return Path(path)
 
 

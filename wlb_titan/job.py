@@ -119,7 +119,7 @@ class Job:
             dimension.check(self)
         if not 0 <= self.tensor_overlap <= 1:
             raise PlanError(
-                f"The overlap of tensor parallelism is {self.tensor_overlap}; it is between 0 and 1."
+                f"The overlap of tensor parallelism is {self.tensor_overlap}; it must be between 0 and 1."
             )
         self.packing.check(self)
 
@@ -228,8 +228,8 @@ class Job:
         if self.degrees.own_data > 1:
             if self.packing.merges is True:
                 raise PlanError(
-                    f"Data-parallel ranks of {self.degrees} have weights of their own and cannot share a "
-                    "micro-batch; let none share one, or leave the dimension out.",
+                    f"Data-parallel ranks of {self.degrees} have different weights and cannot share a "
+                    "micro-batch; choose a policy without shared micro-batches, or leave the dimension out.",
                     setting="wlb.packing",
                 )
             return jobs

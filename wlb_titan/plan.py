@@ -5,11 +5,12 @@ Every rank computes the same plan from the same lengths, so a plan is never comm
 
     {"iteration": 0, "plan_ms": 1.9, "imbalance": 1.008, "micro_batches": [
        {"dp_rank": 0, "index": 0, "length": 4096, "padding": 12, "workload": 1.7e15,
-        "documents": [{"id": 17, "start": 0, "length": 4084, "delay": 0}],
+        "documents": [{"id": 17, "start": 0, "length": 4084, "delay": 0, "row": 5}],
         "sharding": "per_sequence", "ranks": [[[0, 0, 1024], [0, 3072, 1012]], ...]}]}
 
-Where micro-batches are MicroPacks (policy `slim`) a document also has "prefix" and "total", and the plan has
-"order": for each data-parallel rank and each of its pipeline ranks the passes that it runs, as pass,
+"id" is a document's place in the shuffled stream, "row" its number in the corpus or in the file of --lengths,
+from 0. Where micro-batches are MicroPacks (policy `slim`) a document also has "prefix" and "total", and the
+plan has "order": for each data-parallel rank and each of its pipeline ranks the passes that it runs, as pass,
 micro-batch and stage: [[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. A micro-batch that
 data-parallel ranks share is listed once for each of them, with these ranks as "merged": "documents" and
 "ranks" are the same for all, "length", "padding" and "workload" are each rank's share. One that runs only
@@ -29,6 +30,7 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats, Ints
 
 ID, START, LENGTH, DELAY, ROW = range(5)  # columns of MicroBatch.documents
+NAMES = "id", "start", "length", "delay", "row"  # of these in JSON
 PREFIX, TOTAL = range(2)  # columns of MicroBatch.slices
 DOCUMENT, OFFSET, COUNT = range(3)  # columns of MicroBatch.ranks[r]
 
@@ -146,10 +148,7 @@ class MicroBatch:
             "length": self.length,
             "padding": self.padding,
             "workload": self.workload,
-            "documents": [
-                {"id": id_, "start": start, "length": length, "delay": delay}
-                for id_, start, length, delay in self.documents[:, :ROW].tolist()
-            ],
+            "documents": [dict(zip(NAMES, row, strict=False)) for row in self.documents.tolist()],
         }
         if self.slices is not None:
             for document, (prefix, total) in zip(record["documents"], self.slices.tolist(), strict=True):

@@ -61,8 +61,8 @@ class Planner:
         self._stream = DocumentStream(documents.mixture(), job.window)
         if len(documents.lengths) < job.micro_batches:
             raise PlanError(
-                f"The corpus has {len(documents.lengths)} documents, fewer than the {job.micro_batches} "
-                "micro-batches of one step. Use a larger corpus or fewer micro-batches.",
+                f"The corpus has too few documents for the {job.micro_batches} micro-batches of one step: "
+                f"{len(documents.lengths)}. Use a larger corpus or fewer micro-batches.",
                 setting="corpus.path",
             )
         packing = job.packing

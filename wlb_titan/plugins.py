@@ -212,7 +212,7 @@ def load(target: str) -> Any:
             loaded = getattr(loaded, part)
     except (ImportError, AttributeError, ValueError, TypeError) as error:  # these two for "" and ".relative"
         yours = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        where = "; where it lies in a folder of yours, start with PYTHONPATH=FOLDER" if yours else ""
+        where = "; if it is in a folder of yours, start with PYTHONPATH=FOLDER" if yours else ""
         raise UserError(f"{target!r} cannot be imported: {error}{where}") from error
     return loaded
 
@@ -236,7 +236,7 @@ def configuration(name: str, allowed: tuple[type, ...]) -> type:
         if isinstance(candidate, type) and is_dataclass(candidate) and issubclass(candidate, allowed):
             return candidate
     kinds = " or ".join(full_name(kind) for kind in allowed)
-    raise UserError(f"{name!r} is no configuration of the kind {kinds}")
+    raise UserError(f"{name!r} is not a configuration of the kind {kinds}")
 
 
 def _loaded_name(name: str, allowed: tuple[type, ...]) -> str:

@@ -1,4 +1,4 @@
-"""docs/reproduction.md: page.md with the papers' figures, ours as ranges over the settings, in its gaps."""
+"""docs/reproduction.md: page.md.in, with the papers' figures and ours (ranges over settings) in its gaps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_page(results: Results) -> Path:
         "rates": dict(zip(kernel["q_len"], kernel["tflops"], strict=True)),
         "scale": scale(results["scale"]),
     }
-    template = (HERE / "page.md").read_text(encoding="utf-8")
+    template = (HERE / "page.md.in").read_text(encoding="utf-8")
     PAGE.write_text(template.format_map(gaps), encoding="utf-8")
     return PAGE
 

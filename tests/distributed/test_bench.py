@@ -88,11 +88,15 @@ def test_a_rank_that_dies_ends_the_bench(lab):
             "slom: no packing policy is called 'slom'. Did you mean 'slim'",
         ),
         ("plain/ulysses,plain", ("cp8",), "plain/ulysses cannot take turns in this job: With ulysses 8"),
-        ("plain,slim", ("pp2", "GPipe"), "slim cannot take turns in this job: Slices go through a pipeline"),
+        (
+            "plain,slim",
+            ("pp2", "GPipe"),
+            "slim cannot take turns in this job: Slices need the pipeline schedule",
+        ),
         (
             "plain,slim",
             ("pp2", "slim4", "asymmetric", "full"),
-            "only some of wlb.bench.policies have its stages",
+            "only some of wlb.bench.policies can use its stages",
         ),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_checkpoint_is_exported_in_one_process_as_a_run_saves_it(lab, on_termi
     config, other = str(runs["dp2"][1].folder / "config.toml"), str(run.folder / "other")
     others = ("1", "--output", other, "--checkpoint.last_save_in_hf", "false", "--base")
     for words, told in {
-        ("1",): "--output: .*step-1 is there already; name another",
+        ("1",): "--output: .*step-1 already exists; name another",
         ("7",): "STEP: .*step-7 cannot be exported: it does not exist. In .* there is step-1, step-2",
         ("2",): "STEP: .*step-2 cannot be exported: it is in that format already",
         (*others, "bases:lora"): "base: .* such as LoRA's ",

@@ -41,9 +41,9 @@ PLAN = """
 --policies plain,wlb --output x.jsonl -> plans of one policy
 --output /nowhere/plan.jsonl -> --output: /nowhere/plan.jsonl cannot be written: there is no folder /nowhere
 --output - -> --output: name a file
---output good.toml -> good.toml is there, and is no file
+--output good.toml -> good.toml exists, and this command did not
 --output good.txt -> no file that this command writes | --output corpus -> is a directory
---report pages -> pages/report.html is there, and is no file that this command writes
+--report pages -> pages/report.html exists, and this command did not write it
 --lengths nowhere.txt -> neither a distribution of lengths called 'nowhere.txt'
 --lengths . -> The file of lengths . cannot be read
 --lengths bytes -> The file of lengths bytes cannot be read
@@ -55,7 +55,7 @@ PLAN = """
 --lengths longest -> value has 5000 digits
 --lengths nothing -> is empty
 --lengths ones -> All documents have one token
---lengths two -> --lengths: The corpus has 2 documents, fewer than the 4 micro-batches
+--lengths two -> --lengths: too few documents for the 4 micro-batches of one step: 2
 --training.local_batch_size 100000 -> --lengths: The corpus has 3000 documents
 --training.local_batch_size HUGE | --training.seq_len HUGE | --wlb.corpus.seed -1
 --training.seqlen 5 -> Did you mean training.seq_len
@@ -86,7 +86,7 @@ SIMULATE = """
 --policies plane -> no packing policy is called 'plane'
 --trace /nowhere/trace.json -> --trace: /nowhere/trace.json cannot be written: there is no folder
 --report good.txt -> is a file
---trace table.toml -> --trace: table.toml is there, and is no file that this command writes
+--trace table.toml -> --trace: table.toml exists, and this command did not write it
 --routing-imbalance 0 | --wlb.context.profile nope | --search --world-size 0
 --search --trace t.json -> --trace draw policies; leave out --search
 --search --world-size 1 --base llama2_7b -> Nothing fits 1 GPUs
@@ -107,7 +107,7 @@ simluate good.toml -> Did you mean 'simulate'? | train good.toml --max-restart 3
 bench good.toml --policies , -> '' names no policy | bench good.toml --policies= -> '' names no policy
 plan good.toml --step 3 -> Did you mean '--steps'? | simulate good.toml --policy plain -> '--policies'
 nope | plan | plan nowhere.toml | simulate | simulate nowhere.toml
-simulate --confg good.toml -> It comes first, or after --config: main simulate FILE
+simulate --confg good.toml -> Give the file first, or after --config: main simulate FILE
 plan late.toml --lengths good.txt -> late.toml:3: wlb.packing.thresholds = [300]: The
 config check nowhere.toml | config check good.txt | config check . | config check /dev/null
 config check deep.toml | config check digits.toml | config check latin.toml | config check circle.toml
@@ -124,7 +124,7 @@ profile --output p.json | profile nowhere.toml --output p.json
 profile good.toml --output /nowhere/p.json
 profile good.toml --output good.toml -> --output: good.toml is there
 dryrun good.toml --output good.toml -> --output: good.toml is there
-rehearse good.toml --output corpus/corpus.json -> corpus.json is there, and is no file
+rehearse good.toml --output corpus/corpus.json -> corpus.json exists, and this command did not
 compare nowhere | compare . | compare good.txt | compare nowhere --report pages -> report.html is there
 """
 COMMANDS = {

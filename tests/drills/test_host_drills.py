@@ -118,6 +118,25 @@ def test_a_command_that_loses_a_rank_goes_on_by_itself(ground):
     assert run.losses() == pytest.approx(ground.undisturbed.losses(), rel=1e-3)
 
 
+LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-m", "wlb_titan.runtime.train", *sys.argv[1:]])
+print(rank.pid, flush=True)
+rank.wait()
+"""
+
+
+def test_a_rank_ends_with_its_launcher_while_it_waits_for_the_others(ground):
+    words = [sys.executable, "-c", LAUNCHER, "--config", str(ground.config)]
+    others = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment() | others)
+    rank = Path("/proc", launcher.stdout.readline().strip())
+    await_(lambda: "libtorch" in (rank / "maps").read_text(), str, PATIENCE)
+    launcher.kill()
+    ended = lambda: not rank.exists() or "(zombie)" in (rank / "status").read_text()  # noqa: E731
+    await_(ended, str, patience=60)  # in which it would still wait
+
+
 @pytest.mark.parametrize(("status", "starts"), [(EXIT_USER_ERROR, 1), (1, 3)])
 def test_a_users_mistake_is_not_started_again_as_a_failure_is(tmp_path, status, starts):
     program, started = tmp_path / "rank.py", tmp_path / "started"

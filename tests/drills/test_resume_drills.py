@@ -39,7 +39,7 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_taken(ground):
         file.truncate(1000)
     log = ground.ends_undisturbed("broken").log()
     assert f"step-6 is broken: its file {piece.name} has 1,000 bytes instead of" in log
-    assert "goes on from step 4" in log
+    assert "continues from step 4" in log
     assert (checkpoints / "broken-6" / piece.name).exists()
 
 
@@ -77,7 +77,8 @@ def test_a_run_that_begins_at_an_older_step_leaves_the_former_ones_and_goes_on_f
     job = ground.run("branch", *words, largest_file=200_000)
     assert 0 not in job.codes and "its disk is full" in job.log(), job.log()
     assert (
-        "goes on from step 4" in job.log() and "step-8 is of a later step, and becomes former-8" in job.log()
+        "continues from step 4" in job.log()
+        and "step-8 is of a later step, and becomes former-8" in job.log()
     )
     assert not damage(checkpoints / "former-6") and not damage(checkpoints / "former-8")
     assert former == {file.name: file.read_bytes() for file in (checkpoints / "former-6").iterdir()}
@@ -111,7 +112,7 @@ def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
     ground.start("extended", *words, "--training.steps", "4").ends_in_error("has done its 4 steps; set")
     job = ground.run("extended", *words, "--training.steps", "6")
     assert job.codes == [0, 0] and "Traceback" not in job.log(), job.log()
-    assert "goes on from step 2" in job.log() and "step-4 has weights alone" in job.log()
+    assert "continues from step 2" in job.log() and "step-4 has weights alone" in job.log()
     assert [record["step"] for record in job.metrics()] == [1, 2, 3, 4, 5, 6]
     assert exported < {file.name for file in (checkpoints / "former-4").iterdir()}
     assert json.loads((checkpoints / "step-6" / "config.json").read_text())["model_type"] == "llama"

@@ -70,7 +70,7 @@ def test_the_walk(tmp_path, monkeypatch):
     run.send_signal(signal.SIGINT)
     assert run.wait(300) == 130, log.read_text()
     assert "Ctrl-C or SIGTERM: the run ends after the step under way" in log.read_text()
-    assert "all is saved; start the job again to go on" in log.read_text()
+    assert "all is saved; start the job again to continue" in log.read_text()
 
     assert started(log, "train", "job.toml", *SMALL, "--wlb.corpus.seed", "7").wait(300) == 2
     assert "its seed is 3, and this job's is 7, which makes another stream" in log.read_text()

@@ -89,7 +89,7 @@ def _start(launch: Launch, target: GPUTarget):
 
 def _receive(process, receiver) -> Report:
     try:
-        report = receiver.recv() if receiver.poll(300) else Report(error="not compiled within 300 s")
+        report = receiver.recv()
     except EOFError:
         process.join()
         report = Report(error=f"the compiler ended its process, exit code {process.exitcode}")

@@ -38,6 +38,20 @@ def pytest_pycollect_makemodule(module_path):
         use_cpu_without_accelerator()
 
 
+@pytest.fixture(scope="session")
+def forms(tmp_path_factory):
+    """A folder of `corpora.DOCUMENTS` in four forms, to be read only: `m` of Megatron's, `t.ds` of
+    datatrove's, `d` of Hugging Face's, `p` of our own."""
+    import corpora
+
+    folder = tmp_path_factory.mktemp("forms")
+    corpora.write_datatrove(folder / "t.ds", corpora.DOCUMENTS)
+    corpora.write_megatron(folder / "m", corpora.DOCUMENTS)
+    corpora.save_dataset(folder / "d")
+    corpora.write_prepared(folder / "p", corpora.DOCUMENTS)
+    return folder
+
+
 @pytest.fixture
 def forked_ranks(fork_server, tmp_path, monkeypatch):
     """`dryrun` and `rehearse` with ranks that are forked: each would import torchtitan for seconds."""

@@ -11,6 +11,17 @@ from wlb_titan.corpus.corpus import Preparation
 from wlb_titan.prepare.prepare import write_documents
 from wlb_titan.prepare.tokenizer import Document
 
+DOCUMENTS = [[5, 6, 7], [8], [], [9] * 40, [1, 2], [300] * 7, []]
+MASKS = [[0, 1, 1], [1], [], [1, 0] * 20, [1, 1], [0] * 7, []]
+
+
+def save_dataset(path: Path, **columns) -> Path:
+    """DOCUMENTS as `datasets` does, with these columns beside their tokens."""
+    import datasets
+
+    datasets.Dataset.from_dict({"input_ids": DOCUMENTS, **columns}).save_to_disk(path)
+    return path
+
 
 def write_prepared(folder: Path, documents, masks=None) -> Path:
     """As `wlb-titan prepare` does. The tokenizer is never loaded, so any bytes do."""

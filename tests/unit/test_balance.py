@@ -150,7 +150,10 @@ def test_a_shared_prompt_is_computed_once():
         ({"lengths": [5] * 3, "ranks": 1, "groups": [1]}, "groups has 1 values"),
         ({"lengths": [5] * 2, "ranks": 1, "groups": [1, 1], "prompts": [3, 4]}, "share their prompt"),
         ({"lengths": [0.5], "ranks": 1}, "whole numbers"),
-        ({"lengths": [5] * 3, "ranks": 2, "equal_counts": True}, "3 sequences make no 2 ranks"),
+        (
+            {"lengths": [5] * 3, "ranks": 2, "equal_counts": True},
+            "3 sequences cannot be divided into 2 ranks",
+        ),
         ({"lengths": [5] * 3, "ranks": 1, "may_wait": True}, "must be a number"),
         ({"lengths": [5] * 3, "ranks": 1, "cost": np.ones(2)}, "one for each sequence"),
         ({"lengths": [5], "ranks": 1, "cost": lambda tokens: tokens * 0.0}, "positive work"),

@@ -222,8 +222,8 @@ WRITTEN = {  # messages, template, and what is learned or a part of the refusal
         "drops the tool_calls",
     ),
     "one call of two": (spoken("", tool_calls=[CALL, CALL]), FIRST, "drops the tool_calls"),
-    "call without name": (spoken("b", tool_calls=[{}]), ALL, r"2 \(assistant\) calls a tool without name"),
-    "call of text": (spoken("b", tool_calls=[{"function": "f"}]), ALL, "calls a tool without name"),
+    "call without name": (spoken("b", tool_calls=[{}]), ALL, r"2 \(assistant\) calls an unnamed tool"),
+    "call of text": (spoken("b", tool_calls=[{"function": "f"}]), ALL, "calls an unnamed tool"),
     "calls as Python": (
         CALLED,
         chatml("{{ m.content }}{{ m.tool_calls or '' }}"),
@@ -396,7 +396,7 @@ def test_the_command_shows_what_is_learned(tmp_path, tokenizer):
 @pytest.mark.slow
 def test_a_template_that_writes_the_date_gets_one_that_is_kept(tmp_path, tokenizer):
     dated = "{{ strftime_now('%d %B %Y') }}\n" + PLAIN
-    with pytest.raises(CorpusError, match=r"writes the date; .* --today YYYY-MM-DD"):
+    with pytest.raises(CorpusError, match=r"writes today's date; .* --today YYYY-MM-DD"):
         prepare(tmp_path, tokenizer, dated)
     with pytest.raises(CorpusError, match="--today: Invalid isoformat string: 'noon'"):
         prepare(tmp_path, tokenizer, dated, today="noon")

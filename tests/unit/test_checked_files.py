@@ -1,38 +1,24 @@
 """`config check` opens the files that a TOML file names: corpora, mixtures of them, a folder of weights."""
 
-import dataclasses
 import json
 import re
-import shutil
 import struct
 
 import datasets
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from wlb_titan.commands.main import main
-from wlb_titan.corpus import Corpus
-from wlb_titan.errors import UserError
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
-from wlb_titan.prepare.tokenizer import CorpusTokenizer
-from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.hugging_face import (
-    ROUTER_BIAS,
-    begin_export,
-    complete_export,
     described,
     differences,
     differing_tensors,
-    drop_router_bias,
     exchanged,
-    export_files,
-    on_meta,
     read_description,
 )
 from wlb_titan.runtime.models.bases import base_config
@@ -123,7 +109,10 @@ def test_plan_shows_what_a_mixture_does(write, tmp_path):
             r"toml:11: .*s.1.path = .* is no corpus",
         ),
         (MIXTURE.replace("weight = 3.0", "weight = 1e300"), "the source short has less than 1e-06 of all"),
-        (MIXTURE.replace("books", "a/b"), "The source 'a/b' becomes a part of metrics' names"),
+        (
+            MIXTURE.replace("books", "a/b"),
+            "The name of the source 'a/b' becomes part of the names of metrics",
+        ),
         (MIXTURE.replace("0.9", "1.9"), "long_share = 1.9: should be less than 1"),
         (MIXTURE.replace("long_share = 0.9", ""), "only one of long_length and long_share"),
         (MIXTURE.replace('"books"', '"short"'), "The sources are called short, short"),
@@ -243,83 +232,6 @@ def test_a_folder_that_does_not_fit_is_refused(initial_load, folder, words):
     assert_refused(initial_load(**{"base": LLAMA, "description": LLAMA_3_1_8B, **folder}), words)
 
 
-@pytest.mark.parametrize("base", ["llama3_debug", "torchtitan.models.qwen3.config_registry:qwen3_debugmodel"])
-def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tmp_path):
-    """Trained from nothing, so that config.json is written here; in float32."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from wlb_titan.runtime.attention.module import DocumentMask
-
-    config, corpus = base_config(base), Corpus.open(corpora / "corpus")
-    torch.manual_seed(0)
-    model = config.model_spec.model.build()
-    with torch.no_grad():
-        model.init_weights()
-        for parameter in model.parameters():  # norms of one would hide which is which
-            parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
-    adapter = config.model_spec.state_dict_adapter(config.model_spec.model, None)
-    save_file(
-        {name: t.clone().contiguous() for name, t in adapter.to_hf(model.state_dict()).items()},
-        tmp_path / "model.safetensors",
-    )
-    config.checkpoint.export_dtype = "float32"
-    begin_export(tmp_path, export_files(config, corpus))
-    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and theirs.dtype == torch.float32
-    ids = torch.tensor([corpus.tokens(0, 0, 24).tolist()])
-    mask = DocumentMask(torch.tensor([[0, 24, 0, 24]], dtype=torch.int32))
-    with torch.no_grad():
-        expected = model(ids, torch.arange(24)[None], mask)
-        found = theirs(ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.decode(ids[0], clean_up_tokenization_spaces=False).startswith("to be or not")
-    assert theirs.generation_config.eos_token_id == CorpusTokenizer(corpus.tokenizer_path).end_of_text_id
-
-
-def step_5(tmp_path, base="llama3_debug"):
-    """The settings of a run that exports its fifth step, and that step's folder."""
-    config = base_config(base)
-    config.dump_folder, config.training.steps = str(tmp_path), 5
-    exported = {"last_save_in_hf": True, "last_save_model_only": True}
-    config.checkpoint = dataclasses.replace(config.checkpoint, enable=True, **exported)
-    return config, tmp_path / "checkpoint" / "step-5"
-
-
-def test_a_killed_export_is_made_again_and_only_a_whole_one_is_done(corpora, tmp_path):
-    """Killed at any moment until torch has written the index of the weights."""
-    config, folder = step_5(tmp_path)
-    for _ in range(2):
-        begin_export(folder, export_files(config, Corpus.open(corpora / "corpus")))
-        assert beginning(config).step == -1
-    writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
-    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(UserError, match="has done its 5 steps"):
-        beginning(config)
-    complete_export(folder)
-    weights = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
-    settings = {"config.json", "generation_config.json", "tokenizer.json"}
-    names = {file.name for file in folder.iterdir()}
-    assert weights | settings <= names and "sharded" not in names
-
-
-@pytest.mark.parametrize("biased", [True, False])
-def test_a_bias_that_the_export_loses_is_named(corpora, tmp_path, caplog, biased):
-    """A run that trained with it is started again with an export, for which the model has none."""
-    config, folder = step_5(tmp_path, "torchtitan.models.qwen3.config_registry:qwen3_moe_debug")
-    names = {
-        name: value for name, value in on_meta(config.model_spec).state_dict().items() if "layers.1." in name
-    }
-    bias = next(name for name in names if name.endswith(ROUTER_BIAS))
-    assert drop_router_bias(config.model_spec)
-    kept = {name: torch.ones(1) for name in names if biased or name != bias}
-    dcp.save(kept, checkpoint_id=folder, no_dist=True)
-    config.checkpoint.load_step = 5
-    export_files(config, Corpus.open(corpora / "corpus"))
-    said = f"1 biases of routers, such as {bias}, for which Hugging Face's format of qwen3 has no place"
-    assert (said in caplog.text) is biased
-
-
 QWEN_0_6B = "torchtitan.models.qwen3.config_registry:qwen3_0_6b"
 DEEPSEEK = "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_671b"
 GPT_OSS = "torchtitan.models.gpt_oss.config_registry:gpt_oss_20b"
@@ -427,52 +339,3 @@ def test_a_file_that_is_cut_off_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:-4])
     (words,) = differing_tensors(tmp_path, {"a": [9]}, "^$")
     assert str(file) in words and "cannot be read" in words
-
-
-def test_an_export_says_what_the_run_says(corpora, tmp_path, caplog):
-    """Tokens that end and pad a text, the chat template and the tokenizer are the corpus', where it has any;
-    all else is as it was. Both folders may be deleted meanwhile."""
-    for name in ("corpus", "weights"):
-        shutil.copytree(corpora / "corpus", tmp_path / name)
-    corpus, weights = tmp_path / "corpus" / "tokenizer", tmp_path / "weights" / "tokenizer"
-    tokens = {"eos_token": "<|endoftext|>", "pad_token": {"content": "<|endoftext|>"}, "bos_token": None}
-    (corpus / "tokenizer_config.json").write_text(json.dumps(tokens))
-    (corpus / "chat_template.jinja").write_text("the run's")
-    (weights / "chat_template.jinja").write_text("of before")
-    (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "top_k": 20}))
-    before = {"eos_token_id": 7, "bos_token_id": 5, "hidden_size": 128, "dtype": "float16"}
-    (weights / "config.json").write_text(json.dumps(before | {"quantization_config": {}}))
-    config = base_config("llama3_debug")
-    config.checkpoint = dataclasses.replace(
-        config.checkpoint, initial_load_in_hf=True, initial_load_path=str(weights), export_dtype="bfloat16"
-    )
-    opened = Corpus.open(tmp_path / "corpus")
-    with caplog.at_level("INFO"):
-        files = export_files(config, opened)
-    (end,) = {CorpusTokenizer(corpus).end_of_text_id}
-    shutil.rmtree(corpus), shutil.rmtree(weights)
-    begin_export(tmp_path / "export", files)
-    saved = {file.name: file.read_text() for file in (tmp_path / "export").iterdir()}
-    assert json.loads(saved["generation_config.json"]) == {
-        "eos_token_id": end,
-        "pad_token_id": end,
-        "top_k": 20,
-    }
-    ids = {"eos_token_id": end, "pad_token_id": end, "bos_token_id": 5}
-    assert json.loads(saved["config.json"]) == {**ids, "hidden_size": 128, "torch_dtype": "bfloat16"}
-    assert (
-        saved["chat_template.jinja"] == "the run's" and json.loads(saved["tokenizer_config.json"]) == tokens
-    )
-    assert f"eos_token_id = {end} in config.json, which was 7" in caplog.text
-    assert "tokenizer_config.json; chat_template.jinja; eos_token_id" in caplog.text
-
-
-def test_a_chat_template_of_the_weights_stays_where_the_corpus_has_none(corpora, tmp_path):
-    shutil.copytree(corpora / "corpus" / "tokenizer", tmp_path / "weights")
-    (tmp_path / "weights" / "chat_template.jinja").write_text("of before")
-    (tmp_path / "weights" / "config.json").write_text("{}")
-    config = base_config("llama3_debug")
-    config.checkpoint = dataclasses.replace(
-        config.checkpoint, initial_load_in_hf=True, initial_load_path=str(tmp_path / "weights")
-    )
-    assert export_files(config, Corpus.open(corpora / "corpus"))["chat_template.jinja"] == b"of before"

@@ -47,7 +47,7 @@ def test_what_takes_long_to_import_is_not_imported(program):
 def test_a_file_that_is_not_there_is_told_without_torch(words):
     result, imported = fresh(f"main(['train', *{words!r}])")
     assert result.returncode == 2 and "torch" not in imported
-    assert "nowhere.toml: there is no such file. It comes first" in result.stderr
+    assert "nowhere.toml: there is no such file. Give the file first" in result.stderr
 
 
 def test_help_lists_every_subcommand():

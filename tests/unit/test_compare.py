@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 
 def make_run(*records):
-    return Run("run", None, {}, list(records))
+    return Run("run", None, {}, list(records), (np.empty(0), np.empty(0)))
 
 
 def rates(*tflops):
@@ -192,7 +192,7 @@ def assert_refused(path, message):
     assert str(path) in result.output and message in result.output
 
 
-NO_LINE = "metrics.jsonl:1: this is no line of a run's metrics"
+NO_LINE = "metrics.jsonl:1: this line is not a valid record of metrics"
 WRONG = {  # a file of the folder, what is in it instead (None: it is not there), what is said
     "no metrics": ("metrics.jsonl", None, "there is no metrics.jsonl in it. Name the dump_folder of a run"),
     "no configuration": ("config.toml", None, "there is no config.toml in it"),
@@ -236,3 +236,14 @@ def test_a_trace_reads_back(tmp_path):
     path.write_text("{}")
     with pytest.raises(UserError, match=re.escape(str(path))):
         read_trace(path)
+
+
+def test_the_last_validation_stands_beside_the_loss(folder, tmp_path):
+    runs = [folder(name, [record(step) for step in (1, 2, 3)]) for name in ("plain", "slim")]
+    (runs[1] / "validation.jsonl").write_text('{"step": 1, "loss": 4.5}\n{"step": 3, "loss": 4.25}\n{"st')
+    said = output(*runs, "--report", tmp_path / "page")
+    assert cells("loss of the last validation", said) == ["–", "4.2500"]
+    assert "Validation" in (tmp_path / "page" / "report.html").read_text()
+    (runs[1] / "validation.jsonl").write_text('{"step": 1, "loss": "high"}\n')
+    with pytest.raises(UserError, match=r"validation\.jsonl is not a valid record of validations"):
+        open_run(runs[1], "slim")

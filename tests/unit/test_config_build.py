@@ -221,12 +221,12 @@ REFUSED = """
 | [training]; microbatch = 5; steps = 3 |
     train.toml:3: training.microbatch = 5: Training rejects this: the microbatch 5 does not divide 8.
 [inner]; radius = -1 | | --inner.filled false
-    command line: [inner]: Disc rejects this: that is not positive. Written are inner.radius = -1
+    command line: [inner]: Disc rejects this: that is not positive. You set inner.radius = -1
     (parent.toml:3), inner.filled = false (command line).
 shape.radius = -1 | |
     parent.toml:2: shape.radius = -1: Circle rejects this: that is not positive.
 inner.radius = 20 | | --shape.radius=21 --folder=x
-    command line: Config rejects this: the sum of each radius is above the limit. Written are
+    command line: Config rejects this: the sum of each radius is above the limit. You set
     inner.radius = 20 (parent.toml:2), shape.radius = 21 (command line).
 | shape.class = "Hidden" |
     train.toml:2: shape.class = "Hidden": there is no such class here. The loaded ones are Circle,
@@ -235,14 +235,14 @@ inner.radius = 20 | | --shape.radius=21 --folder=x
     train.toml:2: shape.class = ".x:Circle": '.x:Circle' cannot be imported: the 'package' argument
     is required to perform a relative import for '.x'.
 | [extra] |
-    train.toml:2: [extra]: the key 'side' is missing; Square has no default for it.
+    train.toml:2: [extra]: the required key 'side' is missing.
 | [[options]]; a = 1 |
     train.toml:2: options = [{a = 1}]: should be a table or be "none".
 training.steps = 0 | |
     parent.toml:2: training.steps = 0: should be greater than or equal to 1.
 | limit = nan |
-    train.toml:2: limit = nan: texts have no zero bytes, numbers should be finite and have at most 64
-    bits, and dates have no place here.
+    train.toml:2: limit = nan: strings may not contain zero bytes, numbers should be finite and have at
+    most 64 bits, and dates are not supported.
 groups = 3 | |
     parent.toml:2: groups = 3: should be a valid array.
 extends = "train.toml" | |
@@ -281,7 +281,7 @@ def test_a_rule_over_the_whole_names_the_place(load):
     assert rule("training.steps: too few") == "train.toml:3: training.steps = 3: too few"
     assert rule("training.rate: no") == "train.toml:1: training.rate = 1.0 (base small): no"
     assert rule("training: odd.") == (
-        "train.toml:1: training: odd. Written are training.steps = 3 (train.toml:3), "
+        "train.toml:1: training: odd. You set training.steps = 3 (train.toml:3), "
         "training.batch = 4 (train.toml:4)."
     )
 

@@ -1,5 +1,6 @@
 """`wlb-titan config check` and `show` on torchtitan's own configuration; and what `slim` needs of one."""
 
+import os
 import re
 import tomllib
 from dataclasses import replace
@@ -44,23 +45,23 @@ hf_assets_path = "tokenizer"
 loss.class = "torchtitan.components.loss:MSELoss"
     t.toml:2: loss.class = ... MSELoss takes no labels that are token ids
 training.gc_freq = 0
-    t.toml:2: training.gc_freq = 0: garbage is collected every so many steps, at least 1
+    t.toml:2: training.gc_freq = 0: it is a number of steps, at least 1
 optimizer.param_groups.0.pattern = "["
-    t.toml:2: optimizer.param_groups.0.pattern = "[": it is no regular expression
+    t.toml:2: optimizer.param_groups.0.pattern = "[": it is not a valid regular expression
 optimizer.param_groups.0.pattern = "zzz"
     t.toml:2: optimizer.param_groups.0.pattern = "zzz": it matches no parameter of the model
 optimizer.param_groups.0.pattern = "norm"
-    optimizer.param_groups: no pattern is in the name of
+    optimizer.param_groups: no pattern matches
 compile.enable = true; compile.backend = "foo"
-    t.toml:3: compile.backend = "foo": torch has ... inductor
+    t.toml:3: compile.backend = "foo": torch has no such backend; it has ... inductor
 optimizer.param_groups.0.pattern = "tok_embeddings"; parallelism.pipeline_parallel_degree = 2; \
 optimizer.param_groups.0.optimizer_name = "AdamW"
-    optimizer.param_groups: no pattern is in the name of layers.0 ... of stage 0; add a last group
+    optimizer.param_groups: no pattern matches layers.0 ... of stage 0; add a last group
 parallelism.expert_parallel_degree = 2; parallelism.data_parallel_shard_degree = 2
     t.toml:2: parallelism.expert_parallel_degree = 2: the model has no experts; set it to 1
 loss.class = "torchtitan.tools.profiler:Profiler"
     t.toml:2: loss.class =  ...
-    Profiler' is no configuration of the kind torchtitan.components.loss:BaseLoss
+    Profiler' is not a configuration of the kind torchtitan.components.loss:BaseLoss
 optimizer.param_groups.1.optimizer_kwargs.lr = 1.0
     t.toml:2: optimizer.param_groups.1: ... has 1 element(s)
 wlb.policy = "plain//best"; parallelism.pipeline_parallel_degree = 2; \
@@ -71,7 +72,7 @@ training.disable_cuda_graphs = false
 wlb.device = "cpu"; wlb.attention.implementation = "triton"
     t.toml:3: wlb.attention.implementation = "triton":  ... needs a CUDA device, and runs on cpu
 wlb.attention.implementation = "fast"
-    t.toml:2: wlb.attention.implementation = "fast":  ... 'fast' is none of auto, gluon, torch,
+    t.toml:2: wlb.attention.implementation = "fast":  ... 'fast' is not one of auto, gluon, torch,
 training.mixed_precision_param = "bfloat16"; wlb.attention.implementation = "gluon"
     t.toml:3: wlb.attention.implementation = "gluon":  ... head dims (64, 128), but q has 32
 training.mixed_precision_param = "float32"; wlb.attention.implementation = "triton"
@@ -79,7 +80,7 @@ training.mixed_precision_param = "float32"; wlb.attention.implementation = "trit
 parallelism.context_parallel_load_balancer = "ptrr"
     t.toml:2: parallelism.context_parallel_load_balancer =  ... no effect ... wlb.policy
 validator.class = "torchtitan.components.validate:Validator"
-    t.toml:2: validator.class =  ... is no configuration of the kind wlb_titan.runtime.validator:Validator
+    t.toml:2: validator.class =  ... is not a configuration of the kind wlb_titan.runtime.validator:Validator
 validator.freq = 5
     t.toml:2: validator.freq = 5: this has no effect ... wlb.validation.every
 validator.dataloader.dataset = "c4"
@@ -122,21 +123,21 @@ parallelism.pipeline_parallel_degree = 2; parallelism.pipeline_parallel_schedule
 wlb.validation.path = "a"; wlb.validation.hold_out = 0.1
     t.toml:2: [wlb.validation]: ValidationSettings rejects this: with path
 wlb.epochs = 2; wlb.corpus.sources = [{path = "a"}]
-    t.toml:2: wlb.epochs = 2: WlbSettings rejects this: sources come round at different times
+    t.toml:2: wlb.epochs = 2: WlbSettings rejects this: the sources of a mixture end at different times
 wlb.corpus.path = "nowhere"
     t.toml:2: ... nowhere ... wlb-titan prepare
 dump_folder = "."
-    t.toml:2: dump_folder = ".": the command is run in
+    t.toml:2: dump_folder = ".": the command runs in
 dump_folder = "outputs/corpus/run"
     t.toml:2: ... outputs/corpus is read by the run
 dump_folder = "gs://bucket/run"
     t.toml:2: ... a folder of this machine ... checkpoint.folder =
 dump_folder = "a\\u0000b"
-    t.toml:2: ... texts have no zero bytes
+    t.toml:2: ... strings may not contain zero bytes
 checkpoint.folder = "../x"
     t.toml:2: checkpoint.folder = "../x":  ... is not inside
 checkpoint.exclude_from_loading = ["modl"]
-    t.toml:2: ... "modl" is none of optimizer
+    t.toml:2: ... "modl" is not one of optimizer
 wlb.attention.sm_margin = 1000
     t.toml:2: ... should be less than or equal to 64
 wlb.policy = "//"
@@ -246,6 +247,14 @@ def test_what_is_shown_has_its_origin_and_loads_to_the_same(here):
     assert without_model(shown) == without_model(written)
 
 
+@pytest.mark.parametrize("path", ["weights", "../x/weights", "/weights", "s3://bucket/weights", "none"])
+def test_weights_are_looked_for_from_the_folder_of_the_command_on(here, path):
+    (here / "t.toml").write_text(f'{BASE}\ncheckpoint.enable = true\ncheckpoint.initial_load_path = "{path}"')
+    found = load_config("t.toml").config.checkpoint.initial_load_path
+    expected = {"none": None, "s3://bucket/weights": path}
+    assert found == expected.get(path, os.path.normpath(here / path))
+
+
 def without_model(resolved):
     """The configuration but for the model, whose initialisers are functions and so never equal."""
     return replace(resolved.config, model_spec=None)
@@ -333,7 +342,7 @@ def test_a_window_is_enough_for_four_stages(here):
     one = PIPELINE.replace("local_batch_size = 8", "local_batch_size = 1")
     assert job_in(here, one).replica_micro_batches == 1
     for refused in (one.replace("slim", "plain"), one + "[wlb.validation]\nhold_out = 0.1"):
-        with pytest.raises(UserError, match="as many micro-batches as stages, and there are 1 for 4"):
+        with pytest.raises(UserError, match="as many micro-batches as stages, but there are 1 for 4"):
             job_in(here, refused)
 
 

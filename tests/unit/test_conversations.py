@@ -84,12 +84,12 @@ def places(tmp_path_factory):
 REFUSED = {
     "wlb.corpus.path = good": "",
     "wlb.corpus.path = good; wlb.corpus.mask = unheld": "",
-    "wlb.corpus.path = good; wlb.corpus.mask = zeros": "wlb.corpus.path.*not one token of these documents",
+    "wlb.corpus.path = good; wlb.corpus.mask = zeros": "wlb.corpus.path.*no token of these documents",
     "wlb.corpus.path = good; wlb.corpus.mask = unheld; wlb.validation.hold_out = 0.2": (
-        "wlb.validation.hold_out.*not one token"
+        "wlb.validation.hold_out.*no token"
     ),
     "wlb.corpus.path = good; wlb.validation.path = good; wlb.validation.mask = zeros": (
-        "wlb.validation.path.*not one token"
+        "wlb.validation.path.*no token"
     ),
     "wlb.corpus.path = good; wlb.validation.path = p": "tokenizer.*was not made with the tokenizer",
     "wlb.corpus.path = good; wlb.validation.path = beyond": "wlb.validation.path.*token id 999",

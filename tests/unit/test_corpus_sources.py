@@ -172,7 +172,7 @@ def test_hugging_face_dataset_with_split_and_field(here, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("text:nowhere", "needs a folder, and .*nowhere is none"),
+        ("text:nowhere", "needs a folder, but .*nowhere is not one"),
         ("text:empty", "has no files"),
         ("text:a.jsonl", "needs a folder"),
         ("jsonl:nowhere.jsonl", "needs a file, or a folder with files "),

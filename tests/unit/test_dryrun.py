@@ -245,8 +245,8 @@ def test_a_rank_that_fails_says_how_and_the_command_fails(dryrun):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rank", "8"], "'8' is none of the job's 8 ranks"),
-        (["--rank", "0,middle"], "'middle' is none"),
+        (["--rank", "8"], "'8' is not one of the job's 8 ranks"),
+        (["--rank", "0,middle"], "'middle' is not one"),
         (["--wlb.policy", "wlb/hybrid/best/x"], "too many parts"),
         (["--wlb.policy", "wlbb"], "wlbb"),
         (["--world-size", "12"], "12 processes do not fit"),

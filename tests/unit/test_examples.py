@@ -1,5 +1,6 @@
 """examples/own_policies, installed as a user would: the commands find it, and wlb_titan stays as it is."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,12 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TABLE_1 = ROOT / "train_configs" / "llama2_550m_64k.toml"
 CPU = ROOT / "train_configs" / "cpu_debug.toml"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_what_the_documentation_shows_in_python_is_python(page):
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        compile(block, page.name, "exec")
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def test_an_amd_gpu_is_no_hopper(monkeypatch):
         ("auto", 128, BF16, Device("cuda", (7, 5)), "needs? compute capability 8.0"),
         ("triton", 264, BF16, UNKNOWN, "up to 256, but q has 264"),
         ("triton", 128, BF16, CPU, "needs a CUDA device"),
-        ("fast", 128, BF16, HOPPER, "'fast' is none of auto, gluon, torch, torch_cpu, triton, reference"),
+        ("fast", 128, BF16, HOPPER, "'fast' is not one of auto, gluon, torch, torch_cpu, triton, reference"),
     ],
 )
 def test_what_is_refused(wish, dim, dtype, device, reason):

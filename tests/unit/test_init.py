@@ -30,5 +30,5 @@ def test_a_file_that_is_there_stays(tmp_path, monkeypatch):
     assert first.exit_code == 0 and "wlb-titan train job.toml" in first.output
     before = (tmp_path / "job.toml").read_text()
     again = CliRunner().invoke(main, ["init", "--corpus", "other"])
-    assert again.exit_code == 2 and "job.toml is there already" in again.output
+    assert again.exit_code == 2 and "job.toml already exists" in again.output
     assert (tmp_path / "job.toml").read_text() == before

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import types
+import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,9 @@ from wlb_titan.launch.elastic import Agent, run
 from wlb_titan.launch.job import AGENT, hosts_of
 
 from wlb_titan.commands.main import main
+from wlb_titan.cost import profile
 from wlb_titan.errors import ConfigError, UserError
-from wlb_titan.runtime.train import train
+from wlb_titan.runtime.train import show_warning, train
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +67,8 @@ local_cwd --max_restarts 3 --config CONFIG {LOSING_WORDS}
     wlb-agent --max_restarts 3 --rdzv_conf last_call_timeout=; --nnodes 2:4
 local_cwd --config CONFIG --policies plain,slim -- --dump_folder outputs/bench
     --nproc_per_node 4; --dump_folder outputs/bench --wlb.bench.policies plain,slim
+local_cwd --config CONFIG --env A=b,C=d --mounts type=bind,src=/data,dst=/data
+    --config CONFIG; env A=b; env C=d; mount /data
 slurm --config SEVEN_B --nnodes 8 --gpu 8
     --nproc_per_node 8; --nnodes 8; --partition=gpu; gpus-per-task
 slurm --config SEVEN_B --nnodes 8 --gpu 8 -- --wlb.device cpu
@@ -77,7 +82,10 @@ def test_what_torchx_submits(words, expected):
     cfg = {"partition": "gpu"} if scheduler == "slurm" else {}
     component = "wlb.bench" if "--policies" in words else "wlb.train"
     info = dryrun(component, ["--image", IMAGE, *words], scheduler, **cfg)
-    said = str(info) if cfg else info._app.roles[0].args[-1]
+    (role,) = info._app.roles
+    given = [f"env {name}={value}" for name, value in role.env.items()]
+    given += [f"mount {mount.dst_path}" for mount in role.mounts]
+    said = str(info) if cfg else "; ".join([role.args[-1], *given])
     for part in expected.replace("CONFIG", CONFIG).split("; "):
         assert (part.removeprefix("not ") in said) == (not part.startswith("not "))
 
@@ -117,6 +125,27 @@ def test_docker_is_refused_in_plain_words_where_no_image_was_named(monkeypatch, 
     in_torchx.refuse_docker(IMAGE)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_warning_of_ours_is_a_line_on_rank_0_and_others_are_what_they_were(rank, capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = partial(show_warning, warnings.showwarning, rank)
+        warnings.warn_explicit("the profile lacks it.", UserWarning, profile.__file__, 1)
+        warnings.warn_explicit("theirs", UserWarning, __file__, 1)
+    told = capfd.readouterr().err
+    assert told.startswith(
+        "Warning: the profile lacks it.\n" if rank == 0 else f"{__file__}:1: UserWarning: theirs"
+    )
+    assert f"{__file__}:1: UserWarning: theirs" in told
+
+
+def test_a_rank_that_reads_behind_the_end_of_a_file_is_told_from_other_losses(capfd):
+    lost = types.SimpleNamespace(timestamp=0, exitcode=-signal.SIGBUS)
+    result = types.SimpleNamespace(is_failed=lambda: True, failures={3: lost})
+    assert Agent.status_of(types.SimpleNamespace(asked=None), result) == 1
+    assert "rank 3 (killed by SIGBUS, as when a corpus is cut" in capfd.readouterr().err
+
+
 LOSING = {"nnodes": "2:4", "processes": 1}
 
 
@@ -124,12 +153,12 @@ LOSING = {"nnodes": "2:4", "processes": 1}
     ("words", "hosts", "message"),
     [
         ([], {"nnodes": "3"}, "4 processes do not spread evenly over 3 hosts"),
-        ([], {"nnodes": "4:2"}, "--nnodes: a number of hosts, or MIN:N, each at least 1; got '4:2'"),
+        ([], {"nnodes": "4:2"}, "--nnodes: a number of hosts, or MIN:N with MIN from 1 to N; got '4:2'"),
         ([], {"nnodes": "two"}, "got 'two'"),
         ([], {"processes": -1}, "--nproc-per-node: at least 0"),
         ([], {"processes": 3}, "3 processes do not fit the degrees"),
         (SPREAD, LOSING, "training.global_batch_size: set it where hosts may be lost"),
-        ([*SPREAD, "--training.global_batch_size", "8"], LOSING, "With 3 processes, which --nnodes"),
+        ([*SPREAD, "--training.global_batch_size", "8"], LOSING, "With 3 processes, as few as --nnodes"),
     ],
 )
 def test_hosts_on_which_a_job_cannot_run_are_refused(words, hosts, message):
@@ -229,16 +258,16 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("-o nodes=99", "none of nodes, ntasks, .*got 'nodes=99'"),
+        ("-o nodes=99", "not set by this command itself .nodes, ntasks, .*got 'nodes=99'"),
         ("-o --no-kill", "got '--no-kill'"),
         ("-o time=1", "got 'time=1'"),
         ("-o =", "got '='"),
         ("-o N=2", "got 'N=2'"),
-        ("--time forever", '--time: "forever" is no duration'),
-        ("--time 0:00:00", "--time: a run needs some time"),
+        ("--time forever", '--time: "forever" is not a duration'),
+        ("--time 0:00:00", "--time: it must be longer than 0"),
         ("--time 00:05:00", "--notice: 300 s before the end of --time 00:05:00 is before the run begins"),
         ("--notice 65536", "65536 is not in the range"),
-        ("--wlb.stop_after 0-0:00:00", 'wlb.stop_after = "0-0:00:00": a run needs some time'),
+        ("--wlb.stop_after 0-0:00:00", 'wlb.stop_after = "0-0:00:00": it must be longer than 0'),
     ],
 )
 def test_a_batch_script_that_would_stop_at_once_or_run_elsewhere_is_refused(words, message):

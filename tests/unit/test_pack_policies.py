@@ -351,7 +351,7 @@ def test_wlb_leaves_no_short_document_behind():
     ("changes", "message"),
     [
         ({"window": 0}, "context window is 0"),
-        ({"micro_batches": 60}, "50 documents, fewer than the 60 micro-batches"),
+        ({"micro_batches": 60}, "too few documents for the 60 micro-batches of one step: 50"),
         ({"micro_batches": 0}, "0 micro-batches"),
         ({"data_parallel": 3}, "cannot be shared equally by 3"),
         ({"multiple": 3}, "must be a multiple of 3"),

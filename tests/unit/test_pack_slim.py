@@ -210,7 +210,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
     packing = replace(packing, tokens_in_flight=4 * WINDOW)  # else memory would refuse the window
     job = replace(made, packing=packing, cluster=replace(CLUSTER, memory=1.0))
     policy = Slim(packing, DocumentStream(Mixture(documents.lengths, seed=0), WINDOW), job)
-    with pytest.warns(UserWarning, match=r"Step 1 is not predicted to fit .* needs least.*\npipeline rank 0"):
+    with pytest.warns(UserWarning, match=r"Step 1 is predicted not to fit .* needs least.*\npipeline rank 0"):
         first = policy.next()
     with warnings.catch_warnings(action="error"):  # said once
         policy.next()

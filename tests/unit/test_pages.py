@@ -67,6 +67,12 @@ def test_passes_are_drawn_to_scale():
     assert (np.diff(tops) == np.diff(tops)[0]).all()
     assert [box[0] for box in boxes] == ["forward 0"] * 11 + ["backward 3"]
     assert "a: 91.7% bubble" in drawn
+    assert drawn.count('rect class="apart"') == 12
+
+
+def test_passes_that_an_outline_would_hide_have_none():
+    drawn = pipelines({"a": [Span("dp 0", "pp 0", f"F{number}", number, 1) for number in range(1000)]})
+    assert drawn.count("<rect") == 1000 and 'rect class="apart"' not in drawn
 
 
 class Tags(HTMLParser):

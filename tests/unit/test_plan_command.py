@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from corpora import write_prepared
 
 from wlb_titan.commands.command_line import show_table
 from wlb_titan.commands.main import main
@@ -46,6 +47,22 @@ def plans_of(lengths, tmp_path):
     return plans_of
 
 
+def test_a_plan_names_the_rows_of_a_shuffled_corpus(tmp_path):
+    corpus, output = tmp_path / "corpus", tmp_path / "plan.jsonl"
+    write_prepared(corpus, [[1] * length for length in range(2, 202)])
+    words = [FILE, "--wlb.corpus.path", corpus, *ARGUMENTS, "--steps", 3, "--output", output]
+    assert CliRunner().invoke(main, ["plan", *map(str, words)]).exit_code == 0
+    ends, lengths = {}, {}
+    for plan in map(json.loads, output.read_text().splitlines()):
+        for piece in (document for m in plan["micro_batches"] for document in m["documents"]):
+            assert piece["start"] == ends.get(piece["id"], 0)
+            ends[piece["id"]] = piece["start"] + piece["length"]
+            lengths[piece["id"]] = piece["row"] + 2
+    last = max(ends)  # of which more is to come
+    assert ends[last] <= lengths.pop(last) and len(lengths) > 20
+    assert {id_: ends[id_] for id_ in lengths} == lengths
+
+
 @pytest.mark.parametrize("policy", ["plain", "fixed_greedy", "wlb", "wlb_lazy"])
 def test_a_plan_says_where_every_token_of_its_documents_goes(lengths, plans_of, policy):
     degrees = "--parallelism.data_parallel_shard_degree 2 --parallelism.context_parallel_degree 2"
@@ -63,7 +80,7 @@ def test_a_plan_says_where_every_token_of_its_documents_goes(lengths, plans_of, 
             tokens = [d["length"] for d in m["documents"]]
             assert m["length"] == sum(tokens) + m["padding"]
             assert m["workload"] == pytest.approx(sum(2 * d * d + 100 * d for d in tokens))
-            assert all(d["start"] + d["length"] <= document_lengths[d["id"] % 3000] for d in m["documents"])
+            assert all(d["start"] + d["length"] <= document_lengths[d["row"]] for d in m["documents"])
             assert m["sharding"] == "per_document"
             held = np.zeros(len(tokens), dtype=int)
             for rank in m["ranks"]:

@@ -267,7 +267,9 @@ def test_a_step_is_whole_runs_through_the_pipeline():
         "order": best,
         "degrees": degrees,
     }
-    with pytest.raises(PlanError, match="16 micro-batches of a step make no whole runs of 15") as refused:
+    with pytest.raises(
+        PlanError, match="16 micro-batches of a step cannot be divided into runs of 15"
+    ) as refused:
         Job(micro_batches=64, run=15, **facts)
     assert refused.value.setting == "training.local_batch_size"
     plan = Job(micro_batches=60, run=15, **facts).planner(Documents(lengths=LENGTHS)).next()

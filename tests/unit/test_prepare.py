@@ -1,5 +1,6 @@
 """Preparing a corpus as a whole: what is made, what is left alone, what remains of an interrupted one."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from corpora import content, decode
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
@@ -89,6 +92,52 @@ def test_max_tokens_takes_the_first_documents_of_the_same_order(settings, made, 
     assert content(part) == content(made)[:10]
 
 
+@pytest.fixture(scope="module")
+def beginning(made, tmp_path_factory) -> Path:
+    """The corpus' tokenizer with a token that it puts in front of texts."""
+    folder = tmp_path_factory.mktemp("beginning") / "tokenizer"
+    shutil.copytree(made.tokenizer_path, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|begin|>"])
+    token = "<|begin|>", tokenizer.token_to_id("<|begin|>")
+    tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[token])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|begin|>"}))
+    return folder
+
+
+def test_documents_begin_as_the_tokenizer_begins_texts_or_the_command_warns(made, texts, beginning, tmp_path):
+    settings = PrepareSettings(source=f"text:{texts}", tokenizer=str(beginning))
+    with pytest.warns(UserWarning, match="prepare the corpus with --bos"):
+        plain = prepare_corpus(settings, tmp_path / "plain")
+    corpus = prepare_corpus(replace(settings, bos=True), tmp_path / "corpus")
+    begin = CorpusTokenizer(beginning).special_ids()["bos_token_id"]
+    tokens = [corpus.tokens(row).tolist() for row in range(len(corpus))]
+    assert tokens == [[begin, *plain.tokens(row)] for row in range(len(plain))]
+    with pytest.raises(CorpusError, match="bos is True there, and False was asked for"):
+        prepare_corpus(settings, tmp_path / "corpus")
+
+
+def test_a_token_that_begins_documents_must_be_the_tokenizers(made, texts, tmp_path):
+    with pytest.raises(CorpusError, match=r"--bos: the tokenizer_config\.json .* names no bos_token"):
+        prepare_corpus(
+            PrepareSettings(source=f"text:{texts}", tokenizer=str(made.tokenizer_path), bos=True),
+            tmp_path / "a",
+        )
+    with pytest.raises(CorpusError, match="--bos is for the text of a --tokenizer"):
+        PrepareSettings(source=f"text:{texts}", bos=True)
+
+
+def test_a_corpus_of_the_version_before_settings_came_is_taken_for_what_it_is(settings, made, tmp_path):
+    path = tmp_path / "corpus"
+    shutil.copytree(made.path, path)
+    noted = json.loads((path / "corpus.json").read_text())
+    del noted["settings"]["bos"]
+    (path / "corpus.json").write_text(json.dumps(noted))
+    assert prepare_corpus(settings, path).fingerprint == made.fingerprint
+
+
 def test_a_source_without_text(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a").write_text("\n\n")
@@ -129,7 +178,7 @@ def test_a_tokenizer_that_was_edited_is_another_setting(made, texts, tmp_path):
 def test_places_with_anything_else_are_refused_and_never_touched(settings, tmp_path, there):
     (tmp_path / there).parent.mkdir(exist_ok=True)
     (tmp_path / there).write_text("mine")
-    refusal = "cannot be written: " if there == ".corpus.partial" else "is there already, and no corpus"
+    refusal = "cannot be written: " if there == ".corpus.partial" else "already exists and is not a corpus"
     with pytest.raises(CorpusError, match=refusal):
         prepare_corpus(settings, tmp_path / "corpus")
     assert (tmp_path / there).read_text() == "mine"
@@ -171,7 +220,7 @@ def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_pa
 
     result = run(*arguments)
     assert result.exit_code == 0
-    assert "is there already, made with the same settings: 40 documents" in result.stdout
+    assert "already exists, made with the same settings: 40 documents" in result.stdout
     assert result.stderr == ""
 
 

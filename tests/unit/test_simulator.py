@@ -252,7 +252,7 @@ def test_a_prediction_beyond_the_measured_range_says_so():
 
 WRONG = {
     "overlap of tensor parallelism is 1.5": ({"tensor_overlap": 1.5}, {}),
-    "expert parallel degree is 2, and a layer has 0 experts": ({}, {"shard": 2, "expert": 2}),
+    "expert parallel degree is 2, but a layer has only 0 experts": ({}, {"shard": 2, "expert": 2}),
     "3 does not divide TP 2 x CP 1 x 2 sharding": ({}, {"tensor": 2, "shard": 2, "expert": 3}),
     "2 heads cannot be divided by the tensor parallel degree 4": ({}, {"tensor": 4}),
 }

@@ -61,8 +61,8 @@ class TomlFile(click.Path):
                 if (shipped := folder / "train_configs" / f"{value}.toml").is_file():
                     return shipped
             raise ConfigError(
-                f"{value}: there is no such file. It comes first, or after --config: "
-                f"{ctx.command_path} FILE [--SECTION.KEY VALUE]..."
+                f"{value}: there is no such file. Give the file first, or after --config: {ctx.command_path} "
+                "FILE [--SECTION.KEY VALUE]..."
             )
         return super().convert(value, param, ctx)
 
@@ -106,8 +106,8 @@ class Output(Place):
             begin = opened.read(max(map(len, self._begins)))
         if begin and not any(begin.startswith(text.encode()) for text in self._begins):
             raise UserError(
-                f"{option}: {file} is there, and is no file that this command writes. Remove it, or name "
-                "another."
+                f"{option}: {file} exists, and this command did not write it. Remove it, or name another "
+                "file."
             )
 
 

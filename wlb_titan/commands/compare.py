@@ -81,6 +81,7 @@ class Run:
     folder: Path
     settings: Mapping[str, Any]  # its resolved configuration, by dotted key
     records: Sequence[Mapping[str, Any]]  # of metrics.jsonl, one for each logged step, in order
+    validation: tuple[Floats, Floats]  # steps and losses of validation.jsonl, float64 (validations,)
 
     def series(self, key: str) -> tuple[Floats, Floats]:
         """Steps and values, float64 (records,), of the records that have `key`."""
@@ -165,13 +166,14 @@ def open_run(folder: Path, name: str) -> Run:
             raise UserError(f"{folder}: there is no {file} in it. {hint}")
     sources = read_sources(folder / CONFIG)
     base = {} if sources.base is None else {"base": sources.base.value}
-    return Run(name, folder, base | sources.written(), _records(folder / METRICS))
+    settings = base | sources.written()
+    return Run(name, folder, settings, _records(folder / METRICS), _validation(folder / "validation.jsonl"))
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
     """Those of the logged steps; a last line without its end is still being written."""
     records: list[dict[str, Any]] = []
-    what = "this is no line of a run's metrics"
+    what = "this line is not a valid record of metrics"
     with reading(lambda reason: UserError(f"{path}:{len(records) + 1}: {what}: {reason}.")):
         for line in regular(path).read_bytes().split(b"\n")[:-1]:
             records.append(_record(json.loads(line), records[-1]["step"] if records else 0))
@@ -180,12 +182,22 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def _validation(path: Path) -> tuple[Floats, Floats]:
+    with reading(lambda reason: UserError(f"{path} is not a valid record of validations: {reason}.")):
+        lines = regular(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
+        points = [itemgetter("step", "loss")(json.loads(line)) for line in lines]
+        steps, losses = np.array(points, dtype=float).reshape(-1, 2).T
+        if not (np.isfinite(losses).all() and (np.diff(steps) > 0).all()):
+            raise ValueError("losses or steps are not numbers in order")
+        return steps, losses
+
+
 def _record(record: dict[str, Any], last: int) -> dict[str, Any]:
     """A logged step, if it has what figures are made from and comes after step `last`."""
     step, steps, seconds, rate = itemgetter("step", "steps", "seconds", "tokens_per_second")(record)
     peaks = [value for key, value in record.items() if key.startswith(("memory_gib", "peak_memory_gib/"))]
     if not all(type(value) in (int, float) for value in (seconds, rate, record["loss"], *peaks)):
-        raise ValueError("a figure is no number")
+        raise ValueError("a figure is not a number")
     if type(step) is not int or type(steps) is not int or not step > last or steps < 1:
         raise ValueError(f"step {step!r} of {steps!r} steps after step {last}")
     if not (0 < seconds < math.inf and 0 < rate < math.inf):
@@ -215,6 +227,7 @@ def figure_rows(runs: Sequence[Run]) -> Rows:
         ("steps", ",d", lambda run: run.records[-1]["step"]),
         ("tokens", ",.0f", lambda run: run.tokens[-1]),
         (f"loss after {tokens:,.0f} tokens", ".4f", lambda run: run.loss_at(tokens)),
+        ("loss of the last validation", ".4f", lambda run: next(reversed(run.validation[1]), None)),
         ("model TFLOP/s", ",.3g", lambda run: run.rate("model_tflops")),
         ("tokens a second", ",.0f", lambda run: run.rate("tokens_per_second")),
         ("MFU", ".1%", lambda run: getattr(run.rate("mfu_documents"), "value", None)),
@@ -311,6 +324,7 @@ def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path] = ()
             section("Figures", " ".join(remarks(runs)), table(figures)),
             section("A step", PASSES, pipelines(traced_steps(runs))),
             section("Loss", LOSS, lines("loss, by tokens", by_tokens), lines("loss, by step", by_step)),
+            section("Validation", "", lines("loss, by step", {run.name: run.validation for run in runs})),
         ],
     )
 

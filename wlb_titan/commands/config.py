@@ -127,7 +127,7 @@ def init(file: Path, corpus: str) -> None:
     It trains a small model on all GPUs that torch finds, or on the CPU, in a few minutes.
     """
     if file.exists():
-        raise UserError(f"{file} is there already; name another file.")
+        raise UserError(f"{file} already exists; name another file.")
     import torch
 
     text = experiment(str(file), corpus, torch.accelerator.device_count(), os.cpu_count() or 1)

@@ -49,7 +49,7 @@ def write(config: Any, step: int, output: Path, report: Report) -> None:
     checkpoint, folder = config.checkpoint, Path(config.dump_folder) / config.checkpoint.folder
     saved = folder / f"step-{step}"
     if output.exists():
-        raise UserError(f"--output: {output} is there already; name another folder.")
+        raise UserError(f"--output: {output} already exists; name another folder.")
     exported = (saved / checkpoints.HUGGING_FACE_INDEX).is_file()
     if fault := "is in that format already" if exported else checkpoints.damage(saved, ()):
         there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "no checkpoint"

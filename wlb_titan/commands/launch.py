@@ -53,7 +53,7 @@ OURS = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-r
     "processes",
     type=POSITIVE,
     default=8,
-    help='Processes per node, each with a GPU; without GPUs if wlb.device = "cpu".',
+    help='Most processes per node, each with a GPU; without GPUs if wlb.device = "cpu".',
 )
 @click.option(
     "--nnodes",
@@ -134,8 +134,8 @@ def _option(text: str) -> tuple[str, str]:
     match = re.fullmatch(r"-{0,2}([a-z][a-z-]+)(?:=(.+))?", text)
     if match is None or match[1] in OURS:
         raise UserError(
-            f"-o: write NAME=VALUE, the long name of an option of sbatch, none of {', '.join(OURS)}, which "
-            f"the script sets by its own options; got {text!r}."
+            f"-o: write NAME=VALUE, with the long name of an option of sbatch that is not set by this "
+            f"command itself ({', '.join(OURS)}); got {text!r}."
         )
     return match[1], match[2] or ""
 

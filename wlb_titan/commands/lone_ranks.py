@@ -193,8 +193,8 @@ def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
             numbers += named[word]
         else:
             raise UserError(
-                f"--rank: {word!r} is none of the job's {world_size} ranks; name numbers from 0 to "
-                f"{world_size - 1}, {', '.join(named)}, with commas between them."
+                f"--rank: {word!r} is not one of the job's {world_size} ranks; give a comma-separated list "
+                f"of numbers from 0 to {world_size - 1}, {', '.join(named)}."
             )
     return list(dict.fromkeys(numbers))
 

@@ -45,6 +45,7 @@ PASSES = {
 HEIGHT, LINE = 200, 24  # pixels: of a chart of lines, and of a rank in a pipeline
 NAMES = 8  # percent of a pipeline's width that the names of its ranks have
 DIGIT = 0.9  # percent of it that a digit takes
+OUTLINED = 0.3  # percent of it from which a pass has an outline, which would hide narrower ones
 
 Curves = Mapping[str, tuple[Iterable[float], Iterable[float]]]
 """By name, the places on the axis and the values."""
@@ -142,18 +143,15 @@ def lines(title: str, curves: Curves) -> str:
     low, high = everything.min(axis=0), everything.max(axis=0)
     extent = np.where(high > low, high - low, 1)
     shapes = [_grid(share, low + share * extent) for share in (0, 0.25, 0.5, 0.75, 1)]
-    for place, (name, curve) in enumerate(points.items()):
+    for place, curve in enumerate(points.values()):
         ends = [(f"{100 * x:.2f}%", f"{HEIGHT * (1 - y):.1f}") for x, y in (curve - low) / extent]
         shapes.append(f'<g stroke="{_color(place)}">')
         shapes += [
             f'<line class="curve" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
             for (x1, y1), (x2, y2) in pairwise(ends)
         ]
-        shapes.append(
-            f'</g><text class="last" x="100%" y="{14 + 16 * place}" style="fill: {_color(place)}">'
-            f"{html.escape(name)}</text>"
-        )
-    return _picture(title, HEIGHT + 18, shapes)
+        shapes.append("</g>")
+    return _picture(title, HEIGHT + 18, shapes, {name: _color(place) for place, name in enumerate(points)})
 
 
 def _grid(share: float, point: Floats) -> str:
@@ -185,17 +183,13 @@ def pipelines(timelines: Mapping[str, Sequence[Span]]) -> str:
 def _pipeline(title: str, spans: Sequence[Span], seconds: float) -> str:
     """One picture, as wide as `seconds`."""
     tracks = sorted({s.track for s in spans}, key=lambda track: (len(track), track))  # pp 2 before pp 10
-    kinds = dict.fromkeys(PASSES[_kind(span)] for span in spans)
-    shapes = [
-        f'<text x="{NAMES + 18 * place}%" y="14" style="fill: {color}">{name}</text>'
-        for place, (name, color) in enumerate(kinds)
-    ]
-    shapes += [f'<text y="{LINE * row + 15}">{track}</text>' for row, track in enumerate(tracks, start=1)]
+    kinds = dict(PASSES[_kind(span)] for span in spans)
+    shapes = [f'<text y="{LINE * row + 15}">{track}</text>' for row, track in enumerate(tracks)]
     percent = (100 - NAMES) / seconds
     for span in spans:
         left, width = NAMES + percent * span.start, percent * span.duration
-        shapes.append(_box(span, left, width, LINE * (1 + tracks.index(span.track))))
-    return _picture(title, LINE * (1 + len(tracks)), shapes)
+        shapes.append(_box(span, left, width, LINE * tracks.index(span.track)))
+    return _picture(title, LINE * len(tracks), shapes, kinds)
 
 
 def _box(span: Span, left: float, width: float, top: float) -> str:
@@ -205,10 +199,12 @@ def _box(span: Span, left: float, width: float, top: float) -> str:
     facts = {"ms": f"{span.duration * 1e3:.4g}", **span.args}
     title = "\n".join([f"{name} {number}", *(f"{key}: {value}" for key, value in facts.items())])
     shown = number if width > DIGIT * len(number) else ""
+    outline = ' class="apart"' if width > OUTLINED else ""
+    text = f'<text class="number" x="{left + width / 2:.3f}%" y="{top + 15}">{shown}</text>' if shown else ""
     return (
         f"<g><title>{html.escape(title)}</title>"
-        f'<rect x="{left:.3f}%" y="{top}" width="{width:.3f}%" height="{LINE - 3}" fill="{color}"/>'
-        f'<text class="number" x="{left + width / 2:.3f}%" y="{top + 15}">{shown}</text></g>'
+        f'<rect{outline} x="{left:.3f}%" y="{top}" width="{width:.3f}%" height="{LINE - 3}" fill="{color}"/>'
+        f"{text}</g>"
     )
 
 
@@ -216,9 +212,13 @@ def _kind(span: Span) -> str:
     return span.name.rstrip("0123456789")
 
 
-def _picture(title: str, height: int, shapes: Sequence[str]) -> str:
-    svg = f'<svg width="100%" height="{height}">{"".join(shapes)}</svg>'
-    return f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>"
+def _picture(title: str, height: int, shapes: Sequence[str], colors: Mapping[str, str]) -> str:
+    """Shapes below a title and what their colours mean."""
+    names = "".join(
+        f'<span><i style="background: {c}"></i>{html.escape(n)}</span>' for n, c in colors.items()
+    )
+    svg = f'<svg width="100%" height="{height}" role="img">{"".join(shapes)}</svg>'
+    return f"<figure><figcaption>{html.escape(title)}{names}</figcaption>{svg}</figure>"
 
 
 def described(job: Job, documents: Documents) -> tuple[str, str]:

@@ -187,7 +187,7 @@ def write_report(
         facts=("cut", "delay", "keys/token"),
         tries=[
             ("What that is worth in time and memory:", command("simulate", asked.typed)),
-            ("To train so, in the TOML file:", f'[wlb]\npolicy = "{best}"'),
+            ("To train with this policy, set wlb.policy in the TOML file, or add:", f"--wlb.policy {best}"),
         ],
         sections=[
             *map(choice_section, choices),

@@ -41,6 +41,7 @@ MOST_VOCAB_SIZE = 1 << 22
     type=click.IntRange(MIN_VOCAB_SIZE, MOST_VOCAB_SIZE),
     help=f"Maximum vocabulary size of the tokenizer to train.  [default: {DEFAULT_VOCAB_SIZE}]",
 )
+@click.option("--bos", is_flag=True, help="Begin each document with the bos_token of --tokenizer.")
 @click.option("--seed", type=NUMBER, default=0, show_default=True, help="Seed of the documents' order.")
 @click.option(
     "--max-tokens",
@@ -72,7 +73,7 @@ def prepare(output: Path, **options: Any) -> None:
         corpus = prepare_corpus(settings, output, report=report)
     if existed:
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
-        click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
+        click.echo(f"{corpus.path} already exists, made with the same settings: {counts}.")
         return
     show_summary(corpus)
     if settings.chat:
@@ -125,14 +126,17 @@ def length_rows(lengths: np.ndarray) -> list[dict[str, str]]:
 
 
 def show_sample(corpus: Corpus) -> None:
-    """Prints the first tokens of a conversation, the learned ones in green, or between brackets in a file."""
+    """Prints the first tokens of a conversation: the learned ones in green, or between brackets where there
+    are no colours."""
     tokenizer = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
     length = min(int(corpus.lengths[0]), SAMPLE_TOKENS)
     tokens, learned = corpus.tokens(0, 0, length).tolist(), corpus.learned(0, 0, length).tolist()
-    say(f"\nThe beginning of {corpus.source(0)}; what is learned is green:\n")
     console, text = Console(highlight=False), Text()
+    colours = console.is_terminal and not console.no_color
+    how = "green" if colours else "in brackets"
+    say(f"\nThe beginning of {corpus.source(0)}; what is learned is {how}:\n")
     for on, run in groupby(zip(learned, tokens, strict=True), key=itemgetter(0)):
         piece = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
-        marked = piece if console.is_terminal or not on else f"[{piece}]"
+        marked = piece if colours or not on else f"[{piece}]"
         text.append(marked, style="bold green" if on else "dim")
     console.print(text, soft_wrap=True)

@@ -298,7 +298,7 @@ def gain(result: Search) -> str:
     """A sentence on what the best gains over the configured job."""
     best, configured = result.found[0], result.configured
     if configured is None:
-        return "The configured degrees are of other GPUs or do not fit, so there is no gain to name."
+        return "No gain is reported: the configured job needs another number of GPUs, or does not fit."
     words = [f"{run.job.degrees}, {pipeline_words(run.job)}, {run.job.policy}" for run in (best, configured)]
     return (
         f"The best ({words[0]}) does {best.flops_per_second / configured.flops_per_second:.2f}x the FLOPs "

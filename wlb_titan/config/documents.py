@@ -39,11 +39,14 @@ def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
     names = [part.name for part in corpus.parts]
     if len(set(names)) < len(names):
         raise PlanError(
-            f"The sources are called {', '.join(names)}, and metrics tell them apart by name; give each a "
-            "`name` of its own."
+            f"The sources are called {', '.join(names)}, but metrics tell them apart by name; give each its "
+            "own `name`."
         )
     if wrong := next((name for name in names if "/" in name or not name.isprintable()), None):
-        raise PlanError(f"The source {wrong!r} becomes a part of metrics' names; give it a plain `name`.")
+        raise PlanError(
+            f"The name of the source {wrong!r} becomes part of the names of metrics; give it a `name` "
+            "without slashes and control characters."
+        )
     return [
         Source(
             name=name,
@@ -95,8 +98,8 @@ def validated_documents(settings: WlbSettings) -> tuple[CorpusSettings, dict[str
             held_out[name].mixture()
         except PlanError as error:
             raise UserError(
-                f"wlb.validation.hold_out: of the {count:,} documents of {name or corpus} none with a token "
-                "to predict is held out; raise it, or name other documents with wlb.validation.path."
+                f"wlb.validation.hold_out: none of the {count:,} documents of {name or corpus} that have a "
+                "token to predict is held out; raise it, or name other documents with wlb.validation.path."
             ) from error
     return settings.corpus, held_out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from wlb_titan.packing import POLICIES
 from wlb_titan.packing.policy import MOST_TOKENS
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.toml.build import Builder, Entry, dotted
-from wlb_titan.toml.sources import Table, read_sources, string
-from wlb_titan.toml.values import in_words, key_text, shown, to_text
+from wlb_titan.toml.sources import Leaf, Table, read_sources, string
+from wlb_titan.toml.values import NONE, in_words, key_text, shown, to_text
 
 T = TypeVar("T")
 
@@ -27,17 +28,17 @@ CHOSEN = {"packing": POLICIES, "context": STRATEGIES, "pipeline": ORDERS}
 """Sections of [wlb] whose classes `wlb.policy` names, in the order of its parts."""
 
 LOCKED = {
-    "model_spec": "the model cannot be set from TOML, it comes with the base; choose another `base` instead.",
-    "hf_assets_path": "this has no effect, the tokenizer is that of the corpus; set wlb.corpus.path instead.",
-    "tokenizer": "this has no effect, the tokenizer is that of the corpus; set wlb.corpus.path instead.",
+    "model_spec": "the model cannot be set because it comes with the base; choose another `base` instead.",
+    "hf_assets_path": "this has no effect because the tokenizer is that of the corpus; set wlb.corpus.path.",
+    "tokenizer": "this has no effect because the tokenizer is that of the corpus; set wlb.corpus.path.",
     "validator.freq": "this has no effect; set wlb.validation.every instead.",
-    "validator.steps": "this has no effect, all documents of wlb.validation are read; leave it out.",
+    "validator.steps": "this has no effect because all documents of wlb.validation are read; leave it out.",
     "validator.dataloader": "this has no effect; set wlb.validation.hold_out or wlb.validation.path instead.",
-    "dataloader": "this has no effect, documents come from the corpus; set wlb.corpus.path instead.",
-    "parallelism.context_parallel_load_balancer": "this has no effect, how tokens are spread over "
-    "context-parallel ranks is the second part of wlb.policy.",
-    "parallelism.context_parallel_ptrr_mask_key": "this has no effect, how tokens are spread over "
-    "context-parallel ranks is the second part of wlb.policy.",
+    "dataloader": "this has no effect because documents come from the corpus; set wlb.corpus.path.",
+    "parallelism.context_parallel_load_balancer": "this has no effect; the second part of "
+    "wlb.policy says how tokens are spread over context-parallel ranks.",
+    "parallelism.context_parallel_ptrr_mask_key": "this has no effect; the second part of "
+    "wlb.policy says how tokens are spread over context-parallel ranks.",
 }
 """What the user cannot set, with the reason."""
 
@@ -138,7 +139,7 @@ class Resolved:
             if dotted(entry.path).startswith(f"{key}.") and not entry.source.startswith(INHERITED)
         ]
         message = f"{key}: {error}" if error.setting else str(error)
-        return f"{file}: {message}" + (f" Written are {', '.join(written)}." if written else "")
+        return f"{file}: {message}" + (f" You set {', '.join(written)}." if written else "")
 
 
 def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[str], Any]) -> Resolved:
@@ -158,9 +159,25 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
     except UserError as error:
         raise ConfigError(f"{sources.base.source}: base = {shown(name)}: {error}") from error
     builder = Builder(base, name, LOCKED, LIMITS)
-    config = builder.build(_with_classes(sources.root))
+    config = builder.build(_with_classes(_with_paths(sources.root)))
     named = Entry(("base",), name, sources.base.source, to_text(name))
     return Resolved(config, named, _with_policy(builder.entries))
+
+
+def _with_paths(root: Table) -> Table:
+    """A local `initial_load_path`, which torchtitan wants from the root on, as all paths are read here: from
+    the folder of the command on."""
+    checkpoint = root.children.get("checkpoint")
+    if not isinstance(checkpoint, Table):
+        return root
+    path = checkpoint.children.get("initial_load_path")
+    if not isinstance(path, Leaf) or not isinstance(path.value, str) or "://" in path.value:
+        return root
+    if path.value in ("", NONE):
+        return root
+    whole = replace(path, value=os.path.abspath(os.path.expanduser(path.value)))
+    section = replace(checkpoint, children={**checkpoint.children, "initial_load_path": whole})
+    return replace(root, children={**root.children, "checkpoint": section})
 
 
 def _with_classes(root: Table) -> Table:

@@ -89,7 +89,9 @@ class ValidationSettings:
 
     def __post_init__(self) -> None:
         if self.path and self.hold_out:
-            raise ValueError("with path, which names documents, none are held out; leave hold_out out.")
+            raise ValueError(
+                "path names the documents to validate on, so none are held out; leave hold_out out."
+            )
 
     @property
     def enabled(self) -> bool:
@@ -164,5 +166,6 @@ class WlbSettings:
     def __post_init__(self) -> None:
         if self.epochs and self.corpus.sources:
             raise ValueError(
-                "sources come round at different times, so there are no epochs; set training.steps instead."
+                "the sources of a mixture end at different times, so a mixture has no epochs; set "
+                "training.steps instead."
             )

@@ -50,7 +50,7 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
     if ranks > heads:
         raise PlanError(
             f"With ulysses {ranks} context-parallel ranks cannot share {heads} query heads; lower the degree "
-            "of context or of tensor parallelism, or take another policy.",
+            "of context or of tensor parallelism, or choose another policy.",
             setting="wlb.policy",
         )
     group = heads // kv_heads

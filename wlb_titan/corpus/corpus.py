@@ -76,9 +76,9 @@ class Preparation:
         documents, tokens = len(corpus), corpus.lengths.sum()
         if (documents, tokens) != (self.documents, self.tokens):
             contents = f"it holds {documents:,} documents and {tokens:,} tokens"
-            raise _damaged(corpus.path, f"{contents}, and should hold {self.documents:,} and {self.tokens:,}")
+            raise _damaged(corpus.path, f"{contents}, but should hold {self.documents:,} and {self.tokens:,}")
         if changed:
-            raise _damaged(corpus.path, "its documents are not those that state.json has the fingerprint of")
+            raise _damaged(corpus.path, "its documents do not match the fingerprint in state.json")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class TokenizerFacts:
         file = folder.absolute() / "tokenizer.json"
         if not file.is_file():
             raise CorpusError(
-                f"There is no {file}; `tokenizer` names the folder of a tokenizer in Hugging Face's layout.",
+                f"There is no {file}; set `tokenizer` to a folder that contains a tokenizer in Hugging "
+                "Face's layout.",
                 setting="corpus.tokenizer",
             )
         content = file.read_bytes()
@@ -158,7 +159,7 @@ class Corpus:
         if preparation is not None:
             preparation.check(corpus, fingerprint_of(opened.files) != opened.noted)
         if not corpus.lengths.sum():
-            raise CorpusError(f"{path} holds no tokens; write it again.")
+            raise CorpusError(f"{path} contains no tokens; write it again.")
         return corpus
 
     @classmethod
@@ -244,8 +245,8 @@ class Corpus:
             if self.count_learned(rows, np.minimum(1, stops), stops).any():  # the first is no label
                 return
         raise CorpusError(
-            f"By the label mask of {self} not one token of these documents is learned. Correct the mask, or "
-            'learn every token with mask = "none".'
+            f"The label mask of {self} leaves no token of these documents to be learned. Correct the mask, "
+            'or learn every token with mask = "none".'
         )
 
     @property
@@ -253,8 +254,8 @@ class Corpus:
         """`tokenizer`; a CorpusError if unknown."""
         if self.tokenizer is None:
             raise CorpusError(
-                f"The corpus {self.path} comes without its tokenizer. Name the folder of the one that made "
-                "it with wlb.corpus.tokenizer.",
+                f"The corpus {self.path} does not include its tokenizer. Set wlb.corpus.tokenizer to the "
+                "folder of the tokenizer that made it.",
                 setting="corpus.tokenizer",
             )
         return self.tokenizer
@@ -278,8 +279,8 @@ def _own_tokenizer(path: Path, preparation: Preparation, named: TokenizerFacts |
         raise _damaged(path, f"{brought.path / 'tokenizer.json'} is not the tokenizer that made it")
     if named is not None and named.sha256 != brought.sha256:
         raise CorpusError(
-            f"The corpus {path} was not made with the tokenizer in {named.path}; it brings its own, so leave "
-            "wlb.corpus.tokenizer out.",
+            f"The corpus {path} was not made with the tokenizer in {named.path}; it includes its own, so "
+            "leave wlb.corpus.tokenizer out.",
             setting="corpus.tokenizer",
         )
     return brought
@@ -303,8 +304,8 @@ def _no_corpus(path: Path) -> str:
         )
     if path.is_file() or Path(f"{path}.bin").is_file():
         return (
-            f"{path} is no corpus by itself: that is NAME.bin beside NAME.idx (Megatron), NAME.ds beside "
-            "NAME.ds.index (datatrove), or a folder with state.json (Hugging Face's save_to_disk)."
+            f"{path} is not a corpus by itself; a corpus is NAME.bin beside NAME.idx (Megatron), NAME.ds "
+            "beside NAME.ds.index (datatrove), or a folder with state.json (Hugging Face's save_to_disk)."
         )
     return f"There is no corpus at {path}. Make one with {command('prepare', path)}."
 

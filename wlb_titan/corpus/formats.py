@@ -63,7 +63,9 @@ def open_shards(path: Path, column: str, mask: str) -> Opened | None:
     takes any mask that is found, "none" takes no mask.
     """
     if (path / "dataset_dict.json").is_file():
-        raise CorpusError(f"{path} holds several splits; name the folder of one, such as {path / 'train'}.")
+        raise CorpusError(
+            f"{path} contains several splits; name the folder of one, such as {path / 'train'}."
+        )
     if (path / "state.json").is_file():
         return _dataset(path, column, mask)
     if path.suffix == ".ds" and path.is_file():
@@ -71,8 +73,8 @@ def open_shards(path: Path, column: str, mask: str) -> Opened | None:
     files, prefixes = _visible(path, "*.ds"), _prefixes(path)
     if files and prefixes:
         raise CorpusError(
-            f"{path} has files of datatrove ({files[0].name}) and of Megatron ({prefixes[0].name}.idx); name "
-            "those of one by their path."
+            f"{path} contains files of datatrove ({files[0].name}) and of Megatron ({prefixes[0].name}.idx); "
+            "give the path of one of the two."
         )
     if files:
         return _datatrove(files, mask)
@@ -113,10 +115,10 @@ def _check_columns(shard: ArrowShard, followed: set[str]) -> None:
         numbers = any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
         if field.name not in followed and (numbers or SWITCH.search(field.name)):
             raise CorpusError(
-                f"{shard.path} has a column {field.name!r}, which nothing here follows. If it says by 1 and "
-                "0 what is learned, name it with wlb.corpus.mask (in a mixture, `mask` of the source); "
-                f"otherwise save the dataset with .remove_columns({field.name!r}). "
-                '"none" learns every token, whatever columns there are.',
+                f"{shard.path} has a column {field.name!r}, which is not read. If its 1s and 0s say which "
+                "tokens are learned, name it with wlb.corpus.mask (in a mixture, `mask` of the source); "
+                f'otherwise save the dataset with .remove_columns({field.name!r}). "none" learns every '
+                "token, whatever columns there are.",
                 setting="corpus.mask",
             )
 
@@ -131,7 +133,7 @@ def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
         )
     if len(masks) > 1:
         raise CorpusError(
-            f"{path} has the columns {', '.join(masks)}, which all say what is to be learned. Name one with "
+            f"{path} has several columns that say what is learned: {', '.join(masks)}. Name one of them with "
             'wlb.corpus.mask (in a mixture, `mask` of the source); "none" learns every token.',
             setting="corpus.mask",
         )
@@ -141,7 +143,7 @@ def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
 def _datatrove(files: Sequence[Path], mask: str) -> Opened:
     if mask not in ("auto", "none"):
         raise CorpusError(
-            f"datatrove's mask is NAME.ds.loss beside NAME.ds; leave out `mask`, which is {mask!r}.",
+            f"A mask of datatrove is NAME.ds.loss beside NAME.ds; leave out `mask`, which is {mask!r}.",
             setting="corpus.mask",
         )
     shards, read = [DatatroveShard(file) for file in files], []
@@ -155,7 +157,8 @@ def _datatrove(files: Sequence[Path], mask: str) -> Opened:
     bare = [shard.path.name for shard in shards if not shard.mask]
     if 0 < len(bare) < len(shards):
         raise CorpusError(
-            f"{bare[0]} has no mask {bare[0]}.loss, as others beside it have; write all or none."
+            f"{bare[0]} has no mask {bare[0]}.loss, although other files beside it have one; write all "
+            "masks, or none."
         )
     return Opened(shards, read, "" if bare else "loss")
 
@@ -171,8 +174,8 @@ def _megatron(prefixes: Sequence[Path], mask: str) -> Opened:
         )
     if among := [prefix for prefix in prefixes if len(prefixes) > 1 and "mask" in prefix.name]:
         raise CorpusError(
-            f"{among[0]}.idx lies among the documents' files and is called a mask; move it with its .bin to "
-            "another folder, and name it there with wlb.corpus.mask.",
+            f"{among[0]}.idx is in the folder of the documents but named like a mask; move it and its .bin "
+            "to another folder, and set wlb.corpus.mask to the path there.",
             setting="corpus.mask",
         )
     for shard, prefix in zip(shards, masks, strict=False):
@@ -211,7 +214,7 @@ class LabelMask:
     def __init__(self, values: Shard, tokens: Shard, *, labels: bool, name: str) -> None:
         if values.documents != tokens.documents:
             raise CorpusError(
-                f"The mask {name} has {values.documents:,} documents, {tokens.path} has "
+                f"The mask {name} has {values.documents:,} documents, but {tokens.path} has "
                 f"{tokens.documents:,}; write both from the same documents."
             )
         for start in range(0, tokens.documents, BLOCK):
@@ -221,7 +224,7 @@ class LabelMask:
                 place = int(different[0])
                 raise CorpusError(
                     f"The mask {name} has {counts[place]:,} values for {tokens.source(start + place)}, which "
-                    f"has {wanted[place]:,} tokens; it must have one for each token."
+                    f"has {wanted[place]:,} tokens; it must have one value for each token."
                 )
         self._values, self._tokens, self._labels, self._name = values, tokens, labels, name
 

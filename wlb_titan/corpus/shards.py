@@ -108,7 +108,9 @@ class ArrowShard(Shard):
         at = np.array([_addresses(chunk) for chunk in lists], dtype=np.int64).reshape(-1, 2)
         at -= self._pages.address
         if ((at < 0) | (at >= self._pages.size)).any():
-            raise CorpusError(f"{path} is compressed, so it cannot be read in place.")
+            raise CorpusError(
+                f"{path} is compressed, so it cannot be read in place; write it without compression."
+            )
         offsets_at, self._values_at = at[:, 0] // offset_type.itemsize, at[:, 1] // dtype.itemsize
         self._sizes = np.array([len(chunk.values) for chunk in lists], dtype=np.int64)
         counts = np.array([len(chunk) for chunk in lists], dtype=np.int64)
@@ -117,7 +119,9 @@ class ArrowShard(Shard):
             if chunk.null_count or chunk.values.null_count:
                 nulls = (i for i, row in enumerate(chunk) if row.values is None or row.values.null_count)
                 where = f"Row {first + next(nulls, 0)} of {path}"
-                raise CorpusError(f"{where} has a null in the column {column!r}, which is no number.")
+                raise CorpusError(
+                    f"{where} has a null in the column {column!r}, where every entry must be a number."
+                )
         self._first_offsets = offsets_at - self._firsts  # where that of row 0 would be
         self.documents = int(counts.sum())
         begins, ends = self._offsets[offsets_at], self._offsets[offsets_at + counts]
@@ -129,7 +133,8 @@ class ArrowShard(Shard):
         begins, ends = self._offsets[at], self._offsets[at + 1]
         if ((begins < 0) | (ends < begins) | (ends > self._sizes[batches])).any():
             raise CorpusError(
-                f"{self.path} is damaged: offsets of its lists {self._column!r} point outside. Copy it again."
+                f"{self.path} is damaged: offsets of its column {self._column!r} point outside the file. "
+                "Copy it again."
             )
         values_at = self._values_at[batches]
         return values_at + begins, values_at + ends
@@ -146,9 +151,9 @@ class ArrowShard(Shard):
                     plain = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
                 if (counts != wanted).any() or (column.gathered(block, 1 << 62) != plain).any():
                     raise CorpusError(
-                        f"{self.path} has a column {name!r}, by which not every row is one document without "
-                        "padding. Save the dataset as it was before it was padded or packed: documents are "
-                        "packed in training."
+                        f"{self.path} has a column {name!r} that shows rows with padding or with several "
+                        "documents. Save the dataset as it was before it was padded or packed: documents are "
+                        "packed during training."
                     )
 
     def source(self, row: int) -> str:
@@ -204,11 +209,11 @@ class MegatronShard(Shard):
         for file in (index, self.path):
             if not file.is_file():
                 names = f"{index.name} and {self.path.name}"
-                raise CorpusError(f"Megatron's {names} go together; there is no {file}.")
+                raise CorpusError(f"A Megatron dataset consists of {names}; there is no {file}.")
         with index.open("rb") as stream:
             header = stream.read(MEGATRON_HEADER.size)
         if not header.startswith(MEGATRON_MAGIC) or len(header) < MEGATRON_HEADER.size:
-            raise CorpusError(f"{index} is no index of a Megatron dataset.")
+            raise CorpusError(f"{index} is not the index of a Megatron dataset.")
         _, version, code, sequences, ends = MEGATRON_HEADER.unpack(header)
         if version != 1 or code not in MEGATRON_TYPES:
             readable = f"known are version 1 and the types {', '.join(map(str, MEGATRON_TYPES))}"
@@ -217,7 +222,7 @@ class MegatronShard(Shard):
         begins_at = MEGATRON_HEADER.size + 4 * sequences
         modes_at = begins_at + 8 * (sequences + ends)
         if index.stat().st_size < modes_at:
-            raise CorpusError(f"{index} is cut off; copy it again from where it came.")
+            raise CorpusError(f"{index} is truncated; copy it again.")
         lengths = mapped(index, "<i4", sequences, MEGATRON_HEADER.size)
         self._begins = mapped(index, "<i8", sequences, begins_at)  # bytes
         self._firsts = mapped(index, "<i8", ends, begins_at + 8 * sequences)
@@ -290,7 +295,7 @@ class DatatroveShard(Shard):
         if dtype is None:
             tokens = f"{self.tokens:,} tokens of {' or '.join(map(str, types))} bytes"
             raise CorpusError(
-                f"{self.path} has {size:,} bytes, but {index.name} speaks of {tokens}; copy both again."
+                f"{self.path} has {size:,} bytes, but {index.name} describes {tokens}; copy both again."
             )
         self.values = mapped(self.path, dtype)
 

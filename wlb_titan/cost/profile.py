@@ -209,7 +209,7 @@ class Profile:
                 figures += [*(entry.errors(profile.units) + 1)] if entry.points else []
             figures += [rate(line) for line in (linear["matrices"], linear["elements"])] if linear else []
             if not 0 < min(figures) <= max(figures) < np.inf or not np.isfinite(figures).all():
-                raise ValueError("some of its figures are no times or sizes")
+                raise ValueError("some of its figures are not times or sizes")
             return profile
 
 

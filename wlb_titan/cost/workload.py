@@ -56,7 +56,7 @@ class CostModel(Plugin):
             """The settings from what follows the name and a colon: none, but for models that override it."""
             if text:
                 raise PlanError(
-                    f"the cost model {cls.owner_name()!r} takes nothing after its name, and there is {text!r}"
+                    f"the cost model {cls.owner_name()!r} takes nothing after its name; got {text!r}"
                 )
             return cls()
 

@@ -31,7 +31,7 @@ class Degrees:
         if self.tensor * self.sharding_ranks % self.expert:
             raise PlanError(
                 f"The expert parallel degree {self.expert} does not divide TP {self.tensor} x CP "
-                f"{self.context} x {self.shard} sharding data-parallel ranks, of which it takes its own.",
+                f"{self.context} x {self.shard} sharding data-parallel ranks, from which it takes its ranks.",
                 setting=f"parallelism.{Expert.key}",
             )
         own_dimensions(self.own)
@@ -139,7 +139,7 @@ def own_dimensions(configs: Sequence[Dimension.Config]) -> tuple[Dimension, ...]
             problem = f"There is a dimension with the axis {dim.axis!r} already; each can be there once."
         elif dim.outside not in allowed:
             problem = (
-                f"It says that it lies outside {dim.outside!r}; dividing {dim.divides} it can lie outside "
+                f"Its `outside` is {dim.outside!r}; a dimension that divides {dim.divides} can be outside "
                 f"{', '.join(allowed)}."
             )
         else:

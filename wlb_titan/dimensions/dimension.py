@@ -103,8 +103,8 @@ class Pipeline(Dimension):
             raise PlanError(str(error), setting=f"parallelism.{self.key}") from error
         if job.run and self.degree > 1 and job.replica_micro_batches % job.run:
             raise PlanError(
-                f"A replica's {job.replica_micro_batches} micro-batches of a step make no whole runs of "
-                f"{job.run} through the pipeline.",
+                f"A replica's {job.replica_micro_batches} micro-batches of a step cannot be divided into "
+                f"runs of {job.run} through the pipeline.",
                 setting="training.local_batch_size",
             )
 
@@ -161,8 +161,8 @@ class Expert(Dimension):
     def check(self, job: Job) -> None:
         if self.degree > max(job.model.experts, 1):
             raise PlanError(
-                f"The expert parallel degree is {self.degree}, and a layer has {job.model.experts} experts; "
-                "it can be at most as many.",
+                f"The expert parallel degree is {self.degree}, but a layer has only {job.model.experts} "
+                "experts; lower it to that number or below.",
                 setting=f"parallelism.{self.key}",
             )
 

@@ -90,10 +90,7 @@ def named_or_read(text: str) -> tuple[Ints, str]:
         return named.draw(), f"{text} ({named.source}; median {named.median:,.0f} tokens)"
     path = Path(text)
     if not text or not path.exists():
-        raise PlanError(
-            f"There is neither a distribution of lengths called {text!r}, which would be one of "
-            f"{', '.join(NAMED)}, nor a file of that name."
-        )
+        raise PlanError(f"{text!r} is neither a distribution of lengths ({', '.join(NAMED)}) nor a file.")
     what = f"The file of lengths {path}"
     wanted = "it must have a document's length a line, as a whole number of tokens from 1 to 2^40"
     with reading(lambda reason: PlanError(f"{what} cannot be read ({reason}); {wanted}.")):

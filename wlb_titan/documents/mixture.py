@@ -136,7 +136,9 @@ class Mixture:
             parts, top = _parts(lengths, first, number, source, source.weight / whole)
             if not all(part.share > LEAST_SHARE for part in parts):
                 less = f"less than {LEAST_SHARE:g} of all tokens"
-                raise PlanError(f"By its weight or long_share a part of the source {source.name} has {less}.")
+                raise PlanError(
+                    f"The weight or long_share of the source {source.name} leaves one of its parts {less}."
+                )
             self._parts += parts
             first, longest = first + source.documents, max(longest, top)
         if longest < 2:

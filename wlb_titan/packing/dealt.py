@@ -56,8 +56,8 @@ class Dealt(Plain):
         def check(self, job: Job) -> None:
             if job.replicas % self.sharers:
                 raise PlanError(
-                    f"{self.sharers} data-parallel ranks cannot share micro-batches where there are "
-                    f"{job.replicas}; take a number that divides these.",
+                    f"{self.sharers} of {job.replicas} data-parallel ranks cannot share micro-batches; "
+                    f"choose a number that divides {job.replicas}.",
                     setting="packing.sharers",
                 )
             check_merging(job, "packing.sharers")

@@ -199,7 +199,7 @@ def check_merging(job: Job, setting: str) -> None:
         raise PlanError(
             f"Data-parallel ranks cannot share a micro-batch under {job.context.name}, which exchanges "
             "tokens for heads among context-parallel ranks and would need a head for each of the ranks that "
-            "share. Take a strategy that gathers keys, as in wlb.policy = "
+            "share. Choose a strategy that gathers keys, as in wlb.policy = "
             f'"{job.packing.name}/per_document", or leave {setting} out.',
             setting=setting,
         )

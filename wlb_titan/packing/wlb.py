@@ -204,17 +204,17 @@ def tune(config: Wlb.Config, lengths: Ints, window: int, max_length: int, job: J
     """The thresholds L_1 < ... < L_n that suit documents of these lengths, int64 (documents,)."""
     if window < 2 * GRID:
         raise PlanError(
-            f"Thresholds cannot be found for a window of {window} tokens; it must have {2 * GRID}. Else give "
-            "`thresholds` yourself.",
+            f"Thresholds cannot be found for a window of {window} tokens; it needs at least {2 * GRID}. "
+            "Otherwise set `thresholds` yourself.",
             setting="packing.thresholds",
         )
     grid = [window * step // GRID for step in range(1, GRID + 1)]
     tried = [list(limits) for limits in combinations(grid, config.queues) if drains(lengths, limits, window)]
     if not tried:
         raise PlanError(
-            f"No thresholds for {config.queues} queues let outliers leave as fast as they come: too many "
-            "documents of this corpus are long for its context window. Use a longer window or another "
-            "packing policy.",
+            f"With queues = {config.queues}, outliers would arrive faster than any thresholds let them "
+            "leave: too many documents of this corpus are long for its context window. Use a longer window "
+            "or another packing policy.",
             setting="packing.queues",
         )
     return min(tried, key=ThresholdTrial(lengths, window, max_length, config.tolerance, job).cost)

@@ -85,9 +85,9 @@ class Best(MicroBatchOrder):
         super().__init__(config, shape)
         if shape.schedule not in KNOWN:
             raise PlanError(
-                f"The order 'best' is searched on the schedule's dependency graph, which is known of "
-                f"{', '.join(KNOWN)}, and the schedule is {shape.schedule}. Choose one of them, or "
-                "the order 'as_packed'."
+                "The order 'best' is searched on the schedule's dependency graph, which is known only for "
+                f"{', '.join(KNOWN)}, not for {shape.schedule}. Choose one of those schedules, or the order "
+                "'as_packed'."
             )
 
     def places(self, forward: Floats, backward: Floats) -> Ints:

@@ -81,8 +81,8 @@ def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterato
     schedule = SCHEDULES[shape.schedule]
     if not schedule.known:
         raise PlanError(
-            f"The order of actions is known of the schedules {', '.join(KNOWN)}, and the pipeline's is "
-            f"{shape.schedule!r}. Choose one of them."
+            f"The order of actions is known only for the schedules {', '.join(KNOWN)}, not for "
+            f"{shape.schedule!r}. Choose one of those."
         )
     chunks = schedule.chunks or shape.chunks
     if shape.chunks != chunks:
@@ -101,7 +101,7 @@ def check_micro_batches(schedule: str, ranks: int, stages: int, n: int) -> None:
     """Refuses a number of micro-batches that a schedule of torch cannot run."""
     if schedule in ("1F1B", "DualPipeV") and n < stages:
         raise PlanError(
-            f"{schedule} needs at least as many micro-batches as stages, and there are {n} for {stages} "
+            f"{schedule} needs at least as many micro-batches as stages, but there are {n} for {stages} "
             "stages; raise training.local_batch_size or choose GPipe, LoopedBFS or ZBVZeroBubble."
         )
     micro_batches_in_round(schedule, ranks, n)
@@ -114,8 +114,8 @@ def micro_batches_in_round(schedule: str, ranks: int, n: int) -> int:
     rounds = max(1, n // ranks)
     if n % rounds:
         raise PlanError(
-            f"{schedule} runs {n} micro-batches on {ranks} ranks in {rounds} equal rounds, which they do not "
-            f"divide into. A multiple of {ranks} always does."
+            f"{schedule} cannot run {n} micro-batches on {ranks} ranks: they do not divide into {rounds} "
+            f"equal rounds. A multiple of {ranks} always does."
         )
     return n // rounds
 

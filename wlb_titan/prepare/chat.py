@@ -68,7 +68,7 @@ class ChatTemplate:
                 day = date.fromisoformat(today)
             self._template = DATE.sub(lambda call: repr(day.strftime(call[2])), self._template)
         if "strftime_now(" in self._template:
-            raise CorpusError(f"The template of {origin} writes the date; name one with --today YYYY-MM-DD.")
+            raise CorpusError(f"The template of {origin} writes today's date: set --today YYYY-MM-DD.")
         self._render = render_jinja_template
         self._special_tokens = named.special_tokens_map
         self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
@@ -155,7 +155,7 @@ class ChatTemplate:
         after, _ = self._rendered(messages[: number + 1], tools)
         if not (after.startswith(before) and text.startswith(after)):
             raise ValueError(
-                f"the chat template writes message {number + 1} ({ASSISTANT}) otherwise once more turns "
+                f"the chat template writes message {number + 1} ({ASSISTANT}) differently once more turns "
                 "follow. Put {% generation %} and {% endgeneration %} around what the assistant says in it, "
                 "and name it with --chat-template FILE"
             )
@@ -296,7 +296,7 @@ def _name(call: Any) -> Any:
 def checked(messages: Any, special: list[str]) -> list[Message]:
     """The messages without empty keys; a ValueError if they are malformed or none can be learned."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError('the conversation is no list of messages, {"role": ..., "content": ...}')
+        raise ValueError('the conversation is not a list of messages, {"role": ..., "content": ...}')
     result = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -306,19 +306,19 @@ def checked(messages: Any, special: list[str]) -> list[Message]:
         name = f"message {number} ({message['role']})"
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(_name(call), str) for call in calls):
-            raise ValueError(f'{name} calls a tool without name; write {{"function": {{"name": ..., ...}}}}')
+            raise ValueError(f'{name} calls an unnamed tool; write {{"function": {{"name": ..., ...}}}}')
         if not any(text.strip() for text in _texts(message, name)) and not calls:
             raise ValueError(f"{name} has no text")
         for key in filter(SWITCH.search, message):
             if key not in FOLLOWED or message[key] not in range(2 if message["role"] == ASSISTANT else 1):
                 raise ValueError(
-                    f"{name} has {key!r}: {message[key]!r}, which is not followed. {', '.join(FOLLOWED)} may "
-                    "be 1 or 0, for what the assistant says; else take it out"
+                    f"{name} has {key!r}: {message[key]!r}, which is not supported. {', '.join(FOLLOWED)} "
+                    "may be 1 or 0, in messages of the assistant; otherwise remove it"
                 )
         check_spelling(message, special, name)
         result.append(message)
     if all(message["role"] != ASSISTANT for message in result):
-        raise ValueError(f'no message is of the role "{ASSISTANT}", so nothing would be learned')
+        raise ValueError(f'no message has the role "{ASSISTANT}", so nothing would be learned')
     return result
 
 
@@ -327,7 +327,7 @@ def check_spelling(value: Any, special: list[str], what: str) -> None:
     inner = (text for place, text in _inner(value) for text in (*place[-1:], text))  # keys as well
     texts = "\n".join(text for text in inner if isinstance(text, str))
     if spelt := [token for token in special if token in texts]:
-        raise ValueError(f"{what} spells the special token {spelt[0]!r}; only the template may write it")
+        raise ValueError(f"{what} contains the special token {spelt[0]!r}, which only the template may write")
 
 
 def _texts(message: Message, name: str = "") -> list[str]:
@@ -337,7 +337,7 @@ def _texts(message: Message, name: str = "") -> list[str]:
     for part in parts if isinstance(parts, list) else [parts]:
         given = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
         if not isinstance(given.pop("text", None), str) or given not in ({}, {"type": "text"}):
-            raise ValueError(f"the content of {name} has a part that is no text, {str(part)[:80]}")
+            raise ValueError(f"the content of {name} has a part that is not text, {str(part)[:80]}")
     return [part["text"] for part in parts]
 
 

@@ -1,7 +1,7 @@
 """Preparing a corpus: documents are shuffled, tokenized and written to disk once, for training to map.
 
-A document becomes the tokens of its text and an end-of-text token; no token marks its start. The same texts,
-settings and library versions give the same corpus, byte for byte.
+A document becomes the tokens of its text and an end-of-text token; with `bos` a token marks its start. The
+same texts, settings and library versions give the same corpus, byte for byte.
 
 A corpus is written inside a sibling, `.NAME.partial`, and moved to its place at the end. The writer holds a
 lock in there, which the kernel drops when the process dies: so what a killed process left can be told from a
@@ -59,6 +59,7 @@ class PrepareSettings:
     tokenizer: str | None = None  # folder of a Hugging Face tokenizer; None trains a BPE on the texts
     vocab_size: int | None = None  # most entries of the trained tokenizer; None is `DEFAULT_VOCAB_SIZE`
     seed: int = 0  # of the order of the documents
+    bos: bool = False  # documents begin with the tokenizer's bos_token
     max_tokens: int | None = None  # stop with the document that reaches this many; None takes all
     chat: bool = False  # the records are conversations, written by the tokenizer's chat template
     chat_template: str | None = None  # with `chat`: a file with another template
@@ -68,9 +69,13 @@ class PrepareSettings:
     def __post_init__(self) -> None:
         kind = self.spec.kind
         if self.tokenizer is not None and self.vocab_size is not None:
-            raise CorpusError("--tokenizer has a vocabulary size of its own. Leave one of the two out.")
+            raise CorpusError(
+                "--tokenizer has its own vocabulary size; leave out --vocab-size, or --tokenizer."
+            )
         if not self.chat and (self.chat_template or self.max_length or self.today):
-            raise CorpusError("A chat template, a maximal length and a date are for --chat only.")
+            raise CorpusError("--chat-template, --max-length and --today are for --chat only.")
+        if self.bos and (self.chat or self.tokenizer is None):
+            raise CorpusError("--bos is for the text of a --tokenizer; chat templates write their own.")
         if self.chat and kind not in ("jsonl", "parquet", "hf"):
             raise CorpusError(f"Conversations are records of jsonl:, parquet: or hf:, not {self.source!r}.")
         if self.chat and self.tokenizer is None:
@@ -95,7 +100,9 @@ def prepare_corpus(settings: PrepareSettings, output: str | Path, *, report: Rep
             return corpus
         spec = settings.spec
         if spec.kind == "text" and Path(spec.location).resolve() in (output, *output.parents):
-            raise CorpusError(f"{output} lies in its own source and would become a part of it; name another.")
+            raise CorpusError(
+                f"{output} is inside its own source and would become a part of it; name another folder."
+            )
         with written_whole(output) as folder:
             _write_corpus(settings, folder, report)
     except OSError as error:
@@ -109,22 +116,22 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
         return None
     if not (output / PREPARATION_FILE).is_file():
         raise CorpusError(
-            f"{output} is there already, and no corpus of this `wlb-titan prepare`. Name another folder, "
-            "or delete it if it is a corpus of an earlier version."
+            f"{output} already exists and is not a corpus made by this version of `wlb-titan prepare`. Name "
+            "another folder, or delete it if it is a corpus of an earlier version."
         )
     corpus = Corpus.open(output)
     assert corpus.preparation is not None
-    wanted, existing = dataclasses.asdict(settings), corpus.preparation.settings
+    existing = dataclasses.asdict(PrepareSettings()) | corpus.preparation.settings
     differences = [
-        f"{name} is {existing.get(name)!r} there, and {value!r} was asked for"
-        for name, value in wanted.items()
-        if existing.get(name) != value
+        f"{name} is {existing[name]!r} there, and {value!r} was asked for"
+        for name, value in dataclasses.asdict(settings).items()
+        if existing[name] != value
     ]
     differences += _changed_tokenizer(settings, output / TOKENIZER_FOLDER)
     if differences:
         raise CorpusError(
-            f"{output} holds a corpus that was made with other settings: {'; '.join(differences)}. "
-            "Delete it first, or name another folder."
+            f"{output} contains a corpus that was made with other settings: {'; '.join(differences)}. Delete "
+            "it first, or name another folder."
         )
     return corpus
 
@@ -160,13 +167,13 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
         template = ChatTemplate(tokenizer.folder, str(settings.tokenizer), settings.today)
         documents = conversations(source, order, template, left_out, settings.max_length)
     else:
-        documents = tokenized(source, order, tokenizer, left_out)
+        documents = tokenized(source, order, tokenizer, left_out, bos=settings.bos)
     taken = _taken(documents, len(order), settings.max_tokens, report)
     written = write_documents(folder, taken, masked=settings.chat)
     unreadable = sorted(left_out.unreadable)
     if not written.documents:
         first = f" (the first: {unreadable[0]})" if unreadable else ""
-        marks = "the template's {% generation %} stands around nothing that the assistant says"
+        marks = "the template's {% generation %} encloses nothing that the assistant says"
         unlearned = f" Of {left_out.unlearned:,} conversations nothing is learned: {marks}, or they say so."
         raise CorpusError(
             f"The source {settings.source} has no text: {left_out.empty:,} documents are empty, "

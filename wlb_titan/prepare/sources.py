@@ -125,7 +125,7 @@ def python_documents() -> NamedFiles:
 def text_documents(folder: Path) -> NamedFiles:
     """The files below `folder`, except hidden ones and those in hidden folders."""
     if not folder.is_dir():
-        raise CorpusError(f"The source text:{folder} needs a folder, and {folder.absolute()} is none.")
+        raise CorpusError(f"The source text:{folder} needs a folder, but {folder.absolute()} is not one.")
     paths = _files_below(folder, lambda name: name.startswith("."))
     documents = [(_name(folder, path), path) for path in paths]
     if not documents:
@@ -160,7 +160,7 @@ def _files_at(kind: str, location: Path) -> list[Path]:
             )
     if not files or not all(file.is_file() for file in files):
         raise CorpusError(
-            f"The source {kind}:{location} needs a file, or a folder with files *.{kind}, and there is none."
+            f"The source {kind}:{location} needs a file, or a folder with files *.{kind}, but there is none."
         )
     return files
 
@@ -293,7 +293,7 @@ def conversation(record: Any, field: str) -> dict[str, Any]:
     messages, tools = shape(record) if shape else _field_of(record, field), record.get("tools")
     for key in filter(UNREAD.search, record):
         if record[key] not in (None, 1, "", [], {}):
-            raise ValueError(f"the record has a key {key!r}, which is not read; take it out")
+            raise ValueError(f"the record has a key {key!r}, which is not read; remove it")
     tools = json.loads(tools or "null") if isinstance(tools, str) else tools
     return {"messages": messages, "tools": tools}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -69,6 +70,19 @@ class CorpusTokenizer:
             if number is not None:
                 ids[f"{name}_id"] = number
         return ids
+
+    def beginning(self, wanted: bool) -> np.ndarray:
+        """int32 (0 or 1,), the token that begins every document; warns where others would put one."""
+        token = self.special_ids().get("bos_token_id")
+        if wanted and token is None:
+            raise CorpusError(f"--bos: the {CONFIG_FILE} of this tokenizer names no bos_token.")
+        if not wanted and self._tokenizer.encode("a").ids[:1] == [token]:
+            warnings.warn(
+                "This tokenizer begins texts with its bos_token, and these documents begin without it. For "
+                "a model that learned with it, such as Llama 3, prepare the corpus with --bos.",
+                stacklevel=2,
+            )
+        return np.array([token] if wanted else [], dtype=np.int32)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """int32 (n,), token ids of each text, without special tokens; uses all cores."""
@@ -150,13 +164,16 @@ def tokenized(
     tokenizer: CorpusTokenizer,
     left_out: LeftOut,
     *,
+    bos: bool = False,
     piece_characters: int = PIECE_CHARACTERS,
     batch_characters: int = BATCH_CHARACTERS,
 ) -> Iterator[Document]:
-    """The documents of a source, by their numbers in `order`, each with an end-of-text token at the end.
+    """The documents of a source, by their numbers in `order`, each with an end-of-text token at the end and,
+    with `bos`, the token that begins texts in front.
 
     Batches cross documents, so that many short ones or one of a hundred megabytes keep all cores busy.
     """
+    begin = tokenizer.beginning(bos)
     end = np.array([tokenizer.end_of_text_id], dtype=np.int32)
     pieces = _pieces(source, order, left_out, piece_characters)
     batches = batched(pieces, lambda piece: len(piece[1]), batch_characters)
@@ -166,7 +183,7 @@ def tokenized(
         for (position, _), tokens in zip(batch, tokenizer.encode([text for _, text in batch]), strict=True)
     )
     for position, parts in groupby(arrays, key=itemgetter(0)):
-        tokens = np.concatenate([*(tokens for _, tokens in parts), end])
+        tokens = np.concatenate([begin, *(tokens for _, tokens in parts), end])
         yield Document(position, source.name(order[position]), tokens)
 
 

@@ -77,9 +77,9 @@ def agreed_beginning(config: TrainerConfig) -> Beginning:
     folder = Path(config.dump_folder) / config.checkpoint.folder
     for step, kind, fault in agreed.newer if dist.get_rank() == 0 else ():
         logger.warning(
-            f"The run goes on from step {agreed.step}: {folder / f'step-{step}'} {fault}"
+            f"The run continues from step {agreed.step}: {folder / f'step-{step}'} {fault}"
             + f", and becomes {kind}-{step} beside it" * (not config.checkpoint.load_only)
-            + ". If you have a whole copy, stop this run and put it there" * (kind == "broken")
+            + ". If you have an intact copy, stop this run and put it there" * (kind == "broken")
         )
     if agreed.step >= 0:
         config.checkpoint = replace(config.checkpoint, load_step=agreed.step)
@@ -107,8 +107,8 @@ def check_rates(scheduler: LRSchedulersContainer.Config, steps: int) -> None:
     total, warmup = scheduler.total_steps, scheduler.warmup_steps
     if total is not None and not warmup < total >= steps:
         raise UserError(
-            f"lr_scheduler.total_steps: a schedule of {total} steps, {warmup} of warm-up, is over before a "
-            f"run of {steps}, and rates would fall below 0. Set it to {max(steps, warmup + 1)} or more, or "
+            f"lr_scheduler.total_steps: a schedule of {total} steps, {warmup} of warm-up, ends before a run "
+            f"of {steps} steps, and rates would fall below 0. Set it to {max(steps, warmup + 1)} or more, or "
             "leave it out."
         )
 

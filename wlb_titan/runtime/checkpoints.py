@@ -27,7 +27,7 @@ from wlb_titan.runtime.config import TrainerConfig
 METADATA = ".metadata"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
 STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")  # beside the weights
-WEIGHTS_ALONE = "has weights alone, from which no run goes on"
+WEIGHTS_ALONE = "has weights alone, from which no run can continue"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -62,15 +62,15 @@ def beginning(config: TrainerConfig) -> Beginning:
     done = [step for step, _, fault in newest.newer if fault == WEIGHTS_ALONE]
     if done and max(done) >= config.training.steps and not config.wlb.epochs:
         raise UserError(
-            f"training.steps: the run in {config.dump_folder} has done its {max(done)} steps; set more to "
-            "go on."
+            f"training.steps: the run in {config.dump_folder} has completed its {max(done)} steps; set more "
+            "to continue it."
         )
     if newest.step < 0 and newest.newer:
         raise UserError(
-            f"checkpoint.folder: a run can go on from no checkpoint in {folder}: "
+            f"checkpoint.folder: the run cannot continue from any checkpoint in {folder}: "
             + "; ".join(f"step-{step} {fault}" for step, _, fault in newest.newer)
-            + ". Copy a whole one there, or name another dump_folder to start anew; weights alone are loaded "
-            "by checkpoint.initial_load_path."
+            + ". Copy an intact one there, or name another dump_folder to start anew; "
+            "checkpoint.initial_load_path loads weights alone."
         )
     initial = "" if checkpoint.initial_load_in_hf else checkpoint.initial_load_path
     needed = [] if checkpoint.initial_load_model_only else needed
@@ -122,7 +122,7 @@ def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -
         checkpointer.interval = 1
         checkpointer.save(step)
     checkpointer.maybe_wait_for_saving()
-    return "all is saved; start the job again to go on"
+    return "all is saved; start the job again to continue"
 
 
 def move_aside(folder: Path, begun: Beginning) -> None:
@@ -144,7 +144,7 @@ def explained(error: BaseException, config: TrainerConfig, step: int, *, saving:
             return cause
     if saving and any(map(_says_that_the_disk_is_full, causes)):
         older = newest_whole(folder).step
-        follows = f"the checkpoint of step {older} is whole, and the run goes on from it"
+        follows = f"the checkpoint of step {older} is intact, and the run continues from it"
         return UserError(
             f"A checkpoint cannot be saved in {folder}: its disk is full. Make room and start again: "
             + (f"{follows}." if older >= 0 else "there is no older checkpoint, so the run begins anew.")
@@ -161,7 +161,7 @@ def explained(error: BaseException, config: TrainerConfig, step: int, *, saving:
     return UserError(
         f"The checkpoint {folder / f'step-{step}'} cannot be loaded: {said}. If the model or the optimizer "
         "was changed, change it back, or name another dump_folder to start anew. If the checkpoint is "
-        "damaged, move it away; the run then goes on from the one before."
+        "damaged, move it away; the run then continues from the one before it."
     )
 
 

@@ -99,7 +99,7 @@ def turns_of(config: TrainerConfig) -> dict[str, TrainerConfig]:
         turns[name] = replace(config, wlb=replace(config.wlb, bench=BenchSettings(), **settings))
     if len({turn.wlb.packing.regroups for turn in turns.values()}) > 1:
         raise UserError(
-            "wlb.packing.asymmetric: only some of wlb.bench.policies have its stages; leave it out."
+            "wlb.packing.asymmetric: only some of wlb.bench.policies can use its stages; leave it out."
         )
     return turns
 
@@ -137,15 +137,14 @@ def _check_settings(config: TrainerConfig) -> None:
             raise UserError(f"{key}: {reason}; set it to {shown(value)}.")
     if unknown := set(config.compile.components) - {"model", "loss"}:
         raise UserError(
-            f'compile.components: torchtitan compiles "model" and "loss" and would leave out '
-            f"{shown(sorted(unknown))} without a word."
+            'compile.components: torchtitan compiles only "model" and "loss", and would ignore '
+            f"{shown(sorted(unknown))}."
         )
     recomputation = config.activation_checkpoint
     if not isinstance(recomputation, FullAC.Config | SelectiveAC.Config | None):
         warnings.warn(
-            f"activation_checkpoint.class: {short_name(owner_of(recomputation))} is used, but the memory and "
-            "times that packing and predictions follow are those of SelectiveDocumentAC: nothing is known of "
-            "its own.",
+            f"activation_checkpoint.class: {short_name(owner_of(recomputation))} is used, but packing and "
+            "predictions assume the memory and times of SelectiveDocumentAC, because its own are unknown.",
             stacklevel=2,
         )
     if config.wlb.device == "cpu":
@@ -177,19 +176,20 @@ def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:
         )
     if unknown := set(checkpoint.exclude_from_loading) - set(STATES):
         raise UserError(
-            f"checkpoint.exclude_from_loading: {shown(min(unknown))} is none of {', '.join(STATES)}."
+            f"checkpoint.exclude_from_loading: {shown(min(unknown))} is not one of {', '.join(STATES)}."
         )
     if checkpoint.create_seed_checkpoint and dims.world_size > 1:
         raise UserError(
-            "checkpoint.create_seed_checkpoint: one process makes it, for any degrees of the run that starts "
-            f"from it; set all of [parallelism]'s degrees to 1, which ask for {dims.world_size} processes."
+            "checkpoint.create_seed_checkpoint: one process makes a seed checkpoint, whatever the degrees of "
+            "the run that starts from it; set all degrees of [parallelism] to 1, which now need "
+            f"{dims.world_size} processes."
         )
     for dimension in dims.own:
         meets = checkpoint.enable and dimension.divides == "data" and dimension.degree > 1
         if meets and checkpoint.interval % dimension.every:
             raise UserError(
-                f"checkpoint.interval: weights are the same on all ranks every {dimension.every} steps, when "
-                f"those of {dimension.axis} meet; a checkpoint has to be a multiple of that, got "
+                f"checkpoint.interval: weights are the same on all ranks only every {dimension.every} steps, "
+                f"when the ranks of {dimension.axis} meet; set a multiple of {dimension.every}, not "
                 f"{checkpoint.interval}."
             )
 
@@ -199,8 +199,8 @@ def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
         return
     if config.model_spec.pipelining_fn is not pipeline:
         raise UserError(
-            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} is not cut into stages, or by a "
-            "function that knows micro-batches of one length only; set it to 1."
+            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} cannot be cut into stages, or "
+            "only by a function for micro-batches of one length; set it to 1."
         )
     try:
         check_stages(config.parallelism, config.model_spec.model)
@@ -238,9 +238,9 @@ def _check_experts(config: TrainerConfig, dims: Dims) -> None:
     if packing.owner.slices and whole % dims.ep:
         raise UserError(
             f"{key}: {dims.ep} ranks share experts, among them several data-parallel ranks. These meet in "
-            f"every pass, and under {packing.name} each runs the backward passes of its slices in an order "
-            f"of its own. Set it to a divisor of the {whole} ranks of context ({dims.cp}) x tensor "
-            f"parallelism ({dims.tp}), or take another policy."
+            f"every pass, but under {packing.name} each runs the backward passes of its slices in its own "
+            f"order. Set it to a divisor of the {whole} ranks of context ({dims.cp}) x tensor parallelism "
+            f"({dims.tp}), or choose another policy."
         )
 
 
@@ -253,9 +253,9 @@ def _check_job(config: TrainerConfig, dims: Dims) -> None:
         raise UserError(f"wlb.policy: {error}") from error
     if job.window % job.divisor:
         raise UserError(
-            f"training.seq_len: {job.window} tokens do not divide by {job.divisor}, which the "
+            f"training.seq_len: {job.window} tokens are not a multiple of {job.divisor}, as the "
             f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}) and the loss's "
-            "chunks need."
+            "chunks require."
         )
     try:
         config.wlb.pipeline.make(job.shape)
@@ -276,7 +276,7 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     folder = Path(config.dump_folder)
     if config.wlb.bench.policies and any((folder / run).exists() for run in (METRICS_FILE, CONFIG_FILE)):
         raise UserError(
-            f"dump_folder: {folder} holds a run, which a bench leaves alone; name another folder."
+            f"dump_folder: {folder} contains a run, which a bench must not change; name another folder."
         )
     return corpus
 
@@ -310,8 +310,8 @@ def validate_files(config: TrainerConfig, world_size: int | None = None) -> None
 def check_processes(processes: int, gpus: int) -> None:
     if processes > gpus:
         raise UserError(
-            f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
-            'lower the degrees, or set wlb.device = "cpu".'
+            f"parallelism: {processes} processes need a GPU each, and there {'are' if gpus > 1 else 'is'} "
+            f'{gpus}; lower the degrees, or set wlb.device = "cpu".'
         )
 
 

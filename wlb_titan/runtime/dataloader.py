@@ -102,6 +102,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
         documents = config.documents or documents_of(config.corpus, self.corpus, config.hold_out)
+        self.count = len(documents.lengths)
         planned = config.job
         if planned.packing.planning_seconds and not config.alone:
             planned = replace(planned, on_one_rank=SharedAnswer())

@@ -64,19 +64,18 @@ def check_place(folder: str, checkpoints: str, read: Mapping[str, str]) -> None:
     in the paths that are `read`, by their keys, and with the checkpoints inside."""
     if "://" in folder or folder.startswith("~"):
         raise UserError(
-            "dump_folder: a lock and logs are in it, so it is a folder of this machine, written out. "
-            'Checkpoints alone may lie elsewhere: checkpoint.folder = "s3://BUCKET/RUN".'
+            "dump_folder: it holds a lock and logs, so it must be a folder of this machine, without ~ or a "
+            'scheme. Only checkpoints may be elsewhere: checkpoint.folder = "s3://BUCKET/RUN".'
         )
     place, here = Path(folder).resolve(), Path.cwd()
     if place in (here, *here.parents):
         raise UserError(
-            f"dump_folder: the command is run in {here}; name a folder of the run's, as outputs/run."
+            f"dump_folder: the command runs in {here}; name a folder for the run alone, such as outputs/run."
         )
     for key, other in read.items():
         if other and Path(other).resolve() in (place, *place.parents):
             raise UserError(
-                f"dump_folder: {other} is read by the run, as {key}; name a folder that is not in it, or "
-                "another one there."
+                f"dump_folder: the run reads {other} ({key}); name a dump_folder outside it, or change {key}."
             )
     if "://" not in checkpoints and place not in (place / checkpoints).resolve().parents:
         raise UserError(

@@ -101,7 +101,7 @@ class Stop:
                 self._frozen = True
                 self.status = first["status"]
             logger.info(
-                f"{first['why']}: the run ends after the step under way; a second signal ends it at once."
+                f"{first['why']}: the run ends after the current step; a second signal ends it at once."
             )
         if not self._frozen:
             return
@@ -252,11 +252,11 @@ def seconds_of(duration: str, setting: str = "wlb.stop_after") -> float:
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", duration)
     if match is None:
         raise UserError(
-            f'{setting}: "{duration}" is no duration. Write hours:minutes:seconds, such as "23:40:00".'
+            f'{setting}: "{duration}" is not a duration. Write hours:minutes:seconds, such as "23:40:00".'
         )
     days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
     if not (total := ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds):
-        raise UserError(f"{setting}: a run needs some time.")
+        raise UserError(f"{setting}: it must be longer than 0.")
     return total
 
 

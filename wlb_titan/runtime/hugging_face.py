@@ -105,12 +105,12 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
     model, checkpoint = config.model_spec.model, config.checkpoint
     folder = Path(checkpoint.initial_load_path or "")
     if not checkpoint.initial_load_path or not any(folder.glob("*.safetensors")):
-        raise UserError(f"{KEY}: initial_load_in_hf reads a folder with *.safetensors, and this is none.")
+        raise UserError(f"{KEY}: initial_load_in_hf reads a folder with *.safetensors, and this is not one.")
     try:
         description = read_description(folder / CONFIG)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{KEY}: which model the weights are of cannot be seen: {error}. Copy the config.json of the "
+            f"{KEY}: it does not say which model the weights belong to: {error}. Copy the config.json of the "
             "published model there."
         ) from error
     unread = [r"rotary_emb\.inv_freq$", r"^lm_head\.weight$" if model.enable_weight_tying else "^$"]
@@ -126,21 +126,21 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
         )
     if differ := differences(model, description):
         raise UserError(
-            f"{KEY}: the weights in {str(folder)!r} are of another model: {'; '.join(differ)}. Choose "
-            "the base that is theirs."
+            f"{KEY}: the weights in {str(folder)!r} belong to another model: {'; '.join(differ)}. Choose the "
+            "base that matches them."
         )
     shapes = check_exchange("initial_load_in_hf", built)
     if differ := differing_tensors(folder, shapes, "|".join(unread)):
         raise UserError(
-            f"{KEY}: the tensors in {str(folder)!r} are not the model's: {'; '.join(differ[:3])}"
-            f"{', ...' * (len(differ) > 3)}. Copy what is missing there, move away what does not belong "
-            "there, or choose the base that is theirs."
+            f"{KEY}: the tensors in {str(folder)!r} are not the model's: "
+            f"{'; '.join(differ[:3])}{', ...' * (len(differ) > 3)}. Copy what is missing, move away what "
+            "does not belong there, or choose the base that matches them."
         )
     tokenizer, corpus_tokenizer = folder / TOKENIZER, corpus.tokenizer_path / TOKENIZER
     if tokenizer.is_file() and not filecmp.cmp(tokenizer, corpus_tokenizer, shallow=False):
         raise UserError(
             f"wlb.corpus.path: the corpus {str(corpus.path)!r} has another tokenizer than the weights in "
-            f"{str(folder)!r}; prepare one with `wlb-titan prepare NAME --tokenizer {folder}`."
+            f"{str(folder)!r}; prepare a corpus with `wlb-titan prepare NAME --tokenizer {folder}`."
         )
 
 
@@ -262,7 +262,7 @@ def read_description(path: Path) -> dict[str, Any]:
     config = json.loads(path.read_text(encoding="utf-8"))
     rope = isinstance(config, dict) and (config.get("rope_parameters") or config.get("rope_scaling") or {})
     if not isinstance(rope, dict):
-        raise ValueError(f"{path} describes no model")
+        raise ValueError(f"{path} does not describe a model")
     values = DEFAULTS | {name: value for name, value in {**config, **rope}.items() if value is not None}
     values["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if values["rope_type"] == "yarn":
@@ -298,11 +298,11 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
                 changed += [f"{name} = {number} in {file}, which was {was}"] * bool(before)
     files[GENERATION] = _written(generation)
     if changed:
-        logger.info(f"The export has of the corpus, not of {folder}: {'; '.join(changed)}")
+        logger.info(f"The export takes from the corpus, not from {folder}: {'; '.join(changed)}")
     if model is None:
         logger.warning(
-            f"The export will have no {CONFIG}: how transformers calls a model like "
-            f"{config.model_spec.name} is not known here. Copy that of the published model there."
+            f"The export will have no {CONFIG}: the name by which transformers knows a model like "
+            f"{config.model_spec.name} is not known here. Copy the published model's file there."
         )
         return files
     for name in ("dtype", "quantization_config", "num_nextn_predict_layers"):  # of the loaded weights

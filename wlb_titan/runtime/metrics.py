@@ -112,7 +112,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         try:
             self.logger.log(self._for_dashboards(record), step)
         except OSError as error:
-            warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training goes on without.")
+            warn_once(
+                f"TensorBoard's or W&B's log cannot be written: {error}. Training continues without it."
+            )
         if self._reports:
             start = {} if self._reported else {"start": True}
             self._lines.write({**record, "steps": steps, **start})
@@ -186,7 +188,9 @@ class JsonLines:
                 self._file = self._opened(record["step"])
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
-            warn_once(f"{self._path} cannot be written: {error.strerror}. Training goes on, lines are lost.")
+            warn_once(
+                f"{self._path} cannot be written: {error.strerror}. Training continues, and lines are lost."
+            )
 
     def _opened(self, step: int) -> TextIO:
         """The file, with the lines of earlier steps."""
@@ -233,10 +237,18 @@ def drop_misleading_warnings() -> None:
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu device mesh")
 
 
+class Console(logging.StreamHandler[TextIO]):
+    """Standard output, whose reader may be gone: then lines are lost, and nothing else."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
     """Logs to standard output: everything on the rank that reports the loss, warnings on the others."""
     drop_misleading_warnings()
-    handler = logging.StreamHandler(sys.stdout)
+    handler = Console(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(_applies)  # for other loggers
     root = logging.getLogger()
@@ -259,7 +271,7 @@ def tell_end(config: TrainerConfig, step: int, began: float | None) -> None:
         logger.info(f"Done: step {step} was the last, after {seconds:,.0f} s. All is in {config.dump_folder}")
     elif dist.get_rank() == 0:
         logger.warning(
-            f"Nothing was left to do: the checkpoint in {config.dump_folder} is of step {step}, and "
-            f"training.steps is {config.training.steps}. Raise it to go on, or name another dump_folder to "
-            "start anew."
+            f"Nothing is left to do: the checkpoint in {config.dump_folder} is of step {step}, and "
+            f"training.steps is {config.training.steps}. Raise it to continue, or name another dump_folder "
+            "to start anew."
         )

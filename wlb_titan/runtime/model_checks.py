@@ -124,38 +124,41 @@ def check_groups(config: TrainerConfig, weights: Weights, dims: ParallelDims) ->
         if not left:
             raise UserError(
                 "parallelism.pipeline_parallel_degree: LoRA trains nothing in the stage of "
-                f"{', '.join(modules)}, and an optimizer needs weights; take stages of more layers."
+                f"{', '.join(modules)}, and an optimizer needs weights; choose stages of more layers."
             )
         for place, pattern in enumerate(patterns):
             key = f"optimizer.param_groups.{place}.pattern"
             try:
                 unmatched = [name for name in left if not re.search(pattern, name)]
             except re.error as error:
-                raise UserError(f"{key}: it is no regular expression: {error}.") from error
+                raise UserError(f"{key}: it is not a valid regular expression: {error}.") from error
             if unmatched == left:
                 raise UserError(
-                    f"{key}: it matches no parameter of {where} that earlier groups leave; take the group "
-                    "away, or widen its pattern."
+                    f"{key}: it matches no parameter of {where} that earlier groups leave; remove the group, "
+                    "or widen its pattern."
                 )
             left = unmatched
         if left and patterns:
             raise UserError(
-                f"optimizer.param_groups: no pattern is in the name of {left[0]}, one of {len(left)} such "
-                f'parameters of {where}; add a last group with the pattern ".*".'
+                f"optimizer.param_groups: no pattern matches {left[0]}, one of {len(left)} such parameters "
+                f'of {where}; add a last group with the pattern ".*".'
             )
 
 
 def check_parts(config: TrainerConfig) -> None:
     """Tries garbage collection, profiler, compiler and loss. A loss of the user's own may need a GPU."""
     if config.training.gc_freq < 1:
-        raise UserError("training.gc_freq: garbage is collected every so many steps, at least 1.")
+        raise UserError("training.gc_freq: it is a number of steps, at least 1.")
     profiler = config.profiler
     steps = profiler.profiler_warmup + profiler.profiler_active
     if profiler.enable_profiling and profiler.profile_freq < steps:
-        raise UserError(f"profiler.profile_freq: profiler_warmup + profiler_active are {steps}, its least.")
+        raise UserError(
+            "profiler.profile_freq: it must be at least profiler_warmup + profiler_active, which are "
+            f"{steps}."
+        )
     backends = torch.compiler.list_backends(exclude_tags=()) if config.compile.enable else []
     if config.compile.enable and config.compile.backend not in backends:
-        raise UserError(f"compile.backend: torch has {', '.join(backends)}, and not this.")
+        raise UserError(f"compile.backend: torch has no such backend; it has {', '.join(backends)}.")
     loss = getattr(config.loss, "loss_fn", config.loss)
     if not type(loss).__module__.startswith("torchtitan."):
         return

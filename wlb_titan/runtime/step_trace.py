@@ -160,7 +160,7 @@ class StepTrace:
             os.makedirs(self.folder, exist_ok=True)
             write_trace(spans(ranks, plan, fingerprint(job)), os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
-            warn_once(f"Traces cannot be written to {self.folder}: {error.strerror}. Training goes on.")
+            warn_once(f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues.")
         figures: dict[str, Any] = {"measured_imbalance": measured_imbalance(ranks, plan)}
         figures |= self._beside_predictions(ranks, as_predicted(job))
         if self._dims.pp_enabled:

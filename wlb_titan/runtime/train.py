@@ -6,10 +6,15 @@ Users start it through TorchX (`torchx run wlb.train`), which computes the numbe
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +24,9 @@ if TYPE_CHECKING:  # torch is imported only when the ranks watch each other
     from wlb_titan.config.load import Resolved
     from wlb_titan.runtime.ends import Alarm
 
+PACKAGE = Path(__file__).parents[1]
+PR_SET_PDEATHSIG = 1  # of Linux' <linux/prctl.h>
+
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--config", "path", required=True, metavar="FILE", help="TOML file of the experiment.")
@@ -26,11 +34,14 @@ if TYPE_CHECKING:  # torch is imported only when the ranks watch each other
 def main(path: str, overrides: tuple[str, ...]) -> None:
     """Trains as FILE says; OVERRIDES such as --training.steps 5 come last and win."""
     set_allocator()
+    end_with_launcher(signal.SIGKILL)  # until the alarm watches it
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    warnings.showwarning = partial(show_warning, warnings.showwarning, rank)
     try:
         from wlb_titan.runtime.ends import Alarm
 
         with Alarm(rank, world_size) as alarm:
+            end_with_launcher(0)
             sys.exit(train(path, overrides, rank, world_size, alarm))
     except UserError as error:  # the ranks cannot even reach each other
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -71,8 +82,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         resolved.check(lambda _: check_processes(processes, gpus))
         if config.wlb.device == "cpu":
             raise UserError(
-                "wlb.device: the base asks for the CPU when this process has found a GPU; ask for it in the "
-                "TOML file, which is read before."
+                "wlb.device: the base asks for the CPU, but this process has found a GPU already; set it in "
+                "the TOML file, which is read before."
             )
     resolved.check(validate_inputs)
     dims = parallel_dims(config, world_size)
@@ -82,6 +93,21 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes()))
     start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
     return _run(resolved, rank, alarm)
+
+
+def show_warning(
+    others: Callable[..., None], rank: int, message: Warning, kind: type[Warning], file: str, *place: Any
+) -> None:
+    """Shows a warning of ours in a line and on rank 0, as all ranks come to the same one."""
+    if PACKAGE not in Path(file).parents:
+        others(message, kind, file, *place)
+    elif rank == 0:
+        print(f"Warning: {message}", file=sys.stderr, flush=True)
+
+
+def end_with_launcher(number: int) -> None:
+    """Has the kernel send this process a signal, or none (0), when its launcher is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def allocator() -> str:

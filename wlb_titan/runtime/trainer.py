@@ -121,7 +121,7 @@ class Trainer(TorchtitanTrainer):
         self._begin, self._goes_on = begin, goes_on
         # A disk may be slow: not for the group that writes checkpoints.
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
-        logger.info(f"Corpus {self.planned.corpus}: {len(self.planned.corpus):,} documents")
+        logger.info(f"Corpus {self.planned.corpus}: {self.planned.count:,} documents to train on")
         logger.info(f"Activations: {self.job.checkpointing}")
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         checkpoint = self.config.checkpoint

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torchtitan.components import validate as titan
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
 
 from wlb_titan.config.documents import validated_documents
 from wlb_titan.config.settings import WlbSettings
@@ -44,7 +45,7 @@ class Validator(titan.BaseValidator):
         self, wlb: WlbSettings, training: PlannedDataLoader.Config, last_step: int, device: torch.device
     ) -> None:
         """Packs the documents for loaders like that of training."""
-        self._last, self._device = last_step, device
+        self._last, self._device, self._count = last_step, device, 0
         job = training.job
         once = dataclasses.replace(
             job,
@@ -57,6 +58,7 @@ class Validator(titan.BaseValidator):
             settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=once)
             loader = settings.build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
             self._sources[name] = loader, iter(loader)
+            self._count += loader.count
 
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self._last
@@ -71,6 +73,7 @@ class Validator(titan.BaseValidator):
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         begin, metrics = time.perf_counter(), self._parts["metrics_processor"]
+        logger.info(f"Validating on {self._count:,} documents")
         for part in model_parts:
             part.eval()
         losses: dict[str, float] = {}

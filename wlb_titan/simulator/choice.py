@@ -137,7 +137,7 @@ def choose(
     if not policies:
         raise PlanError(
             f"wlb.policy: auto plans many steps to compare strategies, and {job.packing.name} takes up to "
-            f"{job.packing.planning_seconds:g} s for each. Name a strategy, or another policy of packing."
+            f"{job.packing.planning_seconds:g} s for each. Name a strategy, or another packing policy."
         )
     problems: dict[Policy, str] = {}
 

@@ -74,8 +74,8 @@ def search(
         fastest = max([fastest, *(prediction.flops_per_second for prediction in tried)])
     if not predictions:
         raise PlanError(
-            f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB with "
-            f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens: none of "
+            f"No configuration fits {gpus} GPU{'s' * (gpus > 1)} of {scenario.job.cluster.memory / 1e9:g} GB "
+            f"with {scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens: none of "
             f"{len(bounds)} ways to run the job, of which {untried} were not tried. Take more GPUs, "
             f"{'' if scenario.job.mixes else 'full activation checkpointing '}or a shorter context window."
         )

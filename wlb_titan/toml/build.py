@@ -140,10 +140,7 @@ class Builder:
                 continue
             current = default_of(setting) if start is None else getattr(start, name)
             if current is MISSING and node is None and table is not None:
-                raise ConfigError(
-                    f"{table.source}: [{dotted(path)}]: the key {name!r} is missing; {short_name(cls)} "
-                    "has no default for it."
-                )
+                raise ConfigError(f"{table.source}: [{dotted(path)}]: the required key {name!r} is missing.")
             values[name] = self._value(current, self._hint(cls, here), node, here, origin)
         if table is None:
             return start
@@ -227,13 +224,15 @@ def _refused(error: Exception, cls: type, table: Table, path: KeyPath) -> Config
         return ConfigError(f"{source}: {value}: {reason}")
     place = f"{table.source}: [{dotted(path)}]" if path else table.source
     listed = ", ".join(f"{value} ({source})" for value, source in told[:MOST_LISTED])
-    return ConfigError(f"{place}: {reason} Written are {listed}{', ...' * (len(told) > MOST_LISTED)}.")
+    return ConfigError(f"{place}: {reason} You set {listed}{', ...' * (len(told) > MOST_LISTED)}.")
 
 
 def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) -> tuple[type, Leaf | None]:
     """The class that a table asks for, and where; (`cls`, None) if it leaves the class as it is."""
     if node.array:
-        raise ConfigError(f"{node.source}: [[{dotted(path)}]]: an array, but a single table belongs here.")
+        raise ConfigError(
+            f"{node.source}: [[{dotted(path)}]]: an array, but a single table is expected here."
+        )
     allowed = dataclass_arms(hint) or (typing.cast(type, cls),)
     key = _choosing_key(allowed[0])
     name = node.children.get(key) if path else None

@@ -112,9 +112,7 @@ def _file_layers(path: Path) -> list[Table]:
         for name in reversed(extended if isinstance(extended, list) else [extended]):
             written = f"{source(('extends',))}: extends = {shown(name)}"
             if not isinstance(name, str) or "\0" in name:
-                raise ConfigError(
-                    f"{written}: expected a string, the path of a TOML file, or a list of some."
-                )
+                raise ConfigError(f"{written}: expected the path of a TOML file, or a list of such paths.")
             visit(path.parent / name, written, [*above, path])
 
     visit(path, str(path), [])
@@ -203,7 +201,7 @@ def _command_line(overrides: Sequence[str]) -> list[Table]:
             text = next(remaining, "--")
             if text.startswith("--"):
                 if len(keys) == 1:
-                    raise ConfigError(f"{COMMAND_LINE}: {name} is no option, and no key without a value.")
+                    raise ConfigError(f"{COMMAND_LINE}: {name} is neither an option nor a key with a value.")
                 raise ConfigError(
                     f"{COMMAND_LINE}: {name} has no value; write {name} VALUE, for a switch {name} true or "
                     f"{name} false, and for a value that begins with two dashes {name}=VALUE."

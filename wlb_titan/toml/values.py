@@ -80,7 +80,7 @@ def convert(value: object, hint: object, guide: object = None) -> Any:
         return None
     if not is_sound(value):
         numbers = "numbers should be finite and have at most 64 bits"
-        raise Mismatch(f"texts have no zero bytes, {numbers}, and dates have no place here")
+        raise Mismatch(f"strings may not contain zero bytes, {numbers}, and dates are not supported")
     try:
         result = _adapter(hint).validate_json(json.dumps(value))
     except ValidationError as error:

@@ -120,32 +120,32 @@ class Slim(PackingPolicy):
             if pipeline.ranks > 1 and not SCHEDULES[pipeline.schedule].flows:
                 flowing = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.flows)
                 raise PlanError(
-                    f"Slices go through a pipeline under {flowing}, and the schedule is "
-                    f"{pipeline.schedule}, in whose order a document's backward passes would not go from its "
-                    "end to its start. Set pipeline_parallel_schedule to one of them, or another policy.",
+                    f"Slices need the pipeline schedule {flowing}: under {pipeline.schedule} a document's "
+                    "backward passes would not run from its end to its start. Set pipeline_parallel_schedule "
+                    "to one of those, or choose another policy.",
                     setting="parallelism.pipeline_parallel_schedule",
                 )
             if self.micropacks != "auto" and self.micropacks < pipeline.stages:
                 raise PlanError(
-                    f"{self.micropacks} MicroPacks are fewer than the {pipeline.stages} pipeline stages, of "
-                    f"which some would never be busy together. Set it to at least {pipeline.stages}, or to "
-                    '"auto".',
+                    f"{self.micropacks} MicroPacks are fewer than the {pipeline.stages} pipeline stages, "
+                    "some of which would never be busy at the same time. Set it to at least "
+                    f'{pipeline.stages}, or to "auto".',
                     setting="packing.micropacks",
                 )
             if self.asymmetric and (pipeline.ranks == 1 or not job.memory.recompute.repeats_all):
                 raise PlanError(
-                    "Backward passes with MicroPacks of their own shrink a pipeline's bubble and compute the "
-                    f"forward pass again. There are {pipeline.ranks} pipeline ranks and "
-                    f"{job.memory.checkpointing} checkpointing. It is for jobs that need a pipeline and full "
-                    "checkpointing anyway, whose place it takes: set parallelism.pipeline_parallel_degree to "
-                    'at least 2 and activation_checkpoint.class to "FullAC", or leave it out.',
+                    "The asymmetric partition gives backward passes their own MicroPacks, which shrinks a "
+                    "pipeline's bubble and computes the forward pass again. It pays only where a pipeline "
+                    f"needs full checkpointing anyway, and here there are {pipeline.ranks} pipeline ranks "
+                    f"and {job.memory.checkpointing} checkpointing: set parallelism.pipeline_parallel_degree "
+                    'to at least 2 and activation_checkpoint.class to "FullAC", or leave asymmetric out.',
                     setting="packing.asymmetric",
                 )
             if self.asymmetric and (self.solver != "greedy" or self.dp_merge is True):
                 raise PlanError(
-                    "Under the asymmetric partition the documents of a rank lie in one line, where there is "
-                    "nothing to solve and no place for packs that ranks share. Leave solver and dp_merge "
-                    "out, or asymmetric.",
+                    "The asymmetric partition puts the documents of a rank into one sequence, where there is "
+                    "nothing to solve, and ranks share no packs. Leave solver and dp_merge out, or "
+                    "asymmetric.",
                     setting="packing.asymmetric",
                 )
             check_merging(job, "packing.dp_merge")
@@ -199,9 +199,9 @@ class Slim(PackingPolicy):
     def _warn(self, peak: RankMemory) -> None:
         if not self._warned:
             warnings.warn(
-                f"Step {self._arrivals.iteration} is not predicted to fit {self._job.fitting.room}, with "
-                f"{self.micropacks} MicroPacks of a rank or with more, and runs as it needs least. More "
-                f"steps may; this is said once.\n{peak.explain()}\n"
+                f"Step {self._arrivals.iteration} is predicted not to fit {self._job.fitting.room}, with "
+                f"{self.micropacks} MicroPacks a rank or with more, and runs with the number that needs "
+                f"least. Later steps may not fit either; this warning appears once.\n{peak.explain()}\n"
                 "If memory runs out, raise a degree of parallelism, save more with activation checkpointing, "
                 "or shorten the context window.",
                 stacklevel=3,

@@ -82,7 +82,7 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     inner = (FlexAttention, VarlenAttention, DocumentAttention)
     if lost := [*_lost_components(base), *unsupported(model, inner)]:
         raise UserError(
-            f"the base {name!r} cannot be trained as it is meant: {'; '.join(lost)}. {WHAT_TO_DO}"
+            f"the base {name!r} cannot be trained as it is configured: {'; '.join(lost)}. {WHAT_TO_DO}"
         )
     for _, attention, _, _ in model.traverse(BaseAttention.Config):
         attention.inner_attention = DocumentAttention.Config(window=sliding_window(attention))

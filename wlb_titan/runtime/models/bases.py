@@ -148,7 +148,7 @@ def _published(path: str) -> Trainer.Config:
             return config
     nearest = min(differing, key=lambda name: len(differing[name]))
     raise UserError(
-        f"no base is the model that {path!r} describes; name a registry function of your own, as "
+        f"no base matches the model that {path!r} describes; name your own registry function as "
         f'"package.module:function". The nearest base is {nearest!r}: {"; ".join(differing[nearest][:5])}.'
     )
 

@@ -19,7 +19,7 @@ def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig
     if SCHEDULES[name].splits and compile_config.enable and "model" in compile_config.components:
         raise ValueError(
             f"{name} runs the backward passes of inputs and of weights one after the other, which torch "
-            "cannot do with a compiled model; switch compile.enable off or choose another schedule"
+            "cannot do with a compiled model; set compile.enable to false, or choose another schedule"
         )
 
 
@@ -60,7 +60,7 @@ def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
     if not each_once or len(stages) % ranks or single == (len(stages) > ranks):
         raise ValueError(
             f"{schedule} runs {'one stage' if single else 'two stages or more'} on each of {ranks} ranks, "
-            f"and each module is in one of them: {', '.join(modules)}"
+            f"and each module must be in exactly one stage: {', '.join(modules)}"
         )
 
 

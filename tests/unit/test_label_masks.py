@@ -1,0 +1,197 @@
+"""Which tokens of a corpus are learned: columns and second files that say so, by name or by content."""
+
+import datasets
+import numpy as np
+import pytest
+from corpora import DOCUMENTS, MASKS, content, save_dataset, write_datatrove, write_megatron, write_prepared
+
+from wlb_titan.corpus import Corpus, CorpusError
+
+pytestmark = pytest.mark.slow
+
+LABELS = [
+    [token if on else -100 for token, on in zip(tokens, mask, strict=True)]
+    for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)
+]
+
+
+def learned(corpus):
+    """The mask of each document, read whole and in two pieces, and counted."""
+    result = []
+    for row, length in enumerate(np.asarray(corpus.lengths).tolist()):
+        whole, half = corpus.learned(row, 0, length), length // 2
+        pieces = [corpus.learned(row, 0, half), corpus.learned(row, half, length - half)]
+        assert np.concatenate(pieces).tolist() == whole.tolist()
+        counted = corpus.count_learned(np.array([row, row]), np.array([0, half]), np.array([half, length]))
+        assert counted.tolist() == [piece.sum() for piece in pieces]
+        result.append(whole.astype(int).tolist())
+    return result
+
+
+@pytest.mark.parametrize("column", ["labels", "loss_mask", "assistant_masks", "completion_mask", "prepared"])
+def test_a_column_says_what_is_learned(tmp_path, column):
+    if column == "prepared":
+        path = write_prepared(tmp_path / "p", DOCUMENTS, MASKS)
+        assert Corpus.open(path).preparation.learned_tokens == sum(map(sum, MASKS))
+    else:
+        path = save_dataset(tmp_path / "chat", **{column: LABELS if column == "labels" else MASKS})
+    assert learned(Corpus.open(path)) == MASKS
+    unmasked = Corpus.open(path, mask="none")
+    assert learned(unmasked) == [[1] * len(tokens) for tokens in DOCUMENTS] and not unmasked.masked
+
+
+def test_two_columns_that_say_what_is_learned_are_refused_by_name(tmp_path):
+    path = save_dataset(tmp_path / "chat", labels=LABELS, loss_mask=MASKS)
+    with pytest.raises(
+        CorpusError, match="several columns that say what is learned: labels, loss_mask"
+    ) as refused:
+        Corpus.open(path)
+    assert refused.value.setting == "corpus.mask"
+    assert learned(Corpus.open(path, mask="loss_mask")) == MASKS
+    with pytest.raises(CorpusError, match="no column 'mask'; it has input_ids, labels, loss_mask"):
+        Corpus.open(path, mask="mask")
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"labels": [tokens[1:] + [-100] * bool(tokens) for tokens in DOCUMENTS]}, "shifted by one"),
+        ({"loss_mask": [[2] * len(tokens) for tokens in DOCUMENTS]}, "the value 2 in the mask 'loss_mask'"),
+        ({"loss_mask": [[1], *MASKS[1:]]}, r"has 1 values for .*\[0\], which has 3 tokens"),
+    ],
+    ids=["shifted", "no mask", "wrong length"],
+)
+def test_masks_that_are_none_are_refused(tmp_path, columns, said):
+    with pytest.raises(CorpusError, match=said):
+        Corpus.open(save_dataset(tmp_path / "chat", **columns)).check_sample(1000)
+
+
+def of_rows(value):
+    return [[value(place) for place in range(len(tokens))] for tokens in DOCUMENTS]
+
+
+COLUMNS = {  # beside the tokens, and what is said about them
+    "harmless": (
+        {
+            "attention_mask": of_rows(lambda place: 1),
+            "token_type_ids": of_rows(lambda place: 0),
+            "position_ids": of_rows(lambda place: place),
+            "seq_lengths": [[len(tokens)] for tokens in DOCUMENTS],
+            "text": ["a"] * 7,
+            "length": [1] * 7,
+            "words": [["a", "b"]] * 7,
+            "messages": [[{"role": "user", "content": "a"}]] * 7,
+        },
+        "",
+    ),
+    "padding": ({"attention_mask": of_rows(lambda place: int(place < 9))}, "'attention_mask', by which"),
+    "two texts": ({"token_type_ids": of_rows(lambda place: int(place > 9))}, "'token_type_ids', by which"),
+    "restarts": ({"position_ids": of_rows(lambda place: place % 9)}, "'position_ids', by which"),
+    "packed": ({"seq_lengths": [[1, len(tokens) - 1] for tokens in DOCUMENTS]}, "'seq_lengths', by which"),
+    "weights": (
+        {"loss_weights": of_rows(lambda place: 0.5)},
+        r"'loss_weights'.*remove_columns\('loss_weights'\)",
+    ),
+    "a weight": ({"weight": [0.5] * 7}, "'weight', which nothing here follows"),
+    "segments": ({"segment_ids": of_rows(lambda place: place % 2)}, "'segment_ids', which nothing"),
+    "a null": ({"labels": [[None, *labels[1:]] if labels else [] for labels in LABELS]}, "Row 0 of .* null"),
+    "a null row": (
+        {"loss_mask": [*MASKS[:3], None, *MASKS[4:]]},
+        "Row 3 of .* null in the column 'loss_mask'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_are_followed_known_to_be_harmless_or_refused(tmp_path, name):
+    columns, message = COLUMNS[name]
+    path = save_dataset(tmp_path / "d", **columns)
+    if message:
+        with pytest.raises(CorpusError, match=message):
+            Corpus.open(path).check_sample(1000)
+        left = datasets.load_from_disk(path).remove_columns(list(columns))
+        left.save_to_disk(tmp_path / "left")  # what the message asks for
+        path = tmp_path / "left"
+    Corpus.open(path).check_sample(1000)
+    assert content(Corpus.open(path)) == DOCUMENTS
+
+
+def test_no_mask_overrules_columns_that_say_what_is_learned_and_not_padding(tmp_path):
+    path = save_dataset(tmp_path / "d", segment_ids=DOCUMENTS, loss_mask=MASKS, labels=LABELS)
+    Corpus.open(path, mask="none").check_sample(1000)
+    with pytest.raises(CorpusError, match="'segment_ids'"):
+        Corpus.open(path, mask="labels")
+    path = save_dataset(tmp_path / "padded", attention_mask=MASKS)
+    with pytest.raises(CorpusError, match="'attention_mask'"):
+        Corpus.open(path, mask="none").check_sample(1000)
+
+
+@pytest.mark.parametrize(("kind", "length"), [("bool", -1), ("float32", -1), ("int64", 2)])
+def test_columns_of_other_kinds_name_the_cast_that_helps(tmp_path, kind, length):
+    features = datasets.Features(
+        {
+            "input_ids": datasets.List(datasets.Value("int32"), length=length),
+            "loss_mask": datasets.List(datasets.Value(kind), length=length),
+        }
+    )
+    values = {"input_ids": [[5, 6], [7, 8]], "loss_mask": [[0, 1], [1, 1]]}
+    datasets.Dataset.from_dict(values, features=features).save_to_disk(tmp_path / "d")
+    with pytest.raises(
+        CorpusError, match=r"cast_column\('\w+', datasets.List\(datasets.Value\('int32'\)\)\)"
+    ):
+        Corpus.open(tmp_path / "d")
+    cast = datasets.load_from_disk(tmp_path / "d")
+    for column in values:
+        cast = cast.cast_column(column, datasets.List(datasets.Value("int32")))
+    cast.save_to_disk(tmp_path / "cast")
+    assert learned(Corpus.open(tmp_path / "cast")) == values["loss_mask"]
+
+
+@pytest.mark.parametrize("form", ["d", "p"])
+def test_a_mask_by_which_nothing_is_learned_is_refused(tmp_path, form):
+    """A document's first token is never learned."""
+    masks = [[1] * bool(tokens) + [0] * (len(tokens) - 1) for tokens in DOCUMENTS]
+    if form == "p":
+        path = write_prepared(tmp_path / "p", DOCUMENTS, masks)
+    else:
+        path = save_dataset(tmp_path / "d", loss_mask=masks)
+    corpus = Corpus.open(path)
+    with pytest.raises(CorpusError, match="leaves no token of these documents to be learned"):
+        corpus.check_learned(corpus.lengths)
+    Corpus.open(path, mask="none").check_learned(corpus.lengths)
+
+
+def test_a_prepared_corpus_is_sampled(tmp_path):
+    path = write_prepared(tmp_path / "p", [[5, -1, 7], [8, 5000]])
+    with pytest.raises(CorpusError, match="token id -1"):
+        Corpus.open(path).check_sample(1000)
+
+
+def test_a_folder_of_two_tools_hidden_files_and_missing_masks(forms, tmp_path):
+    for number in range(2):
+        write_datatrove(tmp_path / f"{number}.ds", DOCUMENTS)
+    (tmp_path / "._0.ds").write_bytes(b"of macOS")
+    (tmp_path / "._m.idx").write_bytes(b"of macOS")
+    assert content(Corpus.open(tmp_path)) == [*DOCUMENTS, *DOCUMENTS]
+    (tmp_path / "0.ds.loss").write_bytes(bytes(value for mask in MASKS for value in mask))
+    with pytest.raises(CorpusError, match=r"1\.ds has no mask 1\.ds\.loss"):
+        Corpus.open(tmp_path)
+    write_megatron(tmp_path / "m", DOCUMENTS)
+    (tmp_path / "two").mkdir()
+    for name in ("tokens", "mask"):
+        write_megatron(tmp_path / "two" / name, DOCUMENTS)
+    with pytest.raises(CorpusError, match=r"two/mask\.idx is in the folder of the documents"):
+        Corpus.open(tmp_path / "two")
+    with pytest.raises(CorpusError, match=r"of datatrove \(0\.ds\) and of Megatron \(m\.idx\)"):
+        Corpus.open(tmp_path)
+
+
+def test_megatron_s_and_datatrove_s_masks_are_second_files(forms, tmp_path):
+    mask = write_megatron(tmp_path / "mask", MASKS, dtype=np.uint8)
+    assert learned(Corpus.open(forms / "m", mask=str(mask))) == MASKS
+    assert not Corpus.open(forms / "m").masked
+    with pytest.raises(CorpusError, match="0 pairs"):
+        Corpus.open(forms / "m", mask="nowhere")
+    write_datatrove(tmp_path / "a.ds", DOCUMENTS)
+    (tmp_path / "a.ds.loss").write_bytes(bytes(value for mask in MASKS for value in mask))
+    assert learned(Corpus.open(tmp_path / "a.ds")) == MASKS
