@@ -4,7 +4,7 @@ TorchX reads parameters and their descriptions off the functions below and lints
 its types are plain and its docstring is in Google style; helpers live in `in_torchx.py`.
 """
 
-from typing import Optional
+from typing import Dict, List, Optional
 
 import torchx.specs as specs
 from torchx.components import dist
@@ -23,8 +23,8 @@ def train(
     cpu: int = 2,
     gpu: int = 0,
     memMB: int = 8192,
-    env: Optional[dict[str, str]] = None,
-    mounts: Optional[list[str]] = None,
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
     max_retries: int = 0,
     max_restarts: int = 0,
 ) -> specs.AppDef:
@@ -84,8 +84,8 @@ def bench(
     image: str = ".",
     h: Optional[str] = None,
     gpu: int = 0,
-    env: Optional[dict[str, str]] = None,
-    mounts: Optional[list[str]] = None,
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
 ) -> specs.AppDef:
     """Measures policies in turns on one model. Options after `--` override keys: `-- --wlb.bench.rounds 20`.
 

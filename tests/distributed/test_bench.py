@@ -61,7 +61,7 @@ def test_policies_in_turns_train_what_each_would_train_at_these_weights(lab, deg
     assert all(record["imbalance"] >= 1 and record["peak_gib"] > 0 for record in records)
     assert all((record["bubble"] > 0) == ("pp" in degrees) for record in records)
     assert not {"checkpoint", "metrics.jsonl", "config.toml"} & {f.name for f in benched.folder.iterdir()}
-    with pytest.raises(UserError, match=f"dump_folder: {alone['plain'].folder} holds a run"):
+    with pytest.raises(UserError, match=f"dump_folder: {alone['plain'].folder} contains a run"):
         validate_inputs(load_config_of(lab, bench(lab, alone["plain"].folder.name)))
 
 

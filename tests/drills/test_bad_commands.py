@@ -42,9 +42,9 @@ PLAN = """
 --output /nowhere/plan.jsonl -> --output: /nowhere/plan.jsonl cannot be written: there is no folder /nowhere
 --output - -> --output: name a file
 --output good.toml -> good.toml exists, and this command did not
---output good.txt -> no file that this command writes | --output corpus -> is a directory
+--output good.txt -> this command did not write it | --output corpus -> is a directory
 --report pages -> pages/report.html exists, and this command did not write it
---lengths nowhere.txt -> neither a distribution of lengths called 'nowhere.txt'
+--lengths nowhere.txt -> 'nowhere.txt' is neither a distribution of lengths
 --lengths . -> The file of lengths . cannot be read
 --lengths bytes -> The file of lengths bytes cannot be read
 --lengths minus -> it has '-7'); it must have a document's length a line
@@ -89,7 +89,7 @@ SIMULATE = """
 --trace table.toml -> --trace: table.toml exists, and this command did not write it
 --routing-imbalance 0 | --wlb.context.profile nope | --search --world-size 0
 --search --trace t.json -> --trace draw policies; leave out --search
---search --world-size 1 --base llama2_7b -> Nothing fits 1 GPUs
+--search --world-size 1 --base llama2_7b -> No configuration fits 1 GPU of
 --world-size 100 -> 100 processes do not fit the degrees
 --parallelism.tensor_parallel_degree 3 | --parallelism.context_parallel_degree 7
 --parallelism.pipeline_parallel_degree 1000 | --parallelism.pipeline_parallel_degree HUGE

@@ -47,7 +47,7 @@ def test_no_whole_checkpoint_is_an_error(ground):
     folder = ground.cut_off("none-whole", keep=2)
     (folder / "checkpoint" / "step-2" / ".metadata").write_bytes(b"rubbish")
     ground.start("none-whole").ends_in_error(
-        "go on from no checkpoint", "step-2 is broken: its .metadata is damaged"
+        "cannot continue from any checkpoint", "step-2 is broken: its .metadata is damaged"
     )
 
 

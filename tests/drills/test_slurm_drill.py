@@ -32,7 +32,7 @@ def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_on(ground):
         (second,) = here.processes("RANK=1")
         os.kill(second, signal.SIGSTOP)  # so that the job does not end before it hears
         here.call("scancel", "--signal=USR1", job)
-        await_(lambda: "the run ends after the step under way" in here.logs(), here.logs)
+        await_(lambda: "the run ends after the current step" in here.logs(), here.logs)
         os.kill(second, signal.SIGCONT)
         await_(lambda: here.job(job)["Restarts"] == "1", here.logs)
         text = (here.folder / "job.log").read_text()

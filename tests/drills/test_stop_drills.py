@@ -54,7 +54,7 @@ def test_asked_while_ranks_wait_in_a_collective(ground):
     job.signal(signal.SIGSTOP, 1)
     time.sleep(1)  # rank 0 ends its step as far as it can alone
     job.signal(signal.SIGTERM, 0)
-    job.await_(lambda: "the run ends after the step under way" in job.log())
+    job.await_(lambda: "the run ends after the current step" in job.log())
     job.signal(signal.SIGCONT, 1)
     stopped(job, 143)
     ground.ends_undisturbed("asked-waiting", *UNSAVED)

@@ -69,7 +69,7 @@ def test_the_walk(tmp_path, monkeypatch):
     await_(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, log.read_text, 600)
     run.send_signal(signal.SIGINT)
     assert run.wait(300) == 130, log.read_text()
-    assert "Ctrl-C or SIGTERM: the run ends after the step under way" in log.read_text()
+    assert "Ctrl-C or SIGTERM: the run ends after the current step" in log.read_text()
     assert "all is saved; start the job again to continue" in log.read_text()
 
     assert started(log, "train", "job.toml", *SMALL, "--wlb.corpus.seed", "7").wait(300) == 2

@@ -140,7 +140,7 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
     [
         ({"degrees": Degrees()}, "1 pipeline ranks and full"),
         ({"packing": replace(APART, solver="milp")}, "nothing to solve"),
-        ({"packing": replace(APART, dp_merge=True)}, "no place for packs that ranks share"),
+        ({"packing": replace(APART, dp_merge=True)}, "ranks share no packs"),
     ],
 )
 def test_what_cannot_be_is_named(changes, message):

@@ -155,7 +155,7 @@ def test_special_tokens_are_found_wherever_they_are_spelt(tmp_path, tokenizer, w
     tools = [{"name": "<|end|>"}] if where == "tools" else []
     source = write_lines(tmp_path / "chat.jsonl", [SPELLING[where]], tools=tools)
     what = "a tool" if where == "tools" else r"message 2 \(assistant\)"
-    with pytest.raises(CorpusError, match=rf"1: {what} spells the special token '<\|end\|>'"):
+    with pytest.raises(CorpusError, match=rf"1: {what} contains the special token '<\|end\|>'"):
         prepare(tmp_path, tokenizer, WITH_TOOLS, source=source)
 
 
@@ -361,7 +361,7 @@ BAD = {
     "no assistant": (talk("Hi"), PLAIN, "nothing would be learned"),
     "special token": (talk("<|end|>", "a"), PLAIN, r"special token '<\|end\|>'"),
     "surrogate": (talk("\ud800", "a"), PLAIN, "surrogates not allowed"),
-    "rewriting": (CHATS[0], REWRITING, r"writes message 2 \(assistant\) otherwise once more turns follow"),
+    "rewriting": (CHATS[0], REWRITING, r"writes message 2 \(assistant\) differently once more turns follow"),
     "dropping one of two alike": (talk("Same", "Same"), LAST, "drops message 1"),
     "dropping": (CHATS[0], LAST, r"drops message 1 \(user\)"),
     "refusing": (CHATS[0], "{{ raise_exception('only one turn') }}", "refuses it: only one turn"),

@@ -106,7 +106,7 @@ def test_plan_shows_what_a_mixture_does(write, tmp_path):
     [
         (
             MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"),
-            r"toml:11: .*s.1.path = .* is no corpus",
+            r"toml:11: .*s.1.path = .* is not a corpus",
         ),
         (MIXTURE.replace("weight = 3.0", "weight = 1e300"), "the source short has less than 1e-06 of all"),
         (

@@ -218,6 +218,6 @@ def test_search_finds_the_fastest_that_fits(scenario):
     barely = scenario.job.on(replace(scenario.job.cluster, memory=most / 0.95))
     searched = search(scenario.on(barely), 4, [PLAIN], steps=1).found
     assert all(found.peak_memory.total <= USABLE * most / 0.95 for found in searched)
-    with pytest.raises(PlanError, match="Nothing fits 4 GPUs"):
+    with pytest.raises(PlanError, match="No configuration fits 4 GPUs"):
         tiny = scenario.job.on(replace(scenario.job.cluster, memory=1e8))
         search(scenario.on(tiny), 4, [PLAIN], steps=1)

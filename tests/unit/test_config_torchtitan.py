@@ -66,7 +66,7 @@ optimizer.param_groups.1.optimizer_kwargs.lr = 1.0
     t.toml:2: optimizer.param_groups.1: ... has 1 element(s)
 wlb.policy = "plain//best"; parallelism.pipeline_parallel_degree = 2; \
 parallelism.pipeline_parallel_schedule = "LoopedBFS"; training.local_batch_size = 8
-    t.toml:2: wlb.policy = "plain/per_sequence/best": ... the schedule is LoopedBFS ... 'as_packed'
+    t.toml:2: wlb.policy = "plain/per_sequence/best": ... not for LoopedBFS ... 'as_packed'
 training.disable_cuda_graphs = false
     t.toml:2: training.disable_cuda_graphs = false: a CUDA graph replays one length
 wlb.device = "cpu"; wlb.attention.implementation = "triton"
@@ -129,7 +129,7 @@ wlb.corpus.path = "nowhere"
 dump_folder = "."
     t.toml:2: dump_folder = ".": the command runs in
 dump_folder = "outputs/corpus/run"
-    t.toml:2: ... outputs/corpus is read by the run
+    t.toml:2: ... the run reads outputs/corpus
 dump_folder = "gs://bucket/run"
     t.toml:2: ... a folder of this machine ... checkpoint.folder =
 dump_folder = "a\\u0000b"

@@ -194,7 +194,7 @@ def test_sources_that_cannot_be_used(here, source, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokenizer": "t", "vocab_size": 300}, "Leave one of the two out"),
+        ({"tokenizer": "t", "vocab_size": 300}, "leave out --vocab-size"),
         ({"max_length": 9}, "are for --chat only"),
         ({"chat": True, "tokenizer": "t"}, "Conversations are records of jsonl:, parquet: or hf:"),
         ({"chat": True, "source": "jsonl:a"}, "template of the model's tokenizer: --tokenizer DIR"),

@@ -92,8 +92,8 @@ COLUMNS = {  # beside the tokens, and what is said about them
         {"loss_weights": of_rows(lambda place: 0.5)},
         r"'loss_weights'.*remove_columns\('loss_weights'\)",
     ),
-    "a weight": ({"weight": [0.5] * 7}, "'weight', which nothing here follows"),
-    "segments": ({"segment_ids": of_rows(lambda place: place % 2)}, "'segment_ids', which nothing"),
+    "a weight": ({"weight": [0.5] * 7}, "'weight', which is not read"),
+    "segments": ({"segment_ids": of_rows(lambda place: place % 2)}, "'segment_ids', which is not read"),
     "a null": ({"labels": [[None, *labels[1:]] if labels else [] for labels in LABELS]}, "Row 0 of .* null"),
     "a null row": (
         {"loss_mask": [*MASKS[:3], None, *MASKS[4:]]},

@@ -1,6 +1,7 @@
 """The TorchX components: what they submit, and how they refuse. The agent of a host: what it hands on, and
 how it ends beside others."""
 
+import contextlib
 import logging
 import os
 import re
@@ -26,6 +27,7 @@ from wlb_titan.launch.job import AGENT, hosts_of
 from wlb_titan.commands.main import main
 from wlb_titan.cost import profile
 from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.runtime.metrics import Console
 from wlb_titan.runtime.train import show_warning, train
 
 pytestmark = pytest.mark.slow
@@ -139,6 +141,17 @@ def test_a_warning_of_ours_is_a_line_on_rank_0_and_others_are_what_they_were(ran
     assert f"{__file__}:1: UserWarning: theirs" in told
 
 
+def test_lines_of_the_log_whose_reader_is_gone_are_lost_without_a_word(capfd):
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = logging.makeLogRecord({"msg": "step 1", "levelno": logging.INFO})
+    with contextlib.suppress(BrokenPipeError), open(writer, "w") as gone:
+        Console(gone).emit(line)
+        assert capfd.readouterr().err == ""
+        Console(gone).emit(logging.makeLogRecord({"msg": "%d", "args": ("one",)}))
+        assert "Logging error" in capfd.readouterr().err
+
+
 def test_a_rank_that_reads_behind_the_end_of_a_file_is_told_from_other_losses(capfd):
     lost = types.SimpleNamespace(timestamp=0, exitcode=-signal.SIGBUS)
     result = types.SimpleNamespace(is_failed=lambda: True, failures={3: lost})
@@ -192,7 +205,9 @@ def test_each_process_wants_a_gpu(monkeypatch):
     monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", lambda: False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match=r'4 processes and 1 GPU: NCCL .* or set wlb.device = "cpu"'):
+    with pytest.raises(
+        ConfigError, match=r'4 processes need a GPU each, and there is 1; .* or set wlb.device = "cpu"'
+    ):
         train(CONFIG, ["--wlb.device", "auto"], rank=0, world_size=4, alarm=None)
 
 

@@ -358,7 +358,7 @@ def test_wlb_leaves_no_short_document_behind():
         ({"packing": replace(PACKINGS["wlb"], thresholds=[48, 32])}, "48, 32 are out of order"),
         ({"packing": replace(PACKINGS["wlb"], thresholds=[32, 65])}, "65 is above the context window of 64"),
         ({"packing": replace(PACKINGS["wlb"], max_length=63)}, "max_length is 63 tokens, below the context"),
-        ({"packing": SHARED["dealt-2"]}, "2 data-parallel ranks cannot share .* where there are 1"),
+        ({"packing": SHARED["dealt-2"]}, "2 of 1 data-parallel ranks cannot share"),
         ({"packing": SHARED["dealt-2"], "sharding": "ulysses", **SHARING}, "cannot share .* under ulysses"),
         ({"packing": replace(PACKINGS["wlb_lazy"], max_length=65), "multiple": 40}, "no room to pad"),
     ],

@@ -171,7 +171,7 @@ def test_a_search_leaves_it_as_it_is():
 
 def test_its_ranks_share_no_micro_batch():
     slim = POLICIES.configure("slim", dp_merge=True)
-    with pytest.raises(PlanError, match="weights of their own"):
+    with pytest.raises(PlanError, match="have different weights"):
         _ = replace(with_own(Apart.Config(degree=2)), packing=slim).by_sharers
 
 

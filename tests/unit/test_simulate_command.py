@@ -194,8 +194,8 @@ def test_a_policy_that_is_not_possible_is_a_row_with_a_note(config):
     long = ["--training.seq_len", 64, "--steps", 1]
     said = run(config, *long, "--policies", "plain,wlb,wlb_lazy")
     assert re.search(r"^ +wlb/per_sequence +–", said, re.M)
-    assert "wlb/per_sequence is not possible here: No thresholds for 2 queues" in said
-    assert "No thresholds for 2 queues" in run(config, *long, "--wlb.policy", "wlb", code=2)
+    assert "wlb/per_sequence is not possible here: With queues = 2, outliers would arrive" in said
+    assert "With queues = 2, outliers would arrive" in run(config, *long, "--wlb.policy", "wlb", code=2)
 
 
 def test_policies_are_written_as_they_are_typed():
