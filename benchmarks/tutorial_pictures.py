@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURES = {"plan": "plan", "timeline": "simulated"}
 """Picture: the page that it is in."""
-CAPTION, GAP, WIDTH = 32, 18, 760  # pixels
+TITLE, CAPTION, GAP, WIDTH = 20, 48, 18, 760  # pixels
 
 
 def main() -> None:
@@ -28,9 +28,12 @@ def picture(page: str) -> str:
     """A page's pictures below each other, with their captions and the page's style."""
     (style,) = re.findall(r"<style>.*?</style>", page, re.DOTALL)
     top, shapes = 0, []
-    figure = r'<figcaption>(.*?)</figcaption><svg width="100%" height="(\d+)">(.*?)</svg></figure>'
+    figure = r'<figcaption>(.*?)</figcaption><svg width="100%" height="(\d+)" role="img">(.*?)</svg></figure>'
     for caption, height, svg in re.findall(figure, page, re.DOTALL):
-        shapes.append(f'<text y="{top + 14}">{caption}</text>')
+        title, _, names = caption.partition("<span>")
+        colours = re.findall(r'<i style="background: (.*?)"></i>(.*?)</span>', names)
+        marks = "".join(f'<tspan style="fill: {colour}">■</tspan> {name} ' for colour, name in colours)
+        shapes.append(f'<text y="{top + 14}">{title}</text><text y="{top + 14 + TITLE}">{marks}</text>')
         shapes.append(f'<svg y="{top + CAPTION}" width="100%" height="{height}">{svg}</svg>')
         top += CAPTION + int(height) + GAP
     size = f'width="{WIDTH}" height="{top}"'
