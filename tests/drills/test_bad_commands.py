@@ -55,8 +55,8 @@ PLAN = """
 --lengths longest -> value has 5000 digits
 --lengths nothing -> is empty
 --lengths ones -> All documents have one token
---lengths two -> --lengths: too few documents for the 4 micro-batches of one step: 2
---training.local_batch_size 100000 -> --lengths: The corpus has 3000 documents
+--lengths two -> --lengths: The corpus has too few documents for the 4 micro-batches of one step: 2
+--training.local_batch_size 100000 -> --lengths: The corpus has too few documents for the 100000
 --training.local_batch_size HUGE | --training.seq_len HUGE | --wlb.corpus.seed -1
 --training.seqlen 5 -> Did you mean training.seq_len
 --cluster nope | --wlb.policy plain/nope | --wlb.policy plain//nope
@@ -122,10 +122,10 @@ prepare c --vocab-size 1000000000 | prepare c --seed -1 | prepare c --max-tokens
 prepare c --tokenizer nowhere | prepare c --max-length 100 | prepare LONG
 profile --output p.json | profile nowhere.toml --output p.json
 profile good.toml --output /nowhere/p.json
-profile good.toml --output good.toml -> --output: good.toml is there
-dryrun good.toml --output good.toml -> --output: good.toml is there
+profile good.toml --output good.toml -> --output: good.toml exists
+dryrun good.toml --output good.toml -> --output: good.toml exists
 rehearse good.toml --output corpus/corpus.json -> corpus.json exists, and this command did not
-compare nowhere | compare . | compare good.txt | compare nowhere --report pages -> report.html is there
+compare nowhere | compare . | compare good.txt | compare nowhere --report pages -> report.html exists
 """
 COMMANDS = {
     "plan good.toml --lengths good.txt": PLAN,

@@ -62,7 +62,7 @@ def test_a_full_disk_says_so_and_leaves_the_older_checkpoint(ground):
     written = ground.cut_off("full", keep=2) / "checkpoint" / "step-2"
     job = ground.run("full", largest_file=max(file.stat().st_size for file in written.iterdir()) // 2)
     assert 0 not in job.codes
-    assert "disk is full" in job.log() and "the checkpoint of step 2 is whole" in job.log(), job.log()
+    assert "disk is full" in job.log() and "the checkpoint of step 2 is intact" in job.log(), job.log()
     ground.ends_undisturbed("full")
 
 

@@ -109,7 +109,7 @@ def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
     assert [line["step"] for line in job.validation()] == [1, 4]
     exported = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert exported < {file.name for file in (checkpoints / "step-4").iterdir()}
-    ground.start("extended", *words, "--training.steps", "4").ends_in_error("has done its 4 steps; set")
+    ground.start("extended", *words, "--training.steps", "4").ends_in_error("has completed its 4 steps; set")
     job = ground.run("extended", *words, "--training.steps", "6")
     assert job.codes == [0, 0] and "Traceback" not in job.log(), job.log()
     assert "continues from step 2" in job.log() and "step-4 has weights alone" in job.log()
@@ -121,6 +121,6 @@ def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
 def test_a_seed_checkpoint_is_made_by_one_process_and_replaces_none(ground):
     folder = ground.cut_off("seed", keep=2)
     seed = ("--checkpoint.create_seed_checkpoint", "true")
-    ground.start("seed", *seed).ends_in_error("one process makes it")
+    ground.start("seed", *seed).ends_in_error("one process makes a seed checkpoint")
     with pytest.raises(UserError, match="has a checkpoint of step 2 already"):
         beginning(load_config(ground.config, ("--dump_folder", str(folder), *seed)).config)
