@@ -340,7 +340,9 @@ def test_a_seed_checkpoint_is_made_by_one_process():
     config = base_config("llama3_debug")
     config.checkpoint.enable = config.checkpoint.create_seed_checkpoint = True
     validate(config, 1)
-    with pytest.raises(UserError, match=r"create_seed_checkpoint: one process makes it.* 2 processes"):
+    with pytest.raises(
+        UserError, match=r"create_seed_checkpoint: one process makes a seed checkpoint.* 2 processes"
+    ):
         validate(config, 2)
     config.checkpoint.enable = False
     with pytest.raises(UserError, match="create_seed_checkpoint: nothing is loaded or saved"):

@@ -155,7 +155,7 @@ def test_a_shared_prompt_is_computed_once():
             "3 sequences cannot be divided into 2 ranks",
         ),
         ({"lengths": [5] * 3, "ranks": 1, "may_wait": True}, "must be a number"),
-        ({"lengths": [5] * 3, "ranks": 1, "cost": np.ones(2)}, "one for each sequence"),
+        ({"lengths": [5] * 3, "ranks": 1, "cost": np.ones(2)}, "one number for each sequence"),
         ({"lengths": [5], "ranks": 1, "cost": lambda tokens: tokens * 0.0}, "positive for every sequence"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -246,8 +246,8 @@ WRITTEN = {  # messages, template, and what is learned or a part of the refusal
         ["Two parts<|end|>"],
     ),
     "parts followed": (spoken(TEXT), LISTS, ["[Two ][parts]<|end|>"]),
-    "picture": (spoken([{"type": "image", "url": "x"}, *TEXT]), LISTS, "has a part that is no text"),
-    "object": (spoken({"a": 1}), PLAIN, "has a part that is no text"),
+    "picture": (spoken([{"type": "image", "url": "x"}, *TEXT]), LISTS, "has a part that is not text"),
+    "object": (spoken({"a": 1}), PLAIN, "has a part that is not text"),
     "name": (
         [said("user", "a", name="Eve"), said("assistant", "b")],
         PLAIN,
@@ -260,7 +260,7 @@ WRITTEN = {  # messages, template, and what is learned or a part of the refusal
     "weight": (of_turn(weight=0), PLAIN, ["4.<|end|>"]),
     "train": (of_turn(train=False, loss=None), MARKED, ["4.<|end|>"]),
     "weights of 1": (of_turn(weight=1.0, training=True), MARKED, ["5.<|end|>", "4.<|end|>"]),
-    "fraction": (of_turn(weight=0.5), PLAIN, r"2 \(assistant\) has 'weight': 0.5, which is not followed"),
+    "fraction": (of_turn(weight=0.5), PLAIN, r"2 \(assistant\) has 'weight': 0.5, which is not supported"),
     "word": (of_turn(train="no"), PLAIN, "has 'train': 'no'"),
     "another switch": (of_turn(loss_mask=[1]), PLAIN, "has 'loss_mask'"),
     "the user's": (
@@ -353,8 +353,8 @@ def test_long_conversations_are_left_out_and_counted(tmp_path, tokenizer):
 
 NO_ROLE = 'message 1 has no "role"'
 BAD = {
-    "text": ("hello", PLAIN, "no list of messages"),
-    "no messages": ([], PLAIN, "no list of messages"),
+    "text": ("hello", PLAIN, "not a list of messages"),
+    "no messages": ([], PLAIN, "not a list of messages"),
     "no role": ([{"content": "One?"}, *talk("a", "b")], PLAIN, f"{NO_ROLE}; it has content"),
     "another schema": ([{"from": "human", "value": "Hi"}], PLAIN, f"{NO_ROLE}; it has from, value"),
     "empty turn": (talk("Hi", " \n"), PLAIN, r"2 \(assistant\) has no text"),
@@ -396,7 +396,7 @@ def test_the_command_shows_what_is_learned(tmp_path, tokenizer):
 @pytest.mark.slow
 def test_a_template_that_writes_the_date_gets_one_that_is_kept(tmp_path, tokenizer):
     dated = "{{ strftime_now('%d %B %Y') }}\n" + PLAIN
-    with pytest.raises(CorpusError, match=r"writes today's date; .* --today YYYY-MM-DD"):
+    with pytest.raises(CorpusError, match=r"writes today's date: set --today YYYY-MM-DD"):
         prepare(tmp_path, tokenizer, dated)
     with pytest.raises(CorpusError, match="--today: Invalid isoformat string: 'noon'"):
         prepare(tmp_path, tokenizer, dated, today="noon")

@@ -106,9 +106,12 @@ def test_plan_shows_what_a_mixture_does(write, tmp_path):
     [
         (
             MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"),
-            r"toml:11: .*s.1.path = .* is not a corpus",
+            r"toml:11: .*s.1.path = .* There is no corpus",
         ),
-        (MIXTURE.replace("weight = 3.0", "weight = 1e300"), "the source short has less than 1e-06 of all"),
+        (
+            MIXTURE.replace("weight = 3.0", "weight = 1e300"),
+            "the source short leaves one of its parts less than 1e-06 of all",
+        ),
         (
             MIXTURE.replace("books", "a/b"),
             "The name of the source 'a/b' becomes part of the names of metrics",

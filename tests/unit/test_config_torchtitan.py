@@ -97,7 +97,7 @@ override.imports = ["nowhere.at_all"]
 wlb.policy = "slim"; wlb.packing.micropacks = 1; parallelism.pipeline_parallel_degree = 2
     t.toml:3: wlb.packing.micropacks = 1: 1 MicroPacks are fewer than the 2 pipeline stages
 wlb.policy = "slim"; wlb.packing.asymmetric = true; parallelism.pipeline_parallel_degree = 2
-    t.toml:3: wlb.packing.asymmetric = true: ... It is for jobs that need a pipeline and full checkpointing
+    t.toml:3: wlb.packing.asymmetric = true: ... here there are 2 pipeline ranks and
 wlb.policy = "slim"; parallelism.pipeline_parallel_degree = 2; \
 parallelism.pipeline_parallel_layers_per_stage = 1
     t.toml:1: parallelism.pipeline_parallel_schedule = "1F1B" ... 1 stage per rank
@@ -119,9 +119,9 @@ parallelism.pipeline_parallel_degree = 2; parallelism.context_parallel_degree = 
     t.toml:3: wlb.packing.dp_merge = true: Data-parallel ranks cannot share ... ulysses, which
 wlb.policy = "slim"; activation_checkpoint.class = "FullAC"; \
 parallelism.pipeline_parallel_degree = 2; parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"
-    t.toml:5: parallelism.pipeline_parallel_schedule =  ... ZBVZeroBubble, in whose order
+    t.toml:5: parallelism.pipeline_parallel_schedule =  ... under ZBVZeroBubble a document's backward passes
 wlb.validation.path = "a"; wlb.validation.hold_out = 0.1
-    t.toml:2: [wlb.validation]: ValidationSettings rejects this: with path
+    t.toml:2: [wlb.validation]: ValidationSettings rejects this: path names
 wlb.epochs = 2; wlb.corpus.sources = [{path = "a"}]
     t.toml:2: wlb.epochs = 2: WlbSettings rejects this: the sources of a mixture end at different times
 wlb.corpus.path = "nowhere"
@@ -145,7 +145,7 @@ wlb.policy = "//"
 | --base toys_of_nobody:tiny
     command line: base = "toys_of_nobody:tiny": ... start with PYTHONPATH=FOLDER
 | --verbose
-    command line: --verbose is no option
+    command line: --verbose is neither an option
 | --base llama3_debgu
     command line: base = "llama3_debgu": ... Known bases: llama3_debug
 | --training.steps

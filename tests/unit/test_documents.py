@@ -169,5 +169,5 @@ def test_histograms_have_the_median_and_the_tail_of_the_files_that_were_counted(
 
 
 def test_a_name_that_is_neither_is_refused():
-    with pytest.raises(PlanError, match=f"called 'wbe', .* one of {', '.join(NAMED)}, nor a file"):
+    with pytest.raises(PlanError, match=f"'wbe' is neither .* lengths .{', '.join(NAMED)}. nor a file"):
         named_or_read("wbe")

@@ -84,10 +84,19 @@ COLUMNS = {  # beside the tokens, and what is said about them
         },
         "",
     ),
-    "padding": ({"attention_mask": of_rows(lambda place: int(place < 9))}, "'attention_mask', by which"),
-    "two texts": ({"token_type_ids": of_rows(lambda place: int(place > 9))}, "'token_type_ids', by which"),
-    "restarts": ({"position_ids": of_rows(lambda place: place % 9)}, "'position_ids', by which"),
-    "packed": ({"seq_lengths": [[1, len(tokens) - 1] for tokens in DOCUMENTS]}, "'seq_lengths', by which"),
+    "padding": (
+        {"attention_mask": of_rows(lambda place: int(place < 9))},
+        "'attention_mask' that shows rows",
+    ),
+    "two texts": (
+        {"token_type_ids": of_rows(lambda place: int(place > 9))},
+        "'token_type_ids' that shows rows",
+    ),
+    "restarts": ({"position_ids": of_rows(lambda place: place % 9)}, "'position_ids' that shows rows"),
+    "packed": (
+        {"seq_lengths": [[1, len(tokens) - 1] for tokens in DOCUMENTS]},
+        "'seq_lengths' that shows rows",
+    ),
     "weights": (
         {"loss_weights": of_rows(lambda place: 0.5)},
         r"'loss_weights'.*remove_columns\('loss_weights'\)",

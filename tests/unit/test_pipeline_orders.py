@@ -143,7 +143,7 @@ def test_schedules_and_numbers_of_micro_batches_that_have_no_graph_are_refused()
         PipelineGraph(PipelineShape("DualPipeV", 2, 2), 4)
     with pytest.raises(PlanError, match="ZBVZeroBubble runs 2 stages a rank, not 1"):
         PipelineGraph(PipelineShape("ZBVZeroBubble", 2), 4)
-    with pytest.raises(PlanError, match="7 micro-batches on 2 ranks in 3 equal rounds"):
+    with pytest.raises(PlanError, match="7 micro-batches on 2 ranks: they do not divide into 3 equal rounds"):
         PipelineGraph(PipelineShape("Interleaved1F1B", 2, 2), 7)
 
 

@@ -319,6 +319,5 @@ def _damaged(path: Path, what: str) -> CorpusError:
                 words += [f"--{name.replace('_', '-')}", *([str(value)] if value is not True else [])]
     again = command("prepare", path, *words) + ("" if words else " and the options that it had")
     return CorpusError(
-        f"The corpus {path} is damaged: {what}. Copy it again from where it came, or delete it and make it "
-        f"again with {again}."
+        f"The corpus {path} is damaged: {what}. Copy it again, or delete it and make it again with {again}."
     )

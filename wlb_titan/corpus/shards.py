@@ -358,6 +358,6 @@ class Lengths:
 
 def mapped(path: Path, dtype: Any, count: int = -1, offset: int = 0) -> NDArray[Any]:
     """A file's numbers, mapped and read-only: all, or `count` of them from byte `offset` on."""
-    again = "copy it again from where it came"
-    with reading(lambda reason: CorpusError(f"{path} is cut off or cannot be read ({reason}); {again}.")):
+    what = f"{path} is truncated or cannot be read"
+    with reading(lambda reason: CorpusError(f"{what} ({reason}); copy it again.")):
         return np.frombuffer(pa.memory_map(str(regular(path))).read_buffer(), dtype, count, offset)
