@@ -23,7 +23,7 @@ from pathlib import Path
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
-PICTURES = {"simulated": ("simulated", 0, 1180), "measured": ("compare", 1622, 2000)}
+PICTURES = {"simulated": ("simulated", 0, 1180), "measured": ("compare", 1628, 1962)}
 """The folder in outputs/tutorial, and the first and last row of pixels that is shown of its page."""
 
 WIDTH, COLOURS = 900, 32  # a page has few colours; the rest are the edges of letters
