@@ -39,6 +39,7 @@ SMALLER = (
     (r"(wlb-titan bench [^#]*)$", rf"\1 --rounds 2 {SMALL}"),
     (r"(torchx run wlb\.bench .* -- )", rf"\1--wlb.bench.rounds 2 {SMALL} "),
     (r"^make train\b", f"make train OPTIONS='{SMALL}'"),
+    (r"^make test\b", "make quick"),  # the whole is a step of its own in .ci/run
     (r"dryrun (.*)llama2_70b_128k\.toml", r"dryrun \1llama2_550m_64k.toml"),
     # Jobs of a Slurm cluster are made and not submitted.
     (r"^torchx run -s slurm", "torchx run --dryrun -s slurm"),
