@@ -118,3 +118,11 @@ def test_a_defect_keeps_its_traceback(failing):
 def test_a_defect_of_a_reader_is_not_taken_for_a_damaged_file(defect):
     with pytest.raises(defect), reading(UserError):
         raise defect
+
+
+def test_a_full_disk_behind_standard_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "wlb_titan.commands.main", "--help"]
+        result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "Error: The output cannot be written: No space left on device.\n"

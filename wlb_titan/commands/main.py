@@ -5,8 +5,10 @@ stderr and exit code 2, a warning one line, Ctrl-C one line and exit code 130. A
 keeps its traceback.
 """
 
+import errno
 import importlib
 import io
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -71,6 +73,17 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in SUBCOMMANDS.items()])
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo(
+                f"Error: {error.filename or 'The output'} cannot be written: {error.strerror}.", err=True
+            )
+            os._exit(EXIT_USER_ERROR)  # without a last try to write
 
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):
