@@ -1,8 +1,8 @@
 """The command `wlb-titan`. Subcommands are imported when they are called, so `--help` answers at once.
 
-This is the one place where an exception becomes what the user reads: a `UserError` becomes one paragraph on
-stderr and exit code 2, a warning one line, Ctrl-C one line and exit code 130. Anything else is a defect and
-keeps its traceback.
+This is the one place where an exception becomes what the user reads: a `UserError` or a full disk becomes one
+paragraph on stderr and exit code 2, a warning one line, Ctrl-C one line and exit code 130. Anything else is a
+defect and keeps its traceback.
 """
 
 import errno

@@ -45,7 +45,7 @@ class Validator(titan.BaseValidator):
         self, wlb: WlbSettings, training: PlannedDataLoader.Config, last_step: int, device: torch.device
     ) -> None:
         """Packs the documents for loaders like that of training."""
-        self._last, self._device, self._count = last_step, device, 0
+        self._last, self._device = last_step, device
         job = training.job
         once = dataclasses.replace(
             job,
@@ -58,7 +58,6 @@ class Validator(titan.BaseValidator):
             settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=once)
             loader = settings.build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
             self._sources[name] = loader, iter(loader)
-            self._count += loader.count
 
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self._last
@@ -73,7 +72,8 @@ class Validator(titan.BaseValidator):
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         begin, metrics = time.perf_counter(), self._parts["metrics_processor"]
-        logger.info(f"Validating on {self._count:,} documents")
+        count = sum(loader.count for loader, _ in self._sources.values())
+        logger.info(f"Validating on {count:,} documents")
         for part in model_parts:
             part.eval()
         losses: dict[str, float] = {}
