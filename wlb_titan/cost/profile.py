@@ -142,14 +142,15 @@ class LinearProfile:
 def rate(points: Line) -> float:
     """Units a second, beside a fixed part of the seconds, by least squares of relative errors.
 
-    Example: 1 second and 2 seconds a unit:
+    Seconds that do not grow with the units, as on a busy machine, tell only that the rate is at least the
+    best one seen, which it then is. Example: 1 second and 2 seconds a unit:
 
         >>> round(rate([(1, 3), (2, 5), (4, 9)]), 6)
         0.5
     """
     sizes, seconds = np.array(points, dtype=np.float64).T
     _, seconds_each = non_negative(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(sizes)))
-    return float(1 / seconds_each)
+    return float(1 / seconds_each if seconds_each else (sizes / seconds).max())
 
 
 @dataclass(frozen=True, slots=True)
