@@ -18,17 +18,12 @@ LAST_CALL = 10
 class Hosts(NamedTuple):
     """Hosts of a job."""
 
-    fewest: int
-    """With which it goes on when others are lost."""
+    fewest: int  # with which it goes on when others are lost
     nodes: int
-    processes: int
-    """On each host."""
-    on_cpu: bool
-    """Whether processes want the CPU even where there are GPUs."""
-    resumes: bool = True
-    """Whether the run, started again, goes on from a checkpoint that it saved."""
-    folder: str = ""
-    """Where it writes."""
+    processes: int  # on each host
+    on_cpu: bool  # whether processes want the CPU even where there are GPUs
+    resumes: bool = True  # whether the run, started again, goes on from a checkpoint that it saved
+    folder: str = ""  # where it writes
 
     def restart_words(self, max_restarts: int) -> list[str]:
         """The agent's words for a job that goes on when a host or rank is lost; none where it does not."""

@@ -86,8 +86,12 @@ def degrees_product(config: TrainerConfig) -> int:
 
 def parallel_dims(config: TrainerConfig, world_size: int | None = None) -> Dims:
     """The degrees of a job of so many processes; by default as many as its degrees need."""
-    own = own_dimensions(config.wlb.dimensions)
-    return Dims.of(config.parallelism, world_size or degrees_product(config), own)
+    return Dims(
+        **{cls.axis: getattr(config.parallelism, cls.key) for cls in TORCHTITAN.values()},
+        world_size=world_size or degrees_product(config),
+        spmd_backend=config.parallelism.spmd_backend,
+        own=own_dimensions(config.wlb.dimensions),
+    )
 
 
 def gpu_at_hand(device: str = "auto") -> tuple[str, int] | None:

@@ -9,7 +9,7 @@ stage has attention, or a data-parallel rank another to share with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
@@ -36,15 +35,6 @@ class Dims(ParallelDims):
     along these; only `batch` and `loss` span those that divide data."""
 
     own: tuple[Dimension, ...] = ()
-
-    @classmethod
-    def of(cls, parallelism: ParallelismConfig, ranks: int, own: Sequence[Dimension] = ()) -> Dims:
-        return cls(
-            **{dim.axis: getattr(parallelism, dim.key) for dim in TORCHTITAN.values()},
-            world_size=ranks,
-            spmd_backend=parallelism.spmd_backend,
-            own=tuple(own),
-        )
 
     @property
     def data(self) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,7 @@ from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
-from wlb_titan.runtime.models.weights import build_optimizers, prepared
+from wlb_titan.runtime.models.weights import build_optimizers, parallelized
 from wlb_titan.runtime.pipeline.build import Moved, PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
@@ -60,11 +59,10 @@ class Trainer(TorchtitanTrainer):
 
     def __init__(self, config: TrainerConfig) -> None:
         self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
-        config = with_our_parts(config, self.job)
-        self.axes: list[Axis] = []
+        self.axes: list[Axis] = []  # filled once there are meshes, before the model is divided
+        config = with_our_parts(config, self.job, self.axes)
         self._made: Made = {}
         self._export: tuple[Path, dict[str, bytes]] | None = None  # of rank 0, at the last step
-        config.model_spec = prepared(config.model_spec, self.axes)
         super().__init__(config)
         self._reduces = True
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
@@ -315,8 +313,8 @@ class Trainer(TorchtitanTrainer):
         super().close()
 
 
-def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
-    """A copy that a trainer may change, with our attention, tokenizer, validator, loss and stages."""
+def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis]) -> TrainerConfig:
+    """A copy that a trainer may change, with our attention, tokenizer, validator, loss, stages and axes."""
     wlb, spec = config.wlb, config.model_spec
     for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
         attention.implementation = wlb.attention.implementation
@@ -335,7 +333,9 @@ def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
         hf_assets_path=str(open_corpus(wlb.corpus).tokenizer_path),
         tokenizer=Tokenizer.Config(),
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
-        optimizer=cast(Any, SimpleNamespace(build=build, to_dict=config.optimizer.to_dict)),
+        optimizer=SimpleNamespace(build=build, to_dict=config.optimizer.to_dict),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
-        model_spec=dataclasses.replace(spec, pipelining_fn=stages),
+        model_spec=dataclasses.replace(
+            spec, pipelining_fn=stages, parallelize_fn=partial(parallelized, spec.parallelize_fn, axes)
+        ),
     )

@@ -16,7 +16,7 @@ side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,9 +53,7 @@ class AllGatherAttention:
         """Rows of the documents that this rank attends to, in the order of the mask's keys; the gradients of
         gathered rows are summed over the ranks."""
         levels = zip(exchange.levels, self._meshes, strict=True)
-        under_way: list[_UnderWay] = []
-        sizes = []
-        begin = 0
+        under_way, sizes, begin = [], [], 0
         for (order, sent), mesh in reversed(list(levels)):  # the widest level's tokens come first
             if not len(order):
                 continue
@@ -66,7 +64,7 @@ class AllGatherAttention:
                     tokens_LW[first : first + rows], mesh, (Shard(0),), run_check=False
                 )
                 gathered = rows_RW.redistribute(mesh, (Replicate(),), async_op=True).to_local()
-            under_way.append(_UnderWay(gathered, order, mesh, begin - first))
+            under_way.append((gathered, order, mesh, begin - first))
             sizes.append(count)
             begin += count
         *parts, own = tokens_LW.split([*sizes, len(tokens_LW) - begin])
@@ -77,20 +75,11 @@ class AllGatherAttention:
         return keys[0] if len(keys) == 1 else torch.cat(keys)
 
 
-class _UnderWay(NamedTuple):
-    """A gather on one level."""
-
-    gathered: torch.Tensor  # rows of all ranks of the group, R each
-    order: torch.Tensor  # as of `Level`
-    mesh: DeviceMesh  # the group
-    offset: int  # rows before this rank's own part that it sends besides
-
-
 class _InDocumentOrder(torch.autograd.Function):
     """The gathered rows reordered, as a function of this rank's part of them; backward from Partial to Shard.
 
-    The order is a permutation: the gradient is written row by row to its place, where autograd would add it
-    to zeros with atomics.
+    The rank sends `offset` rows before the part besides. The order, as of `Level`, is a permutation: the
+    gradient is written row by row to its place, where autograd would add it to zeros with atomics.
     """
 
     @staticmethod

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -75,13 +76,7 @@ def _llama(size: str) -> Trainer.Config:
 def llama3_debug() -> Trainer.Config:
     """A Llama of 2 M parameters that trains in seconds on two CPU cores, in float32."""
     config = _llama("debug")
-    config.training = TrainingConfig(
-        local_batch_size=4,
-        seq_len=1024,
-        steps=20,
-        mixed_precision_param="float32",
-        disable_cuda_graphs=True,
-    )
+    config.training = replace(config.training, seq_len=1024, steps=20, mixed_precision_param="float32")
     config.optimizer = default_adamw(lr=3e-3)
     config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=2)
     config.metrics.log_freq = 1

@@ -120,8 +120,7 @@ class AsNeededAC(SelectiveDocumentAC):
 
     kind = "as_needed"
 
-    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        assert base_fqn is not None, "a layer has a number"
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str) -> nn.Module:
         shared = dataclasses.asdict(self.config)
         every = {field.name for field in dataclasses.fields(titan.FullAC.Config)}
         configs = {

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from wlb_titan.config.load import Resolved, resolve
-
-BASES = "wlb_titan.runtime.models.bases"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
@@ -25,8 +21,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
 
 def _base_config(name: str) -> Any:
     """A base. torchtitan takes seconds to import, so the files are read first."""
-    if BASES not in sys.modules:
-        importlib.import_module(BASES)
     from wlb_titan.runtime.models.bases import base_config
 
     return base_config(name)

@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,29 +20,24 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import device_type
 
 from wlb_titan.runtime.meshes import Axis, Dims
 
 
-def prepared(spec: ModelSpec, axes: list[Axis]) -> ModelSpec:
-    """A model whose parts the axes prepare before these are parallelised. The axes may still come."""
-    parallelize = spec.parallelize_fn
-
-    def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
-        for axis in axes:
-            axis.prepare(part)
-        return parallelized(parallelize, part, **arguments)
-
-    return dataclasses.replace(spec, parallelize_fn=prepare_first)
-
-
 def parallelized(
-    parallelize: Callable[..., nn.Module], part: nn.Module, *, parallel_dims: Dims, **arguments: Any
+    parallelize: Callable[..., nn.Module],
+    axes: Sequence[Axis],
+    part: nn.Module,
+    *,
+    parallel_dims: Dims,
+    **arguments: Any,
 ) -> nn.Module:
-    """The part as `parallelize` divides it; its weights are still on the meta device."""
+    """The part as the axes prepare it and `parallelize` divides it; its weights are still on the meta
+    device."""
+    for axis in axes:
+        axis.prepare(part)
     modules = dict(part.named_modules())
     frozen = [
         (module, name)

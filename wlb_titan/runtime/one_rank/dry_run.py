@@ -1,14 +1,6 @@
 """One rank of a job on fake tensors, through one planned step.
 
-The process group answers every collective at once, and tensors have shapes and types but no memory. Model,
-schedule, passes, clipping and optimizer are the job's own. What differs:
-
-- The device is the CPU. RMSNorm runs there as single operations in float32 and on CUDA as one kernel; here it
-  allocates what that kernel does. Attention allocates what its kernels do: their output, the log-sum-exp in
-  float32, and the three gradients.
-- torch.compile is off: what it fuses or keeps differently is not seen.
-- Parameters are neither initialised nor loaded: they have no values.
-- All experts get equally many tokens.
+Model, schedule, passes, clipping and optimizer are the job's own; docs/dryrun.md says what differs on a GPU.
 """
 
 from __future__ import annotations
@@ -60,8 +52,6 @@ class DryTrainer(OneRankTrainer):
     ) -> None:
         self._number, self._device_bytes = step, device_bytes
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._trace = Trace(self._fake)
-        self._passes, self._passes_peak = self._trace.peak, 0
         with ExitStack() as stack:
             changed = dry_config(config, lambda: stack.enter_context(self._fake))
             super().__init__(changed, rank=rank, world_size=world_size)
@@ -75,11 +65,12 @@ class DryTrainer(OneRankTrainer):
         """What `wlb-titan dryrun --output` writes about a rank after its step (docs/dryrun.md)."""
         begin = time.perf_counter()
         planned, self.step = next(self._steps(self._number)), self._number
-        mine = planned.plan.of_rank(self._replica)
+        mine = planned.plan.of_rank(self.parallel_dims.place("batch"))
         parameters = [p for part in self.model_parts for p in part.parameters()]
         buffers = [b for part in self.model_parts for b in part.buffers()]
         calls = CallLog(lambda: self.timer.latest)
         trace = self._trace = Trace(self._fake, _weight_shapes(parameters), calls)
+        self._passes, self._passes_peak = trace.peak, 0
         for term, tensors in (("weights", parameters), ("rotary", buffers)):
             for tensor in tensors:
                 trace.add(tensor, term)
@@ -93,8 +84,8 @@ class DryTrainer(OneRankTrainer):
                     "The model was built and parallelised without an error, but its step depends on values "
                     f"of tensors, and a dry run has only their shapes: {error}."
                 ) from error
-        trace.reassign(_states(self.optimizers), "optimizer")
-        trace.reassign((one for axis in self.axes for one in axis.tensors()), "dimensions")
+        trace.reassign([optimizer.state for optimizer in self.optimizers], "optimizer")
+        trace.reassign([[*axis.tensors()] for axis in self.axes], "dimensions")
         # What the first step makes after its passes is there in all passes of the next.
         alive = trace.now().terms
         beside = {term: alive[term] for term in ("optimizer", "dimensions") if alive.get(term)}
@@ -125,16 +116,10 @@ class DryTrainer(OneRankTrainer):
             loss = super().forward_backward(group, labels, cache, *order)
         if self._trace.highest > self._passes_peak:
             self._passes, self._passes_peak = self._trace.peak, self._trace.highest
-        gradients = (p.grad for part in self.model_parts for p in part.parameters() if p.grad is not None)
+        gradients = [parameter.grad for part in self.model_parts for parameter in part.parameters()]
         self._trace.reassign(gradients, "gradients")
         self._trace.begin()
         return loss
-
-
-def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _weight_shapes(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:
@@ -153,7 +138,6 @@ def _weight_shapes(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, ..
 def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Trainer.Config:
     """A job's configuration with stand-ins for what needs values, or takes other memory on a CPU."""
     spec = config.model_spec
-    assert spec is not None
     model = copy.deepcopy(spec.model)
     for _, module, _, _ in model.traverse(Module.Config, recurse=True):
         if module.param_init is not None:
@@ -179,7 +163,6 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
 def _replace(model: Any, found: type, ours: type) -> None:
     """Replaces the model's configurations of class `found` by those of `ours`, with the same values."""
     for _, config, parent, name in model.traverse(found):
-        assert parent is not None and isinstance(name, str)
         setattr(parent, name, ours(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
 
 
@@ -241,5 +224,5 @@ class AttentionOfSlices(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         with unset_fake_temporarily():  # the tensors that say which documents need values
             result = of_slices[func](*args)
-        self._trace.reassign(self._cache.tensors(), "cache")
+        self._trace.reassign([*self._cache.tensors()], "cache")
         return result

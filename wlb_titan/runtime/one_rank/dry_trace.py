@@ -115,7 +115,8 @@ class Trace(TorchDispatchMode):
         storage = local.untyped_storage()
         key = storage._cdata
         if key in self._storages:
-            self._resized(key, storage.nbytes())
+            self._resize(self._storages[key], storage.nbytes())
+            self._check()
             return
         entry = _Storage(storage.nbytes(), term, f"{what} {tuple(local.shape)} {local.dtype}")
         entry.reference = weakref.ref(storage, lambda _: self._freed(key))
@@ -123,9 +124,9 @@ class Trace(TorchDispatchMode):
         self._current += entry.size
         self._check()
 
-    def reassign(self, tensors: Iterable[torch.Tensor], term: str) -> None:
-        """Moves the storages of tensors to another term."""
-        for tensor in tensors:
+    def reassign(self, tree: Any, term: str) -> None:
+        """Moves the storages of the tensors in lists and dicts to another term."""
+        for tensor in _tensors(tree):
             if (entry := self._storages.get(local_tensor(tensor).untyped_storage()._cdata)) is not None:
                 entry.term = term
 
@@ -178,12 +179,9 @@ class Trace(TorchDispatchMode):
             self._current -= entry.size
         self._resizable.discard(key)
 
-    def _resized(self, key: int, size: int) -> None:
-        entry = self._storages[key]
-        if entry.size != size:
-            self._current += size - entry.size
-            entry.size = size
-            self._check()
+    def _resize(self, entry: _Storage, size: int) -> None:
+        self._current += size - entry.size
+        entry.size = size
 
     def _check(self) -> None:
         if self._current <= self.highest:
@@ -191,9 +189,8 @@ class Trace(TorchDispatchMode):
         for key in tuple(self._resizable):
             entry = self._storages[key]
             storage = entry.reference()
-            if storage is not None and (size := storage.nbytes()) < entry.size:
-                self._current += size - entry.size
-                entry.size = size
+            if storage is not None and storage.nbytes() < entry.size:
+                self._resize(entry, storage.nbytes())
         if self._current > self.highest:
             self.highest = self._current
             if self._current > SNAPSHOT_STEP * self.peak.bytes_:

@@ -54,16 +54,6 @@ class OneRankTrainer(Trainer):
         self.config.dataloader.alone = True
         return dims
 
-    @property
-    def _replica(self) -> int:
-        """The data-parallel rank."""
-        return self.parallel_dims.place("batch")
-
-    @property
-    def _stage(self) -> int:
-        """The pipeline rank."""
-        return self.parallel_dims.place("pp")
-
     def _steps(self, first: int) -> Iterator[Step]:
         """The planned steps from number `first` on; numbers start at 1."""
         steps = self.planned.steps(self.lower)
@@ -83,12 +73,12 @@ class OneRankTrainer(Trainer):
         }
 
     def _predicted(self, plan: Plan) -> dict[str, Any]:
-        ranks = planned_memory(self.job, plan, self._replica)
+        ranks = planned_memory(self.job, plan, self.parallel_dims.place("batch"))
         if ranks is None:
             return {"predicted_gib": None, "predicted": {}}
-        mine = ranks[self._stage]
-        terms = {term: getattr(mine, term) / GIB for term in TERMS if getattr(mine, term)}
-        return {"predicted_gib": mine.total / GIB, "predicted": terms}
+        memory = ranks[self.parallel_dims.place("pp")]
+        terms = {term: getattr(memory, term) / GIB for term in TERMS if getattr(memory, term)}
+        return {"predicted_gib": memory.total / GIB, "predicted": terms}
 
     def _collectives(self, calls: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
         """Collectives by kind and mesh axis, largest first; with predictions for dimensions that meet. A call
@@ -102,7 +92,7 @@ class OneRankTrainer(Trainer):
             {"kind": kind, "over": axis, "number": number, "gib": size / GIB}
             for (kind, axis), (number, size) in sorted(found.items(), key=lambda entry: -entry[1][1])
         ]
-        met = [one for one in meetings(self.job, self._stage) if meets(self, one.every)]
+        met = [one for one in meetings(self.job, self.parallel_dims.place("pp")) if meets(self, one.every)]
         predicted = {one.axis: {"predicted_gib": one.bytes_ / GIB} for one in met}
         return [entry | predicted.get(str(entry["over"]), {}) for entry in entries]
 

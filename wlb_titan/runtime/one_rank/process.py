@@ -54,11 +54,10 @@ def result(
         torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.ERROR)
     config = load_config(file, overrides, world_size=world_size).config
-    kind: Any = {"dryrun": DryTrainer, "rehearse": RehearsalTrainer}[run]
-    trainer = kind(config, rank=rank, world_size=world_size, **keywords)
+    trainers = {"dryrun": DryTrainer, "rehearse": RehearsalTrainer}
+    trainer = trainers[run](config, rank=rank, world_size=world_size, **keywords)
     try:
-        found: dict[str, Any] = trainer.run()
-        return found
+        return trainer.run()
     finally:
         trainer.close()
 

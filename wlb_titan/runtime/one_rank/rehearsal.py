@@ -1,15 +1,7 @@
 """One rank of a job for real, on the device at hand: whole planned steps, with every pass measured.
 
-Model, data, kernels and schedule are the job's own; weights are made up, and so is what other ranks would
-send. A collective's answer has the real one's shape, type and device. Its values are this rank's own in place
-of another's, or normal noise if it has none, as in a receive. Zeros would not do: a GPU multiplies them
-faster than other numbers.
-
-The answer is a copy within the device. Its time is measured and taken out of passes; what the job would wait
-for the collective itself is added.
-
-What differs from the job: no other rank is waited for, weights are untrained, and experts get as many tokens
-as this rank sends.
+docs/rehearsal.md says what is the job's own and what is made up: weights, and what other ranks would send.
+Zeros would not do for that: a GPU multiplies them faster than other numbers.
 """
 
 from __future__ import annotations
@@ -66,7 +58,7 @@ class RehearsalTrainer(OneRankTrainer):
 
     def run(self) -> dict[str, Any]:
         """What `wlb-titan rehearse --output` writes about a rank (docs/rehearsal.md)."""
-        begin = time.perf_counter()
+        begin, on_cpu = time.perf_counter(), self.device.type == "cpu"
         warm_up = min(1, self._first - 1)
         planned = self._steps(self._first - warm_up)
         for step in islice(planned, warm_up):
@@ -78,7 +70,7 @@ class RehearsalTrainer(OneRankTrainer):
         results += [self._step(step) for step in islice(planned, self._number - 1)]
         return {
             **self._facts(),
-            "device": self._device_name(),
+            "device": f"CPU, {torch.get_num_threads()} thread" if on_cpu else torch.cuda.get_device_name(),
             "first": self._first,
             "steps": results,
             **self._predicted(first.plan),
@@ -89,7 +81,8 @@ class RehearsalTrainer(OneRankTrainer):
     def _step(self, planned: Step) -> dict[str, Any]:
         self.step += 1
         self.gc_handler.run(self.step)
-        check_planned_memory(self.job, planned.plan, self._replica, self._stage, device_bytes())
+        replica, stage = self.parallel_dims.place("batch"), self.parallel_dims.place("pp")
+        check_planned_memory(self.job, planned.plan, replica, stage, device_bytes())
         on_cpu = self.device.type == "cpu"  # which does not say what tensors take
         if not on_cpu:
             torch.accelerator.reset_peak_memory_stats()
@@ -100,7 +93,7 @@ class RehearsalTrainer(OneRankTrainer):
         passes, seconds, optimizer = without_answers(self.timer.stop())
         return {
             "iteration": planned.plan.iteration,
-            "lengths": [m.length for m in planned.plan.of_rank(self._replica)],
+            "lengths": [m.length for m in planned.plan.of_rank(replica)],
             "passes": passes,
             "optimizer": optimizer,
             "seconds": seconds,
@@ -108,31 +101,20 @@ class RehearsalTrainer(OneRankTrainer):
         }
 
     def _wait(self, kind: str, group: str, bytes_: int) -> float:
-        """Seconds that the job waits for a collective. A CPU does wait: its cores are slower after that."""
-        exposed = self._exposed(kind, group)
-        seconds = exposed * self._seconds(kind, group, bytes_) if exposed else 0.0
-        if self.device.type == "cpu":
-            time.sleep(seconds)
-        return seconds
-
-    def _exposed(self, kind: str, group: str) -> float:
-        """The share of a collective's seconds that the job waits for at the call. In tensor parallelism it is
-        what does not overlap with matrix products. What stages send is in the pipeline's graph."""
+        """Seconds that the job waits for a collective at the call. In tensor parallelism it is what does not
+        overlap with matrix products. What stages send is in the pipeline's graph."""
         if self._axes.get(group) == "tp":
-            return 1 - self.job.tensor_overlap
-        return float(not self.job.overlap and kind not in (SEND, RECEIVE))
-
-    def _seconds(self, kind: str, group: str, bytes_: int) -> float:
+            exposed = 1 - self.job.tensor_overlap
+        else:
+            exposed = float(not self.job.overlap and kind not in (SEND, RECEIVE))
         ranks = ranks_of_group(group)
-        if len(ranks) == 1:
+        if not exposed or len(ranks) == 1:
             return 0.0
         link = self.job.cluster.link(len(ranks), ranks[1] - ranks[0])
-        return link.collective(bytes_ * (2 if kind == "all-reduce" else 1), len(ranks))
-
-    def _device_name(self) -> str:
-        if self.device.type == "cpu":
-            return f"CPU, {torch.get_num_threads()} thread"
-        return torch.cuda.get_device_name(self.device)
+        seconds = exposed * link.collective(bytes_ * (2 if kind == "all-reduce" else 1), len(ranks))
+        if self.device.type == "cpu":  # it does wait: its cores are slower after that
+            time.sleep(seconds)
+        return seconds
 
 
 class Traffic:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,30 +38,26 @@ from wlb_titan.runtime.pipeline.stage import PlannedStage
 REGROUPING = "regrouping"  # an argument of a stage
 
 
-class Regrouping(NamedTuple):
-    """How this rank's share of a backward micro-batch is put together; tensors are int64 (R,)."""
-
-    moves: TokenMoves
-    sent: Tensor
-    places: Tensor
-
-
 def regrouped_items(
     items: Sequence[Item], packs: Sequence[MicroBatch], tensor_ranks: int, rank: int
 ) -> list[Item]:
-    """The items of `packs`, with a `Regrouping` in those of backward passes and no labels in the others."""
-    moves = token_moves(packs, tensor_ranks, rank)
-    ways = (Regrouping(each, on_host(each.sent), on_host(each.places)) for each in moves)
+    """The items of `packs`, with `TokenMoves` in those of backward passes, and no labels in the others. Rows
+    of these moves are tensors, int64 (R,)."""
+    moves = iter(token_moves(packs, tensor_ranks, rank))
     return [
-        replace(item, others={REGROUPING: next(ways)})
+        replace(item, others={REGROUPING: _tensors(next(moves))})
         if pack.passes == "B"
         else replace(item, labels=item.labels[:, :0])
         for item, pack in zip(items, packs, strict=True)
     ]
 
 
+def _tensors(moves: TokenMoves) -> TokenMoves:
+    return moves._replace(sent=on_host(moves.sent), places=on_host(moves.places))
+
+
 def gathered(
-    how: Regrouping, kept: Mapping[int, Tensor], into: Tensor, group: dist.ProcessGroup | None
+    moves: TokenMoves, kept: Mapping[int, Tensor], into: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
     """This rank's share of a backward micro-batch. Every rank of the group has to call it.
 
@@ -71,14 +67,13 @@ def gathered(
         group: the ranks that share a micro-batch; None for this one alone.
     """
     rows_RD = into.new_empty((0, into.shape[2]))
-    moves = how.moves
     if moves.sources:
-        rows_RD = torch.cat([kept[source].squeeze(0) for source in moves.sources])[how.sent]
+        rows_RD = torch.cat([kept[source].squeeze(0) for source in moves.sources])[moves.sent]
     if group is not None:
-        received_RD = into.new_empty((len(how.places), into.shape[2]))
+        received_RD = into.new_empty((len(moves.places), into.shape[2]))
         dist.all_to_all_single(received_RD, rows_RD, moves.received_counts, moves.sent_counts, group=group)
         rows_RD = received_RD
-    into[0, how.places] = rows_RD
+    into[0, moves.places] = rows_RD
     return into
 
 
@@ -93,7 +88,7 @@ class RegroupedLayers:
 
     def __init__(self, model: nn.Module, sharers: dist.ProcessGroup | None) -> None:
         self.forward: int | None = None
-        self.backward: Regrouping | None = None
+        self.backward: TokenMoves | None = None
         self._sharers = sharers
         self._kept: dict[int, dict[int, Tensor]] = defaultdict(dict)
         self._keeps_last = model.norm is not None
@@ -106,10 +101,10 @@ class RegroupedLayers:
 
     def take(self, number: int, like: Tensor) -> Tensor:
         """A hidden state of the backward pass under way, shaped as `like`; drops what is used up."""
-        how, kept = self.backward, self._kept[number]
+        moves, kept = self.backward, self._kept[number]
         with torch.no_grad():
-            hidden = gathered(how, kept, like.new_zeros(like.shape), self._sharers)
-        for source in how.moves.over:
+            hidden = gathered(moves, kept, like.new_zeros(like.shape), self._sharers)
+        for source in moves.over:
             del kept[source]
         return hidden
 
