@@ -2,9 +2,6 @@
 are `auto`, the steps of `wlb.epochs`, and how long they wait for each other.
 
 Each rank plans by itself, and nothing would notice if two planned differently. So they compare their inputs.
-
-torchtitan gives up a rank that does not answer after 300 seconds in the first step, and after 100 later. Here
-a rank may wait longer, in every step: for one that compiles, or for a long micro-batch in each stage.
 """
 
 from __future__ import annotations
@@ -168,7 +165,8 @@ def set_timeouts(seconds: int, without: dist.ProcessGroup | None = None) -> None
 
 def timeout(config: TrainerConfig, job: Job) -> int:
     """Seconds after which a collective is given up: the user's `comm.train_timeout_seconds`, or else the
-    longer of `comm.init_timeout_seconds` and ten predicted steps, with time to compile and to solve."""
+    longer of `comm.init_timeout_seconds` and ten predicted steps, with time to compile and to solve
+    (docs/pipeline.md, "How long ranks wait for one another")."""
     comm = config.comm
     if comm.train_timeout_seconds != CommConfig().train_timeout_seconds:
         return comm.train_timeout_seconds

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan
 from pathlib import Path
@@ -84,10 +84,8 @@ class BenchTrainer(Trainer):
     def set_up(self, dims: Dims) -> None:
         """Also makes the process groups of all policies, in one order on all ranks."""
         first, *others = self._jobs
-        self._jobs |= {
-            first: self.job,
-            **{name: agreed_job(self.config, self._jobs[name]) for name in others},
-        }
+        self._jobs[first] = self.job
+        self._jobs |= {name: agreed_job(self.config, self._jobs[name]) for name in others}
         longest = max(timeout(self.config, job) for job in self._jobs.values())
         super().set_up(dims)
         self.config.comm.train_timeout_seconds = longest
@@ -105,7 +103,7 @@ class BenchTrainer(Trainer):
             prepare_attention(self.model_parts, job, self._meshes_of[name])
         return Turn(name, job, loader, loader.steps(self.lower), [layer.context for layer in layers])
 
-    def train(self, begin: Any = None, goes_on: Any = None) -> bool:
+    def train(self, begin: Callable[[int], None], goes_on: Callable[[int], bool]) -> bool:
         """Runs all rounds; returns whether nobody asked to stop."""
         for turn in self.turns[1:]:
             compile_attention(self.config, turn.job, self.device, self.config.dataloader.context_rank)

@@ -4,9 +4,6 @@ A checkpoint is a folder step-N of torch's distributed checkpoint format. Its .m
 lists each piece's file, first byte and length. A checkpoint is broken if a file is shorter than that, because
 a disk was full or a copy was cut off. The bytes themselves carry no checksum. From weights alone, as a run
 exports them after its last step, no run goes on.
-
-Before a run trains, checkpoints of steps that it will reach again are renamed. So none is ever overwritten: a
-folder step-N is whole, or has no .metadata and counts for nothing.
 """
 
 from __future__ import annotations
@@ -126,7 +123,8 @@ def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -
 
 
 def move_aside(folder: Path, begun: Beginning) -> None:
-    """Renames newer checkpoints to broken-N or former-N, which frees their names for new ones."""
+    """Renames checkpoints of steps that the run will reach again to broken-N or former-N: none is ever
+    overwritten."""
     for step, kind, _ in begun.newer:
         number, aside = 1, folder / f"{kind}-{step}"
         while aside.exists():

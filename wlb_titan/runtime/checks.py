@@ -247,6 +247,7 @@ def _check_experts(config: TrainerConfig, dims: Dims) -> None:
 def _check_job(config: TrainerConfig, dims: Dims) -> None:
     try:
         job = job_of(config, dims)
+        config.wlb.pipeline.make(job.shape)
     except PlanError as error:
         if error.setting:
             raise
@@ -257,10 +258,6 @@ def _check_job(config: TrainerConfig, dims: Dims) -> None:
             f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}) and the loss's "
             "chunks require."
         )
-    try:
-        config.wlb.pipeline.make(job.shape)
-    except PlanError as error:
-        raise UserError(f"wlb.policy: {error}") from error
 
 
 def validate_inputs(config: TrainerConfig) -> Corpus:

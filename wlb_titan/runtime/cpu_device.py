@@ -2,8 +2,6 @@
 
 torchtitan picks its device when `torchtitan.tools.utils` is imported, and falls back to "cuda". This is the
 only place that replaces another package's names, and only where torch finds no accelerator.
-
-gloo, which connects CPUs, lacks a collective that experts need: an all-to-all of tensors of different sizes.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class CpuDeviceModule:
 
 
 class GlooCollectives:
-    """`torch.distributed` with an all-to-all that gloo can do."""
+    """`torch.distributed` with an all-to-all of tensors of different sizes, for experts, which gloo lacks."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(dist, name)
@@ -68,11 +66,6 @@ def add_up_by_sums(parts: Sequence[nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
-
-
-def hide_accelerators() -> None:
-    """Hides GPUs from this process and those that it starts. Call it before anything asks CUDA for one."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def use_cpu_without_accelerator() -> bool:

@@ -37,8 +37,15 @@ def held(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
     try:
-        with contextlib.suppress(OSError):  # of a file system without locks
-            _lock(lock, folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = os.pread(lock, 4096, 0).decode(errors="replace") or "another run"
+            raise UserError(
+                f"dump_folder: {folder} is in use by {other}. End that run, or name another dump_folder."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
         holder = f"process {os.getpid()} on host {socket.gethostname()}, since {time.strftime('%F %T')}"
         os.ftruncate(lock, 0)
         with contextlib.suppress(OSError):  # on a full disk it holds all the same
@@ -47,16 +54,6 @@ def held(folder: Path) -> Iterator[None]:
         os.ftruncate(lock, 0)
     finally:
         os.close(lock)
-
-
-def _lock(lock: int, folder: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(lock, 4096, 0).decode(errors="replace") or "another run"
-        raise UserError(
-            f"dump_folder: {folder} is in use by {holder}. End that run, or name another dump_folder."
-        ) from None
 
 
 def check_place(folder: str, checkpoints: str, read: Mapping[str, str]) -> None:

@@ -26,14 +26,7 @@ from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
 from wlb_titan.runtime.dump_folder import TRACES
 from wlb_titan.runtime.metrics import metrics_rank, warn_once
-from wlb_titan.simulator.calibrate import (
-    DIFFERS,
-    FACTORS,
-    as_predicted,
-    fingerprint,
-    pass_parts,
-    slow_ranks,
-)
+from wlb_titan.simulator.calibrate import DIFFERS, FACTORS, as_predicted, fingerprint, pass_parts, slow_ranks
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import COMPUTED, PARTS, Span, write_trace
 

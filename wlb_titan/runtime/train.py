@@ -53,11 +53,11 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
 def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> int:
     """Runs an experiment in one of the launcher's processes; returns the exit status, `Stop.status` if it was
     stopped. A configuration that cannot run is refused before the dump folder is changed."""
-    from wlb_titan.runtime.cpu_device import hide_accelerators, use_cpu_without_accelerator
+    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
     from wlb_titan.toml.sources import read_sources
 
     if read_sources(path, overrides).written().get("wlb.device") == "cpu":
-        hide_accelerators()
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks CUDA for a GPU
     on_cpu = use_cpu_without_accelerator()
 
     import torch

@@ -111,9 +111,7 @@ class Trainer(TorchtitanTrainer):
     def planned(self) -> PlannedDataLoader:
         return self.dataloader
 
-    def train(
-        self, begin: Callable[[int], None] | None = None, goes_on: Callable[[int], bool] | None = None
-    ) -> bool:
+    def train(self, begin: Callable[[int], None], goes_on: Callable[[int], bool]) -> bool:
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
         `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows."""
         self._begin, self._goes_on = begin, goes_on
@@ -142,14 +140,13 @@ class Trainer(TorchtitanTrainer):
         for scheduler in self.lr_schedulers:  # at the step that was loaded
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
-        if self._begin is not None:
-            self._begin(self.step)
+        self._begin(self.step)
         return data_iterable.steps(self.lower)
 
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
             return False
-        if self._goes_on is None or self._goes_on(self.step):
+        if self._goes_on(self.step):
             return True
         for axis in self.axes:  # those that did not meet in this step: the run ends before its last one
             axis.after_optimizer(self, meets=not meets(self, axis.every))
@@ -228,8 +225,7 @@ class Trainer(TorchtitanTrainer):
         gathered between passes. A pipeline's stages do so by themselves. A compiled model reduces every time:
         Dynamo does not compile for a second length while bfloat16 weights have float32 gradients.
         """
-        dims, compiling = self.parallel_dims, self.config.compile
-        compiled = compiling.enable and "model" in compiling.components
+        dims, compiled = self.parallel_dims, self.job.memory.compiled
         whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled or compiled)
         if not whole or now is self._reduces:
             return

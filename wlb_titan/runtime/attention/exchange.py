@@ -1,13 +1,8 @@
 """The halves of context-parallel strategies that move tensors.
 
-All-gather (`context/all_gather.py`): q stays as it is. The rows of k and v that other ranks need, sharded
-over the cp mesh axis, go from Shard to Replicate together (one all-gather; one reduce-scatter of their
-gradients on the way back), within groups of neighbours or over the whole axis. They are brought from the
-ranks' order into document order, and this rank's queries attend to them and to its own.
-
-Ulysses (`context/ulysses.py`): before attention each rank sends the heads of its tokens to the ranks whose
-share they are; after it the outputs go back the same way. A key head that several ranks share is sent to
-each of them, and its gradients are added when they come back.
+All-gather (`context/all_gather.py`): the rows of k and v that other ranks need go from Shard to Replicate and
+into document order, and this rank's queries attend to them and to its own. Ulysses (`context/ulysses.py`):
+heads go to the ranks whose share they are, and the outputs come back. docs/context_parallel.md has both.
 
 Shape suffixes: L tokens of this rank, N heads, H head dim, R rows that this rank sends, W of k and v side by
 side.

@@ -1,14 +1,8 @@
 """Attention of slices: the keys and values of a document's earlier slices, and their gradients.
 
-A slice's queries see the document's tokens before it, whose keys and values its earlier slices left in the
-cache. Its backward pass gives gradients to all of these keys; those of the prefix are added up in float32
-until the backward passes of their own slices, from the document's end to its start, take them along. So a
-layer receives the same gradients as for the whole document, in as many passes as there are slices.
-
-One op reads and fills the cache, and its backward op empties it, outside of autograd, which sees only the
-slice's queries, keys and values and keeps nothing of the prefix. For torch.compile and activation
-checkpointing the op is a function of its inputs: the cache and the layer are tensors with a number each.
-Repeating the forward pass of a slice, as checkpointing does, changes nothing.
+One op reads and fills the cache, and its backward op empties it (docs/slimpack.md, "How a step runs").
+Autograd sees only the slice's own queries, keys and values. For torch.compile and activation checkpointing
+the op is a function of its inputs: the cache and the layer are tensors with a number each.
 
 Shape suffixes: L tokens, N heads, H head dim.
 """

@@ -1,9 +1,6 @@
 """Activation checkpointing of a transformer block with our attention; `memory/recompute.py` has the kinds.
 
-torchtitan applies a class of its own protocol to every block. Ours are kinds by themselves, and `AsNeededAC`,
-under which each call of a block follows the kind that its micro-batch names for this layer. Dynamo sees the
-kind as a constant, and not the layer's number: so there is a compiled graph for each kind, which all layers
-share.
+torchtitan applies a class of its own protocol to every block. Ours are kinds by themselves, and `AsNeededAC`.
 """
 
 from __future__ import annotations
@@ -138,7 +135,8 @@ class AsNeededAC(SelectiveDocumentAC):
 class AsNeededBlock(ActivationWrapper):
     """A block of which each call keeps what the micro-batch names for the layer.
 
-    `__call__` is not compiled: compiled code sees the layer's kind, and neither its number nor the others.
+    `__call__` is not compiled: compiled code sees the layer's kind, as a constant, and neither its number nor
+    the others. So there is a graph for each kind, which all layers share.
     """
 
     def __init__(self, block: nn.Module, number: int, calls: dict[str, Callable[..., Any]]) -> None:

@@ -116,8 +116,7 @@ class DryTrainer(OneRankTrainer):
             loss = super().forward_backward(group, labels, cache, *order)
         if self._trace.highest > self._passes_peak:
             self._passes, self._passes_peak = self._trace.peak, self._trace.highest
-        gradients = [parameter.grad for part in self.model_parts for parameter in part.parameters()]
-        self._trace.reassign(gradients, "gradients")
+        self._trace.reassign([p.grad for part in self.model_parts for p in part.parameters()], "gradients")
         self._trace.begin()
         return loss
 

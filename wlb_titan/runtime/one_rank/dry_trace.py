@@ -131,13 +131,12 @@ class Trace(TorchDispatchMode):
                 entry.term = term
 
     def now(self) -> Snapshot:
-        terms: Counter[str] = Counter()
-        sizes: Counter[str] = Counter()
-        numbers: Counter[str] = Counter()
+        terms, sizes, numbers = Counter[str](), Counter[str](), Counter[str]()
         for entry in self._storages.values():
+            what = f"{entry.term}: {entry.what}"
             terms[entry.term] += entry.size
-            sizes[f"{entry.term}: {entry.what}"] += entry.size
-            numbers[f"{entry.term}: {entry.what}"] += 1
+            sizes[what] += entry.size
+            numbers[what] += 1
         largest = [(size, numbers[what], what) for what, size in sizes.most_common(40)]
         return Snapshot(self._current, dict(terms), largest)
 

@@ -5,6 +5,7 @@ Model, stages, data and schedule are the job's own; the process group answers ev
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -83,18 +84,17 @@ class OneRankTrainer(Trainer):
     def _collectives(self, calls: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
         """Collectives by kind and mesh axis, largest first; with predictions for dimensions that meet. A call
         is its kind, group, and bytes of the larger of input and output."""
-        found: dict[tuple[str, str], tuple[int, int]] = {}
+        sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
         for kind, group, size in calls:
-            key = kind, self._axes.get(group) or self._named_by_ranks(group)
-            number, total = found.get(key, (0, 0))
-            found[key] = number + 1, total + size
-        entries = [
-            {"kind": kind, "over": axis, "number": number, "gib": size / GIB}
-            for (kind, axis), (number, size) in sorted(found.items(), key=lambda entry: -entry[1][1])
-        ]
+            sizes[kind, self._axes.get(group) or self._named_by_ranks(group)].append(size)
         met = [one for one in meetings(self.job, self.parallel_dims.place("pp")) if meets(self, one.every)]
         predicted = {one.axis: {"predicted_gib": one.bytes_ / GIB} for one in met}
-        return [entry | predicted.get(str(entry["over"]), {}) for entry in entries]
+        entries = [
+            {"kind": kind, "over": axis, "number": len(several), "gib": sum(several) / GIB}
+            | predicted.get(axis, {})
+            for (kind, axis), several in sizes.items()
+        ]
+        return sorted(entries, key=lambda entry: -entry["gib"])
 
     @cached_property
     def _axes(self) -> dict[str, str]:

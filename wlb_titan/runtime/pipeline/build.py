@@ -1,16 +1,12 @@
 """Pipeline parallelism for micro-batches of different lengths: the `pipelining_fn` of our models.
 
-    pipeline(...) -> PlannedSchedule -> a torch schedule for the step's number of micro-batches
-                                     -> PlannedStage, told the lengths of the step's micro-batches
-
-Every rank of a pipeline plans the same step, and reads the lengths from the positions that its stages are
-given. Except when a schedule first runs, only hidden states and their gradients are communicated.
+pipeline(...) -> PlannedSchedule -> a torch schedule for the step's number of micro-batches
+                                 -> PlannedStage, told the lengths of the step's micro-batches
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -111,49 +107,40 @@ class PlannedSchedule:
         self._schedules: dict[int, PipelineSchedule] = {}
 
     def step(
-        self, micro_batches: Sequence[Moved], labels: torch.Tensor, lowered: PackFlowSchedule | None = None
+        self,
+        micro_batches: Sequence[Moved],
+        labels: torch.Tensor | None,
+        lowered: PackFlowSchedule | None = None,
     ) -> torch.Tensor:
         """Runs forward and backward passes; returns the sum of the losses, 0 on ranks without the last stage.
+        An error gets a note on how far this rank got.
 
         Args:
             micro_batches: those of forward passes, then those of backward passes if they have others.
-            labels: their number in the whole step, by which the sum of the losses is divided.
+            labels: their number in the whole step, by which the sum of the losses is divided; None: not
+                divided, and only forward passes run.
             lowered: made by `lower`; None leaves the order of passes to torch.
         """
-        with self._prepared(micro_batches, lowered) as schedule:
-            run = partial(schedule.step, loss_kwargs={"global_valid_tokens": labels})
-            return self._run(run, micro_batches)
-
-    def eval(self, micro_batches: Sequence[Moved]) -> torch.Tensor:
-        """Runs forward passes only; returns the sum of the losses as `step` does, not divided."""
-        with self._prepared(micro_batches, None) as schedule:
-            return self._run(schedule.eval, micro_batches)
-
-    def _run(self, run: Callable[..., Any], micro_batches: Sequence[Moved]) -> torch.Tensor:
-        losses: list[torch.Tensor] = []
-        run(
-            arg_mbs=[(inputs,) for inputs, _, _ in micro_batches] if self._has_first else None,
-            kwarg_mbs=[extra for _, _, extra in micro_batches],
-            target_mbs=[targets for _, targets, _ in micro_batches] if self._has_last else None,
-            losses=losses if self._has_last else None,
-            return_outputs=False,
-        )
-        device = self._stages[0].device
-        return torch.stack(losses).sum().to(device) if losses else torch.zeros((), device=device)
-
-    @contextmanager
-    def _prepared(
-        self, micro_batches: Sequence[Moved], lowered: PackFlowSchedule | None
-    ) -> Iterator[PipelineSchedule]:
-        """The schedule for these micro-batches; an error gets a note on how far this rank got."""
         lengths = [extra["positions"].shape[1] * self._context_parallel for _, _, extra in micro_batches]
         number = len(lengths) if lowered is None else lowered.packs
         if lowered is None and number not in self._schedules:
             self._schedules[number] = self._schedule_of(local_batch_size=number)
         for stage in self._stages:
             stage.set_micro_batch_lengths(lengths[:number], lengths[-number:])
+        schedule = lowered or self._schedules[number]
+        train = partial(schedule.step, loss_kwargs={"global_valid_tokens": labels})
+        run = schedule.eval if labels is None else train
+        losses: list[torch.Tensor] = []
         try:
-            yield lowered or self._schedules[number]
+            run(
+                arg_mbs=[(inputs,) for inputs, _, _ in micro_batches] if self._has_first else None,
+                kwarg_mbs=[extra for _, _, extra in micro_batches],
+                target_mbs=[targets for _, targets, _ in micro_batches] if self._has_last else None,
+                losses=losses if self._has_last else None,
+                return_outputs=False,
+            )
+            device = self._stages[0].device
+            return torch.stack(losses).sum().to(device) if losses else torch.zeros((), device=device)
         except Exception as error:
             error.add_note(
                 f"Global rank {dist.get_rank()} stopped in a step of {number} micro-batches; the last "
@@ -161,6 +148,10 @@ class PlannedSchedule:
                 "that rank's log."
             )
             raise
+
+    def eval(self, micro_batches: Sequence[Moved]) -> torch.Tensor:
+        """Runs forward passes only; returns the sum of the losses as `step` does, not divided."""
+        return self.step(micro_batches, None)
 
 
 def pipeline(

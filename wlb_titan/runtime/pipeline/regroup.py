@@ -1,11 +1,7 @@
 """The asymmetric partition as torch runs it: backward passes with micro-batches of their own.
 
-A forward pass runs without autograd. It leaves keys and values in the step's cache, and the hidden states
-between layers with its stage. A backward pass takes its tokens from several forward passes. From the last
-layer to the first, it puts their hidden states together, runs the layer on them with autograd, and then
-backward. So layers are computed twice and one hidden state per layer and token is kept, as with full
-activation checkpointing, which this replaces. Where context and sequence parallelism divide hidden states, a
-token may be another rank's in the backward pass; one all-to-all sends it there.
+docs/slimpack.md says how ("How a step runs"). Layers are computed twice and one hidden state per layer and
+token is kept, as with full activation checkpointing, which this replaces.
 
 `regrouped_items` runs in the loader's thread and says which rows go where, `gathered` moves them, and
 `regrouped_pipeline` takes the place of `pipeline`.
@@ -91,8 +87,9 @@ class RegroupedLayers:
         self.backward: TokenMoves | None = None
         self._sharers = sharers
         self._kept: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        self._keeps_last = model.norm is not None
-        self.number = len(model.layers)
+        self._layers = len(model.layers)
+        # What comes out of the last layer is read by a norm, if this stage has it.
+        self._read = self._layers + (model.norm is not None)
         for number, (name, layer) in enumerate(model.layers.items()):
             model.layers[name] = checkpoint_wrapper(layer, checkpoint_fn=partial(self._run, number))
 
@@ -123,15 +120,12 @@ class RegroupedLayers:
         if self.backward is not None:
             inputs = partial(self.take, number, hidden.detach()) if number else hidden.detach
             # Only the loss reads what comes out of layers.
-            output = partial(self.take, after) if self._reads(after) else _nothing
+            output = partial(self.take, after) if self._layers <= after < self._read else _nothing
             return _Again.apply(hidden, output, inputs, call)
         result = call(hidden)
-        if self.forward is not None and (after < self.number or self._reads(after)):
+        if self.forward is not None and after < self._read:
             self.keep(after, result)
         return result
-
-    def _reads(self, number: int) -> bool:
-        return self._keeps_last and number == self.number
 
 
 class _Again(torch.autograd.Function):

@@ -1,9 +1,7 @@
 """A pipeline stage whose micro-batches may all differ in length.
 
-torch's PipelineStage infers shapes from passes of the first micro-batch and keeps them for the whole run. The
-plan tells these stages the lengths of all micro-batches before the step. One tensor goes from stage to stage,
-the hidden states, whose shape follows from the length and the degrees of parallelism. It is compared with
-what the other side was told to expect, so a wrong declaration is an error that describes both.
+torch's PipelineStage infers shapes from passes of the first micro-batch and keeps them for the whole run.
+These stages are told the lengths of all micro-batches before the step (docs/pipeline.md).
 
 Shapes: L tokens of a micro-batch, D model width.
 """
