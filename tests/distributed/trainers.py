@@ -158,7 +158,7 @@ class WatchingTrainer(Trainer):
         with noticed_by_cuda() as by_cuda, Watch() as watch:
             super().train_step(data_iterator)
         record = {"waits": watch.waits + by_cuda, "operations": watch.operations, "compiled": compiled}
-        record |= {"longest": self.planned.plan.longest, "timeouts": timeouts}
+        record |= {"longest": self.dataloader.plan.longest, "timeouts": timeouts}
         with (Path(self.config.dump_folder) / WAITED.format(rank=dist.get_rank())).open("a") as file:
             file.write(json.dumps(record) + "\n")
 

@@ -66,14 +66,14 @@ def run_plan(*, name, words, steps=(1,)):
     last = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
     if trainer.config.validator.enable:  # which is to leave nothing behind
         trainer.validator.validate(trainer.model_parts, 0)
-    records, loader = [], trainer.planned.steps(trainer.lower)
+    records, loader = [], trainer.dataloader.steps(trainer.lower)
     for trainer.step in range(1, max(steps) + 1):
         if trainer.step not in steps:
             next(loader)
             continue
         with RECORDER:
             trainer.train_step(loader)
-        plan = trainer.planned.plan
+        plan = trainer.dataloader.plan
         record = {"loss": added_up(trainer, trainer.loss if last else 0.0), "norm": trainer.norm}
         gradients = gathered(trainer, lambda p: p.grad)
         if reference:
@@ -102,7 +102,7 @@ def whole_documents(trainer, plan):
             if prefix > 0:
                 continue
             row, start, length = int(document[ROW]), int(document[START]), int(total)
-            corpus = trainer.planned.corpus
+            corpus = trainer.dataloader.corpus
             stop = min(start + length + 1, int(corpus.lengths[row]))
             read = np.array(corpus.tokens(row, start, stop - start), dtype=np.int64)
             labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
@@ -110,7 +110,7 @@ def whole_documents(trainer, plan):
             labels[: len(read) - 1] = np.where(learned, read[1:], IGNORE_INDEX)
             weight = 1
             if trainer.config.wlb.loss_weight == "conversation":
-                weight = 1 / max(trainer.planned._planner.labels_of(document[[ROW]])[0], 1)
+                weight = 1 / max(trainer.dataloader._planner.labels_of(document[[ROW]])[0], 1)
             sequences.append(Sequence(read[:length], labels, np.arange(length), np.array([length]), weight))
     return sequences
 
@@ -176,7 +176,7 @@ def run_weights(*, name, words, steps=0):
     """Digests of all weights as they are drawn, and after so many steps at the configured rate; those whose
     halves are alike; how many tensors optimizers have; kinds of recomputation that ranks mix."""
     trainer = WorkerTrainer(configured(words))
-    loader = trainer.planned.steps(trainer.lower)
+    loader = trainer.dataloader.steps(trainer.lower)
     before, items = gathered(trainer, lambda p: p), []
     for trainer.step in range(1, steps + 1):
         step = next(loader)
@@ -216,7 +216,7 @@ def run_drill(*, name, words, signal_number):
 def run_calls(*, name, words):
     """How many calls of Python functions the second step makes in the thread that launches everything."""
     trainer = build(words)
-    loader = iter(trainer.planned)
+    loader = iter(trainer.dataloader)
     for trainer.step in (1, 2):
         with cProfile.Profile(builtins=False) as profile:
             trainer.train_step(loader)

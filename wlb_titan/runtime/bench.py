@@ -92,7 +92,7 @@ class BenchTrainer(Trainer):
         self._meshes_of = {name: context_meshes(job, dims, self._made) for name, job in self._jobs.items()}
 
     def _turn(self, name: str) -> Turn:
-        job, loader, layers = self._jobs[name], self.planned, attentions(self.model_parts)
+        job, loader, layers = self._jobs[name], self.dataloader, attentions(self.model_parts)
         if job is not self.job:
             ranks = {"dp_world_size": job.degrees.data, "dp_rank": self.parallel_dims.place("batch")}
             loader = PlannedDataLoader(replace(self.config.dataloader, job=job), **ranks)

@@ -9,8 +9,7 @@ has a thread (`Alarm`) that looks once a second at the store by which a job's pr
     begun/<rank>    the step that a rank had started when it saw `stop`; it starts no other before `last`
     last            the largest of these, set by rank 0 once all are there: the last step of all ranks
 
-A run is asked to end by a signal, which may reach one rank only, or by `wlb.stop_after`. The ranks then agree
-on a last step (`Stop`) in the alarms' threads; until somebody asks, a step costs only a lock. They cannot
+docs/launch.md ("Stopping") says when a run is asked to end. Ranks that agree on a last step (`Stop`) cannot
 deadlock: a rank between two steps has entered all collectives of those before, so that others can finish
 theirs, and no collective holds up the threads. A call of the store that fails is repeated at the next look.
 

@@ -56,6 +56,7 @@ class Trainer(TorchtitanTrainer):
     Config = TrainerConfig
 
     job: Job
+    dataloader: PlannedDataLoader
 
     def __init__(self, config: TrainerConfig) -> None:
         self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
@@ -107,30 +108,26 @@ class Trainer(TorchtitanTrainer):
             hold_out=wlb.validation.hold_out,
         )
 
-    @property
-    def planned(self) -> PlannedDataLoader:
-        return self.dataloader
-
     def train(self, begin: Callable[[int], None], goes_on: Callable[[int], bool]) -> bool:
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
         `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows."""
         self._begin, self._goes_on = begin, goes_on
         # A disk may be slow: not for the group that writes checkpoints.
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
-        logger.info(f"Corpus {self.planned.corpus}: {self.planned.count:,} documents to train on")
+        logger.info(f"Corpus {self.dataloader.corpus}: {self.dataloader.count:,} documents to train on")
         logger.info(f"Activations: {self.job.checkpointing}")
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         checkpoint = self.config.checkpoint
         exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
         if exports and dist.get_rank() == 0:
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.config.training.steps}"
-            self._export = folder, export_files(self.config, self.planned.corpus)
+            self._export = folder, export_files(self.config, self.dataloader.corpus)
         super().train()
         if self.step < self.config.training.steps:
             return False
         if self._export:
             complete_export(self._export[0])
-        tell_end(self.config, self.step, self._began if self.planned.plan is not None else None)
+        tell_end(self.config, self.step, self._began if self.dataloader.plan is not None else None)
         return True
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
@@ -303,7 +300,7 @@ class Trainer(TorchtitanTrainer):
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 
     def close(self) -> None:
-        self.planned.close()
+        self.dataloader.close()
         if self.config.validator.enable:
             self.validator.close()
         super().close()

@@ -1,8 +1,7 @@
 """Validation on all documents that are held out of training, or of another corpus, once.
 
-`wlb_titan.packing.once` packs them, balanced as in training, with the same sharding and label masks. The loss
-is that of one step over all of them. It does not depend on packing or parallelism, except for documents above
-the context window, which are cut there. Each source of a mixture is validated by itself.
+`wlb_titan.packing.once` packs them (docs/sft.md). The loss is that of one step over all of them, and does not
+depend on packing or parallelism, except for documents above the context window, which are cut there.
 """
 
 from __future__ import annotations

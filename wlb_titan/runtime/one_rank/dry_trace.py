@@ -1,8 +1,7 @@
 """What one rank allocates and communicates, operation by operation.
 
-A dispatch mode sees every operation below autograd and DTensor: on local tensors, with the calls that the
-process would make of its process groups. A storage counts once, until its last view is gone. FSDP frees a
-storage by resizing it to nothing and keeps the tensor, so these are looked at again before a new peak counts.
+docs/dryrun.md says what counts ("The trace"). FSDP frees a storage by resizing it to nothing and keeps the
+tensor, so these are looked at again before a new peak counts.
 """
 
 from __future__ import annotations

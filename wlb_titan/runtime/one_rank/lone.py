@@ -57,7 +57,7 @@ class OneRankTrainer(Trainer):
 
     def _steps(self, first: int) -> Iterator[Step]:
         """The planned steps from number `first` on; numbers start at 1."""
-        steps = self.planned.steps(self.lower)
+        steps = self.dataloader.steps(self.lower)
         for _ in range(first - 1):
             next(steps)
         return steps
