@@ -109,12 +109,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         }
         if self._peak_flops is not None:
             record["mfu_documents"] = flops / self._peak_flops
-        try:
-            self.logger.log(self._for_dashboards(record), step)
-        except OSError as error:
-            warn_once(
-                f"TensorBoard's or W&B's log cannot be written: {error}. Training continues without it."
-            )
+        numbers = {IN_TORCHTITAN.get(k, k): v for k, v in record.items() if isinstance(v, int | float)}
+        tokens_per_device = record["tokens_per_second"] / self.parallel_dims.world_size
+        self._to_dashboards(numbers | {"throughput(tps)": tokens_per_device}, step)
         if self._reports:
             start = {} if self._reported else {"start": True}
             self._lines.write({**record, "steps": steps, **start})
@@ -125,22 +122,24 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
 
-    def _for_dashboards(self, record: dict[str, Any]) -> dict[str, float]:
-        """A record's numbers, by torchtitan's names where they mean the same."""
-        numbers = {IN_TORCHTITAN.get(k, k): v for k, v in record.items() if isinstance(v, int | float)}
-        tokens_per_device = record["tokens_per_second"] / self.parallel_dims.world_size
-        return numbers | {"throughput(tps)": tokens_per_device}
+    def _to_dashboards(self, figures: dict[str, float], step: int) -> None:
+        try:
+            self.logger.log(figures, step)
+        except OSError as error:
+            warn_once(
+                f"TensorBoard's or W&B's log cannot be written: {error}. Training continues without it."
+            )
 
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, float]) -> None:
         """Reports a validation. torchtitan's would reset times and peak memory between reports of steps."""
-        extra = extra_metrics or {}
-        self.logger.log({"validation_metrics/loss": loss, **extra}, step)
+        self._to_dashboards({"validation_metrics/loss": loss, **extra_metrics}, step)
         if self._reports:
-            self._validation_lines.write({"step": step, "loss": loss, **extra})
+            self._validation_lines.write({"step": step, "loss": loss, **extra_metrics})
             logger.info(f"validation after step {step} | loss {loss:8.5f}")
 
     def close(self) -> None:
-        super().close()
+        with contextlib.suppress(OSError):  # TensorBoard raises again what it raised when it was written
+            super().close()
         self._lines.close()
         self._validation_lines.close()
 

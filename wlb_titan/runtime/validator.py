@@ -86,8 +86,7 @@ class Validator(titan.BaseValidator):
             # The chunked loss without backward leaves FSDP within a forward pass: in the next, the head's
             # gradients would be reduced last, where replicas that run slices in other orders are elsewhere.
             part.reset_iter_state()
-        extra = losses if len(losses) > 1 else None
-        metrics.log_validation(total / max(labels, 1e-9), step, extra)
+        metrics.log_validation(total / max(labels, 1e-9), step, losses if len(losses) > 1 else {})
         metrics.time_last_log += time.perf_counter() - begin
 
     def _validated(
