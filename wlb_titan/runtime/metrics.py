@@ -246,7 +246,6 @@ class Console(logging.StreamHandler[TextIO]):
 
 def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
     """Logs to standard output: everything on the rank that reports the loss, warnings on the others."""
-    drop_misleading_warnings()
     handler = Console(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(_applies)  # for other loggers

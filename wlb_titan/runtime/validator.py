@@ -101,7 +101,7 @@ class Validator(titan.BaseValidator):
             for group in grouped(step.items, run):
                 mine += self._loss(group, model_parts)
         mesh = self._parts["parallel_dims"].get_optional_mesh("loss")
-        return dist_utils.dist_sum(mine, mesh) if mesh is not None else float(mine), labels
+        return dist_utils.dist_sum(mine, mesh), labels
 
     def _loss(self, group: Sequence[Item], model_parts: list[nn.Module]) -> torch.Tensor:
         """The sum of this rank's losses in a group; 0 if it does not have the last stage."""

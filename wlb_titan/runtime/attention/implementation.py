@@ -33,8 +33,7 @@ def check_implementation(
         device = Device("cpu" if anywhere or config.wlb.device == "cpu" else "cuda")
     try:
         rule = wish, dims, dtype, device, window is not None, _sinks(config)
-        forward, backward = (chosen(which, *rule) for which in PASSES)
-        return forward, backward
+        return tuple(chosen(which, *rule) for which in PASSES)
     except ValueError as error:
         half = dtype in (torch.float16, torch.bfloat16)
         if wish in ("auto", *TABLE) and device.type == "cuda" and not half:

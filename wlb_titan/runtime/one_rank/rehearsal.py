@@ -107,8 +107,8 @@ class RehearsalTrainer(OneRankTrainer):
             exposed = 1 - self.job.tensor_overlap
         else:
             exposed = float(not self.job.overlap and kind not in (SEND, RECEIVE))
-        ranks = ranks_of_group(group)
-        if not exposed or len(ranks) == 1:
+        ranks = ranks_of_group(group) if exposed else []
+        if len(ranks) < 2:
             return 0.0
         link = self.job.cluster.link(len(ranks), ranks[1] - ranks[0])
         seconds = exposed * link.collective(bytes_ * (2 if kind == "all-reduce" else 1), len(ranks))
