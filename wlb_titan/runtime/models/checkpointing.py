@@ -118,17 +118,11 @@ class AsNeededAC(SelectiveDocumentAC):
     kind = "as_needed"
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str) -> nn.Module:
-        shared = dataclasses.asdict(self.config)
-        every = {field.name for field in dataclasses.fields(titan.FullAC.Config)}
-        configs = {
-            "keys": KeysAC.Config(**shared),
-            "selective": SelectiveDocumentAC.Config(**shared),
-            "full": titan.FullAC.Config(**{name: shared[name] for name in every}),
-        }
-        calls = {
-            kind: config.build()._wrap_block(module, base_fqn=base_fqn).checkpoint_fn
-            for kind, config in configs.items()
-        }
+        shared, calls = dataclasses.asdict(self.config), {}
+        for kind, cls in {"keys": KeysAC, "selective": SelectiveDocumentAC, "full": titan.FullAC}.items():
+            settings = {field.name: shared[field.name] for field in dataclasses.fields(cls.Config)}
+            wrapped = cls.Config(**settings).build()._wrap_block(module, base_fqn=base_fqn)
+            calls[kind] = wrapped.checkpoint_fn
         return AsNeededBlock(module, int(base_fqn.rpartition(".")[2]), calls)
 
 
