@@ -294,7 +294,7 @@ LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
 PASSES = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 
 
-def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path] = ()) -> Path:
+def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path]) -> Path:
     first = runs[0]
     corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
     if any("wlb.corpus.sources.0.path" in run.settings for run in runs):
