@@ -103,8 +103,9 @@ class Builder:
         return current
 
     def _section(self, current: object, hint: object, node: Node | None, path: KeyPath, origin: str) -> Any:
-        """A dataclass. If another class is named, it starts from that class's own defaults."""
-        start = current if is_dataclass(current) else None
+        """A dataclass. If another class is named, it starts from that class's own defaults, in a family of
+        plug-ins with the values that both have."""
+        start: Any = current if is_dataclass(current) else None
         if isinstance(node, Leaf) or (node is None and start is None):
             return self._leaf(current, hint, node, path, origin)
         cls: Any = type(current) if start is not None else None
@@ -114,7 +115,10 @@ class Builder:
             if choice is not None:
                 node, chosen_by = _suiting(node, wanted, choice), choice.source
             if wanted is not cls:
-                start = _exchanged(start, wanted)
+                if isinstance(start, PluginConfig) and issubclass(wanted, PluginConfig):
+                    start = start.named(wanted.owner_name())
+                else:
+                    start = None
                 cls, origin = wanted, f"default of {short_name(wanted)}"
         if issubclass(cls, PluginConfig):
             name = cls.owner_name()
@@ -256,13 +260,6 @@ def _suiting(table: Table, cls: type, choice: Leaf) -> Table:
     names = {field.name for field in dataclasses.fields(cls)}
     kept = {k: child for k, child in table.children.items() if k in names or child.layer >= choice.layer}
     return dataclasses.replace(table, children=kept)
-
-
-def _exchanged(start: object, cls: type) -> Any:
-    """`start` as settings of `cls`, with the values that both have; None unless they are of one family."""
-    if isinstance(start, PluginConfig) and issubclass(cls, PluginConfig):
-        return start.named(cls.owner_name())
-    return None
 
 
 def _choosing_key(cls: type) -> str:
