@@ -83,15 +83,14 @@ class Output(Place):
     written, or if it is there and does not begin as such files do: it is somebody else's."""
 
     def __init__(self, *begins: str, file: str = "") -> None:
-        folder = bool(file)
-        super().__init__(path_type=Path, dir_okay=folder, file_okay=not folder, writable=True)
-        self._begins, self._file, self._folder = begins, file, folder
+        super().__init__(path_type=Path, dir_okay=bool(file), file_okay=not file, writable=True)
+        self._begins, self._file = begins, file
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         path: Path = super().convert(value, param, ctx)
         self._check_kind(path / self._file, param.opts[0])
         place = path.absolute().parent
-        while self._folder and not place.exists():
+        while self._file and not place.exists():
             place = place.parent
         if not os.access(place, os.W_OK):
             raise UserError(
