@@ -133,7 +133,7 @@ class Builder:
         fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         written = table.children if table is not None else {}
         for key, child in written.items():
-            if key not in fields and not (key == _choosing_key(cls) and path):
+            if key not in fields:
                 raise self._no_such_key(child, (*path, key), cls, list(fields))
         values: dict[str, Any] = {}
         for name, setting in fields.items():
@@ -238,7 +238,7 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
             f"{node.source}: [[{dotted(path)}]]: an array, but a single table is expected here."
         )
     allowed = dataclass_arms(hint) or (typing.cast(type, cls),)
-    key = _choosing_key(allowed[0])
+    key = allowed[0].family.key if issubclass(allowed[0], PluginConfig) else CLASS
     name = node.children.get(key) if path else None
     if name is None:
         if cls is not None or len(allowed) == 1:
@@ -256,14 +256,11 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
 
 
 def _suiting(table: Table, cls: type, choice: Leaf) -> Table:
-    """A table without what weaker layers than that of the choice set for another class."""
+    """A table without the choice, and without what weaker layers set for another class."""
     names = {field.name for field in dataclasses.fields(cls)}
-    kept = {k: child for k, child in table.children.items() if k in names or child.layer >= choice.layer}
+    others = {key: child for key, child in table.children.items() if child is not choice}
+    kept = {k: child for k, child in others.items() if k in names or child.layer >= choice.layer}
     return dataclasses.replace(table, children=kept)
-
-
-def _choosing_key(cls: type) -> str:
-    return cls.family.key if issubclass(cls, PluginConfig) else CLASS
 
 
 def _converted(node: Node, hint: object, current: object, path: KeyPath) -> Any:
