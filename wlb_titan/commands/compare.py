@@ -162,9 +162,7 @@ def open_run(folder: Path, name: str) -> Run:
             if others:
                 hint = f"These folders in it are runs: {', '.join(others)}."
             raise UserError(f"{folder}: there is no {file} in it. {hint}")
-    sources = read_sources(folder / CONFIG_FILE)
-    base = {} if sources.base is None else {"base": sources.base.value}
-    settings = base | sources.written()
+    settings = read_sources(folder / CONFIG_FILE).written()
     return Run(name, folder, settings, _records(folder / METRICS_FILE), _validation(folder / VALIDATION_FILE))
 
 

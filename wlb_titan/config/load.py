@@ -147,22 +147,23 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
 
     `base_config` makes a fresh dataclass instance of a base's name; UserError for an unknown one.
     """
-    sources = read_sources(path, overrides)
-    if sources.base is None:
+    root = read_sources(path, overrides)
+    if "base" not in root.children:
         raise ConfigError(
             f'{path}: no base is named; write for example base = "llama3_debug" at the top of this file '
             "or of one that it extends."
         )
-    name = str(sources.base.value)
+    written = string(root.children.pop("base"), "base", "the name of a base configuration")
+    name = str(written.value)
     try:
         base = base_config(name)
     except UserError as error:
-        raise ConfigError(f"{sources.base.source}: base = {shown(name)}: {error}") from error
+        raise ConfigError(f"{written.source}: base = {shown(name)}: {error}") from error
     builder = Builder(base, name, LOCKED, LIMITS)
-    _make_absolute(sources.root)
-    _name_classes(sources.root)
-    config = builder.build(sources.root)
-    named = Entry(("base",), name, sources.base.source, to_text(name))
+    _make_absolute(root)
+    _name_classes(root)
+    config = builder.build(root)
+    named = Entry(("base",), name, written.source, to_text(name))
     return Resolved(config, named, _with_policy(builder.entries))
 
 

@@ -48,33 +48,20 @@ class Table:
     layer: int = STRONGEST
     array: bool = False
 
+    def written(self) -> dict[str, Any]:
+        """Dotted key -> value."""
+        return {".".join(path): leaf.value for path, leaf in leaves(self)}
+
 
 Node = Leaf | Table
 
 
-@dataclass(frozen=True)
-class Sources:
-    """All that the user wrote."""
-
-    root: Table
-    """Without the keys `base` and `extends`."""
-    base: Leaf | None
-    """The strongest layer's `base`, None if no layer has one."""
-
-    def written(self) -> dict[str, Any]:
-        """Dotted key -> value."""
-        return {".".join(path): leaf.value for path, leaf in leaves(self.root)}
-
-
-def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Sources:
-    """Read a TOML file, all that it extends, and command-line overrides."""
+def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Table:
+    """Read a TOML file, all that it extends, and command-line overrides; the key `extends` is left out."""
     layers = [*_command_line(overrides), *_file_layers(Path(path))]
     root = reduce(_merged, reversed(layers))
     root.children.pop("extends", None)
-    base = root.children.pop("base", None)
-    if base is not None:
-        base = string(base, "base", "the name of a base configuration")
-    return Sources(root, base)
+    return root
 
 
 def leaves(node: Node, path: Keys = ()) -> Iterator[tuple[Keys, Leaf]]:
