@@ -1,11 +1,5 @@
 """The planner for any trainer: sequences of given lengths to ranks and micro-batches, so that nobody waits.
 
-    import wlb_titan
-
-    plan = wlb_titan.balance(lengths, ranks=8, tokens_per_rank=32_768)
-    for micro_batch in plan.micro_batches[rank]:  # the same number on every rank
-        train_on(sequences[i] for i in micro_batch)
-
 Sequences, or groups that stay together, are dealt out by falling work, each to the micro-batch of least work
 that has room; then the heaviest and the lightest micro-batch swap sequences until they are even. Ranks run
 their heaviest micro-batches first, so that simultaneous ones are alike: under FSDP ranks meet at every layer

@@ -3,10 +3,7 @@
     sampler = wlb_titan.BalancedBatchSampler(lengths, ranks=8, micro_batches=4, sequences=256)
     loader = accelerator.prepare(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate))
 
-An epoch is shuffled and goes step by step: the same sequences as in an ordinary loader, dealt out to ranks
-and micro-batches by `balance`, so that the losses of steps stay what they were. With a `pool` of several
-steps these are dealt out together, which evens out more and changes who trains with whom. What finds no room
-in `tokens_per_rank` goes first in the next step.
+docs/python.md says what an epoch is. What finds no room in `tokens_per_rank` goes first in the next step.
 """
 
 from __future__ import annotations

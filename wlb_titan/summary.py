@@ -24,7 +24,6 @@ class Summary:
 
     imbalance: Floats  # float64 (steps,), imbalance degree
     plan_ms: Floats  # float64 (steps,)
-    waiting: Floats  # float64 (steps,), tokens waiting after the step
     workloads: Floats  # float64 (steps, N), work of the micro-batches, descending
     longest: int  # tokens of the longest micro-batch, padding included
     tokens: int
@@ -43,19 +42,18 @@ class Summary:
         for plan in plans:
             counts = (plan.longest, plan.tokens, plan.padding, plan.lost_tokens)
             shares = (plan.tokens * plan.cut_share(window), plan.tokens * plan.keys_per_token)
-            steps.append((plan.imbalance, plan.plan_ms, plan.waiting_tokens, *counts, *shares))
+            steps.append((plan.imbalance, plan.plan_ms, *counts, *shares))
             workloads.append(sorted((m.workload for m in plan.forward), reverse=True))
             if plan.gap is not None:
                 gaps.append(plan.gap)
             step = np.bincount(plan.documents[:, DELAY], plan.documents[:, LENGTH]).astype(np.int64)
             delays = np.pad(delays, (0, max(0, len(step) - len(delays))))
             delays[: len(step)] += step
-        imbalance, plan_ms, waiting, longest, *sums = np.array(steps, dtype=float).T
+        imbalance, plan_ms, longest, *sums = np.array(steps, dtype=float).T
         tokens, padding, lost, cut, keys = (float(column.sum()) for column in sums)
         return cls(
             imbalance,
             plan_ms,
-            waiting,
             np.array(workloads),
             int(longest.max()),
             int(tokens),

@@ -10,6 +10,7 @@ import pytest
 from wlb_titan.config.load import resolve
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.errors import ConfigError
+from wlb_titan.packing.plain import Plain
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,3 +108,21 @@ def test_a_file_extends_several_and_the_later_is_stronger(resolved):
             ConfigError, match=r"job.toml:2: extends = .*(expected the path|No such file|circle)"
         ):
             resolved(f"extends = {value}")
+
+
+class Shallow(Plain):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Plain.Config):
+        depth: int = 1
+
+        def __post_init__(self) -> None:
+            if self.depth > 1:
+                raise ValueError("too deep for this policy")
+
+
+def test_what_a_policy_refuses_is_what_its_section_says(resolved):
+    text = f'wlb.policy = "{__name__}:Shallow"\nwlb.packing.depth = 3'
+    with pytest.raises(
+        ConfigError, match=r"job\.toml:3: wlb\.packing\.depth = 3: Shallow rejects this: too deep"
+    ):
+        resolved(text)

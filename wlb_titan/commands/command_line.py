@@ -25,7 +25,7 @@ from wlb_titan.cost.cluster import shipped
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.progress import Report
 from wlb_titan.toml.sources import COMMAND_LINE
 
@@ -83,15 +83,14 @@ class Output(Place):
     written, or if it is there and does not begin as such files do: it is somebody else's."""
 
     def __init__(self, *begins: str, file: str = "") -> None:
-        folder = bool(file)
-        super().__init__(path_type=Path, dir_okay=folder, file_okay=not folder, writable=True)
-        self._begins, self._file, self._folder = begins, file, folder
+        super().__init__(path_type=Path, dir_okay=bool(file), file_okay=not file, writable=True)
+        self._begins, self._file = begins, file
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         path: Path = super().convert(value, param, ctx)
         self._check_kind(path / self._file, param.opts[0])
         place = path.absolute().parent
-        while self._folder and not place.exists():
+        while self._file and not place.exists():
             place = place.parent
         if not os.access(place, os.W_OK):
             raise UserError(
@@ -181,6 +180,14 @@ def of_job(command: Command) -> Command:
         help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster]",
     )
     return of_file(world_size_option(lengths(cluster(command))))
+
+
+def policies_option(default: str) -> Callable[[Command], Command]:
+    def parsed(ctx: click.Context, param: click.Parameter, text: str | None) -> list[Policy] | None:
+        return None if text is None else list(map(Policy.parse, text.split(",")))
+
+    about = f"Policies to compare, as in wlb.policy; the first is the baseline.  [default: {default}]"
+    return click.option("--policies", callback=parsed, metavar="POLICY,...", help=about)
 
 
 PAGE = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '

@@ -1,6 +1,6 @@
 """`wlb-titan compare`: what runs differ in, and what came of it, as their dump folders tell.
 
-Nothing that training needs is imported, so runs of other machines can be looked at anywhere.
+Neither torch nor torchtitan is imported, so runs of other machines can be looked at anywhere.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from wlb_titan.arrays import Bools, Floats
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
 from wlb_titan.errors import UserError, reading, regular
+from wlb_titan.runtime.dump_folder import BENCH_FILE, CONFIG_FILE, METRICS_FILE, TRACES, VALIDATION_FILE
 from wlb_titan.simulator.trace import Span, read_trace
 from wlb_titan.summary import Estimate, bench_rows, best_in_turns
 from wlb_titan.toml.sources import read_sources
 from wlb_titan.toml.values import shown
-
-CONFIG, METRICS, TRACES, BENCH = "config.toml", "metrics.jsonl", "traces", "bench.json"
-"""What wlb_titan.runtime writes into a dump folder."""
 
 NOT_KNOWN = "–"
 RATES = {"model_tflops": "FLOPs", "tokens_per_second": "tokens"}
@@ -48,7 +46,7 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     The differences of their configurations come first. The loss is compared after equally many tokens. The
     first record after each start is excluded because it includes start-up time. See docs/metrics.md.
     """
-    benches = [folder for folder in folders if (folder / BENCH).is_file()]
+    benches = [folder for folder in folders if (folder / BENCH_FILE).is_file()]
     for folder in benches:
         show_bench(folder)
     runs = open_runs([folder for folder in folders if folder not in benches])
@@ -63,7 +61,7 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
 
 
 def bench_of(folder: Path) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = json.loads((folder / BENCH).read_text(encoding="utf-8"))["policies"]
+    records: list[dict[str, Any]] = json.loads((folder / BENCH_FILE).read_text(encoding="utf-8"))["policies"]
     return records
 
 
@@ -157,17 +155,15 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def open_run(folder: Path, name: str) -> Run:
-    for file in (CONFIG, METRICS):
+    for file in (CONFIG_FILE, METRICS_FILE):
         if not (folder / file).is_file():
-            others = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))[:5]
+            others = sorted(path.parent.name for path in folder.glob(f"*/{METRICS_FILE}"))[:5]
             hint = "Name the dump_folder of a run that has finished its first step."
             if others:
                 hint = f"These folders in it are runs: {', '.join(others)}."
             raise UserError(f"{folder}: there is no {file} in it. {hint}")
-    sources = read_sources(folder / CONFIG)
-    base = {} if sources.base is None else {"base": sources.base.value}
-    settings = base | sources.written()
-    return Run(name, folder, settings, _records(folder / METRICS), _validation(folder / "validation.jsonl"))
+    settings = read_sources(folder / CONFIG_FILE).written()
+    return Run(name, folder, settings, _records(folder / METRICS_FILE), _validation(folder / VALIDATION_FILE))
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -294,7 +290,7 @@ LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
 PASSES = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 
 
-def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path] = ()) -> Path:
+def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path]) -> Path:
     first = runs[0]
     corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
     if any("wlb.corpus.sources.0.path" in run.settings for run in runs):
@@ -304,7 +300,7 @@ def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path] = ()
     best = max(runs[1:] or runs, key=lambda run: next(iter(gains[run.name].values()), none).value)
     gain = next(iter(gains[best.name].items()), None)
     figures = figure_rows(runs)
-    search = command("simulate", [str(best.folder / CONFIG)], "--search")
+    search = command("simulate", [str(best.folder / CONFIG_FILE)], "--search")
     by_step = {run.name: run.series("loss") for run in runs}
     by_tokens = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
     return write_page(

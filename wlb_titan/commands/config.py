@@ -9,20 +9,9 @@ from typing import Any
 
 import click
 
-from wlb_titan.commands.command_line import (
-    OVERRIDABLE,
-    OfFile,
-    Place,
-    Size,
-    load,
-    of_file,
-    resolved_job,
-    world_size_option,
-    writing,
-)
-from wlb_titan.dimensions.degrees import Degrees
+from wlb_titan.commands import command_line as cli
 from wlb_titan.errors import UserError
-from wlb_titan.job import Policy
+from wlb_titan.job import Job
 from wlb_titan.toml.values import to_text
 
 
@@ -35,12 +24,12 @@ def config() -> None:
     """
 
 
-@config.command(cls=OfFile, context_settings=OVERRIDABLE)
-@of_file
-@world_size_option
+@config.command(cls=cli.OfFile, context_settings=cli.OVERRIDABLE)
+@cli.of_file
+@cli.world_size_option
 @click.option(
     "--device-gib",
-    type=Size(),
+    type=cli.Size(),
     metavar="GIB",
     help="Refuse the job unless it is predicted to fit a device with this much memory.",
 )
@@ -50,18 +39,18 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     Prints one line with the essential numbers, or one paragraph that says what is wrong, with exit code 2.
     Needs the corpus, but no GPUs.
     """
-    job, resolved = resolved_job(file, overrides, world_size)
+    job, resolved = cli.resolved_job(file, overrides, world_size)
     from wlb_titan.runtime.checks import validate_files
     from wlb_titan.runtime.memory import check_memory
 
     resolved.check(lambda config: validate_files(config, world_size))
     if device_gib is not None:
         resolved.check(lambda _: check_memory(job, int(device_gib * 2**30)))
-    click.echo(f"OK {file}: {summary(resolved.config, job.degrees, world_size)}")
+    click.echo(f"OK {file}: {summary(resolved.config, job, world_size)}")
 
 
-@config.command(cls=OfFile, context_settings=OVERRIDABLE)
-@of_file
+@config.command(cls=cli.OfFile, context_settings=cli.OVERRIDABLE)
+@cli.of_file
 @click.option("--changed", is_flag=True, help="Only values from files and the command line.")
 @click.option("--explain", is_flag=True, help="Explain each key above its value.")
 def show(file: Path, overrides: tuple[str, ...], changed: bool, explain: bool) -> None:
@@ -70,22 +59,22 @@ def show(file: Path, overrides: tuple[str, ...], changed: bool, explain: bool) -
     The output is a TOML file that loads to the same configuration. Its comments name each value's origin:
     the base, a file and its line, the command line, or the default of a class that the file chose.
     """
-    click.echo(load(file, overrides).to_toml(changed, explain), nl=False)
+    click.echo(cli.load(file, overrides).to_toml(changed, explain), nl=False)
 
 
-def summary(config: Any, degrees: Degrees, world_size: int | None) -> str:
+def summary(config: Any, job: Job, world_size: int | None) -> str:
     """The essential numbers of a configuration in one line."""
     from wlb_titan.runtime.attention.implementation import on_devices
     from wlb_titan.runtime.train import allocator
 
     open_degree = world_size is None and config.parallelism.data_parallel_shard_degree == -1
-    wlb, epochs = config.wlb, config.wlb.epochs
+    wlb, epochs, degrees = config.wlb, config.wlb.epochs, job.degrees
     length = f"{epochs} epoch{'s' * (epochs > 1)}" if epochs else f"{config.training.steps} steps"
     return (
         f"model {config.model_spec.name} {config.model_spec.flavor}, {degrees} = {degrees.ranks} processes"
         f"{' or a multiple' if open_degree else ''}, seq_len {config.training.seq_len}, {length}, "
-        f"policy {Policy(wlb.packing.name, wlb.context.name, wlb.pipeline.name)}, "
-        f"attention {on_devices(config)}{'' if wlb.device == 'cpu' else f', allocator {allocator()}'}"
+        f"policy {job.policy}, attention {on_devices(config)}"
+        f"{'' if wlb.device == 'cpu' else f', allocator {allocator()}'}"
     )
 
 
@@ -119,8 +108,10 @@ log_freq = 1 # steps
 
 
 @click.command()
-@click.argument("file", type=Place(path_type=Path), default=Path("job.toml"))
-@click.option("--corpus", type=Place(), default="outputs/corpus", show_default=True, help="Training corpus.")
+@click.argument("file", type=cli.Place(path_type=Path), default=Path("job.toml"))
+@click.option(
+    "--corpus", type=cli.Place(), default="outputs/corpus", show_default=True, help="Training corpus."
+)
 def init(file: Path, corpus: str) -> None:
     """Write a first experiment to FILE (job.toml), which trains on this machine as is; edit it then.
 
@@ -131,7 +122,7 @@ def init(file: Path, corpus: str) -> None:
     import torch
 
     text = experiment(str(file), corpus, torch.accelerator.device_count(), os.cpu_count() or 1)
-    with writing(str(file)):
+    with cli.writing(str(file)):
         file.write_text(text, encoding="utf-8")
     click.echo(f"{file} is written. Next:\n")
     if not Path(corpus).exists():

@@ -11,16 +11,7 @@ from typing import Any
 
 import click
 
-from wlb_titan.commands.command_line import (
-    Rows,
-    Size,
-    command_of_file,
-    load,
-    progress,
-    say,
-    show_table,
-    write_json,
-)
+from wlb_titan.commands import command_line as cli
 from wlb_titan.commands.lone_ranks import (
     DEFAULT_RANKS,
     DEFAULT_STEP,
@@ -43,11 +34,11 @@ PLANNED = 24
 LARGEST = 8  # groups of tensors that are named
 
 
-@command_of_file()
+@cli.command_of_file()
 @of_ranks
 @click.option(
     "--device-gib",
-    type=Size(),
+    type=cli.Size(),
     metavar="GIB",
     help="Memory of a GPU: bounds micro-batches as the job would, and checks that the ranks fit; "
     "if not, the exit status is 1.",
@@ -74,7 +65,7 @@ def dryrun(
 
     Takes some seconds to a minute per rank, and about 1 GiB of memory. Nothing is trained, loaded or saved.
     """
-    named, memory = _cluster_here(load(file, overrides, world_size).config.wlb)
+    named, memory = _cluster_here(cli.load(file, overrides, world_size).config.wlb)
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
         lone = LoneRanks.of(
             file,
@@ -93,7 +84,7 @@ def dryrun(
                 numbers = job.degrees.ends_of(longest.dp_rank)
         slices = job.packing.owner.slices
         bound = "" if slices else f", micro-batches of at most {job.longest_micro_batch:,} tokens"
-        say(f"Step {step} of {file} under {job.policy}{bound}.{chosen}")
+        cli.say(f"Step {step} of {file} under {job.policy}{bound}.{chosen}")
         same = {}
         if ranks == "all":
             same = alike(job, lone.plans(1, after=step - 1)[0])
@@ -101,7 +92,7 @@ def dryrun(
         results = lone.run("dryrun", numbers, os.cpu_count() or 1, step=step, device_bytes=job.cluster.memory)
     calls = {r["rank"]: RankCalls.from_json(r.pop("calls")) for r in results if "calls" in r}
     if output is not None:
-        write_json(output, results)
+        cli.write_json(output, results)
     for result in results:
         print_rank(result, job.degrees.ranks, _parameters)
         if not same and "error" not in result:
@@ -118,10 +109,10 @@ def dryrun(
 def _meet(calls: Mapping[int, RankCalls]) -> bool:
     """Whether the calls of all ranks meet; says so, or what does not."""
     if problem := unmet(calls, queue_per_edge=True):
-        say(f"\nThe job would hang or fail: {problem}")
+        cli.say(f"\nThe job would hang or fail: {problem}")
         return False
     number = sum(len(of_rank.calls) for of_rank in calls.values())
-    say(f"\nAll {number:,} calls of {len(calls)} ranks meet, in the order that NCCL keeps.")
+    cli.say(f"\nAll {number:,} calls of {len(calls)} ranks meet, in the order that NCCL keeps.")
     return True
 
 
@@ -142,7 +133,7 @@ def _fullest(lone: LoneRanks) -> tuple[int, MicroBatch]:
     """The step, from 1, that has the longest micro-batch of the first steps, and that micro-batch."""
     steps = DEFAULT_STEP if lone.job.packing.planning_seconds else PLANNED  # where a step takes seconds
     planner = lone.job.planner(lone.documents)
-    with progress() as report:
+    with cli.progress() as report:
         numbers = counted(range(steps), report, f"Planning {lone.job.policy}")
         plans = [planner.next(sharded=()) for _ in numbers]
     micro_batches = ((step, m) for step, plan in enumerate(plans, start=1) for m in plan.micro_batches)
@@ -156,7 +147,7 @@ def _fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> bo
         return True
     share = fullest / device_gib
     verdict = "fits" if share <= usable else "leaves too little room" if share <= 1 else "does not fit"
-    say(
+    cli.say(
         f"\nThe fullest of these ranks needs {fullest:.2f} of {device_gib:g} GiB, {share:.0%}: it "
         f"{verdict} (up to {usable:.0%} leaves room for fragmentation, CUDA and NCCL)."
     )
@@ -172,15 +163,15 @@ def _parameters(result: dict[str, Any]) -> str:
 
 
 def _print_memory_and_collectives(result: dict[str, Any]) -> None:
-    show_table(memory_rows(result))
-    say("The largest tensors at the traced peak:")
+    cli.show_table(memory_rows(result))
+    cli.say("The largest tensors at the traced peak:")
     for row in result["largest"][:LARGEST]:
-        say(f"  {row['gib']:8.3f} GiB  {row['tensors']:4} x {row['what']}")
+        cli.say(f"  {row['gib']:8.3f} GiB  {row['tensors']:4} x {row['what']}")
     if result["collectives"]:
-        show_table(collective_rows(result["collectives"]))
+        cli.show_table(collective_rows(result["collectives"]))
 
 
-def memory_rows(result: dict[str, Any]) -> Rows:
+def memory_rows(result: dict[str, Any]) -> cli.Rows:
     """GiB at the peak by term, predicted and traced, with their sums last. The trace does not tell the loss
     from the passes around it."""
     predicted, traced = result["predicted"], result["traced"]
@@ -198,7 +189,7 @@ def _gib(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def collective_rows(entries: list[dict[str, Any]]) -> Rows:
+def collective_rows(entries: list[dict[str, Any]]) -> cli.Rows:
     """Collectives by kind and axis, with predicted GiB where a dimension of the user's own gives them."""
     predicted = any("predicted_gib" in entry for entry in entries)
     return [

@@ -19,22 +19,12 @@ from typing import Any
 import click
 import numpy as np
 
-from wlb_titan.commands.command_line import (
-    POSITIVE,
-    Command,
-    json_option,
-    load,
-    of_file,
-    print_choice,
-    progress,
-    say,
-    world_size_option,
-)
+from wlb_titan.commands import command_line as cli
 from wlb_titan.config.load import Resolved
 from wlb_titan.dimensions.degrees import Grid
 from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
 from wlb_titan.progress import counted
 from wlb_titan.simulator.calls import RankCalls
@@ -51,7 +41,7 @@ SHARED = ("tp", "dp_replicate", "dp_shard")
 """Axes along which ranks make the same calls in a step, each within its own groups."""
 
 
-def of_ranks(command: Command) -> Command:
+def of_ranks(command: cli.Command) -> cli.Command:
     """The arguments `file` and `overrides`, and the options `ranks`, `world_size`, `step` and `output`."""
     rank = click.option(
         "--rank",
@@ -61,8 +51,8 @@ def of_ranks(command: Command) -> Command:
         help="Ranks to run, each in its own process: rank numbers, or first, last, all-stages (one rank per "
         "pipeline stage), all.",
     )
-    step = click.option("--step", type=POSITIVE, metavar="N", help="First step of the plan to run.")
-    return of_file(rank(world_size_option(step(json_option(command)))))
+    step = click.option("--step", type=cli.POSITIVE, metavar="N", help="First step of the plan to run.")
+    return cli.of_file(rank(cli.world_size_option(step(cli.json_option(command)))))
 
 
 @dataclass(frozen=True)
@@ -90,34 +80,32 @@ class LoneRanks:
         folder: Path,
         *,
         steps: int,
-        policy: str | None = None,
+        policy: Policy | None = None,
         memory: float | None = None,
     ) -> LoneRanks:
         """Those of the file's job. If its corpus is not here, one of synthetic lengths takes its place for
         so many `steps`. `policy` and `memory` replace the file's and the cluster's bytes."""
         from wlb_titan.config.documents import training_documents
-        from wlb_titan.runtime.configured import job_of, parallel_dims
         from wlb_titan.simulator.choice import choose
 
         words = [*overrides, *_under(policy), "--dump_folder", str(folder)]
-        resolved = load(file, words, world_size)
-        job = job_of(resolved.config, parallel_dims(resolved.config, world_size))
+        job, resolved = cli.resolved_job(file, words, world_size)
         if memory is not None:
             job = job.on(replace(job.cluster, memory=memory))
         if synthetic := _synthetic_corpus(resolved, job.micro_batches, steps, folder):
             words += synthetic
-            resolved = load(file, words, world_size)
+            resolved = cli.load(file, words, world_size)
         documents = training_documents(resolved.config.wlb)
         if job.undecided:
-            with progress() as report:
+            with cli.progress() as report:
                 choice = choose(job, documents, report=report)
-            print_choice(choice)
+            cli.print_choice(choice)
             job = choice.job
-            words += _under(str(job.policy))
+            words += _under(job.policy)
         return cls(file, words, job, documents, resolved.config.wlb.device == "cpu", folder)
 
     def plans(self, steps: int, after: int = 0) -> list[Plan]:
-        with progress() as report:
+        with cli.progress() as report:
             return self.job.plans(self.documents, steps, after, report)
 
     def run(self, kind: str, ranks: Sequence[int], at_once: int, **options: Any) -> list[dict[str, Any]]:
@@ -129,7 +117,7 @@ class LoneRanks:
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.on_cpu or kind == "dryrun" else {}
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | hidden
         former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        with progress() as report, ThreadPoolExecutor(at_once) as pool:
+        with cli.progress() as report, ThreadPoolExecutor(at_once) as pool:
             try:
                 results = pool.map(lambda rank: self._run({**asked, "rank": rank}, environment), ranks)
                 what = f"Running ranks, {self.job.policy}"
@@ -162,19 +150,19 @@ class LoneRanks:
         return record
 
 
-def _under(policy: str | None) -> list[str]:
+def _under(policy: Policy | None) -> list[str]:
     """Overrides that train under this policy, if there is one."""
-    return ["--wlb.policy", policy] if policy else []
+    return ["--wlb.policy", str(policy)] if policy else []
 
 
 def print_rank(result: dict[str, Any], world_size: int, said: Callable[[dict[str, Any]], str]) -> None:
     """Prints what is `said` of a rank that came through, or its error."""
     name = f"\nRank {result['rank']} of {world_size}"
     if "error" in result:
-        say(f"{name} fails:", f"{result.get('traceback', '')}{result['error']}")
+        cli.say(f"{name} fails:", f"{result.get('traceback', '')}{result['error']}")
     else:
         place = ", ".join(f"{axis} {number}" for axis, number in result["coordinates"].items()) or "alone"
-        say(f"{name} ({place}){said(result)}")
+        cli.say(f"{name} ({place}){said(result)}")
 
 
 def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:

@@ -60,9 +60,6 @@ def tell_once() -> Callable[..., None]:
 class LazyGroup(click.Group):
     """A group that knows its subcommands by name and imports one only to run it."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(SUBCOMMANDS)
-
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in SUBCOMMANDS:
             return None

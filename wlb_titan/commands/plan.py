@@ -11,32 +11,8 @@ from typing import Any, TextIO
 import click
 import numpy as np
 
-from wlb_titan.commands.command_line import (
-    MANY,
-    Asked,
-    Output,
-    Rows,
-    command_of_file,
-    describe_job,
-    load_job,
-    of_job,
-    print_choice,
-    progress,
-    report_option,
-    say,
-    show_table,
-    writing,
-)
-from wlb_titan.commands.page import (
-    Curves,
-    choice_section,
-    command,
-    described,
-    lines,
-    section,
-    table,
-    write_page,
-)
+from wlb_titan.commands import command_line as cli
+from wlb_titan.commands import page
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
@@ -50,20 +26,18 @@ FEW_STEPS = 100  # fewer carry their standard error in the table
 NEAR = 0.01  # imbalances this close count as the same
 
 
-@command_of_file()
-@of_job
+@cli.command_of_file()
+@cli.of_job
+@cli.policies_option("the file's")
+@click.option("--steps", type=cli.MANY, default=100, help="Steps to plan.")
 @click.option(
-    "--policies",
-    metavar="POLICY,...",
-    help="Policies to compare, as in wlb.policy.  [default: the file's]",
+    "--output", type=cli.Output('{"iteration": '), help="Write the plans, one JSON object per line."
 )
-@click.option("--steps", type=MANY, default=100, help="Steps to plan.")
-@click.option("--output", type=Output('{"iteration": '), help="Write the plans, one JSON object per line.")
-@report_option
+@cli.report_option
 def plan(
     file: Path,
     overrides: tuple[str, ...],
-    policies: str | None,
+    policies: list[Policy] | None,
     steps: int,
     output: Path | None,
     report: Path | None,
@@ -81,16 +55,11 @@ def plan(
     The imbalance of a step is the largest over the mean work of its micro-batches; a delay is the number of
     iterations between a document's arrival and its training, averaged over tokens.
     """
-    asked = load_job(file, overrides, **options)
+    asked = cli.load_job(file, overrides, **options)
     documents = asked.documents
-    with asked.placed(), progress() as tell:
+    with asked.placed(), cli.progress() as tell:
         scenario = Scenario(asked.job, documents, tell)
-        compared = (
-            [Policy.parse(text) for text in policies.split(",")]
-            if policies is not None
-            else [asked.job.policy]
-        )
-        compared = list(dict.fromkeys(compared))
+        compared = list(dict.fromkeys(policies or [asked.job.policy]))
         choices = [choice for policy in compared if (choice := scenario.choice(policy))]
         jobs = [scenario.under(policy) for policy in compared]
         if output is not None and len(jobs) > 1:
@@ -104,11 +73,11 @@ def plan(
             for job in jobs
         }
     for choice in choices:
-        print_choice(choice)
+        cli.print_choice(choice)
     job = jobs[-1]
-    say(describe_job(job, documents))
-    show_table(table_rows(summaries))
-    say(*remarks(summaries))
+    cli.say(cli.describe_job(job, documents))
+    cli.show_table(table_rows(summaries))
+    cli.say(*remarks(summaries))
     if report is not None:
         click.echo(f"Report: {write_report(report, replace(asked, job=job), summaries, choices)}")
 
@@ -118,7 +87,7 @@ def _run(job: Job, documents: Documents, steps: int, output: Path | None, tell: 
     planner = job.planner(documents)
     if output is None:
         return Summary.of((planner.next(sharded=()) for _ in numbers), job.window)
-    with writing(f"--output: {output}"), output.open("w", encoding="utf-8") as file:
+    with cli.writing(f"--output: {output}"), output.open("w", encoding="utf-8") as file:
         return Summary.of(_written(planner, numbers, file), job.window)
 
 
@@ -129,7 +98,7 @@ def _written(planner: Planner, numbers: Iterable[int], file: TextIO) -> Iterator
         yield plan
 
 
-def table_rows(summaries: Mapping[str, Summary]) -> Rows:
+def table_rows(summaries: Mapping[str, Summary]) -> cli.Rows:
     """A row for each policy, for the console and the page."""
     rows = []
     for name, summary in summaries.items():
@@ -165,7 +134,7 @@ WORK = "The gap between a line and 1 is work that others wait for, or that is mi
 
 
 def write_report(
-    folder: Path, asked: Asked, summaries: Mapping[str, Summary], choices: Sequence[Choice]
+    folder: Path, asked: cli.Asked, summaries: Mapping[str, Summary], choices: Sequence[Choice]
 ) -> Path:
     """The first of the `summaries` is the baseline; `choices` is what `auto` stands for."""
     job, rows = asked.job, table_rows(summaries)
@@ -176,8 +145,8 @@ def write_report(
     answer = f"Under {best} GPUs wait {waits[best]} of the time for the largest micro-batch"
     if best != first:
         answer += f", under {first} {waits[first]}; for it a token waits {summaries[best].delay:.2f} steps"
-    corpus, about = described(job, asked.documents)
-    return write_page(
+    corpus, about = page.described(job, asked.documents)
+    return page.write_page(
         folder,
         title=f"How {corpus} packs",
         answer=f"{answer}.",
@@ -186,13 +155,13 @@ def write_report(
         figure="imbalance",
         facts=("cut", "delay", "keys/token"),
         tries=[
-            ("What that is worth in time and memory:", command("simulate", asked.typed)),
+            ("What that is worth in time and memory:", page.command("simulate", asked.typed)),
             ("To train with this policy, set wlb.policy in the TOML file, or add:", f"--wlb.policy {best}"),
         ],
         sections=[
-            *map(choice_section, choices),
-            section("Work of every micro-batch", WORK, lines(SHARES, _shares(summaries))),
-            section("All figures", "", table(rows)),
+            *map(page.choice_section, choices),
+            page.section("Work of every micro-batch", WORK, page.lines(SHARES, _shares(summaries))),
+            page.section("All figures", "", page.table(rows)),
         ],
     )
 
@@ -200,7 +169,7 @@ def write_report(
 SHARES = "work over the mean of its step, from the heaviest micro-batch to the lightest, %"
 
 
-def _shares(summaries: Mapping[str, Summary]) -> Curves:
+def _shares(summaries: Mapping[str, Summary]) -> page.Curves:
     """Every micro-batch's work over the mean of its step, by the share of all that have more."""
     percent = np.linspace(0, 100, 101)
     return {

@@ -24,7 +24,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan import __version__
 from wlb_titan.commands.command_line import Output, TomlFile, progress, resolved_job, say, show_table
-from wlb_titan.commands.compare import CONFIG, TRACES, open_run
+from wlb_titan.commands.compare import open_run
 from wlb_titan.cost.profile import TILES_OF, AttentionShape, Entry, LinearProfile, Profile, fitted, rate
 from wlb_titan.errors import UserError
 from wlb_titan.kernels import varlen_attention
@@ -33,6 +33,7 @@ from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
+from wlb_titan.runtime.dump_folder import CONFIG_FILE, TRACES
 from wlb_titan.simulator.calibrate import as_predicted, calibrated, fingerprint, fit
 from wlb_titan.simulator.trace import PARTS, read_trace
 
@@ -152,14 +153,14 @@ def profile(files: tuple[Path, ...], run: Path | None, output: Path) -> None:
 
 def _from_run(folder: Path, output: Path) -> None:
     run = open_run(folder, str(folder))
-    job, _ = resolved_job(folder / CONFIG, (), None)
+    job, _ = resolved_job(folder / CONFIG_FILE, (), None)
     steps = run.traced[1:] or run.traced  # the first has caches to fill
     passes = [span for step in steps for span in read_trace(folder / TRACES / f"step-{step}.json")]
     if not any(PARTS in span.args for span in passes):
         raise UserError(f"{folder}: no traces to fit. Train some steps with wlb.trace_every = 2.")
     if any(span.args.get("job") != fingerprint(job) for span in passes):
         raise UserError(
-            f"{folder}: its traces are of another job or cluster than its {CONFIG} gives here. Move "
+            f"{folder}: its traces are of another job or cluster than its {CONFIG_FILE} gives here. Move "
             f"older {TRACES} away, or name the cluster that it ran on with wlb.cluster in that file."
         )
     parts = np.array([span.args[PARTS] for span in passes])

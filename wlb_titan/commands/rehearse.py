@@ -13,20 +13,12 @@ from typing import Any
 
 import click
 
-from wlb_titan.commands.command_line import (
-    POSITIVE,
-    Rows,
-    command_of_file,
-    describe_job,
-    say,
-    show_table,
-    write_json,
-)
+from wlb_titan.commands import command_line as cli
+from wlb_titan.commands import page
 from wlb_titan.commands.lone_ranks import DEFAULT_STEP, LoneRanks, of_ranks, print_rank, rank_numbers
-from wlb_titan.commands.page import PASSES
 from wlb_titan.commands.simulate import speedup
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.measured import MeasuredPasses, MeasuredStep, Pass, measured
 from wlb_titan.simulator.step import Prediction, simulate
@@ -56,20 +48,16 @@ class Rehearsal:
         return simulate(self.job, self.plans)
 
 
-@command_of_file()
+@cli.command_of_file()
 @of_ranks
-@click.option(
-    "--policies",
-    metavar="POLICY,...",
-    help="Policies to compare, as in wlb.policy; the first is the baseline.  [default: the file's]",
-)
-@click.option("--steps", type=POSITIVE, default=3, help="Steps to measure.")
-@click.option("--at-once", type=POSITIVE, default=1, help="Ranks to run at the same time on the device.")
+@cli.policies_option("the file's")
+@click.option("--steps", type=cli.POSITIVE, default=3, help="Steps to measure.")
+@click.option("--at-once", type=cli.POSITIVE, default=1, help="Ranks to run at the same time on the device.")
 def rehearse(
     file: Path,
     overrides: tuple[str, ...],
     ranks: str,
-    policies: str | None,
+    policies: list[Policy] | None,
     steps: int,
     step: int | None,
     world_size: int | None,
@@ -90,21 +78,21 @@ def rehearse(
     first = step or DEFAULT_STEP
     results: list[Rehearsal] = []
     with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name:
-        for policy in policies.split(",") if policies else [None]:
+        for policy in policies or (None,):
             lone = LoneRanks.of(file, overrides, world_size, Path(name), steps=first + steps, policy=policy)
             job = lone.job
             plans = lone.plans(steps, after=first - 1)
             numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)
             if not results:
-                say(describe_job(job, lone.documents))
+                cli.say(cli.describe_job(job, lone.documents))
             records = lone.run("rehearse", numbers, at_once, first=first, steps=steps)
             for rank in records:
                 print_rank(rank, job.degrees.ranks, what_it_ran)
             results.append(_put_together(lone, plans, records))
     if any(result.measured for result in results):
-        show_table(table_rows(results))
+        cli.show_table(table_rows(results))
     if output is not None:
-        write_json(output, {"file": str(file), "policies": list(map(_record, results))})
+        cli.write_json(output, {"file": str(file), "policies": list(map(_record, results))})
     if any("error" in rank for result in results for rank in result.ranks):
         sys.exit(1)
 
@@ -126,7 +114,7 @@ def _put_together(lone: LoneRanks, plans: list[Plan], ranks: list[dict[str, Any]
     return Rehearsal(job, lone.documents, plans, ranks, measured(job, plans, steps) if ran else None)
 
 
-def table_rows(results: Sequence[Rehearsal]) -> Rows:
+def table_rows(results: Sequence[Rehearsal]) -> cli.Rows:
     """A row for each policy: rehearsed, with the standard error over the steps, and predicted."""
     ran = [result for result in results if result.measured]
     return [
@@ -167,9 +155,9 @@ def what_it_ran(rank: dict[str, Any]) -> str:
     first, last = steps[0]["iteration"] + 1, steps[-1]["iteration"] + 1
     runs = f"step {first}" if first == last else f"steps {first} to {last}"
     passes = [pass_ for step in steps for pass_ in step["passes"]]
-    kinds = [kind for kind in PASSES if any(pass_[0] == kind for pass_ in passes)]
+    kinds = [kind for kind in page.PASSES if any(pass_[0] == kind for pass_ in passes)]
     seconds = {kind: sum(pass_[4] for pass_ in passes if pass_[0] == kind) / len(steps) for kind in kinds}
-    took = ", ".join(f"{PASSES[kind][0]} {value:.3f}" for kind, value in seconds.items())
+    took = ", ".join(f"{page.PASSES[kind][0]} {value:.3f}" for kind, value in seconds.items())
     optimizer, peak = mean(step["optimizer"] for step in steps), ""
     if steps[0]["peak_gib"] is not None:
         peak = f" Peak {max(step['peak_gib'] for step in steps):.2f} GiB"

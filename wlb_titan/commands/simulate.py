@@ -12,33 +12,8 @@ from typing import Any
 import click
 import numpy as np
 
-from wlb_titan.commands.command_line import (
-    MANY,
-    Asked,
-    Output,
-    Rows,
-    command_of_file,
-    describe_job,
-    load_job,
-    of_job,
-    print_choice,
-    progress,
-    report_option,
-    say,
-    show_table,
-    writing,
-)
-from wlb_titan.commands.page import (
-    choice_section,
-    command,
-    cost,
-    described,
-    gained,
-    pipelines,
-    section,
-    table,
-    write_page,
-)
+from wlb_titan.commands import command_line as cli
+from wlb_titan.commands import page
 from wlb_titan.config.load import Resolved
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
@@ -59,30 +34,26 @@ Plans = dict[Policy, list[Plan]]
 Predictions = dict[Policy, Prediction]
 
 
-@command_of_file()
-@of_job
-@click.option(
-    "--policies",
-    metavar="POLICY,...",
-    help="Policies to compare, as in wlb.policy; the first is the baseline.  [default: plain, the file's]",
-)
-@click.option("--steps", type=MANY, default=20, help="Steps to simulate.")
+@cli.command_of_file()
+@cli.of_job
+@cli.policies_option("plain, the file's")
+@click.option("--steps", type=cli.MANY, default=20, help="Steps to simulate.")
 @click.option(
     "--search",
     is_flag=True,
     help=f"Search degrees and schedules for --world-size GPUs for up to {SEARCH_SECONDS:g} s and rank them.",
 )
-@report_option
+@cli.report_option
 @click.option(
     "--trace",
-    type=Output('{"displayTimeUnit": '),
+    type=cli.Output('{"displayTimeUnit": '),
     metavar="FILE",
     help="Write a timeline for ui.perfetto.dev.",
 )
 def simulate(
     file: Path,
     overrides: tuple[str, ...],
-    policies: str | None,
+    policies: list[Policy] | None,
     steps: int,
     lengths: str | None,
     cluster: str | None,
@@ -109,40 +80,39 @@ def simulate(
     if search and (report or trace):
         raise PlanError("--report and --trace draw policies; leave out --search.")
     degrees_fit = None if search else world_size
-    asked = load_job(file, overrides, lengths=lengths, cluster=cluster, world_size=degrees_fit)
-    compared = [Policy.parse(text) for text in policies.split(",")] if policies is not None else None
-    compared = list(dict.fromkeys(compared or [Policy(), asked.job.policy]))
+    asked = cli.load_job(file, overrides, lengths=lengths, cluster=cluster, world_size=degrees_fit)
+    compared = list(dict.fromkeys(policies or [Policy(), asked.job.policy]))
     with asked.placed():
         if search:
             scenario = Scenario(asked.job, asked.documents)
             print_search(scenario, asked.resolved, compared, steps, world_size)
             return
-        with progress() as tell:
+        with cli.progress() as tell:
             scenario = Scenario(asked.job, asked.documents, tell)
             plans, predictions, impossible = _predicted(scenario, compared, steps)
         possible = [policy for policy in compared if policy not in impossible]
         choices = [choice for policy in possible if (choice := scenario.choice(policy))]
         for choice in choices:
-            print_choice(choice)
-        say(describe_job(scenario.job, scenario.documents))
+            cli.print_choice(choice)
+        cli.say(cli.describe_job(scenario.job, scenario.documents))
         rows = table_rows(predictions, impossible)
-        show_table(rows)
+        cli.show_table(rows)
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
         notes += what_to_know(predictions)
-        say(*notes)
+        cli.say(*notes)
     drawn = {} if trace is None and report is None else _typical_steps(plans, predictions)
     if trace is not None:
-        with writing(f"--trace: {trace}"):
+        with cli.writing(f"--trace: {trace}"):
             write_trace([span for spans in drawn.values() for span in spans], trace)
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
     if report is not None:
         sections = [
-            *map(choice_section, choices),
-            section("Policies", " ".join(notes), table(rows)),
-            section("A typical step", STEP, pipelines(drawn)),
+            *map(page.choice_section, choices),
+            page.section("Policies", " ".join(notes), page.table(rows)),
+            page.section("A typical step", STEP, page.pipelines(drawn)),
         ]
-        page = write_report(report, asked, plans, predictions, rows[: len(predictions)], sections)
-        click.echo(f"Report: {page}")
+        written = write_report(report, asked, plans, predictions, rows[: len(predictions)], sections)
+        click.echo(f"Report: {written}")
     configured = predictions.get(scenario.under(scenario.job.policy).policy)
     if not any(prediction.fits for prediction in ([configured] if configured else predictions.values())):
         sys.exit(1)
@@ -168,7 +138,7 @@ def _predicted(
     return plans, predictions, impossible
 
 
-def table_rows(predictions: Predictions, impossible: Mapping[Policy, UserError]) -> Rows:
+def table_rows(predictions: Predictions, impossible: Mapping[Policy, UserError]) -> cli.Rows:
     """A row for each policy, for the console and the page; impossible ones have no figures."""
     base = next(iter(predictions.values()))
     rows = [
@@ -233,7 +203,12 @@ def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, list[Spa
 
 
 def write_report(
-    folder: Path, asked: Asked, plans: Plans, predictions: Predictions, cards: Rows, sections: Sequence[str]
+    folder: Path,
+    asked: cli.Asked,
+    plans: Plans,
+    predictions: Predictions,
+    cards: cli.Rows,
+    sections: Sequence[str],
 ) -> Path:
     """The baseline is the first of the policies."""
     named = {str(policy): prediction for policy, prediction in predictions.items()}
@@ -246,15 +221,17 @@ def write_report(
     waited = None  # by nobody on one replica
     if degrees.pipeline * degrees.data > 1:
         waited = float(np.mean([plan.imbalance for plan in plans[policy]]))
-    tries = [("Other degrees and schedules of as many GPUs:", command("simulate", asked.typed, "--search"))]
+    tries = [
+        ("Other degrees and schedules of as many GPUs:", page.command("simulate", asked.typed, "--search"))
+    ]
     if asked.lengths is None:
-        dryrun = command("dryrun", asked.typed, "--wlb.policy", str(policy))
+        dryrun = page.command("dryrun", asked.typed, "--wlb.policy", str(policy))
         tries.append((f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
-    corpus, about = described(asked.job, asked.documents)
-    return write_page(
+    corpus, about = page.described(asked.job, asked.documents)
+    return page.write_page(
         folder,
         title=f"What balance is worth: {corpus}",
-        answer=f"{gained(best, gains[best], base)}; {cost(prediction.bubble, waited)}",
+        answer=f"{page.gained(best, gains[best], base)}; {page.cost(prediction.bubble, waited)}",
         about=about,
         cards=cards,
         figure="speedup",
@@ -270,15 +247,15 @@ def print_search(
     """Searches degrees of so many GPUs (None: as many as the job's own), and prints what came of it."""
     end = time.monotonic() + SEARCH_SECONDS
     gpus = world_size or scenario.job.degrees.ranks
-    with progress() as report:
+    with cli.progress() as report:
         result = search(scenario, gpus, policies, steps, lambda what: time.monotonic() < end, report)
-    show_table(search_rows(result)[:SHOWN])
-    say(gain(result))
+    cli.show_table(search_rows(result)[:SHOWN])
+    cli.say(gain(result))
     if words := winner_words(result.found[0].job, resolved):
-        say(f"To run it: {shlex.join(words)}")
+        cli.say(f"To run it: {shlex.join(words)}")
 
 
-def search_rows(result: Search) -> Rows:
+def search_rows(result: Search) -> cli.Rows:
     """A row for each candidate, the fastest first."""
     best = result.found[0].flops_per_second
     return [

@@ -9,7 +9,7 @@ from typing import Any
 from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
-from wlb_titan.documents.mixture import Divided, Lengths, Source, all_learned
+from wlb_titan.documents.mixture import Divided, Source, all_learned
 from wlb_titan.errors import CorpusError, PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.plan import ID, LENGTH
@@ -77,23 +77,24 @@ def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Docume
 
 
 def validated_documents(settings: WlbSettings) -> tuple[CorpusSettings, dict[str, Documents]]:
-    """The corpus of [wlb.validation], and the documents of each source by name; "" where there is one."""
+    """The corpus of [wlb.validation], and the documents of each source by name, "" where there is one, in
+    their own order."""
     validation = settings.validation
     if validation.path:
         corpus_settings = dataclasses.replace(
             settings.corpus, path=validation.path, mask=validation.mask, sources=[]
         )
-        corpus = open_corpus(corpus_settings, "wlb.validation.path")
-        return corpus_settings, {"": _in_order(corpus, corpus.lengths)}
+        documents = documents_of(corpus_settings, open_corpus(corpus_settings, "wlb.validation.path"))
+        return corpus_settings, {"": dataclasses.replace(documents, seed=None)}
     corpus = open_corpus(settings.corpus)
-    sources = mixture_sources(settings.corpus, corpus)
+    everything = documents_of(settings.corpus, corpus)
     held_out, first = {}, 0
-    for name, count in [(source.name, source.documents) for source in sources] or [("", len(corpus))]:
+    counts = [(source.name, source.documents) for source in everything.sources] or [("", len(corpus))]
+    for name, count in counts:
         rows = range(first, first + count)
         first += count
-        held_out[name] = _in_order(
-            corpus, Divided(corpus.lengths, validation.hold_out, held_out=True, rows=rows)
-        )
+        lengths = Divided(corpus.lengths, validation.hold_out, held_out=True, rows=rows)
+        held_out[name] = dataclasses.replace(everything, lengths=lengths, sources=(), seed=None)
         try:
             held_out[name].mixture()
         except PlanError as error:
@@ -102,15 +103,6 @@ def validated_documents(settings: WlbSettings) -> tuple[CorpusSettings, dict[str
                 "token to predict is held out; raise it, or name other documents with wlb.validation.path."
             ) from error
     return settings.corpus, held_out
-
-
-def _in_order(corpus: Corpus, lengths: Lengths) -> Documents:
-    return Documents(
-        lengths=lengths,
-        name=str(corpus),
-        seed=None,
-        learned=corpus.count_learned if corpus.masked else all_learned,
-    )
 
 
 def steps_of_epochs(

@@ -147,45 +147,41 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
 
     `base_config` makes a fresh dataclass instance of a base's name; UserError for an unknown one.
     """
-    sources = read_sources(path, overrides)
-    if sources.base is None:
+    root = read_sources(path, overrides)
+    if "base" not in root.children:
         raise ConfigError(
             f'{path}: no base is named; write for example base = "llama3_debug" at the top of this file '
             "or of one that it extends."
         )
-    name = str(sources.base.value)
+    written = string(root.children.pop("base"), "base", "the name of a base configuration")
+    name = str(written.value)
     try:
         base = base_config(name)
     except UserError as error:
-        raise ConfigError(f"{sources.base.source}: base = {shown(name)}: {error}") from error
+        raise ConfigError(f"{written.source}: base = {shown(name)}: {error}") from error
     builder = Builder(base, name, LOCKED, LIMITS)
-    config = builder.build(_with_classes(_with_paths(sources.root)))
-    named = Entry(("base",), name, sources.base.source, to_text(name))
+    _make_absolute(root)
+    _name_classes(root)
+    config = builder.build(root)
+    named = Entry(("base",), name, written.source, to_text(name))
     return Resolved(config, named, _with_policy(builder.entries))
 
 
-def _with_paths(root: Table) -> Table:
+def _make_absolute(root: Table) -> None:
     """A local `initial_load_path`, which torchtitan wants from the root on, as all paths are read here: from
     the folder of the command on."""
-    checkpoint = root.children.get("checkpoint")
-    if not isinstance(checkpoint, Table):
-        return root
-    path = checkpoint.children.get("initial_load_path")
-    if not isinstance(path, Leaf) or not isinstance(path.value, str) or "://" in path.value:
-        return root
-    if path.value in ("", NONE):
-        return root
-    whole = replace(path, value=os.path.abspath(os.path.expanduser(path.value)))
-    section = replace(checkpoint, children={**checkpoint.children, "initial_load_path": whole})
-    return replace(root, children={**root.children, "checkpoint": section})
+    match root.children.get("checkpoint"):
+        case Table({"initial_load_path": Leaf(str(path)) as leaf} as keys) if "://" not in path:
+            if path not in ("", NONE):
+                keys["initial_load_path"] = replace(leaf, value=os.path.abspath(os.path.expanduser(path)))
 
 
-def _with_classes(root: Table) -> Table:
-    """`wlb.policy` as the keys by which the builder chooses the classes of the sections."""
+def _name_classes(root: Table) -> None:
+    """`wlb.policy` becomes the keys by which the builder chooses the classes of the sections."""
     wlb = root.children.get("wlb")
     if not isinstance(wlb, Table):
-        return root
-    sections = dict(wlb.children)
+        return
+    sections = wlb.children
     for name, family in CHOSEN.items():
         section = sections.get(name)
         if isinstance(section, Table) and (choice := section.children.get(family.key)) is not None:
@@ -194,18 +190,16 @@ def _with_classes(root: Table) -> Table:
                 '"PACKING/CONTEXT/ORDER", such as "wlb_lazy/hybrid/best".'
             )
     if "policy" not in sections:
-        return root
+        return
     written = string(sections.pop("policy"), "wlb.policy", "PACKING/CONTEXT/ORDER")
     try:
         policy = Policy.parse(str(written.value))
     except UserError as error:
         raise ConfigError(f"{written.source}: wlb.policy = {shown(written.value)}: {error}.") from error
     for (name, family), value in zip(CHOSEN.items(), policy, strict=True):
-        section = sections.get(name, Table({}, written.source, written.layer))
+        section = sections.setdefault(name, Table({}, written.source, written.layer))
         if isinstance(section, Table):
-            chosen = {family.key: replace(written, value=value), **section.children}
-            sections[name] = replace(section, children=chosen)
-    return replace(root, children={**root.children, "wlb": replace(wlb, children=sections)})
+            section.children[family.key] = replace(written, value=value)
 
 
 def _with_policy(entries: Sequence[Entry]) -> tuple[Entry, ...]:

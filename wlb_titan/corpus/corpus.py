@@ -1,13 +1,7 @@
 """Reading a corpus: lengths and tokens on demand, from the files as they lie.
 
-A corpus is a folder or file of one of the forms in `formats`. That of `wlb-titan prepare` is a folder that
-`datasets.load_from_disk` opens, and more lies in it:
-
-    data-00000-of-00001.arrow    one row per document: input_ids (list of int32), source (where the text came
-                                 from); for chat data also assistant_masks (list of int8, 1 where learned)
-    tokenizer/                   tokenizer.json and tokenizer_config.json
-    unreadable.txt               files and records that could not be read, if any
-    corpus.json                  `Preparation`
+A corpus is a folder or file of one of the forms in `formats`. docs/corpus.md ("On disk") has that of
+`wlb-titan prepare`.
 """
 
 import dataclasses
@@ -145,22 +139,19 @@ class Corpus:
         brings its own tokenizer."""
         path = Path(path).expanduser().absolute()
         with reading(lambda reason: CorpusError(f"{path} cannot be read: {reason}.")):
-            return cls._opened(path, column, tokenizer, mask)
-
-    @classmethod
-    def _opened(cls, path: Path, column: str, tokenizer: str, mask: str) -> "Corpus":
-        opened, preparation = open_shards(path, column, mask), Preparation.load(path)
-        if opened is None:
-            raise CorpusError(_no_corpus(path))
-        facts = TokenizerFacts.of(Path(tokenizer)) if tokenizer else None
-        if preparation is not None:
-            facts = _own_tokenizer(path, preparation, facts)
-        corpus = cls(path, opened.shards, fingerprint_of(opened.files, opened.read_as), facts, preparation)
-        if preparation is not None:
-            preparation.check(corpus, fingerprint_of(opened.files) != opened.noted)
-        if not corpus.lengths.sum():
-            raise CorpusError(f"{path} contains no tokens; write it again.")
-        return corpus
+            opened, preparation = open_shards(path, column, mask), Preparation.load(path)
+            if opened is None:
+                raise CorpusError(_no_corpus(path))
+            facts = TokenizerFacts.of(Path(tokenizer)) if tokenizer else None
+            if preparation is not None:
+                facts = _own_tokenizer(path, preparation, facts)
+            fingerprint = fingerprint_of(opened.files, opened.read_as)
+            corpus = cls(path, opened.shards, fingerprint, facts, preparation)
+            if preparation is not None:
+                preparation.check(corpus, fingerprint_of(opened.files) != opened.noted)
+            if not corpus.lengths.sum():
+                raise CorpusError(f"{path} contains no tokens; write it again.")
+            return corpus
 
     @classmethod
     def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":

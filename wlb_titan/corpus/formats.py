@@ -1,12 +1,4 @@
-"""The files at a corpus' path, by the tool that wrote them.
-
-| path | written by |
-| --- | --- |
-| NAME.ds, or a folder of such files | datatrove |
-| NAME, NAME.bin or NAME.idx of a pair of files, or a folder of such pairs | Megatron |
-| a folder with state.json and dataset_info.json | Hugging Face's `save_to_disk`, and `wlb-titan prepare` |
-
-The files of a folder are read in the order of their names.
+"""The files at a corpus' path, by the tool that wrote them, as docs/corpus.md lists them.
 
 Label masks say which tokens of a document a model learns to predict, and which it only reads: a value for
 each token, in a mask 1 or 0, in labels a learned token once more and IGNORED elsewhere. A document's first

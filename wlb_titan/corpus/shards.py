@@ -1,11 +1,5 @@
 """Files of documents, each read by the index that came with it, and many of them read as one.
 
-| written by | tokens | index |
-| --- | --- | --- |
-| `datasets`, and `wlb-titan prepare` | lists in an Arrow stream | the offsets of these lists |
-| Megatron | PREFIX.bin | PREFIX.idx |
-| datatrove | NAME.ds | NAME.ds.index |
-
 Index and tokens are memory-mapped: opening reads only headers, and all processes of a machine share one copy
 in the page cache.
 """
@@ -323,7 +317,12 @@ class Lengths:
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             assert step == 1, "lengths are read in runs without gaps"
-            return self._run(start, stop)
+            parts = [np.empty(0, dtype=np.int64)]
+            for shard, first in zip(self._shards, self.firsts.tolist(), strict=False):
+                inside = np.arange(max(start - first, 0), min(stop - first, shard.documents))
+                if len(inside):
+                    parts.append(shard.lengths(inside))
+            return np.concatenate(parts)
         if isinstance(rows, int | np.integer):
             return int(self[np.array([rows])][0])
         rows = np.asarray(rows, dtype=np.int64)
@@ -339,14 +338,6 @@ class Lengths:
         shards, begins = np.unique(numbers[order], return_index=True)
         for number, indices in zip(shards, np.split(order, begins[1:]), strict=False):
             yield self._shards[number], indices, rows[indices] - self.firsts[number]
-
-    def _run(self, start: int, stop: int) -> Ints:
-        parts = [np.empty(0, dtype=np.int64)]
-        for shard, first in zip(self._shards, self.firsts.tolist(), strict=False):
-            inside = np.arange(max(start - first, 0), min(stop - first, shard.documents))
-            if len(inside):
-                parts.append(shard.lengths(inside))
-        return np.concatenate(parts)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         lengths: Ints = self[:]

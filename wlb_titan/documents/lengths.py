@@ -1,22 +1,7 @@
 """Document lengths without a corpus: from a text file, one per line, or from a named distribution.
 
 Most of these are log-normal, as most collections nearly are: exp(normal(log median, sigma)), whole tokens, at
-least MINIMUM. Median and sigma come from:
-
-- `web`: English web pages of RedPajama-V2's head and middle, deduplicated: 14.5 billion documents of 20.5
-  trillion tokens (its dataset card), 1,414 per document, of which a filter for at least 65,536 tokens keeps
-  6.66 million (LongCrawl64, manifestai.com/articles/longcrawl64). The mean and this tail fix both numbers.
-- `code`: the 16,895 Python files of a standard library and of the packages in this project's environment, at
-  4 bytes per token. The median and the 90, 95 and 99 % quantiles (8,900, 15,100 and 39,000 tokens) fit within
-  3 %; short files are more frequent than in this fit.
-- `chat`: conversations for fine-tuning, made up for this project: half below 700 tokens, 95 % below 4,096,
-  and one in 4,300 above 32,768.
-- `paper`: fitted to the WLB-LLM paper's facts about its training data in a window of 128K
-  (`benchmarks/reproduce/lengths.py`); the paper gives no distribution.
-
-Two are histograms of the documents of DistCA's baseline, an open implementation of WLB-LLM
-(github.com/hao-ai-lab/DistCA, distca/simulator/data): `wlbllm` of dist_wlbllm.json, 99,519 documents, and
-`prolong` of dist_prolong.json, 77,932 documents.
+least MINIMUM. Two are histograms. docs/simulator.md says where the numbers come from.
 """
 
 from __future__ import annotations

@@ -4,16 +4,13 @@ corpus, or a mixture of several, is read.
 A document's place in that order is its id, from 0. All else is computed from the id, so nothing is stored
 however many documents there are, and the state of a stream is one number:
 
-    id  ->  part of the mixture, and how many documents of that part came before
+    id  ->  part (a source, or its long or its short documents), and how many of its documents came before
         ->  epoch of that part, and place in the epoch
         ->  row of the corpus (`permutation`)
 
 Parts take turns as evenly as whole documents allow: after n documents the first part has had floor(n p),
 where p is its share of the documents; the others divide the rest in the same way. Shares are wanted in
 tokens, so a part's share of the documents is its share of the tokens over its mean length, normalised.
-
-Upsampling by length splits a source in two parts: the documents of at least `long_length` tokens, which get
-`long_share` of the source's tokens, and all others.
 
 Example: sources of 3 and 2 documents, half of all documents from each. Not shuffled, the ids 0, 1, 2, ... are
 the rows 3, 0, 4, 1, 3, 2, 4, 0, ...: a source that is used up starts again.
@@ -215,17 +212,16 @@ class Mixture:
             lines.append(line)
         return lines if self.sources[0].name else []
 
-    def _divided(self, ids: Ints) -> Iterator[tuple[int, Any, Ints]]:
+    def _divided(self, ids: Ints) -> Iterator[tuple[int, Ints, Ints]]:
         """For each part that has some of the ids: its number, their places in `ids`, and how many of its
         documents come before each of them."""
-        where: Any = slice(None)
+        where = np.arange(len(ids))
         for number, share in enumerate(self._turns):
             before = _multiplied(ids, share)
             mine = _multiplied(ids + 1, share) > before
-            places = np.arange(len(ids)) if isinstance(where, slice) else where
             if mine.any():
-                yield number, places[mine], before[mine]
-            ids, where = (ids - before)[~mine], places[~mine]
+                yield number, where[mine], before[mine]
+            ids, where = (ids - before)[~mine], where[~mine]
         if len(ids):
             yield len(self._turns), where, ids
 

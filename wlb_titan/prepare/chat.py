@@ -5,9 +5,6 @@ and with each of the assistant's turns, and the difference is learned, including
 
 A template that rewrites earlier turns, or drops something, is refused. What it writes may be quoted, indented
 or trimmed. So all is rendered once more with a mark inside each text, and every mark must come out.
-
-A conversation that cannot be used ends the preparation with its file and line; those above `max_length` and
-those of which nothing is learned are left out and counted.
 """
 
 from __future__ import annotations
@@ -95,10 +92,7 @@ class ChatTemplate:
         try:
             return self._written(messages, tools)
         except ValueError:
-            joined = [dict(message) for message in messages]
-            for message in joined:
-                if "content" in message:
-                    message["content"] = "".join(_texts(message))
+            joined = [{**m, "content": "".join(_texts(m))} if "content" in m else m for m in messages]
             if joined == messages:
                 raise
             return self._written(joined, tools)  # of a template that knows no parts

@@ -1,7 +1,6 @@
 """Preparing a corpus: documents are shuffled, tokenized and written to disk once, for training to map.
 
-A document becomes the tokens of its text and an end-of-text token; with `bos` a token marks its start. The
-same texts, settings and library versions give the same corpus, byte for byte.
+The same texts, settings and library versions give the same corpus, byte for byte.
 
 A corpus is written inside a sibling, `.NAME.partial`, and moved to its place at the end. The writer holds a
 lock in there, which the kernel drops when the process dies: so what a killed process left can be told from a

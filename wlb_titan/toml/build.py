@@ -103,8 +103,9 @@ class Builder:
         return current
 
     def _section(self, current: object, hint: object, node: Node | None, path: KeyPath, origin: str) -> Any:
-        """A dataclass. If another class is named, it starts from that class's own defaults."""
-        start = current if is_dataclass(current) else None
+        """A dataclass. If another class is named, it starts from that class's own defaults, in a family of
+        plug-ins with the values that both have."""
+        start: Any = current if is_dataclass(current) else None
         if isinstance(node, Leaf) or (node is None and start is None):
             return self._leaf(current, hint, node, path, origin)
         cls: Any = type(current) if start is not None else None
@@ -114,7 +115,10 @@ class Builder:
             if choice is not None:
                 node, chosen_by = _suiting(node, wanted, choice), choice.source
             if wanted is not cls:
-                start = _exchanged(start, wanted)
+                if isinstance(start, PluginConfig) and issubclass(wanted, PluginConfig):
+                    start = start.named(wanted.owner_name())
+                else:
+                    start = None
                 cls, origin = wanted, f"default of {short_name(wanted)}"
         if issubclass(cls, PluginConfig):
             name = cls.owner_name()
@@ -129,7 +133,7 @@ class Builder:
         fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         written = table.children if table is not None else {}
         for key, child in written.items():
-            if key not in fields and not (key == _choosing_key(cls) and path):
+            if key not in fields:
                 raise self._no_such_key(child, (*path, key), cls, list(fields))
         values: dict[str, Any] = {}
         for name, setting in fields.items():
@@ -234,7 +238,7 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
             f"{node.source}: [[{dotted(path)}]]: an array, but a single table is expected here."
         )
     allowed = dataclass_arms(hint) or (typing.cast(type, cls),)
-    key = _choosing_key(allowed[0])
+    key = allowed[0].family.key if issubclass(allowed[0], PluginConfig) else CLASS
     name = node.children.get(key) if path else None
     if name is None:
         if cls is not None or len(allowed) == 1:
@@ -252,21 +256,11 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
 
 
 def _suiting(table: Table, cls: type, choice: Leaf) -> Table:
-    """A table without what weaker layers than that of the choice set for another class."""
+    """A table without the choice, and without what weaker layers set for another class."""
     names = {field.name for field in dataclasses.fields(cls)}
-    kept = {k: child for k, child in table.children.items() if k in names or child.layer >= choice.layer}
+    others = {key: child for key, child in table.children.items() if child is not choice}
+    kept = {k: child for k, child in others.items() if k in names or child.layer >= choice.layer}
     return dataclasses.replace(table, children=kept)
-
-
-def _exchanged(start: object, cls: type) -> Any:
-    """`start` as settings of `cls`, with the values that both have; None unless they are of one family."""
-    if isinstance(start, PluginConfig) and issubclass(cls, PluginConfig):
-        return start.named(cls.owner_name())
-    return None
-
-
-def _choosing_key(cls: type) -> str:
-    return cls.family.key if issubclass(cls, PluginConfig) else CLASS
 
 
 def _converted(node: Node, hint: object, current: object, path: KeyPath) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -48,34 +48,20 @@ class Table:
     layer: int = STRONGEST
     array: bool = False
 
+    def written(self) -> dict[str, Any]:
+        """Dotted key -> value."""
+        return {".".join(path): leaf.value for path, leaf in leaves(self)}
+
 
 Node = Leaf | Table
 
 
-@dataclass(frozen=True)
-class Sources:
-    """All that the user wrote."""
-
-    root: Table
-    """Without the keys `base` and `extends`."""
-    base: Leaf | None
-    """The strongest layer's `base`, None if no layer has one."""
-
-    def written(self) -> dict[str, Any]:
-        """Dotted key -> value."""
-        return {".".join(path): leaf.value for path, leaf in leaves(self.root)}
-
-
-def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Sources:
-    """Read a TOML file, all that it extends, and command-line overrides."""
+def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Table:
+    """Read a TOML file, all that it extends, and command-line overrides; the key `extends` is left out."""
     layers = [*_command_line(overrides), *_file_layers(Path(path))]
     root = reduce(_merged, reversed(layers))
-    children = dict(root.children)
-    children.pop("extends", None)
-    base = children.pop("base", None)
-    if base is not None:
-        base = string(base, "base", "the name of a base configuration")
-    return Sources(replace(root, children=children), base)
+    root.children.pop("extends", None)
+    return root
 
 
 def leaves(node: Node, path: Keys = ()) -> Iterator[tuple[Keys, Leaf]]:
@@ -136,11 +122,8 @@ def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[Keys],
             document = tomli.loads(text)
         except tomli.TOMLDecodeError as error:
             raise ConfigError(f"{path}:{error.lineno}: this is not valid TOML: {error}.") from error
-    return document, partial(_place, path, _line_numbers(text))
-
-
-def _place(path: Path, lines: dict[Keys, int], keys: Keys) -> str:
-    return f"{path}:{lines[keys]}"
+    lines = _line_numbers(text)
+    return document, lambda keys: f"{path}:{lines[keys]}"
 
 
 def _line_numbers(text: str) -> dict[Keys, int]:
