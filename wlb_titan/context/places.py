@@ -1,11 +1,9 @@
 """The search behind hybrid sharding: over which ranks each document is divided, by predicted time.
 
 A place is a rank, a group of neighbours that divide a document evenly, or all ranks, which divide documents
-by the room that others leave. The time of a layer is that of
-
-- attention on the rank with most of it, and at least the mean, since documents that have no place yet may
-  still make the ranks equal; and
-- a collective for each size of group, which takes as long as the group with most tokens.
+by the room that others leave. The time of a layer is that of attention on the rank with most of it, and at
+least the mean, since documents that have no place yet may still make the ranks equal; and of a collective for
+each size of group, which takes as long as the group with most tokens.
 
 Heaviest first, each document goes where this time rises least; then the heaviest move again. A maximum often
 falls only after several documents have moved, so there are several beginnings, side by side in the same array

@@ -1,24 +1,15 @@
-"""`wlb`: variable-length packing with outlier queues, the paper's Algorithm 1.
+"""`wlb`: variable-length packing with outlier queues, the paper's Algorithm 1; comments have its lines.
+docs/packing.md has the rules for cases that it leaves open.
 
 Documents of at least L_1 tokens are outliers and wait, first in, first out, in the queue of their length. A
 queue that holds N documents gives N of them to the step, one for each micro-batch; all other documents are
-packed in the step in which they arrive, by least work. Comments give the line numbers of Algorithm 1.
+packed in the step in which they arrive, by least work.
 
-Two rules cover cases that the paper leaves open:
-
-- If too little is left for N micro-batches once outliers wait (`arrivals`), the outliers that have waited
-  longest join the step.
-- A document that fitted nowhere is packed again in the next step, but as one of the shortest it would come
-  last there too. After `PATIENCE` steps it comes first.
-
-`thresholds = "auto"` finds thresholds much as the paper does: of several sets of multiples of an eighth of
-the window it takes, on a sample of the corpus, the one with the least delay + ((imbalance - 1) /
-tolerance)^2, averaged over steps. `wlb_lazy` minimises the same cost.
-
-The trial simplifies Algorithm 1. The queues are the same, but long documents go to the least loaded
-micro-batch with room (`Bins.place`), short ones are poured on top as a liquid, and what fits nowhere is left
-out instead of being packed in the next step, so the delay comes out too low where L_max is near the window.
-The sample is drawn with a fixed seed: all ranks find the same thresholds.
+`thresholds = "auto"` takes, of several sets of multiples of an eighth of the window, the one with the least
+delay + ((imbalance - 1) / tolerance)^2, averaged over the steps of a trial. The trial simplifies Algorithm 1:
+long documents go to the least loaded micro-batch with room (`Bins.place`), short ones are poured on top as a
+liquid, and what fits nowhere is left out, so the delay comes out too low where L_max is near the window. Its
+sample is drawn with a fixed seed: all ranks find the same thresholds.
 """
 
 from __future__ import annotations

@@ -1,44 +1,20 @@
-"""`wlb_lazy`: the balance of Algorithm 1 with less delay. Ours.
+"""`wlb_lazy`: the balance of Algorithm 1 with less delay. Ours; docs/packing.md says why, and what did worse.
 
-Algorithm 1 lets every outlier wait until N of its kind have come, whether or not the step at hand could have
-been balanced with it. Here each step is asked what it can bear. All documents that wait or have just arrived
-form one pool, longest first, and the step holds back the h longest and packs all others. The number h is the
-one that makes
+All documents that wait or have just arrived form one pool, longest first. A step holds back the h longest and
+packs all others, with the h that makes
 
     held tokens / (N window)  +  ((imbalance - 1) / tolerance)^2
 
-least. The first term is what holding back costs: by Little's law the mean delay of a token is the mean number
-of tokens that wait over the number that arrive per step. The second is what the step's imbalance costs: a
-small imbalance is accepted where it spares a long wait, a large one never.
+least. The imbalance for a given h is predicted by packing the long documents alone and pouring the short ones
+on top as a liquid. A lower bound, the longest document's work over the mean, is known for all h at once. They
+are tried from the least bound on, until no bound is below the best cost found: mostly one or two.
 
-Why the h longest? A step can be balanced only if its longest document's work is at most the mean, and holding
-back any other document would cost delay and lower that mean. As outliers collect, the work in the pool grows
-until h = 0 is best, and all of them run together, each with as many short documents as level the work: the
-release of Algorithm 1, but of mixed lengths and as early as the balance allows.
-
-The imbalance for a given h is predicted by packing the long documents alone and pouring the short ones on top
-as a liquid. A lower bound, the longest document's work over the mean, is known for all h at once. They are
-tried from the least bound on, until no bound is below the best cost found: mostly one or two.
-
-When outliers run together, micro-batches without one may reach max_length before they have their share of
-work, and what is still poured lifts only the others. So the level up to which short documents are poured is
-chosen by the same cost; the few shortest above it wait for the next step.
-
-Where long documents are the rule, a batch may have too few short ones to level anything. Then it may be best
-to run only N neighbours in the pool, and let all others wait, shorter ones too. That is tried for every place
-in the pool.
+The level up to which short documents are poured is chosen by the same cost, as micro-batches may reach
+max_length before they have their share of work; the few shortest above it wait. Where a batch has too few
+short documents to level anything, N neighbours in the pool may run while all others wait.
 
 A document that has waited `max_delay` iterations is released with all shorter ones, whatever that does to the
 balance, and is packed first. If max_length is at least two windows it always fits.
-
-With N = 4 good matches are rare, and waiting for one is long; with N = 64 the law of large numbers makes
-every step alike. The tolerance is therefore widened to tolerance x (1 + 4.5 / N). docs/packing.md has the
-measurements behind this and the ideas that did worse.
-
-Where work is nearly proportional to tokens (windows of a few thousand tokens, large models) `plain`, which
-cuts the document at a window's end, makes nearly equal micro-batches, while whole documents leave gaps of
-about half a document. Both are therefore tried on the first documents, and `plain` packs all steps where it
-is balanced better.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """The asymmetric partition: backward passes have MicroPacks of their own (SlimPack, section 4.1.2).
 
-Attention and linear layers cost more in backward passes, each by its own factor, so packs of equal work in
-one pass have unequal work in the other. Where layers are recomputed anyway nothing ties a backward pass to
-the tokens of one forward pass, and each can be balanced by itself. No solver is needed: a rank's documents
-lie end to end in one line, heaviest first, which is cut into M pieces of equal work.
+A rank's documents lie end to end in one line, heaviest first, which is cut into M pieces of equal work:
 
     forward     documents in order, each from its start to its end, by the work of forward passes
     backward    documents in the same order, each from its end to its start, by the work of backward

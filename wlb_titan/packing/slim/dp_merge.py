@@ -1,13 +1,9 @@
 """Packs a global batch for each data-parallel rank: phase 1 of `slim`, then phase 2 (`micropacks.py`).
 
-Phase 1 decides which data-parallel rank gets which documents, and which documents ranks share.
-
 Every data-parallel rank has the same capacity, C = total work / ranks. Documents go, heaviest first, to the
-rank with the least work (SlimPack, section 4.1.1). A document of more work than C would make its rank the
-slowest, whatever the others get. So (DP-Merge) 2, 4, ... consecutive ranks share its MicroPacks, as few as
-bring each rank's share of it down to C: all their context-parallel ranks together divide these packs. A
-rank's share of merged documents counts as its work when the others are dealt. Weights and optimizer states
-stay where they are.
+rank with the least work (SlimPack, section 4.1.1). 2, 4, ... consecutive ranks share the MicroPacks of a
+document of more work than C, as few as bring each rank's share of it down to C (DP-Merge, docs/slimpack.md).
+That counts as its work when the other documents are dealt.
 
 A group of n ranks starts at a multiple of n, so two groups are nested or have no rank in common. Packs of
 merged documents come first on their ranks, the heaviest document's first, and heavier documents have larger

@@ -1,10 +1,9 @@
 """`slim`: long documents in slices, so that packs are many and alike and nothing waits (SlimPack, 4.1).
 
-Documents arrive a global batch at a time, in pieces of at most a context window. Phase 1 gives data-parallel
-ranks documents of nearly equal work, and lets ranks share the heaviest (`dp_merge.py`); phase 2 makes each
-rank's into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is the same on
-all ranks, and in all steps that fit. `auto` tries several M on simulated steps, and takes the smallest that
-fits and comes within 1 % of the shortest step: short packs lose time that the work model does not know.
+docs/slimpack.md has the steps: phase 1 (`dp_merge.py`), phase 2 (`micropacks.py`), the order of passes
+(`packflow.py`). M is the same on all ranks, and in all steps that fit. `auto` tries several M on simulated
+steps, and takes the smallest that fits and comes within 1 % of the shortest step: short packs lose time that
+the work model does not know.
 
 All slices of a document are in flight together, however short they are. So a step's memory is predicted, and
 a step that does not fit is packed again with more packs; if it never fits, it runs with the packs that need
