@@ -202,8 +202,8 @@ def split(rows: Ints, assigned: Ints, bins: int) -> list[Ints]:
 
 def in_order(packs: int, ranks: int) -> list[list[int]]:
     """Consecutive packs go to one rank, as in a plain data loader."""
-    count = packs // ranks
-    return [list(range(rank * count, (rank + 1) * count)) for rank in range(ranks)]
+    order: list[list[int]] = np.arange(packs).reshape(ranks, -1).tolist()
+    return order
 
 
 def balanced(workloads: Floats, ranks: int) -> list[list[int]]:

@@ -20,7 +20,8 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingPolicy, rules
 from wlb_titan.packing.mixes import with_mixes
 from wlb_titan.pipeline.order import arranged
-from wlb_titan.plan import ID, LENGTH, ROW, START, Flow, MicroBatch, Plan
+from wlb_titan.plan import ID, LENGTH, ROW, START, MicroBatch, Plan
+from wlb_titan.plugins import is_ours
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -79,8 +80,8 @@ class Planner:
         self._order = job.order.make(job.shape) if job.degrees.pipeline > 1 else None
         self._documents = documents
         self.iteration = 0  # steps planned so far
-        others = rules.Rules.for_others(job)
-        self._rules = rules.Rules(self._stream, job) if others else None
+        ours = is_ours(job.packing.owner) and is_ours(job.context.owner)
+        self._rules = None if ours else rules.Rules(self._stream, job)
 
     def hold_to_rules(self) -> None:
         """Plans some steps where a policy or sharding is not the project's; those that break a rule end in a
@@ -151,18 +152,21 @@ class Planner:
             run = self._job.run or self._job.replica_micro_batches
             assigned = arranged(self._order, run, assigned, forward, backward)
         drafts = self._with_rows(packing.packs)
-        micro_batches = tuple(
-            self._placed(drafts[pack], dp_rank, index, float(workloads[pack]), dp_rank in sharded)
-            for dp_rank, packs in enumerate(assigned)
-            for index, pack in enumerate(packs)
-        )
         waiting = self.policy.waiting
         flows = self.policy.flows(packing, sharded)
-        if self._job.mixes:
-            micro_batches = self._mixed(micro_batches, flows, sharded, pipeline_ranks)
+        mixing = range(self._job.shape.ranks) if pipeline_ranks is None else pipeline_ranks
+        micro_batches: list[MicroBatch] = []
+        for dp_rank, packs in enumerate(assigned):
+            of_rank = [
+                self._placed(drafts[pack], dp_rank, index, float(workloads[pack]), dp_rank in sharded)
+                for index, pack in enumerate(packs)
+            ]
+            if self._job.mixes and dp_rank in sharded:
+                of_rank = with_mixes(self._job, of_rank, flows[dp_rank] if flows else None, mixing)
+            micro_batches += of_rank
         plan = Plan(
             iteration=self.iteration,
-            micro_batches=micro_batches,
+            micro_batches=tuple(micro_batches),
             plan_ms=(time.perf_counter() - begin) * 1e3,
             waiting_documents=len(waiting),
             waiting_tokens=int(waiting[:, LENGTH].sum()),
@@ -174,21 +178,6 @@ class Planner:
         if self.iteration == rules.STEPS:
             self._rules = None
         return plan
-
-    def _mixed(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        flows: Sequence[Flow] | None,
-        sharded: Collection[int],
-        pipeline_ranks: Collection[int] | None,
-    ) -> tuple[MicroBatch, ...]:
-        ranks = range(self._job.shape.ranks) if pipeline_ranks is None else pipeline_ranks
-        each, result = len(micro_batches) // self._job.replicas, list[MicroBatch]()
-        for dp_rank in range(self._job.replicas):
-            own = micro_batches[dp_rank * each : (dp_rank + 1) * each]
-            flow = None if flows is None else flows[dp_rank]
-            result += with_mixes(self._job, own, flow, ranks) if dp_rank in sharded else own
-        return tuple(result)
 
     def state_dict(self) -> dict[str, Any]:
         """`PlannerState` by its names; JSON may turn arrays into lists."""

@@ -141,13 +141,9 @@ class ExchangeCost:
         token = self.element * move.received / link.bandwidth
         return MoveSeconds(passes * token, passes * move.collectives * link.latency)
 
-    def passes(self, move: Move) -> int:
-        """How often it runs for a micro-batch: forward, backward, and perhaps repeated."""
-        return 3 if self.repeats and not move.kept else 2
-
     def of_moves(self) -> list[MoveSeconds]:
-        """The price of each move in all passes."""
-        return [self.price(move, self.passes(move)) for move in self.moves]
+        """The price of each move in all passes of a micro-batch: forward, backward, and perhaps repeated."""
+        return [self.price(move, 3 if self.repeats and not move.kept else 2) for move in self.moves]
 
     def seconds(self, travelling: Sequence[float]) -> ExchangeSeconds:
         """For a micro-batch of which these tokens travel in each move."""

@@ -102,7 +102,7 @@ class Arrivals:
     def __init__(self, stream: DocumentStream, job: Job) -> None:
         self._stream = stream
         self._micro_batches = job.micro_batches
-        self._least = Least(job.micro_batches, job.degrees.context)
+        self.least = Least(job.micro_batches, job.degrees.context)
         self._surplus = 0  # tokens by which the last batch went past its end
         self.iteration = 0
 
@@ -119,7 +119,7 @@ class Arrivals:
 
         def enough(pieces: Ints) -> bool:
             lengths = np.concatenate([waiting[:, LENGTH], pieces[:, LENGTH]])
-            return self._least.filled(lengths) >= self._micro_batches
+            return self.least.filled(lengths) >= self._micro_batches
 
         pieces = self._stream.arrive(budget, enough)
         self._surplus = int(pieces[:, LENGTH].sum()) - budget

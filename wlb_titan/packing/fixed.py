@@ -36,11 +36,9 @@ PATIENCE = 4
 class FixedGreedy(PackingPolicy):
     """Packs the documents of several global batches into micro-batches of the context window (Fixed-4D).
 
-    The packs are sorted by work and dealt out N at a time, so that the packs of one step are alike. The paper
-    does not say which packs share a step, but its imbalance of 1.22, 1.11 and 1.08 over 2, 4 and 8 global
-    batches (Table 2) needs this: on our lengths it is 1.23, 1.12 and 1.06, and 1.35, 1.32 and 1.31 in stream
-    order. The price is that heavy steps come before light ones. Documents arrive when their global batches
-    are read, so in the k-th step after that the delay is k.
+    The packs are sorted by work and dealt out N at a time, so that the packs of one step are alike; the
+    paper's Table 2 needs this. The price is that heavy steps come before light ones. Documents arrive when
+    their global batches are read, so in the k-th step after that the delay is k.
 
     Imbalance 1.10 to 1.35, delay 0, over one global batch; 1.02 to 1.06 and 3.38 over eight. Cut as `plain`.
     """

@@ -28,8 +28,8 @@ from wlb_titan.bins import REMAINS, Bins, pack_by_work, split
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed
-from wlb_titan.packing.plain import imbalance_of_plain, mean_imbalance
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed
+from wlb_titan.packing.plain import imbalances
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import ID, LENGTH, START
 
@@ -62,7 +62,6 @@ class Wlb(VariableLengthPolicy):
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         self._arrivals = Arrivals(stream, job)
         self._micro_batches = job.micro_batches
-        self._least = Least(job.micro_batches, job.degrees.context)
         self._job = job
         self._max_length = self.bound(job)
         sample = stream.mixture.sample()
@@ -79,7 +78,7 @@ class Wlb(VariableLengthPolicy):
         n, iteration = self._micro_batches, self._arrivals.iteration
         batch = self._arrivals.next(self.waiting, left=int(self._remained[:, LENGTH].sum()))  # line 2
         doc_set = np.concatenate([self._remained, self._queues.add(batch), self._queues.pop()])  # 3 to 17
-        while (missing := n - self._least.filled(doc_set[:, LENGTH])) > 0:
+        while (missing := n - self._arrivals.least.filled(doc_set[:, LENGTH])) > 0:
             doc_set = np.concatenate([doc_set, self._queues.pop_oldest(missing)])
         doc_set = self._sorted(doc_set, iteration)  # 19
         lengths = doc_set[:, LENGTH]
@@ -87,7 +86,7 @@ class Wlb(VariableLengthPolicy):
         assigned = pack_by_work(lengths, works, n, self._max_length)  # 21 to 35
         packed = assigned != REMAINS
         self._remained = doc_set[~packed]  # 32
-        assigned = self._least.topped_up(assigned[packed], lengths[packed])
+        assigned = self._arrivals.least.topped_up(assigned[packed], lengths[packed])
         return Packing(drafts(split(delayed(doc_set[packed], iteration), assigned, n)))  # 36
 
     def _sorted(self, documents: Waiting, iteration: int) -> Waiting:
@@ -95,11 +94,10 @@ class Wlb(VariableLengthPolicy):
         overdue = np.arange(len(documents)) < len(self._remained)
         overdue &= iteration - documents[:, ARRIVAL] >= PATIENCE
         documents = documents[np.lexsort((-documents[:, LENGTH], ~overdue))]
-        return documents[self._least.leading_first(documents[:, LENGTH])]
+        return documents[self._arrivals.least.leading_first(documents[:, LENGTH])]
 
     def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        queues = mean_imbalance(replace(config, thresholds=self.thresholds), stream, job)
-        plain = imbalance_of_plain(stream, job)
+        queues, plain = imbalances(replace(config, thresholds=self.thresholds), stream, job)
         if queues > plain:
             warnings.warn(
                 "Queues lose on these documents: with the best thresholds found, "

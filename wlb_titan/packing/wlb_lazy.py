@@ -31,8 +31,8 @@ from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.bins import REMAINS, Bins, split
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed
-from wlb_titan.packing.plain import Plain, imbalance_of_plain, mean_imbalance
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed
+from wlb_titan.packing.plain import Plain, imbalances
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import LENGTH
 
@@ -69,15 +69,16 @@ class WlbLazy(VariableLengthPolicy):
         self._window = stream.window
         self._arrivals = Arrivals(stream, job)
         self._micro_batches = job.micro_batches
-        self._least = Least(job.micro_batches, job.degrees.context)
         self._job = job
         self._max_length = self.bound(job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
         self._max_delay = config.max_delay
         may_cut = not stream.mixture.masked if config.may_cut == "auto" else config.may_cut
         self._stream = stream
-        gives_way = may_cut and _plain_is_better(config, stream, job)
-        self._plain = Plain(Plain.Config(), stream, job) if gives_way else None
+        self._plain: Plain | None = None
+        if may_cut:
+            lazy, plain = imbalances(replace(config, may_cut=False), stream, job)
+            self._plain = Plain(Plain.Config(), stream, job) if plain < lazy else None
         self._waiting: Waiting = NOTHING
         self._left = 0  # tokens of documents that were released and did not fit
 
@@ -93,13 +94,13 @@ class WlbLazy(VariableLengthPolicy):
         held, stop = self._choose(pool[:, LENGTH], works, overdue)
 
         first = held + np.argsort(~overdue[held:stop], kind="stable")  # overdue documents are packed first
-        first = first[self._least.leading_first(pool[first, LENGTH])]
+        first = first[self._arrivals.least.leading_first(pool[first, LENGTH])]
         placed = int(np.flatnonzero(overdue[first]).max(initial=-1)) + 1
         assigned = self._pack(pool[first, LENGTH], works[first], placed)
         packed, left = first[assigned != REMAINS], first[assigned == REMAINS]
         self._waiting = np.concatenate([pool[:held], pool[left], pool[stop:]])
         self._left = int(pool[left, LENGTH].sum())
-        assigned = self._least.topped_up(assigned[assigned != REMAINS], pool[packed, LENGTH])
+        assigned = self._arrivals.least.topped_up(assigned[assigned != REMAINS], pool[packed, LENGTH])
         return Packing(drafts(split(delayed(pool[packed], iteration), assigned, self._micro_batches)))
 
     def _choose(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, int]:
@@ -114,7 +115,7 @@ class WlbLazy(VariableLengthPolicy):
     def _alone(self, lengths: Ints, works: Floats) -> tuple[int, float]:
         """The first of the N neighbours that are best to run without all others, and the cost of that."""
         n = self._micro_batches
-        starts = np.arange(int(np.count_nonzero(lengths >= self._least.tokens)) - n + 1)
+        starts = np.arange(int(np.count_nonzero(lengths >= self._arrivals.least.tokens)) - n + 1)
         if not len(starts):
             return 0, np.inf
         work, tokens = (np.concatenate([[0], np.cumsum(values)]) for values in (works, lengths))
@@ -125,8 +126,8 @@ class WlbLazy(VariableLengthPolicy):
 
     def _hold(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, float]:
         """How many of the longest documents to hold back if all others run, and the cost of that."""
-        most = self._least.filled(lengths) - self._micro_batches
-        most = min(most, int(np.count_nonzero(lengths >= self._least.tokens)))
+        most = self._arrivals.least.filled(lengths) - self._micro_batches
+        most = min(most, int(np.count_nonzero(lengths >= self._arrivals.least.tokens)))
         if overdue.any():
             most = min(most, int(overdue.argmax()))
         holds = _candidates(most, max(self._micro_batches // 64, 1))
@@ -181,11 +182,6 @@ class WlbLazy(VariableLengthPolicy):
         if self._plain is not None and len(self._waiting):  # saved where `plain` was not better
             self._stream.give_back(self._waiting[:, : LENGTH + 1])
             self._waiting, self._left = NOTHING, 0
-
-
-def _plain_is_better(config: WlbLazy.Config, stream: DocumentStream, job: Job) -> bool:
-    lazy = mean_imbalance(replace(config, may_cut=False), stream, job)
-    return imbalance_of_plain(stream, job) < lazy
 
 
 def _candidates(most: int, step: int) -> Ints:

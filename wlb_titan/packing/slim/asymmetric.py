@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Ints
+from wlb_titan.bins import in_order
 from wlb_titan.context.layout import sequence_positions
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.memory.layer import TokenBytes
@@ -83,7 +84,7 @@ class AsymmetricPacker(Packer):
             packs += [draft(line, piece, passes="F") for piece in pieces]
             pieces = cut_line(backward, back[:, LENGTH], count)
             packs += [draft(back, piece[::-1], passes="B") for piece in reversed(pieces)]
-        return Packing(packs, assigned=np.arange(len(packs)).reshape(job.replicas, -1).tolist())
+        return Packing(packs, assigned=in_order(len(packs), job.replicas))
 
 
 class TokenMoves(NamedTuple):
@@ -191,12 +192,8 @@ class RegroupedRank(RankPeak):
     loss_in_forward = False
 
     @staticmethod
-    def layer_bytes(token: TokenBytes) -> float:
-        return token.hidden
-
-    @staticmethod
-    def kept_layers(layers: Sequence[int]) -> Sequence[int]:
-        return kept_states(layers)
+    def kept_by_stages(token: TokenBytes, layers: Sequence[int]) -> list[float]:
+        return [token.hidden * count for count in kept_states(layers)]
 
     def _kept_output(self, token: TokenBytes, stage: int) -> float:
         return 0.0
