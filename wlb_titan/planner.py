@@ -18,7 +18,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingPolicy, rules
-from wlb_titan.packing.mixes import with_mixes
+from wlb_titan.packing.predicted import with_mixes
 from wlb_titan.pipeline.order import arranged
 from wlb_titan.plan import ID, LENGTH, ROW, START, MicroBatch, Plan
 from wlb_titan.plugins import is_ours
@@ -33,13 +33,9 @@ PACKING_FACTS = "packing_policy", "micro_batches"
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerState:
-    """What a checkpoint holds of the plans: all that the coming ones depend on besides documents and job.
-
-    It is the same on every rank, and nothing in it follows from degrees or devices: a job can continue with
-    others, and trains the documents that were left. Only another stream of tokens is refused; under another
-    policy or number of micro-batches the documents that waited come first again. A checkpoint has it as JSON
-    by these names.
-    """
+    """What a checkpoint holds of the plans, as JSON by these names: all that the coming ones depend on beside
+    documents and job (docs/packing.md). It is the same on every rank, and nothing in it follows from degrees
+    or devices."""
 
     corpus_fingerprint: str  # this and the next four make the stream of tokens (STREAM_FACTS)
     documents: int

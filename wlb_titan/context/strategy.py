@@ -97,16 +97,12 @@ class Exchange:
     outputs: float = 0.0
     """Queries, and as many outputs, that attention copies because its tokens are not the rank's own."""
 
-    @property
-    def kept(self) -> float:
-        return sum(move.kept for move in self.moves)
-
 
 def all_gather_exchange(
     model: ModelShape, tensor: int, ranks: int, levels: Sequence[int] = (), *, always: bool = True
 ) -> Exchange:
     """The exchange of strategies that gather keys and values within groups of `levels` ranks, or of all."""
-    keys = model.key_elements(tensor)
+    keys = model.kv_heads * model.head_dims / tensor
     moves = tuple(Move(keys * (size - 1) / size, 1, size, always=always) for size in levels or (ranks,))
     return Exchange(moves=moves, sent=keys / ranks, keys=keys)
 

@@ -32,10 +32,7 @@ COST_MODELS = Family(
     key="cost_model",
     group="wlb_titan.cost",
     base="wlb_titan.cost.workload:CostModel",
-    shipped={
-        "simulated": "wlb_titan.cost.passes:JobCost",
-        "quadratic": "wlb_titan.cost.workload:Quadratic",
-    },
+    shipped={"simulated": "wlb_titan.cost.passes:JobCost", "quadratic": "wlb_titan.cost.workload:Quadratic"},
 )
 
 

@@ -79,10 +79,10 @@ def for_trial(job: Job) -> Job:
 def imbalances(config: PackingPolicy.Config, stream: DocumentStream, job: Job) -> tuple[float, float]:
     """The mean imbalance of a policy and that of `plain`, over STEPS steps of a trial, after WARM_UP others,
     on these documents, whose stream is left as it is."""
-    works = partial(workload, job.cost_model)
+    few, works = for_trial(job), partial(workload, job.cost_model)
     means = []
     for tried in (config, Plain.Config()):
-        policy = tried.make(stream.from_start(), for_trial(job))
+        policy = tried.make(stream.from_start(), few)
         degrees = [imbalance_degree(policy.next().work(works)) for _ in range(WARM_UP + STEPS)]
         means.append(float(np.mean(degrees[WARM_UP:])))
     return means[0], means[1]

@@ -30,10 +30,7 @@ ORDERS = Family(
     key="order",
     group="wlb_titan.order",
     base="wlb_titan.pipeline.order:MicroBatchOrder",
-    shipped={
-        "as_packed": "wlb_titan.pipeline.order:AsPacked",
-        "best": "wlb_titan.pipeline.order:Best",
-    },
+    shipped={"as_packed": "wlb_titan.pipeline.order:AsPacked", "best": "wlb_titan.pipeline.order:Best"},
 )
 
 EXHAUSTIVE = 6  # most micro-batches for which all orders are tried, 720
