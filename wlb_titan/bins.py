@@ -28,9 +28,6 @@ def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: i
     Each document goes to the micro-batch of least work; if it does not fit there, to the shortest one; if it
     does not fit there either, it remains.
 
-    A micro-batch has at most L_max tokens, as in the paper's text and equation 2; with the pseudo-code's "<"
-    a document of a full window would never fit where L_max is the window.
-
     Example: lengths 6, 4, 3, 3 with work equal to length, 2 micro-batches of at most 8 tokens give
     [0, 1, 1, REMAINS]: the last finds 6 and 7 tokens, and 3 more fit nowhere.
 
