@@ -100,10 +100,8 @@ class _Beginnings:
         self.sending = np.zeros((beginnings, count))
         self.filling, self.filling_seconds = np.zeros((2, beginnings))  # over all ranks
         self.rest = np.full(beginnings, large.work.sum())  # seconds of what has no place
-        others = large.work.sum() - large.work[large.rows].sum(), share * ranks - large.lengths.sum()
-        self.rate = max(
-            others[0] / max(others[1], 1), 0.0
-        )  # of other documents, which fill the rest of the room
+        work, tokens = large.work.sum() - large.work[large.rows].sum(), share * ranks - large.lengths.sum()
+        self.rate = max(work / max(tokens, 1), 0.0)  # of other documents, which fill the rest of the room
         self.chosen = np.zeros((len(large.rows), beginnings), dtype=np.int64)
 
     def move(self, document: int, to: Ints, sign: int = 1) -> None:

@@ -54,9 +54,7 @@ class Tiling:
             window: the most keys that a query sees; None for all.
         """
         queries, keys = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
-        counts = (
-            self._alone(queries, keys) if window is None else self._alone_in_window(queries, keys, window)
-        )
+        counts = self._alone(queries, keys) if window is None else self._windowed(queries, keys, window)
         merged = np.flatnonzero(keys <= self.merge_keys)
         if len(merged):
             counts[:, merged] = self._merged(queries[merged], keys[merged], window or np.inf)
@@ -76,7 +74,7 @@ class Tiling:
         of a program; `work` all its work spread over the units; both in seconds."""
         return tile
 
-    def _alone_in_window(self, queries: Floats, keys: Floats, window: int) -> Floats:
+    def _windowed(self, queries: Floats, keys: Floats, window: int) -> Floats:
         """`_alone` under a window: first tiles that see all keys before them, then those that do not."""
         seen = keys - queries
         tiles = np.ceil(queries / self.query_tile)
