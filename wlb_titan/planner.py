@@ -154,11 +154,16 @@ class Planner:
         micro_batches: list[MicroBatch] = []
         for dp_rank, packs in enumerate(assigned):
             of_rank = [
-                self._placed(drafts[pack], dp_rank, index, float(workloads[pack]), dp_rank in sharded)
+                self._job.sized(drafts[pack], dp_rank, index=index, workload=float(workloads[pack]))
                 for index, pack in enumerate(packs)
             ]
-            if self._job.mixes and dp_rank in sharded:
-                of_rank = with_mixes(self._job, of_rank, flows[dp_rank] if flows else None, mixing)
+            if dp_rank in sharded:
+                of_rank = [self._job.sharded(sized) for sized in of_rank]
+                if self._rules is not None:
+                    for micro_batch in of_rank:
+                        self._rules.check_sharding(micro_batch)
+                if self._job.mixes:
+                    of_rank = with_mixes(self._job, of_rank, flows[dp_rank] if flows else None, mixing)
             micro_batches += of_rank
         plan = Plan(
             iteration=self.iteration,
@@ -223,13 +228,3 @@ class Planner:
         ends = np.cumsum([len(draft.documents) for draft in drafts])
         parts = np.split(np.column_stack([documents, rows]), ends[:-1])
         return [replace(draft, documents=part) for draft, part in zip(drafts, parts, strict=True)]
-
-    def _placed(
-        self, draft: MicroBatch, dp_rank: int, index: int, workload: float, shard: bool
-    ) -> MicroBatch:
-        placed = self._job.sized(draft, dp_rank, index=index, workload=workload)
-        if shard:
-            placed = self._job.sharded(placed)
-            if self._rules is not None:
-                self._rules.check_sharding(placed)
-        return placed

@@ -146,12 +146,7 @@ class KeyExchange(NamedTuple):
 
 
 def gathered_mask(
-    sharding: Sharding,
-    lengths: Ints,
-    total: int,
-    rank: int,
-    levels: Sequence[int],
-    slices: Slices | None = None,
+    sharding: Sharding, lengths: Ints, total: int, rank: int, levels: Sequence[int], slices: Slices | None
 ) -> ContextMask:
     """The mask of one rank; the sharding is in the order of `widest_first`."""
     share = total // len(sharding)
@@ -204,9 +199,7 @@ def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) 
     return documents, order
 
 
-def key_shares(
-    sharding: Sharding, total: int, levels: Sequence[int], slices: Slices | None = None
-) -> KeyShares:
+def key_shares(sharding: Sharding, total: int, levels: Sequence[int], slices: Slices | None) -> KeyShares:
     """The largest shares of the keys that a rank gathers and has; arguments as of `gathered_mask`."""
     sent = sent_tokens(sharding, spans(sharding, levels, slices), len(levels))
     held = held_keys(sent, levels)

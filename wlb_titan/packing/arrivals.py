@@ -1,10 +1,8 @@
 """Global batches as they arrive, how arrival becomes delay, and the least that a micro-batch holds.
 
-Every micro-batch needs a token for each context-parallel rank, and one to predict. So it holds at least
-max(ranks, 2) tokens, not counting documents of a single token, which have none to predict. A document with
-that many tokens can lead a micro-batch. The first N of them are packed before all others, into N empty
-micro-batches, so each has enough whatever follows. Only if there are fewer than N, because all documents are
-very short, are some moved afterwards.
+That is a token for each context-parallel rank, and at least 2, not counting documents of a single token, as
+they have none to predict. The first N documents with that many can lead a micro-batch each and are packed
+before all others. Only if there are fewer, because all documents are very short, are some moved afterwards.
 """
 
 from __future__ import annotations

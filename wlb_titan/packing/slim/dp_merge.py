@@ -84,17 +84,6 @@ def dealt(works: Floats, ranks: int, merged: int = 0, capacity: float | None = N
     return Phase1(split(rest, placed, ranks), tuple(merges), np.array(bins.loads))
 
 
-def without_merging(works: Floats, lengths: Ints, ranks: int, least: int) -> Phase1:
-    """Phase 1 without merging, in which every rank gets at least `least` tokens."""
-    phase_1 = dealt(works, ranks)
-    rows = np.concatenate(phase_1.own)
-    rank_of = np.repeat(np.arange(ranks), [len(part) for part in phase_1.own])
-    better = Least(ranks, least).topped_up(rank_of, lengths[rows])
-    if better is rank_of:
-        return phase_1
-    return replace(phase_1, own=split(rows, better, ranks))
-
-
 def best_merging(works: Floats, ranks: int) -> Phase1 | None:
     """Phase 1 with the number of merged documents for which the busiest rank has least work; None if no
     document exceeds a rank's capacity."""
@@ -177,10 +166,13 @@ class Packer:
         return self._phase_2(batch, works, chosen, count, self.place)
 
     def _phase_1(self, batch: Pack) -> tuple[Floats, Phase1]:
-        """Work of the documents, and phase 1 without merging."""
-        works = self._workload(batch[:, LENGTH])
-        ranks, least = self._job.replicas, self._job.degrees.context
-        return works, without_merging(works, batch[:, LENGTH], ranks, least)
+        """Work of the documents, and phase 1 without merging, in which every rank gets enough tokens."""
+        works, ranks = self._workload(batch[:, LENGTH]), self._job.replicas
+        phase_1 = dealt(works, ranks)
+        rows = np.concatenate(phase_1.own)
+        rank_of = np.repeat(np.arange(ranks), [len(part) for part in phase_1.own])
+        better = Least(ranks, self._job.degrees.context).topped_up(rank_of, batch[rows, LENGTH])
+        return works, phase_1 if better is rank_of else replace(phase_1, own=split(rows, better, ranks))
 
     def _better(
         self, batch: Pack, works: Floats, merged: Phase1, whole: Phase1, count: int
