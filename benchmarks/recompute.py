@@ -25,7 +25,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.memory.recompute import KINDS, AsNeeded
-from wlb_titan.packing.mixes import with_mixes
+from wlb_titan.packing.predicted import with_mixes
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.choice import Scenario

@@ -141,13 +141,9 @@ def packed(heads: int, least: int = 1) -> int:
 
 
 def division(schedule: Schedule, q_heads: int, kv_heads: int, programs: int) -> Division:
-    """What was fastest on an H100 (docs/kernels.md).
-
-    Programs that walk over the same queries find them, and their sums of dQ, in the L2 cache, but drift apart
-    by some thousand tokens: the cache holds that much of one head, not of a group. Short documents want all
-    heads at once, or a tile would wait for turns that heavier ones pass on only at the end of a head. Split
-    groups pack no heads: their few tiles are long.
-    """
+    """What was fastest on an H100 (docs/kernels.md). Short documents want all heads at once, or a tile would
+    wait for turns that heavier ones pass on only at the end of a head. Split groups pack no heads: their few
+    tiles are long."""
     group = q_heads // kv_heads
     heads_first = group > 1 and schedule.mean_keys >= HEADS_FIRST
     pack = 1 if heads_first else packed(group, LEAST_PACKED)

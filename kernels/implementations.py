@@ -58,7 +58,11 @@ def device_of(device: torch.device) -> Device:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return Device("cuda", capability, hip=torch.version.hip is not None)
-    return Device(device.type, interpreted=_interpreting())
+    try:
+        from triton import knobs
+    except ImportError:
+        return Device(device.type)
+    return Device(device.type, interpreted=knobs.runtime.interpret)
 
 
 def _refused_by_triton(which: str, dims: HeadDims, dtype: torch.dtype, device: Device, *_: bool) -> Reason:
@@ -165,14 +169,6 @@ def chosen(
         if reason is None:
             return name
     raise ValueError(f"implementation {implementation!r} {reason}")
-
-
-def _interpreting() -> bool:
-    try:
-        from triton import knobs
-    except ImportError:
-        return False
-    return knobs.runtime.interpret
 
 
 @cache

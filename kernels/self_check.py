@@ -1,15 +1,13 @@
-"""Compiles all kernels that an attention layer can meet, before it meets them, and checks that they are
-right on this device, repeat and end.
+"""Compiles all kernels that an attention layer can meet, before it meets them, and checks that they are right
+on this device, repeat and end (docs/kernels.md).
 
 A kernel is compiled for a configuration (triton_launch.Config; in Gluon's backward, gluon_launch.Division)
 and never for lengths, so any few tokens will do.
 
-A job's GPU, driver and compiler cannot be known before, and a wrong gradient shows in no loss curve for a
-long time. So each way in which the backward may divide its work attends to the same noise, on segments
-that need all of it: tiles that wait for many turns, several tiles a program, blocks that need no mask, short
-documents that share tiles, padding, chunks that share keys; keys and values side by side in one row, as
-context parallelism gathers them. New tensors are full of NaN, all rows are compared, and all is done twice,
-to give the same bits.
+Each way in which the backward may divide its work attends to the same noise, on segments that need all of it:
+tiles that wait for many turns, several tiles a program, blocks that need no mask, short documents that share
+tiles, padding, chunks that share keys; keys and values side by side in one row, as context parallelism
+gathers them. New tensors are full of NaN, all rows are compared, and all is done twice for the same bits.
 """
 
 import time

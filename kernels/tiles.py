@@ -1,8 +1,5 @@
-"""Tile lists: exactly the work that exists, found once per micro-batch on the CPU, document by document.
-
-A kernel launched over (longest document / tile, heads, documents) mostly starts programs with nothing to do,
-and one that searches a list for its document costs more than the attention of short documents. Here numpy
-cuts the segments into tiles once for all layers and both passes, and a program just reads its row.
+"""Tile lists: exactly the work that exists, found once per micro-batch on the CPU, document by document
+(docs/kernels.md).
 
 Query tiles (forward and dQ) are runs of at most `tokens` query tokens with the interval of keys that any of
 them sees. Key tiles (dK and dV) are runs of at most `block_n` keys with the query intervals that see any of
@@ -24,8 +21,7 @@ a mixed tile must be masked.
            [  0, 128,   0,   0,   1, 128]], dtype=int32)
 
 Lists are in chains: tiles that share keys (key tiles: queries) follow one another, the chain of the heaviest
-tile first. Tiles that run at the same time then find what they share in the L2 cache; sorted by weight across
-documents, each would read its own from memory.
+tile first, to find what they share in the L2 cache.
 
 All lists are int32 except `edges`, by which torch indexes. Positions are tokens; the kernels multiply by the
 heads that share a tile.

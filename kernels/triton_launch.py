@@ -104,9 +104,47 @@ def backward(
     configs = choose((saved.q.shape[2], saved.v.shape[2]), tma)
     dout, q, k, v, out = (aligned(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    statistics = row_statistics(dout, dlse, out, saved.lse)
-    key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, configs.key_tiles)
-    query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, configs.query_tiles)
+    q_heads, kv_heads = q.shape[1], k.shape[1]
+    lse_log2, delta = row_statistics(dout, dlse, out, saved.lse)
+    row_length = lse_log2.shape[1]
+
+    config = configs.key_tiles
+    lists = schedule.key_tiles(config.block_m, config.block_n)
+    by_step = [
+        TensorDescriptor(x, [x.shape[0], q.shape[0]], [row_length, 1], [1, config.block_m]) if tma else x
+        for x in (lse_log2, delta)
+    ]
+    key_tile_kernel[(len(lists.tiles) * kv_heads,)](
+        **inputs(q, k, v, schedule, options, tma, config),
+        **operand("dout", dout, config.block_m, tma),
+        **result("dk", dk),
+        **result("dv", dv),
+        lse_log2=by_step[0],
+        delta=by_step[1],
+        row_length=row_length,
+        tile_list=lists.tiles,
+        items=lists.items,
+        tiles=len(lists.tiles),
+        section=section(q, dout, 1, q_heads // kv_heads),
+        kv_heads=kv_heads,
+        scale=options.scale,
+    )
+
+    config = configs.query_tiles
+    tiles = schedule.query_tiles(config.block_m)
+    query_tile_kernel[(len(tiles) * q_heads,)](
+        **inputs(q, k, v, schedule, options, tma, config),
+        **operand("dout", dout, config.block_m, tma),
+        **result("dq", dq),
+        lse_log2=lse_log2,
+        delta=delta,
+        row_length=row_length,
+        tile_list=tiles,
+        tiles=len(tiles),
+        section=section(k, v, q_heads // kv_heads),
+        q_heads=q_heads,
+        scale=options.scale,
+    )
     return dq, dk, dv
 
 
@@ -142,52 +180,6 @@ def row_statistics(
         enable_fp_fusion=True,
     )
     return lse_log2, delta
-
-
-def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, config) -> None:
-    kv_heads = k.shape[1]
-    lse_log2, delta = statistics
-    row_length = lse_log2.shape[1]
-    lists = schedule.key_tiles(config.block_m, config.block_n)
-    if tma:
-        lse_log2, delta = (
-            TensorDescriptor(x, [x.shape[0], q.shape[0]], [row_length, 1], [1, config.block_m])
-            for x in (lse_log2, delta)
-        )
-    key_tile_kernel[(len(lists.tiles) * kv_heads,)](
-        **inputs(q, k, v, schedule, options, tma, config),
-        **operand("dout", dout, config.block_m, tma),
-        **result("dk", dk),
-        **result("dv", dv),
-        lse_log2=lse_log2,
-        delta=delta,
-        row_length=row_length,
-        tile_list=lists.tiles,
-        items=lists.items,
-        tiles=len(lists.tiles),
-        section=section(q, dout, 1, q.shape[1] // kv_heads),
-        kv_heads=kv_heads,
-        scale=options.scale,
-    )
-
-
-def query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, config) -> None:
-    q_heads = q.shape[1]
-    lse_log2, delta = statistics
-    tiles = schedule.query_tiles(config.block_m)
-    query_tile_kernel[(len(tiles) * q_heads,)](
-        **inputs(q, k, v, schedule, options, tma, config),
-        **operand("dout", dout, config.block_m, tma),
-        **result("dq", dq),
-        lse_log2=lse_log2,
-        delta=delta,
-        row_length=lse_log2.shape[1],
-        tile_list=tiles,
-        tiles=len(tiles),
-        section=section(k, v, q_heads // k.shape[1]),
-        q_heads=q_heads,
-        scale=options.scale,
-    )
 
 
 def inputs(

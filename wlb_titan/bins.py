@@ -28,9 +28,6 @@ def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: i
     Each document goes to the micro-batch of least work; if it does not fit there, to the shortest one; if it
     does not fit there either, it remains.
 
-    A micro-batch has at most L_max tokens, as in the paper's text and equation 2; with the pseudo-code's "<"
-    a document of a full window would never fit where L_max is the window.
-
     Example: lengths 6, 4, 3, 3 with work equal to length, 2 micro-batches of at most 8 tokens give
     [0, 1, 1, REMAINS]: the last finds 6 and 7 tokens, and 3 more fit nowhere.
 
@@ -202,8 +199,8 @@ def split(rows: Ints, assigned: Ints, bins: int) -> list[Ints]:
 
 def in_order(packs: int, ranks: int) -> list[list[int]]:
     """Consecutive packs go to one rank, as in a plain data loader."""
-    count = packs // ranks
-    return [list(range(rank * count, (rank + 1) * count)) for rank in range(ranks)]
+    order: list[list[int]] = np.arange(packs).reshape(ranks, -1).tolist()
+    return order
 
 
 def balanced(workloads: Floats, ranks: int) -> list[list[int]]:

@@ -196,7 +196,7 @@ class Job:
         if self.attention is not None:
             return self.attention
         latency = configured_latency(
-            self.cluster, self.attention_shape, self.context.profile, self.implementation
+            self.cluster, self.attention_shape, self.implementation, self.context.profile
         )
         return replace(latency, units=max(latency.units - self.sm_margin, 1))
 

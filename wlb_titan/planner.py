@@ -18,9 +18,10 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingPolicy, rules
-from wlb_titan.packing.mixes import with_mixes
+from wlb_titan.packing.predicted import with_mixes
 from wlb_titan.pipeline.order import arranged
-from wlb_titan.plan import ID, LENGTH, ROW, START, Flow, MicroBatch, Plan
+from wlb_titan.plan import ID, LENGTH, ROW, START, MicroBatch, Plan
+from wlb_titan.plugins import is_ours
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -32,13 +33,9 @@ PACKING_FACTS = "packing_policy", "micro_batches"
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerState:
-    """What a checkpoint holds of the plans: all that the coming ones depend on besides documents and job.
-
-    It is the same on every rank, and nothing in it follows from degrees or devices: a job can continue with
-    others, and trains the documents that were left. Only another stream of tokens is refused; under another
-    policy or number of micro-batches the documents that waited come first again. A checkpoint has it as JSON
-    by these names.
-    """
+    """What a checkpoint holds of the plans, as JSON by these names: all that the coming ones depend on beside
+    documents and job (docs/packing.md). It is the same on every rank, and nothing in it follows from degrees
+    or devices."""
 
     corpus_fingerprint: str  # this and the next four make the stream of tokens (STREAM_FACTS)
     documents: int
@@ -79,8 +76,8 @@ class Planner:
         self._order = job.order.make(job.shape) if job.degrees.pipeline > 1 else None
         self._documents = documents
         self.iteration = 0  # steps planned so far
-        others = rules.Rules.for_others(job)
-        self._rules = rules.Rules(self._stream, job) if others else None
+        ours = is_ours(job.packing.owner) and is_ours(job.context.owner)
+        self._rules = None if ours else rules.Rules(self._stream, job)
 
     def hold_to_rules(self) -> None:
         """Plans some steps where a policy or sharding is not the project's; those that break a rule end in a
@@ -151,18 +148,26 @@ class Planner:
             run = self._job.run or self._job.replica_micro_batches
             assigned = arranged(self._order, run, assigned, forward, backward)
         drafts = self._with_rows(packing.packs)
-        micro_batches = tuple(
-            self._placed(drafts[pack], dp_rank, index, float(workloads[pack]), dp_rank in sharded)
-            for dp_rank, packs in enumerate(assigned)
-            for index, pack in enumerate(packs)
-        )
         waiting = self.policy.waiting
         flows = self.policy.flows(packing, sharded)
-        if self._job.mixes:
-            micro_batches = self._mixed(micro_batches, flows, sharded, pipeline_ranks)
+        mixing = range(self._job.shape.ranks) if pipeline_ranks is None else pipeline_ranks
+        micro_batches: list[MicroBatch] = []
+        for dp_rank, packs in enumerate(assigned):
+            of_rank = [
+                self._job.sized(drafts[pack], dp_rank, index=index, workload=float(workloads[pack]))
+                for index, pack in enumerate(packs)
+            ]
+            if dp_rank in sharded:
+                of_rank = [self._job.sharded(sized) for sized in of_rank]
+                if self._rules is not None:
+                    for micro_batch in of_rank:
+                        self._rules.check_sharding(micro_batch)
+                if self._job.mixes:
+                    of_rank = with_mixes(self._job, of_rank, flows[dp_rank] if flows else None, mixing)
+            micro_batches += of_rank
         plan = Plan(
             iteration=self.iteration,
-            micro_batches=micro_batches,
+            micro_batches=tuple(micro_batches),
             plan_ms=(time.perf_counter() - begin) * 1e3,
             waiting_documents=len(waiting),
             waiting_tokens=int(waiting[:, LENGTH].sum()),
@@ -174,21 +179,6 @@ class Planner:
         if self.iteration == rules.STEPS:
             self._rules = None
         return plan
-
-    def _mixed(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        flows: Sequence[Flow] | None,
-        sharded: Collection[int],
-        pipeline_ranks: Collection[int] | None,
-    ) -> tuple[MicroBatch, ...]:
-        ranks = range(self._job.shape.ranks) if pipeline_ranks is None else pipeline_ranks
-        each, result = len(micro_batches) // self._job.replicas, list[MicroBatch]()
-        for dp_rank in range(self._job.replicas):
-            own = micro_batches[dp_rank * each : (dp_rank + 1) * each]
-            flow = None if flows is None else flows[dp_rank]
-            result += with_mixes(self._job, own, flow, ranks) if dp_rank in sharded else own
-        return tuple(result)
 
     def state_dict(self) -> dict[str, Any]:
         """`PlannerState` by its names; JSON may turn arrays into lists."""
@@ -238,13 +228,3 @@ class Planner:
         ends = np.cumsum([len(draft.documents) for draft in drafts])
         parts = np.split(np.column_stack([documents, rows]), ends[:-1])
         return [replace(draft, documents=part) for draft, part in zip(drafts, parts, strict=True)]
-
-    def _placed(
-        self, draft: MicroBatch, dp_rank: int, index: int, workload: float, shard: bool
-    ) -> MicroBatch:
-        placed = self._job.sized(draft, dp_rank, index=index, workload=workload)
-        if shard:
-            placed = self._job.sharded(placed)
-            if self._rules is not None:
-                self._rules.check_sharding(placed)
-        return placed

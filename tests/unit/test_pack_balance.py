@@ -13,7 +13,7 @@ from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
-from wlb_titan.packing.plain import Plain, for_trial, imbalance_of_plain
+from wlb_titan.packing.plain import Plain, for_trial, imbalances
 from wlb_titan.packing.wlb import Wlb, drains, tune
 
 
@@ -69,9 +69,10 @@ def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
     job = Job(window=1024, micro_batches=4, packing=Plain.Config(cost_model="quadratic:1,100"))
     stream.fill(1000)
     state = stream.state_dict()
-    found = imbalance_of_plain(stream, job)
+    found = imbalances(job.packing, stream, job)
     assert stream.state_dict() == state
-    assert found == imbalance_of_plain(stream.from_start(), job) > 1
+    assert found == imbalances(job.packing, stream.from_start(), job)
+    assert found[0] == found[1] > 1
 
 
 def test_a_trial_plans_some_of_many_data_parallel_ranks():
@@ -80,7 +81,7 @@ def test_a_trial_plans_some_of_many_data_parallel_ranks():
     stream = DocumentStream(Mixture(lengths_of("heavy"), seed=3), 512)
     assert for_trial(job).micro_batches == 48
     assert [for_trial(replace(job, degrees=Degrees(shard=n))).micro_batches for n in (1, 2)] == [64, 64]
-    assert imbalance_of_plain(stream, job) > 1
+    assert imbalances(Plain.Config(), stream, job)[1] > 1
     assert len(Wlb(job.packing, stream, job).next().packs) == 192
 
 

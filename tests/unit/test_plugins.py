@@ -210,7 +210,8 @@ def test_classes_of_others_are_held_to_their_rules(name, rule):
 @pytest.mark.parametrize("packing", ["plain", "wlb", "wlb_lazy", "fixed_greedy", "dealt", "slim"])
 def test_the_rules_are_those_that_every_policy_of_ours_keeps(monkeypatch, packing):
     """As if it were somebody else's: no policy that is right is refused."""
-    monkeypatch.setattr("wlb_titan.packing.rules.is_ours", lambda cls: False)
+    for module in ("planner", "packing.rules"):
+        monkeypatch.setattr(f"wlb_titan.{module}.is_ours", lambda cls: False)
     settings = POLICIES.configure(packing)
     degrees = {"data_parallel": 2, "context_parallel": 2, "sharding": "hybrid"}
     planner = planning.make_planner(LENGTHS, window=1024, micro_batches=8, packing=settings, **degrees)

@@ -18,7 +18,7 @@ from wlb_titan.cost.profile import (
     Entry,
     LinearProfile,
     Profile,
-    cluster_latency,
+    configured_latency,
     measured_cluster,
     rate,
 )
@@ -97,12 +97,12 @@ def test_a_rate_leaves_the_fixed_part_out_which_is_not_negative():
 def test_without_a_profile_the_figures_for_h100_are_taken():
     shape = AttentionShape(head_dim=96, heads=5)
     h100, own = load_cluster("h100_roce"), hopper(96, 5)
-    gluon = cluster_latency(h100, shape, "gluon")
+    gluon = configured_latency(h100, shape, "gluon")
     assert replace(gluon, source=own.source) == own and "Gluon's forward and Gluon's backward" in gluon.source
-    slower = cluster_latency(replace(h100, attention_flops=h100.attention_flops / 2), shape, "gluon")
+    slower = configured_latency(replace(h100, attention_flops=h100.attention_flops / 2), shape, "gluon")
     assert (slower.forward.block, slower.backward) == (2 * own.forward.block, own.backward)
     latent = AttentionShape(head_dim=192, v_head_dim=128, heads=16, group=8, windows=((128, 0.5),))
-    found = cluster_latency(h100, latent, "gluon")
+    found = configured_latency(h100, latent, "gluon")
     assert replace(found, source=own.source) == replace(hopper(160, 16, group=8), windows=((128, 0.5),))
 
 
@@ -111,11 +111,12 @@ def test_times_are_those_of_the_backward_that_a_gpu_takes():
     h100, dims = load_cluster("h100_roce"), AttentionShape(head_dim=128, heads=32, group=8)
     document = [np.array([[0, 0, 65536]])]
     seconds = {
-        kernels: cluster_latency(h100, dims, kernels).seconds(document)[0] for kernels in ("auto", "triton")
+        kernels: configured_latency(h100, dims, kernels).seconds(document)[0]
+        for kernels in ("auto", "triton")
     }
     assert seconds["auto"] == pytest.approx([0.0555, 0.2467], rel=0.03)
     assert seconds["triton"] == pytest.approx([0.0784, 0.2467], rel=0.03)
-    assert cluster_latency(h100, dims).source.endswith("Gluon's forward and Triton's backward pass")
+    assert configured_latency(h100, dims).source.endswith("Gluon's forward and Triton's backward pass")
     job = Job(window=65536, micro_batches=4, cluster=h100, model=replace(Job.model, heads=32))
     longer = (
         job.latency.seconds(document)[0, 1]

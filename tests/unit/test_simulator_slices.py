@@ -93,7 +93,7 @@ def cached(simulated, actions, packs):
 def in_flight(simulated, actions, packs):
     """Bytes of activations after each action, float64 (actions,), without the cache."""
     memory = simulated.packing.rank_memory
-    kept = memory.layer_bytes(simulated.token_bytes) * np.array(memory.kept_layers(simulated.layers))
+    kept = np.array(memory.kept_by_stages(simulated.token_bytes, simulated.layers))
     signs = {"F": 1, "B": -1}
     held = np.cumsum([signs[a.kind] * packs[a.place].length * kept[a.stage] for a in actions])
     assert held[-1] == pytest.approx(0.0, abs=1e-6)

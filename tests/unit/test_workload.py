@@ -8,7 +8,7 @@ import pytest
 
 from wlb_titan.cost.cluster import Link, cluster_of_device, cluster_of_gpu, load_cluster, shipped
 from wlb_titan.cost.models import PAPER_MODELS
-from wlb_titan.cost.profile import AttentionShape, cluster_latency
+from wlb_titan.cost.profile import AttentionShape, configured_latency
 from wlb_titan.cost.workload import Quadratic, cost_model, workload
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError, UserError
@@ -65,8 +65,8 @@ def test_a_gpu_of_half_the_multiprocessors_and_rate_takes_twice_as_long():
     rates = {name: getattr(h100, name) / 2 for name in ("attention_flops", "attention_backward_flops")}
     half = replace(h100, units=66, **rates)
     lengths = np.array([1000, 30000])
-    work = cluster_latency(half, shape).work(lengths, lengths)
-    assert work == pytest.approx(2 * cluster_latency(h100, shape).work(lengths, lengths))
+    work = configured_latency(half, shape).work(lengths, lengths)
+    assert work == pytest.approx(2 * configured_latency(h100, shape).work(lengths, lengths))
 
 
 def test_groups_communicate_over_the_links_that_they_share(tmp_path):

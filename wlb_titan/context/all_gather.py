@@ -1,8 +1,5 @@
-"""All-gather context parallelism (paper section 5): a rank attends with its own queries to everybody's keys.
-
-Keys and values of documents that lie on several ranks are gathered in every layer, as Llama 3 does with all
-documents; a document that lies whole on one rank stays there. The four shardings differ in which tokens a
-rank holds, and so in the work of its queries.
+"""All-gather context parallelism (paper section 5; docs/context_parallel.md): a rank attends with its own
+queries to everybody's keys, which are gathered in every layer; a document whole on one rank stays there.
 
 Each rank holds the tokens whose keys travel first, and sends as many rows as the rank with most of them: one
 regular collective, in which excess rows are padding. A rank then has the gathered keys, document by document,
@@ -149,12 +146,7 @@ class KeyExchange(NamedTuple):
 
 
 def gathered_mask(
-    sharding: Sharding,
-    lengths: Ints,
-    total: int,
-    rank: int,
-    levels: Sequence[int],
-    slices: Slices | None = None,
+    sharding: Sharding, lengths: Ints, total: int, rank: int, levels: Sequence[int], slices: Slices | None
 ) -> ContextMask:
     """The mask of one rank; the sharding is in the order of `widest_first`."""
     share = total // len(sharding)
@@ -207,9 +199,7 @@ def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) 
     return documents, order
 
 
-def key_shares(
-    sharding: Sharding, total: int, levels: Sequence[int], slices: Slices | None = None
-) -> KeyShares:
+def key_shares(sharding: Sharding, total: int, levels: Sequence[int], slices: Slices | None) -> KeyShares:
     """The largest shares of the keys that a rank gathers and has; arguments as of `gathered_mask`."""
     sent = sent_tokens(sharding, spans(sharding, levels, slices), len(levels))
     held = held_keys(sent, levels)

@@ -1,19 +1,15 @@
-"""Hybrid sharding: long documents over as many ranks as they need, short ones whole, by predicted time.
+"""Hybrid sharding: long documents over as many ranks as they need, short ones whole.
 
-The paper names this as future work. Cutting a long document keeps the ranks equal, but its keys travel among
-all ranks that have a part of it; cutting a short one also wastes most of each tile. So a document goes to one
-rank, over a group of 2, 8, ... neighbours (`levels_of`), which have the fastest links, or over all ranks.
+The paper names this as future work (docs/context_parallel.md):
 
-- `places.search` chooses places for the heaviest documents, by predicted time.
+- `places.search` chooses places for the heaviest documents, by predicted time: a rank, a group of 2, 8, ...
+  neighbours (`levels_of`), or all ranks.
 - Equal tokens: a rank has room for total / ranks. A group divides its documents evenly. Those over all ranks
   come last and fill the room that is left, as evenly as it allows: a long document on few ranks needs others
   to be long elsewhere. Each rank has two chunks, equally far from both ends of the document, so its work
   follows its tokens, however unequal these are.
 - All other documents are dealt whole: to the rank with least work among those with room.
   Those that fit nowhere are cut, and padding fills the smallest rooms, so that at most `ranks` are cut.
-
-Example: documents of 8192, 100 and 100 tokens on 2 ranks, 8 tokens of padding: the long one is cut into four
-chunks, and each rank keeps one short one whole.
 """
 
 from __future__ import annotations

@@ -3,14 +3,9 @@
 Per-document sharding (paper section 5.1): every document is cut into 2 x ranks chunks, and rank i takes
 chunks i and 2 ranks - 1 - i of each. Per-sequence sharding cuts the packed sequence as one long document.
 
-A document's length is rarely a multiple of 2 x ranks. The paper cuts the multiple and deals out the remaining
-tokens one by one, each a query tile of its own that reads the whole document. Here all chunks have
-floor(length / 2 ranks) tokens or one more, and nothing remains. Over the documents, ranks get the longer
-chunks in turn, 0, 1, 2 ...: in one round their early chunk is longer, in the next their late one. So no rank
-is ever more than one token ahead, and padding makes them equal.
-
-Attention work differs by that one token too: for a document cut into chunks of c tokens the ranks' query-key
-pairs are within 1 / c of each other, and over several documents that averages out.
+Chunks have floor(length / 2 ranks) tokens or one more. Over the documents, ranks get the longer chunks in
+turn, 0, 1, 2 ...: in one round their early chunk is longer, in the next their late one. So no rank is ever
+more than one token ahead, and padding makes them equal (docs/context_parallel.md).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The search behind hybrid sharding: over which ranks each document is divided, by predicted time.
 
 A place is a rank, a group of neighbours that divide a document evenly, or all ranks, which divide documents
-by the room that others leave. The time of a layer is that of
-
-- attention on the rank with most of it, and at least the mean, since documents that have no place yet may
-  still make the ranks equal; and
-- a collective for each size of group, which takes as long as the group with most tokens.
+by the room that others leave. The time of a layer is that of attention on the rank with most of it, and at
+least the mean, since documents that have no place yet may still make the ranks equal; and of a collective for
+each size of group, which takes as long as the group with most tokens.
 
 Heaviest first, each document goes where this time rises least; then the heaviest move again. A maximum often
 falls only after several documents have moved, so there are several beginnings, side by side in the same array
@@ -102,10 +100,8 @@ class _Beginnings:
         self.sending = np.zeros((beginnings, count))
         self.filling, self.filling_seconds = np.zeros((2, beginnings))  # over all ranks
         self.rest = np.full(beginnings, large.work.sum())  # seconds of what has no place
-        others = large.work.sum() - large.work[large.rows].sum(), share * ranks - large.lengths.sum()
-        self.rate = max(
-            others[0] / max(others[1], 1), 0.0
-        )  # of other documents, which fill the rest of the room
+        work, tokens = large.work.sum() - large.work[large.rows].sum(), share * ranks - large.lengths.sum()
+        self.rate = max(work / max(tokens, 1), 0.0)  # of other documents, which fill the rest of the room
         self.chosen = np.zeros((len(large.rows), beginnings), dtype=np.int64)
 
     def move(self, document: int, to: Ints, sign: int = 1) -> None:

@@ -97,16 +97,12 @@ class Exchange:
     outputs: float = 0.0
     """Queries, and as many outputs, that attention copies because its tokens are not the rank's own."""
 
-    @property
-    def kept(self) -> float:
-        return sum(move.kept for move in self.moves)
-
 
 def all_gather_exchange(
     model: ModelShape, tensor: int, ranks: int, levels: Sequence[int] = (), *, always: bool = True
 ) -> Exchange:
     """The exchange of strategies that gather keys and values within groups of `levels` ranks, or of all."""
-    keys = model.key_elements(tensor)
+    keys = model.kv_heads * model.head_dims / tensor
     moves = tuple(Move(keys * (size - 1) / size, 1, size, always=always) for size in levels or (ranks,))
     return Exchange(moves=moves, sent=keys / ranks, keys=keys)
 
@@ -141,13 +137,9 @@ class ExchangeCost:
         token = self.element * move.received / link.bandwidth
         return MoveSeconds(passes * token, passes * move.collectives * link.latency)
 
-    def passes(self, move: Move) -> int:
-        """How often it runs for a micro-batch: forward, backward, and perhaps repeated."""
-        return 3 if self.repeats and not move.kept else 2
-
     def of_moves(self) -> list[MoveSeconds]:
-        """The price of each move in all passes."""
-        return [self.price(move, self.passes(move)) for move in self.moves]
+        """The price of each move in all passes of a micro-batch: forward, backward, and perhaps repeated."""
+        return [self.price(move, 3 if self.repeats and not move.kept else 2) for move in self.moves]
 
     def seconds(self, travelling: Sequence[float]) -> ExchangeSeconds:
         """For a micro-batch of which these tokens travel in each move."""

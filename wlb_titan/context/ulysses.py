@@ -1,9 +1,5 @@
-"""Ulysses context parallelism: ranks exchange tokens for heads, and attend to whole sequences.
-
-A rank holds a stretch of the sequence and all heads. One all-to-all before attention gives it the whole
-sequence and its share of the heads, one after it brings the outputs back (Jacobs et al., DeepSpeed Ulysses,
-2023). As every rank has the same documents, attention is always balanced, and traffic does not grow with the
-degree; but there can be no more ranks than query heads.
+"""Ulysses context parallelism: ranks exchange tokens for heads, and attend to whole sequences
+(docs/context_parallel.md; Jacobs et al., DeepSpeed Ulysses, 2023).
 
 Heads need not divide evenly. A rank takes key heads with all their queries; where there are fewer key heads
 than ranks, several ranks hold one of them and share its queries.

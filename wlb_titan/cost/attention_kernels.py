@@ -4,13 +4,10 @@ How a kernel cuts its work is known (`Tiling`), so the predicted time is linear 
 is known which of a launch's two bounds is larger: work spread over the units or the longest tile. `fit`
 alternates between that choice and the coefficients, by non-negative least squares of relative errors.
 
-`hopper` stands in for a profile of the device: the Gluon kernels at head dim 128 in bfloat16. H100 and H200
-have the same multiprocessors and differ in memory, which attention hardly waits for. The coefficients were
-fitted by benchmarks/attention_latency.py to the grid in benchmarks/results/nvidia_h100 (32 query and 4 key
-heads), from kernels that did not yet order tiles by chains or pack heads. Time that their backward spent
-waiting for turns is left out, as it is gone. Backward times of today's kernels are predicted within 5 % in 20
-of 24 cases. After new measurements, `python benchmarks/attention_latency.py --rows FOLDER --kernels tree`
-fits and prints tile, block, masked, step and tail.
+`hopper` stands in for a profile of the device: the Gluon kernels at head dim 128 in bfloat16 on an H100,
+whose multiprocessors are those of an H200. Its coefficients were fitted by benchmarks/attention_latency.py
+(docs/context_parallel.md says how good they are), from kernels that did not yet order tiles by chains or pack
+heads. Time that their backward spent waiting for turns is left out, as it is gone.
 
 Head dim: FlashAttention-3 (Shah et al. 2024, H100, 16K tokens, not causal) reaches 497 TFLOP/s forward and
 474 backward at head dim 64, and 648 and 561 at 128. So a block at 64 takes 0.652 and 0.592 of its time at

@@ -54,7 +54,7 @@ class Tiling:
             window: the most keys that a query sees; None for all.
         """
         queries, keys = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
-        counts = self._own(queries, keys) if window is None else self._own_in_window(queries, keys, window)
+        counts = self._alone(queries, keys) if window is None else self._windowed(queries, keys, window)
         merged = np.flatnonzero(keys <= self.merge_keys)
         if len(merged):
             counts[:, merged] = self._merged(queries[merged], keys[merged], window or np.inf)
@@ -74,18 +74,18 @@ class Tiling:
         of a program; `work` all its work spread over the units; both in seconds."""
         return tile
 
-    def _own_in_window(self, queries: Floats, keys: Floats, window: int) -> Floats:
-        """`_own` under a window: first tiles that see all keys before them, then those that do not."""
+    def _windowed(self, queries: Floats, keys: Floats, window: int) -> Floats:
+        """`_alone` under a window: first tiles that see all keys before them, then those that do not."""
         seen = keys - queries
         tiles = np.ceil(queries / self.query_tile)
         growing = np.clip(np.ceil((window - seen) / self.query_tile), 0, tiles)
         rows = np.minimum(growing * self.query_tile, queries)
         blocks = -(-(self.query_tile + window - 1) // self.key_block)
         unmasked = max(window - self.query_tile + 1, 0) // self.key_block
-        each = np.array([[1.0], [blocks], [blocks - unmasked]])
-        return np.asarray(self._own(rows, seen + rows) + each * (tiles - growing))
+        of_tile = np.array([[1.0], [blocks], [blocks - unmasked]])
+        return np.asarray(self._alone(rows, seen + rows) + of_tile * (tiles - growing))
 
-    def _own(self, queries: Floats, keys: Floats) -> Floats:
+    def _alone(self, queries: Floats, keys: Floats) -> Floats:
         """`count` where each segment has tiles of its own."""
         seen = keys - queries  # before the first query's own key
         tiles = np.ceil(queries / self.query_tile)
@@ -224,8 +224,8 @@ class KernelCost:
 
     def longest_tile(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """float64 (n,), seconds of the largest tile that a segment can have, for all heads of a program."""
-        one = self._tile_seconds(self.tiling.largest(q_len, kv_len, window)) + self.segment
-        return one * self.tiling.heads_per_tile
+        of_head = self._tile_seconds(self.tiling.largest(q_len, kv_len, window)) + self.segment
+        return of_head * self.tiling.heads_per_tile
 
     def ends(self, work: Floats, tile: Floats) -> Floats:
         """float64 (n,), when launches end; `work` and `tile` as of `Tiling.program`."""

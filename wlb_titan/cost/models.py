@@ -37,10 +37,6 @@ class ModelShape:
         """Head dim of queries and keys plus that of values."""
         return self.head_dim + (self.v_head_dim or self.head_dim)
 
-    def key_elements(self, tensor: int) -> float:
-        """Elements of a token's keys and values in a layer, on one of `tensor` tensor-parallel ranks."""
-        return self.kv_heads * self.head_dims / tensor
-
     @property
     def attention_weights(self) -> int:
         if self.projections is not None:

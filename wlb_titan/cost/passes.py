@@ -1,18 +1,12 @@
-"""The time of a micro-batch's passes on a pipeline stage.
+"""The time of a micro-batch's passes on a pipeline stage; docs/simulator.md says what counts.
 
     F = layers x (c + tokens x (matrices + elements + TP + CP + EP) + attention of the slowest CP rank) + head
     I = layers x (c + tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + repeated) + head
     W = layers x tokens x matrices + head
 
-The constants c are those of a profile that was fitted to a run (`simulator/calibrate.py`), or else 0.
-
-Context-parallel ranks hold equal numbers of tokens and differ in attention; they meet in a collective in
-every layer and pass, so the slowest rank of each pass counts (paper section 3.1). A backward pass multiplies
-twice as much as a forward pass: for the gradients of inputs (I) and of weights (W).
+The constants c are those of a profile that was fitted to a run (`simulator/calibrate.py`), or else 0. A
+backward pass multiplies twice as much as a forward pass: for the gradients of inputs (I) and of weights (W).
 Activation checkpointing repeats part of the forward pass (`memory/recompute.py`).
-The strategy says how much of context parallelism's communication is waited for, and the job
-(`tensor_overlap`) how much of tensor parallelism's. Experts are taken to get equally many tokens, which they
-exchange twice in a pass (dispatch and combine).
 """
 
 from __future__ import annotations

@@ -30,15 +30,7 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.attention_kernels import (
-    SLOWER,
-    Point,
-    fit,
-    hopper,
-    non_negative,
-    predict,
-    taken,
-)
+from wlb_titan.cost.attention_kernels import SLOWER, Point, fit, hopper, non_negative, predict, taken
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
@@ -234,19 +226,6 @@ def fitted(
     return entries
 
 
-def configured_latency(
-    cluster: Cluster, shape: AttentionShape, profile: str, implementation: str = "auto"
-) -> AttentionLatency:
-    """One layer's attention by [wlb.context] profile or, where it is empty, by the cluster and
-    [wlb.attention] implementation."""
-    if not profile:
-        return cluster_latency(cluster, shape, implementation)
-    try:
-        return Profile.load(Path(profile)).latency(shape)
-    except PlanError as error:
-        raise PlanError(str(error), setting="context.profile") from error
-
-
 def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
     """The cluster at the rates of the profile that [wlb.context] or the cluster names, where it has any."""
     name = profile or cluster.attention_profile
@@ -257,11 +236,16 @@ def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
     return replace(cluster, layer=measured.layer, linear_flops=flops, memory_bandwidth=bandwidth)
 
 
-def cluster_latency(
-    cluster: Cluster, shape: AttentionShape, implementation: str = "auto"
+def configured_latency(
+    cluster: Cluster, shape: AttentionShape, implementation: str = "auto", profile: str = ""
 ) -> AttentionLatency:
-    """One layer's attention by the cluster's profile or, where that lacks it, by our kernels on an H100
-    scaled to the cluster's rates."""
+    """One layer's attention by [wlb.context] `profile` or, where it is empty, by the cluster's profile or,
+    where that lacks it, by our kernels on an H100 scaled to the cluster's rates."""
+    if profile:
+        try:
+            return Profile.load(Path(profile)).latency(shape)
+        except PlanError as error:
+            raise PlanError(str(error), setting="context.profile") from error
     if cluster.attention_profile:
         try:
             return Profile.load(Path(cluster.attention_profile)).latency(shape)

@@ -1,14 +1,11 @@
 """The workload of a document of d tokens on a device: W_a(d) + W_l(d) (paper equation 2, Figure 7).
 
 W_a is attention, which grows with d^2; W_l is everything else (matrix products, element-wise operators and
-communication), which grows with d. The backward pass of attention costs 2.5 times its forward (five matrix
-products, one of them recomputed, against two), that of a linear layer twice (SlimPack, section 2.2.2), so
-balance in one pass is not balance in the other. Packing balances their sum, since a micro-batch holds the
-same documents in both.
+communication), which grows with d. Packing balances the sum of both passes (docs/packing.md).
 
-`simulated` (`cost/passes.py`) takes both from the simulator's passes: from measured times, where
-[wlb.context] or the cluster names a profile. Left out are gradient reduction and FSDP's gathers, which are
-the same for every micro-batch, and the pipeline's point-to-point traffic, which overlaps with computation.
+`simulated` (`cost/passes.py`) takes both from the simulator's passes. Left out are gradient reduction and
+FSDP's gathers, which are the same for every micro-batch, and the pipeline's point-to-point traffic, which
+overlaps with computation.
 """
 
 from __future__ import annotations
@@ -35,10 +32,7 @@ COST_MODELS = Family(
     key="cost_model",
     group="wlb_titan.cost",
     base="wlb_titan.cost.workload:CostModel",
-    shipped={
-        "simulated": "wlb_titan.cost.passes:JobCost",
-        "quadratic": "wlb_titan.cost.workload:Quadratic",
-    },
+    shipped={"simulated": "wlb_titan.cost.passes:JobCost", "quadratic": "wlb_titan.cost.workload:Quadratic"},
 )
 
 

@@ -13,7 +13,6 @@ from wlb_titan.errors import PlanError
 from wlb_titan.memory.rank import GIB, PackSize, Passes, RankMemory
 from wlb_titan.memory.recompute import KINDS
 from wlb_titan.memory.slice_cache import CachedSlice
-from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ memory were 12 % apart on an H100, against 3 % without slices."""
 
 LONGEST = 2  # context windows of a micro-batch at most, where the user sets no bound: as in WLB-LLM
 
-SLICES = 16  # of `one_document`
+SLICES = 16  # of `Fitting.document`
 
 
 def usable_share(slices: bool) -> float:
@@ -75,8 +74,20 @@ class Fitting:
         return rank
 
     def document(self, tokens: int) -> tuple[RankMemory, ...]:
-        """The peak of each pipeline rank with one document, all of its slices in flight."""
-        return self.peak(one_document(tokens, self.job.shape, self.job.packing.regroups))
+        """The peak of each pipeline rank with one document, all of its slices in flight: the step that holds
+        most. A job that `regroups` has packs of their own for backward passes."""
+        parts, shape, regroups = min(SLICES, tokens), self.job.shape, self.job.packing.regroups
+        slices = [
+            CachedSlice(start, stop - start, tokens)
+            for start, stop in itertools.pairwise(tokens * part // parts for part in range(parts + 1))
+        ]
+        packs = [PackSize(slice_.length, slices=(slice_,)) for slice_ in slices] * (1 + regroups)
+        flow = []
+        for rank in range(shape.ranks):
+            forward = [Action("F", stage, place) for stage in shape.stages_of(rank) for place in range(parts)]
+            backward = [Action("B", stage, place + parts * regroups) for _, stage, place in reversed(forward)]
+            flow.append((*forward, *backward))
+        return self.peak(Passes(packs, tuple(flow)))
 
     @cached_property
     def least(self) -> Fitting:
@@ -143,23 +154,6 @@ class Fitting:
 
     def _document_fits(self, tokens: int) -> bool:
         return fullest(self.document(tokens)).total <= self.usable
-
-
-def one_document(tokens: int, shape: PipelineShape, regroups: bool) -> Passes:
-    """One document with every slice in flight: the step that holds most. With `regroups` backward passes have
-    packs of their own."""
-    parts = min(SLICES, tokens)
-    cuts = [tokens * part // parts for part in range(parts + 1)]
-    slices = [CachedSlice(start, stop - start, tokens) for start, stop in itertools.pairwise(cuts)]
-    packs, behind = [PackSize(slice_.length, slices=(slice_,)) for slice_ in slices], 0
-    if regroups:
-        packs, behind = packs * 2, parts
-    flow = []
-    for rank in range(shape.ranks):
-        forward = [Action("F", stage, place) for stage in shape.stages_of(rank) for place in range(parts)]
-        backward = [Action("B", stage, place + behind) for _, stage, place in reversed(forward)]
-        flow.append((*forward, *backward))
-    return Passes(packs, tuple(flow))
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int:

@@ -155,7 +155,7 @@ class LayerBytes:
         self.key_gradients = all_keys * shares.held
         self.sent = exchange.sent * size if self.shared_keys else 0.0  # to the others before attention
         self.outputs = exchange.outputs * size  # and queries, of tokens that are not the rank's own
-        self.exchanged = exchange.kept * size  # by `selective`
+        self.exchanged = sum(move.kept for move in exchange.moves) * size  # by `selective`
         self.log_sum_exp = FLOAT32 * model.heads / (cp * tp)
         # QKV's output, attention's, and what its exchange keeps: of kinds that repeat no attention.
         self.around_attention = self.qkv + self.q + self.outputs + self.exchanged + self.log_sum_exp

@@ -1,9 +1,5 @@
-"""Which layers of which micro-batches repeat what, so that a pipeline rank's run fits: a greedy walk.
-
-It begins with `none` everywhere. As long as some moment of the run is too full, layers of a micro-batch in
-flight there change to a kind that keeps less: those that repeat the fewest seconds for each byte, and as many
-of them as are needed. Seconds for which no other pass waits hardly count. In the end layers change back
-where there is room after all, the dearest first.
+"""Which layers of which micro-batches repeat what, so that a pipeline rank's run fits: a greedy walk
+(docs/recompute.md).
 
 A moment's bytes are what is there whatever layers keep, what the layers of all micro-batches in flight keep,
 and what its own pass makes. In a stage the layers that keep most come last, so a backward pass frees them

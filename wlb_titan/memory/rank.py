@@ -148,14 +148,9 @@ class RankPeak:
     loss_in_forward: ClassVar[bool] = True  # forward passes of the last stage compute the loss
 
     @staticmethod
-    def layer_bytes(token: TokenBytes) -> float:
-        """Bytes that a token leaves in a layer from the forward to the backward pass."""
-        return token.kept
-
-    @staticmethod
-    def kept_layers(layers: Sequence[int]) -> Sequence[int]:
-        """How often each stage keeps `layer_bytes` of a token."""
-        return layers
+    def kept_by_stages(token: TokenBytes, layers: Sequence[int]) -> list[float]:
+        """Bytes that a token leaves in each stage's layers from the forward to the backward pass."""
+        return [token.kept * count for count in layers]
 
     def __init__(self, job: Job, number: int) -> None:
         self.job, self._number = job, number
@@ -324,10 +319,10 @@ class RankPeak:
         )
 
     def _in_layers(self, pass_: Pass) -> float:
-        """Bytes per token that a stage's layers keep from the forward to the backward pass."""
+        """`kept_by_stages` of a pass's stage."""
         if pass_.pack.mix is not None:
             return sum(layer.kept for layer in pass_.layers)
-        return self.layer_bytes(pass_.token) * self.kept_layers(self._layers)[pass_.stage]
+        return self.kept_by_stages(pass_.token, self._layers)[pass_.stage]
 
     def _kept_output(self, token: TokenBytes, stage: int) -> float:
         """Bytes per token of `_output` that are kept as long."""

@@ -118,23 +118,12 @@ class KeepProducts(Recompute):
         return layer.gathering if layer.shared_keys else 0.0
 
     def moments(self, layer: LayerBytes) -> Moments:
-        s, g, q, k, f = layer.s, layer.g, layer.q, layer.k, layer.f
-        at_hand = 2 * s + q + layer.rotary
-        held = at_hand + layer.keys - layer.qkv - self._gathered(layer)
-        attention = held + g + 2 * q + 2 * layer.outputs + layer.key_gradients - 2 * f - layer.reduced
-        rotated = at_hand + 2 * g + 4 * (q + k)
-        gathers = 4 * g if layer.gathers else 0.0
-        products = held - layer.reduced + max(2 * g, gathers, 3 * g + 3 * f, 2 * g + 4 * f, 4 * g)
-        forward = s + max(2 * g + 2 * f, g + q + layer.keys + layer.gathering, g + 5 * q + 4 * k)
-        return Moments(forward, max(rotated, products, attention), attention)
+        kept, f = layer.qkv + self._gathered(layer) + layer.reduced, layer.f
+        return _repeating(layer, attended=-kept, w1=-f, at_attention=-2 * f, regathers=False)
 
     def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
-        model, token = job.model, job.token
-        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        wo = queries / (2 * (keys + queries) + 3 * model.feed_forward)
-        again = token.matrices * wo if job.memory.reduces_again(job.degrees) else 0.0
-        repeated = token.elements + again + tensor * _repeated_collectives(job)
-        return micro_batches.tokens * repeated
+        wo = job.model.heads * job.model.head_dim if job.memory.reduces_again(job.degrees) else 0
+        return micro_batches.tokens * _repeated_seconds(job, wo, tensor)
 
 
 class Selective(Recompute):
@@ -147,15 +136,13 @@ class Selective(Recompute):
 
     def moments(self, layer: LayerBytes) -> Moments:
         # QKV's output is no longer needed, and at attention's gradients w1's neither.
-        return _repeating(layer, rotating=0.0, attended=-layer.qkv, w1=0.0, at_attention=-layer.f)
+        return _repeating(layer, attended=-layer.qkv, at_attention=-layer.f)
 
     def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
-        model, token = job.model, job.token
-        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        model = job.model
         # Keys, the attention's output and the MLP's second product, of all seven.
-        products = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
-        per_token = token.matrices * products + token.elements + tensor * _repeated_collectives(job)
-        return micro_batches.tokens * per_token + micro_batches.repeated
+        widths = (model.kv_heads + model.heads) * model.head_dim + model.feed_forward
+        return micro_batches.tokens * _repeated_seconds(job, widths, tensor) + micro_batches.repeated
 
 
 class Full(Recompute):
@@ -187,27 +174,31 @@ class AsNeeded(Selective):
         return np.zeros_like(forward)
 
 
-def _repeated_collectives(job: Job) -> float:
-    """The share of tensor parallelism's four collectives in a pass that a backward pass repeats: two gathers,
-    and the reduction behind wo."""
-    return 3 / 4 if job.memory.reduces_again(job.degrees) else 1 / 2
+def _repeated_seconds(job: Job, widths: int, tensor: float) -> float:
+    """Seconds a token of what a backward pass repeats: matrix products, by their widths; all element-wise
+    operators; and of tensor parallelism's four collectives two gathers, and the reduction behind wo."""
+    model, token = job.model, job.token
+    products = widths / (2 * (model.kv_heads + model.heads) * model.head_dim + 3 * model.feed_forward)
+    collectives = 3 / 4 if job.memory.reduces_again(job.degrees) else 1 / 2
+    return token.matrices * products + token.elements + tensor * collectives
 
 
 def _repeating(
     layer: LayerBytes,
     *,
-    rotating: float,
     attended: float,
-    w1: float,
+    rotating: float = 0.0,
+    w1: float = 0.0,
     w2: float = 0.0,
     at_attention: float = 0.0,
+    regathers: bool = True,
 ) -> Moments:
     """The fullest moments where layers are repeated: the module's, with what a kind holds more or less of
-    while it rotates, after attention, of w1 and w2, and at attention's gradients."""
+    after attention, while it rotates, of w1 and w2, and at attention's gradients."""
     s, g, q, k, f = layer.s, layer.g, layer.q, layer.k, layer.f
     forward = s + max(2 * g + 3 * f + w1, g + q + layer.keys + layer.gathering, g + 5 * q + 4 * k)
     moments = [
-        2 * g + (layer.gathering + layer.sent if layer.shared_keys else 0.0),
+        2 * g + (layer.gathering + layer.sent if layer.shared_keys and regathers else 0.0),
         4 * g if layer.gathers else 0.0,
         w1 + 3 * g + 4 * f,
         w2,

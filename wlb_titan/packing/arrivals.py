@@ -1,10 +1,8 @@
 """Global batches as they arrive, how arrival becomes delay, and the least that a micro-batch holds.
 
-Every micro-batch needs a token for each context-parallel rank, and one to predict. So it holds at least
-max(ranks, 2) tokens, not counting documents of a single token, which have none to predict. A document with
-that many tokens can lead a micro-batch. The first N of them are packed before all others, into N empty
-micro-batches, so each has enough whatever follows. Only if there are fewer than N, because all documents are
-very short, are some moved afterwards.
+That is a token for each context-parallel rank, and at least 2, not counting documents of a single token, as
+they have none to predict. The first N documents with that many can lead a micro-batch each and are packed
+before all others. Only if there are fewer, because all documents are very short, are some moved afterwards.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ class Arrivals:
     def __init__(self, stream: DocumentStream, job: Job) -> None:
         self._stream = stream
         self._micro_batches = job.micro_batches
-        self._least = Least(job.micro_batches, job.degrees.context)
+        self.least = Least(job.micro_batches, job.degrees.context)
         self._surplus = 0  # tokens by which the last batch went past its end
         self.iteration = 0
 
@@ -119,7 +117,7 @@ class Arrivals:
 
         def enough(pieces: Ints) -> bool:
             lengths = np.concatenate([waiting[:, LENGTH], pieces[:, LENGTH]])
-            return self._least.filled(lengths) >= self._micro_batches
+            return self.least.filled(lengths) >= self._micro_batches
 
         pieces = self._stream.arrive(budget, enough)
         self._surplus = int(pieces[:, LENGTH].sum()) - budget

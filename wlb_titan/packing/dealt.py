@@ -1,12 +1,8 @@
-"""`dealt`: the windows of `plain`, dealt out to data-parallel ranks so that they have equal work. The data
-stay as they are: a step has the windows that it has under `plain`, nothing waits, all lengths are the same.
+"""`dealt`: the windows of `plain`, dealt out to data-parallel ranks for equal work (docs/packing.md).
 
-Which window runs on which rank, and when, changes only the order in which gradients are added. So windows go
-to ranks heaviest first (`bins.balanced`): the ranks' sums are nearly equal, and so are the windows that they
-run at the same time. What windows still differ by, ranks can share. With `sharers` n, n windows make a pack,
-light ones beside heavy ones, and n ranks run a pack together: all their context-parallel ranks divide its
-documents, as under DP-Merge (`slim`). Each has a window of tokens as before, and the keys of long documents
-travel among them. (DistCA, arXiv 2510.18121, lets attention travel to the same end, with its queries.)
+Windows go to ranks heaviest first (`bins.balanced`): the ranks' sums are nearly equal, and so are the windows
+that they run at the same time. What windows still differ by, ranks can share. With `sharers` n, n windows
+make a pack, light ones beside heavy ones, and n ranks run a pack together, as under DP-Merge (`slim`).
 
 Example: windows of work 9, 8, 3 and 2 on 2 ranks: one has 9 and 2, the other 8 and 3. With 2 sharers these
 are the packs, and each rank has half of both.

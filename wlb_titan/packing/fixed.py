@@ -1,14 +1,12 @@
-"""`fixed_greedy` and `fixed_solver`: fixed-length packing, the baseline of section 3.2.
+"""`fixed_greedy` and `fixed_solver`: fixed-length packing, the baseline of section 3.2 (docs/packing.md).
 
-The documents of several global batches, cut at the ends of context windows as a plain loader cuts them, are
-packed into micro-batches of at most the window so that the largest sum of squared lengths, the attention
-work, is as small as possible (equation 1). All micro-batches are padded up to the window.
+The documents of several global batches, cut where a plain loader cuts them, are packed into micro-batches of
+at most the window so that the largest sum of squared lengths, the attention work, is as small as possible
+(equation 1): each goes to the micro-batch of least work that has room. `fixed_solver` then solves equation 1
+as a mixed-integer program with HiGHS (extra `solver`).
 
 No other cuts are made, so a few short documents fit nowhere. They are left for the next packing, which reads
 that many tokens less from the stream; after `PATIENCE` packings they come first.
-
-`fixed_greedy` gives each document to the micro-batch of least work that has room. `fixed_solver` then solves
-equation 1 as a mixed-integer program with HiGHS (extra `solver`).
 """
 
 from __future__ import annotations
@@ -38,11 +36,9 @@ PATIENCE = 4
 class FixedGreedy(PackingPolicy):
     """Packs the documents of several global batches into micro-batches of the context window (Fixed-4D).
 
-    The packs are sorted by work and dealt out N at a time, so that the packs of one step are alike. The paper
-    does not say which packs share a step, but its imbalance of 1.22, 1.11 and 1.08 over 2, 4 and 8 global
-    batches (Table 2) needs this: on our lengths it is 1.23, 1.12 and 1.06, and 1.35, 1.32 and 1.31 in stream
-    order. The price is that heavy steps come before light ones. Documents arrive when their global batches
-    are read, so in the k-th step after that the delay is k.
+    The packs are sorted by work and dealt out N at a time, so that the packs of one step are alike; the
+    paper's Table 2 needs this. The price is that heavy steps come before light ones. Documents arrive when
+    their global batches are read, so in the k-th step after that the delay is k.
 
     Imbalance 1.10 to 1.35, delay 0, over one global batch; 1.02 to 1.06 and 3.38 over eight. Cut as `plain`.
     """

@@ -8,7 +8,6 @@ pieces up to a multiple of the micro-batches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,14 +27,10 @@ BLOCK = 1 << 20  # documents cut at a time
 class Once(PackingPolicy):
     """Micro-batches of at most the context window, equally many on every rank and in every step."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(PackingPolicy.Config):
-        pass
-
     variable_length = True
     balances = True
 
-    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
+    def __init__(self, config: Any, stream: DocumentStream, job: Job) -> None:
         self._job = job
         longest = stream.window // job.divisor * job.divisor
         pieces = _pieces(stream, longest)

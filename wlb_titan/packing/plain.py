@@ -76,16 +76,13 @@ def for_trial(job: Job) -> Job:
     return replace(few, micro_batches=min(few.micro_batches, most), run=None)
 
 
-def mean_imbalance(config: PackingPolicy.Config, stream: DocumentStream, job: Job) -> float:
-    """The mean imbalance of a policy over STEPS steps of a trial, after WARM_UP others, on these documents,
-    whose stream is left as it is."""
-    policy = config.make(stream.from_start(), for_trial(job))
-    degrees = []
-    for _ in range(WARM_UP + STEPS):
-        works = policy.next().work(partial(workload, job.cost_model))
-        degrees.append(imbalance_degree(works))
-    return float(np.mean(degrees[WARM_UP:]))
-
-
-def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
-    return mean_imbalance(Plain.Config(), stream, job)
+def imbalances(config: PackingPolicy.Config, stream: DocumentStream, job: Job) -> tuple[float, float]:
+    """The mean imbalance of a policy and that of `plain`, over STEPS steps of a trial, after WARM_UP others,
+    on these documents, whose stream is left as it is."""
+    few, works = for_trial(job), partial(workload, job.cost_model)
+    means = []
+    for tried in (config, Plain.Config()):
+        policy = tried.make(stream.from_start(), few)
+        degrees = [imbalance_degree(policy.next().work(works)) for _ in range(WARM_UP + STEPS)]
+        means.append(float(np.mean(degrees[WARM_UP:])))
+    return means[0], means[1]

@@ -34,11 +34,6 @@ class Rules:
         self._packed: list[Ints] = []  # int64 (n, 3) each, columns ID, START, LENGTH
         self._lost = 0
 
-    @staticmethod
-    def for_others(job: Job) -> bool:
-        """Whether a class of the job is not the project's."""
-        return not (is_ours(job.packing.owner) and is_ours(job.context.owner))
-
     def check(self, policy: PackingPolicy, packing: Packing) -> None:
         """Raises PlanError for the packs of the next step."""
         if not is_ours(type(policy)) and (problem := self._problem(policy, packing)):

@@ -1,24 +1,15 @@
-"""`wlb`: variable-length packing with outlier queues, the paper's Algorithm 1.
+"""`wlb`: variable-length packing with outlier queues, the paper's Algorithm 1; comments have its lines.
+docs/packing.md has the rules for cases that it leaves open.
 
 Documents of at least L_1 tokens are outliers and wait, first in, first out, in the queue of their length. A
 queue that holds N documents gives N of them to the step, one for each micro-batch; all other documents are
-packed in the step in which they arrive, by least work. Comments give the line numbers of Algorithm 1.
+packed in the step in which they arrive, by least work.
 
-Two rules cover cases that the paper leaves open:
-
-- If too little is left for N micro-batches once outliers wait (`arrivals`), the outliers that have waited
-  longest join the step.
-- A document that fitted nowhere is packed again in the next step, but as one of the shortest it would come
-  last there too. After `PATIENCE` steps it comes first.
-
-`thresholds = "auto"` finds thresholds much as the paper does: of several sets of multiples of an eighth of
-the window it takes, on a sample of the corpus, the one with the least delay + ((imbalance - 1) /
-tolerance)^2, averaged over steps. `wlb_lazy` minimises the same cost.
-
-The trial simplifies Algorithm 1. The queues are the same, but long documents go to the least loaded
-micro-batch with room (`Bins.place`), short ones are poured on top as a liquid, and what fits nowhere is left
-out instead of being packed in the next step, so the delay comes out too low where L_max is near the window.
-The sample is drawn with a fixed seed: all ranks find the same thresholds.
+`thresholds = "auto"` takes, of several sets of multiples of an eighth of the window, the one with the least
+delay + ((imbalance - 1) / tolerance)^2, averaged over the steps of a trial. The trial simplifies Algorithm 1:
+long documents go to the least loaded micro-batch with room (`Bins.place`), short ones are poured on top as a
+liquid, and what fits nowhere is left out, so the delay comes out too low where L_max is near the window. Its
+sample is drawn with a fixed seed: all ranks find the same thresholds.
 """
 
 from __future__ import annotations
@@ -37,8 +28,8 @@ from wlb_titan.bins import REMAINS, Bins, pack_by_work, split
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed
-from wlb_titan.packing.plain import imbalance_of_plain, mean_imbalance
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed
+from wlb_titan.packing.plain import imbalances
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import ID, LENGTH, START
 
@@ -71,7 +62,6 @@ class Wlb(VariableLengthPolicy):
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         self._arrivals = Arrivals(stream, job)
         self._micro_batches = job.micro_batches
-        self._least = Least(job.micro_batches, job.degrees.context)
         self._job = job
         self._max_length = self.bound(job)
         sample = stream.mixture.sample()
@@ -88,7 +78,7 @@ class Wlb(VariableLengthPolicy):
         n, iteration = self._micro_batches, self._arrivals.iteration
         batch = self._arrivals.next(self.waiting, left=int(self._remained[:, LENGTH].sum()))  # line 2
         doc_set = np.concatenate([self._remained, self._queues.add(batch), self._queues.pop()])  # 3 to 17
-        while (missing := n - self._least.filled(doc_set[:, LENGTH])) > 0:
+        while (missing := n - self._arrivals.least.filled(doc_set[:, LENGTH])) > 0:
             doc_set = np.concatenate([doc_set, self._queues.pop_oldest(missing)])
         doc_set = self._sorted(doc_set, iteration)  # 19
         lengths = doc_set[:, LENGTH]
@@ -96,7 +86,7 @@ class Wlb(VariableLengthPolicy):
         assigned = pack_by_work(lengths, works, n, self._max_length)  # 21 to 35
         packed = assigned != REMAINS
         self._remained = doc_set[~packed]  # 32
-        assigned = self._least.topped_up(assigned[packed], lengths[packed])
+        assigned = self._arrivals.least.topped_up(assigned[packed], lengths[packed])
         return Packing(drafts(split(delayed(doc_set[packed], iteration), assigned, n)))  # 36
 
     def _sorted(self, documents: Waiting, iteration: int) -> Waiting:
@@ -104,11 +94,10 @@ class Wlb(VariableLengthPolicy):
         overdue = np.arange(len(documents)) < len(self._remained)
         overdue &= iteration - documents[:, ARRIVAL] >= PATIENCE
         documents = documents[np.lexsort((-documents[:, LENGTH], ~overdue))]
-        return documents[self._least.leading_first(documents[:, LENGTH])]
+        return documents[self._arrivals.least.leading_first(documents[:, LENGTH])]
 
     def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        queues = mean_imbalance(replace(config, thresholds=self.thresholds), stream, job)
-        plain = imbalance_of_plain(stream, job)
+        queues, plain = imbalances(replace(config, thresholds=self.thresholds), stream, job)
         if queues > plain:
             warnings.warn(
                 "Queues lose on these documents: with the best thresholds found, "

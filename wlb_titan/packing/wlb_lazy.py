@@ -1,44 +1,20 @@
-"""`wlb_lazy`: the balance of Algorithm 1 with less delay. Ours.
+"""`wlb_lazy`: the balance of Algorithm 1 with less delay. Ours; docs/packing.md says why, and what did worse.
 
-Algorithm 1 lets every outlier wait until N of its kind have come, whether or not the step at hand could have
-been balanced with it. Here each step is asked what it can bear. All documents that wait or have just arrived
-form one pool, longest first, and the step holds back the h longest and packs all others. The number h is the
-one that makes
+All documents that wait or have just arrived form one pool, longest first. A step holds back the h longest and
+packs all others, with the h that makes
 
     held tokens / (N window)  +  ((imbalance - 1) / tolerance)^2
 
-least. The first term is what holding back costs: by Little's law the mean delay of a token is the mean number
-of tokens that wait over the number that arrive per step. The second is what the step's imbalance costs: a
-small imbalance is accepted where it spares a long wait, a large one never.
+least. The imbalance for a given h is predicted by packing the long documents alone and pouring the short ones
+on top as a liquid. A lower bound, the longest document's work over the mean, is known for all h at once. They
+are tried from the least bound on, until no bound is below the best cost found: mostly one or two.
 
-Why the h longest? A step can be balanced only if its longest document's work is at most the mean, and holding
-back any other document would cost delay and lower that mean. As outliers collect, the work in the pool grows
-until h = 0 is best, and all of them run together, each with as many short documents as level the work: the
-release of Algorithm 1, but of mixed lengths and as early as the balance allows.
-
-The imbalance for a given h is predicted by packing the long documents alone and pouring the short ones on top
-as a liquid. A lower bound, the longest document's work over the mean, is known for all h at once. They are
-tried from the least bound on, until no bound is below the best cost found: mostly one or two.
-
-When outliers run together, micro-batches without one may reach max_length before they have their share of
-work, and what is still poured lifts only the others. So the level up to which short documents are poured is
-chosen by the same cost; the few shortest above it wait for the next step.
-
-Where long documents are the rule, a batch may have too few short ones to level anything. Then it may be best
-to run only N neighbours in the pool, and let all others wait, shorter ones too. That is tried for every place
-in the pool.
+The level up to which short documents are poured is chosen by the same cost, as micro-batches may reach
+max_length before they have their share of work; the few shortest above it wait. Where a batch has too few
+short documents to level anything, N neighbours in the pool may run while all others wait.
 
 A document that has waited `max_delay` iterations is released with all shorter ones, whatever that does to the
 balance, and is packed first. If max_length is at least two windows it always fits.
-
-With N = 4 good matches are rare, and waiting for one is long; with N = 64 the law of large numbers makes
-every step alike. The tolerance is therefore widened to tolerance x (1 + 4.5 / N). docs/packing.md has the
-measurements behind this and the ideas that did worse.
-
-Where work is nearly proportional to tokens (windows of a few thousand tokens, large models) `plain`, which
-cuts the document at a window's end, makes nearly equal micro-batches, while whole documents leave gaps of
-about half a document. Both are therefore tried on the first documents, and `plain` packs all steps where it
-is balanced better.
 """
 
 from __future__ import annotations
@@ -55,8 +31,8 @@ from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.bins import REMAINS, Bins, split
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed
-from wlb_titan.packing.plain import Plain, imbalance_of_plain, mean_imbalance
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed
+from wlb_titan.packing.plain import Plain, imbalances
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import LENGTH
 
@@ -93,15 +69,16 @@ class WlbLazy(VariableLengthPolicy):
         self._window = stream.window
         self._arrivals = Arrivals(stream, job)
         self._micro_batches = job.micro_batches
-        self._least = Least(job.micro_batches, job.degrees.context)
         self._job = job
         self._max_length = self.bound(job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
         self._max_delay = config.max_delay
         may_cut = not stream.mixture.masked if config.may_cut == "auto" else config.may_cut
         self._stream = stream
-        gives_way = may_cut and _plain_is_better(config, stream, job)
-        self._plain = Plain(Plain.Config(), stream, job) if gives_way else None
+        self._plain: Plain | None = None
+        if may_cut:
+            lazy, plain = imbalances(replace(config, may_cut=False), stream, job)
+            self._plain = Plain(Plain.Config(), stream, job) if plain < lazy else None
         self._waiting: Waiting = NOTHING
         self._left = 0  # tokens of documents that were released and did not fit
 
@@ -117,13 +94,13 @@ class WlbLazy(VariableLengthPolicy):
         held, stop = self._choose(pool[:, LENGTH], works, overdue)
 
         first = held + np.argsort(~overdue[held:stop], kind="stable")  # overdue documents are packed first
-        first = first[self._least.leading_first(pool[first, LENGTH])]
+        first = first[self._arrivals.least.leading_first(pool[first, LENGTH])]
         placed = int(np.flatnonzero(overdue[first]).max(initial=-1)) + 1
         assigned = self._pack(pool[first, LENGTH], works[first], placed)
         packed, left = first[assigned != REMAINS], first[assigned == REMAINS]
         self._waiting = np.concatenate([pool[:held], pool[left], pool[stop:]])
         self._left = int(pool[left, LENGTH].sum())
-        assigned = self._least.topped_up(assigned[assigned != REMAINS], pool[packed, LENGTH])
+        assigned = self._arrivals.least.topped_up(assigned[assigned != REMAINS], pool[packed, LENGTH])
         return Packing(drafts(split(delayed(pool[packed], iteration), assigned, self._micro_batches)))
 
     def _choose(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, int]:
@@ -138,7 +115,7 @@ class WlbLazy(VariableLengthPolicy):
     def _alone(self, lengths: Ints, works: Floats) -> tuple[int, float]:
         """The first of the N neighbours that are best to run without all others, and the cost of that."""
         n = self._micro_batches
-        starts = np.arange(int(np.count_nonzero(lengths >= self._least.tokens)) - n + 1)
+        starts = np.arange(int(np.count_nonzero(lengths >= self._arrivals.least.tokens)) - n + 1)
         if not len(starts):
             return 0, np.inf
         work, tokens = (np.concatenate([[0], np.cumsum(values)]) for values in (works, lengths))
@@ -149,8 +126,8 @@ class WlbLazy(VariableLengthPolicy):
 
     def _hold(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, float]:
         """How many of the longest documents to hold back if all others run, and the cost of that."""
-        most = self._least.filled(lengths) - self._micro_batches
-        most = min(most, int(np.count_nonzero(lengths >= self._least.tokens)))
+        most = self._arrivals.least.filled(lengths) - self._micro_batches
+        most = min(most, int(np.count_nonzero(lengths >= self._arrivals.least.tokens)))
         if overdue.any():
             most = min(most, int(overdue.argmax()))
         holds = _candidates(most, max(self._micro_batches // 64, 1))
@@ -205,11 +182,6 @@ class WlbLazy(VariableLengthPolicy):
         if self._plain is not None and len(self._waiting):  # saved where `plain` was not better
             self._stream.give_back(self._waiting[:, : LENGTH + 1])
             self._waiting, self._left = NOTHING, 0
-
-
-def _plain_is_better(config: WlbLazy.Config, stream: DocumentStream, job: Job) -> bool:
-    lazy = mean_imbalance(replace(config, may_cut=False), stream, job)
-    return imbalance_of_plain(stream, job) < lazy
 
 
 def _candidates(most: int, step: int) -> Ints:

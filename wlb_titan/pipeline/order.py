@@ -1,15 +1,12 @@
-"""In which order a pipeline runs micro-batches of different sizes.
+"""In which order a pipeline runs micro-batches of different sizes (docs/pipeline.md).
 
-The schedule's dependency graph (`pipeline/graph.py`, with an example) gives the time of a step from the times
-of its passes, so orders can be compared before anything runs. `best` looks for the shortest step: it tries
-every order where there are few, and otherwise improves the best of some simple orders at random. Its budget
-is counted in passes evaluated, not in measured time, so that every rank finds the same order. Communication
-is taken as free, and stages as equal.
+`best` looks for the shortest step of the schedule's dependency graph (`pipeline/graph.py`, with an example).
+Communication is taken as free, and stages as equal. Its budget is counted in passes evaluated, not in
+measured time, so that every rank finds the same order.
 
 Ranks that share parameters (FSDP) meet in collectives at every layer of every micro-batch, so their k-th
-micro-batches should be alike. Policies that balance pack each rank's longest first, which keeps them alike;
-`best` searches one order for all ranks, on the mean of their longest, of their second longest and so on, and
-every rank's k-th longest runs at the same place.
+micro-batches should be alike: `best` searches one order for all ranks, on the mean of their longest, of their
+second longest and so on, and every rank's k-th longest runs at the same place.
 """
 
 from __future__ import annotations
@@ -33,10 +30,7 @@ ORDERS = Family(
     key="order",
     group="wlb_titan.order",
     base="wlb_titan.pipeline.order:MicroBatchOrder",
-    shipped={
-        "as_packed": "wlb_titan.pipeline.order:AsPacked",
-        "best": "wlb_titan.pipeline.order:Best",
-    },
+    shipped={"as_packed": "wlb_titan.pipeline.order:AsPacked", "best": "wlb_titan.pipeline.order:Best"},
 )
 
 EXHAUSTIVE = 6  # most micro-batches for which all orders are tried, 720

@@ -1,8 +1,8 @@
-"""PackFlow: in which order the ranks of a pipeline run MicroPacks (SlimPack, section 4.2).
+"""PackFlow: in which order the ranks of a pipeline run MicroPacks (SlimPack, section 4.2; docs/slimpack.md).
 
-1F1B over MicroPacks: forward passes in the order of the packs, backward passes first in first out between
-documents and last in first out between the slices of one, as a document's last slice is the first that can go
-backward. Two ranks, packs 0, 1 and 2 are slices of one document, 3 and 4 hold whole ones:
+Forward passes run in the order of the packs, backward passes first in first out between documents and last in
+first out between the slices of one, as a document's last slice is the first that can go backward. Two ranks,
+packs 0, 1 and 2 are slices of one document, 3 and 4 hold whole ones:
 
     rank 0: F0 F1 F2 F3 B2 F4 B1 B0 B3 B4        rank 1: F0 F1 F2 B2 F3 B1 F4 B0 B3 B4
 
@@ -15,9 +15,8 @@ k-th backward pass at most this many forward passes are done:
 
 where the warm-up is that of 1F1B; without a pipeline it is just those that it waits for. Tokens in flight
 have a limit too, but a forward pass that the next backward pass waits for always runs, so there is no
-deadlock. With equal packs and no slack this is 1F1B or Interleaved1F1B, action for action, whatever the
-slices. Times are predicted, stages are taken as equal and communication as free; every rank of the job finds
-the same order.
+deadlock. Times are predicted, stages are taken as equal and communication as free; every rank of the job
+finds the same order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether all ranks' calls to their process groups meet, by the rules of NCCL.
+"""Whether all ranks' calls to their process groups meet, by the rules of NCCL (docs/dryrun.md).
 
 All ranks' calls are played at the same time, each rank's in order:
 
@@ -7,8 +7,7 @@ All ranks' calls are played at the same time, each rank's in order:
   dtype and sizes; each rank waits until it is done, since a job that needs two communicators at a time may
   hang under NCCL.
 - Sends and receives wait in a queue, and the rank goes on. They leave it in order, those issued together at
-  the same time, each when the other side has come to it with as many bytes. A group has one queue, or one for
-  each direction between two ranks where a pipeline's stages have groups of their own.
+  the same time, each when the other side has come to it with as many bytes.
 
 Two ranks that send to each other before they receive, in one queue, wait for ever; gloo lets this pass:
 

@@ -1,13 +1,9 @@
-"""The choice of `policy = "auto"`: the policy that is predicted fastest among those that fit memory.
+"""The choice of `policy = "auto"`: what is predicted fastest among what fits memory (docs/packing.md).
 
-Every candidate plans the job's first documents; its steps are simulated, after some in which queues fill.
-Packing and context parallelism are chosen together where both are `auto`, as packing to equal work
-changes what context-parallel ranks have to balance. With `plain` as a candidate nothing slower is chosen.
-Policies that plan by a clock (`fixed_solver`) are not tried: a trial would take as long as many steps.
-
-Steps are compared by the model's FLOPs a second: by tokens a second a policy that holds back long documents,
-which have more work in fewer tokens, would look fast over a few steps. In a large job the data-parallel ranks
-of `MOST_MICRO_BATCHES` are planned, and stand for the others.
+Every candidate plans the job's first documents; its steps are simulated, after some in which queues fill, and
+compared by the model's FLOPs a second. Packing and context parallelism are chosen together where both are
+`auto`, as packing to equal work changes what context-parallel ranks have to balance. In a large job the
+data-parallel ranks of `MOST_MICRO_BATCHES` are planned, and stand for the others.
 """
 
 from __future__ import annotations

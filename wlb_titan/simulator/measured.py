@@ -1,13 +1,7 @@
-"""The passes of a step, put together from measurements of some of its ranks.
+"""The passes of a step, put together from measurements of some of its ranks, as docs/rehearsal.md describes.
 
-- A rank that ran alone (`wlb-titan rehearse`) measured how long its passes compute and which collectives
-  they call. Collectives of tensor parallelism, and all others too where communication does not overlap with
-  passes, take the cluster's time for their bytes. Other waiting is added as predicted.
-- A pass of a rank that did not run takes its predicted time, scaled by measured over predicted of the same
-  micro-batch on the most similar stage that ran, or of all micro-batches there if this one did not run.
-- Context- and tensor-parallel ranks that ran wait for each other in every collective, so the slowest counts
-  between two collectives. So do FSDP's ranks where nothing hides its collectives. If the slowest
-  context-parallel rank did not run, another is scaled to it.
+A pass that did not run takes its predicted time, scaled by measured over predicted of the same micro-batch on
+the most similar stage that ran, or of all micro-batches there if this one did not run.
 """
 
 from __future__ import annotations

@@ -50,25 +50,22 @@ def step_passes(job: Job, plan: Plan, measured: MeasuredPasses | None = None) ->
     times = PassTimes(*seconds.reshape(*seconds.shape[:2], -1, run).swapaxes(2, 3))
     if measured is None:
         times = with_dimensions(job, times)
+    runs = per_replica // run
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
-        times = _slowest_of_shards(times, job, per_replica // run)
+        # Every replica of a shard group waits for the slowest, micro-batch by micro-batch. Shards are the
+        # inner data-parallel ranks.
+        arrays = np.stack(times)
+        groups = arrays.reshape(*arrays.shape[:3], -1, gcd(job.degrees.shard, job.replicas), runs)
+        most = groups.max(axis=4, keepdims=True)
+        times = PassTimes(*np.broadcast_to(most, groups.shape).reshape(arrays.shape))
     tokens = np.array([m.length for m in packs], dtype=np.float64).reshape(-1, run).T
-    return StepPasses(times, transfer_seconds(job, tokens), per_replica // run)
+    return StepPasses(times, transfer_seconds(job, tokens), runs)
 
 
 def with_dimensions(job: Job, times: PassTimes) -> PassTimes:
     for dimension in own_dimensions(job.degrees.own):
         times = dimension.passes(job, times)
     return times
-
-
-def _slowest_of_shards(times: PassTimes, job: Job, runs: int) -> PassTimes:
-    """Every replica of a shard group waits for the slowest, micro-batch by micro-batch."""
-    arrays = np.stack(times)
-    # Shards are the inner data-parallel ranks.
-    groups = arrays.reshape(*arrays.shape[:3], -1, gcd(job.degrees.shard, job.replicas), runs)
-    most = groups.max(axis=4, keepdims=True)
-    return PassTimes(*np.broadcast_to(most, groups.shape).reshape(arrays.shape))
 
 
 def transfer_seconds(job: Job, tokens: Floats) -> Floats:

@@ -1,10 +1,4 @@
-"""Degrees, schedules and policies that fit memory, ranked by predicted FLOPs per second.
-
-Degrees of tensor and context parallelism are powers of two, tensor parallelism within a node and a divisor of
-the heads; pipelines have at most a stage for every layer; what is left is data parallelism. Expert
-parallelism takes powers of two of these ranks. Each is tried under the schedules of known order, with as many
-stages a rank as they and the layers allow, up to `MOST_CHUNKS`. Balanced packing gets the longest
-micro-batches that fit, up to two context windows, as everywhere.
+"""Degrees, schedules and policies that fit memory, ranked by predicted FLOPs per second (docs/simulator.md).
 
 Hundreds of candidates are too many to plan. So each first gets a step of N equal micro-batches, an average
 window's work shared equally by all ranks: that takes milliseconds, and hardly any policy is faster.
@@ -125,13 +119,7 @@ def at_degrees(job: Job, degrees: Degrees, schedule: str, chunks: int) -> Job:
     if attention is not None:
         attention = replace(attention, heads=job.model.heads // degrees.tensor)
     return replace(
-        job,
-        degrees=degrees,
-        attention=attention,
-        schedule=schedule,
-        chunks=chunks,
-        run=None,
-        stage_layers=(),
+        job, degrees=degrees, attention=attention, schedule=schedule, chunks=chunks, run=None, stage_layers=()
     )
 
 

@@ -1,12 +1,9 @@
 """The time of a step: its pipeline, the slowest data-parallel replica, and what data parallelism adds.
 
-Replicas run their pipelines on their own and wait for the slowest at the end. Where FSDP shards without a
-pipeline they meet in every layer of every micro-batch, so that the slowest k-th micro-batch of all replicas
-counts for each k. Under pipeline parallelism each stage's weights are gathered once, in its first forward
-pass of a run, and its gradients reduced once, in its last backward pass; without it FSDP gathers in both
-passes of each micro-batch and reduces in each backward pass. With `overlap` they hide behind these passes,
-except for one layer of each stage. At the end the optimizer runs. The user's own dimensions
-([[wlb.dimensions]]) may change the times of passes, and their ranks may meet in some steps.
+docs/simulator.md says which communication counts. Where FSDP shards without a pipeline, replicas meet in
+every layer of every micro-batch, so that the slowest k-th micro-batch of all counts for each k; else they
+wait for the slowest at the end. The user's own dimensions ([[wlb.dimensions]]) may change the times of
+passes, and their ranks may meet in some steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """The asymmetric partition: backward passes have MicroPacks of their own (SlimPack, section 4.1.2).
 
-Attention and linear layers cost more in backward passes, each by its own factor, so packs of equal work in
-one pass have unequal work in the other. Where layers are recomputed anyway nothing ties a backward pass to
-the tokens of one forward pass, and each can be balanced by itself. No solver is needed: a rank's documents
-lie end to end in one line, heaviest first, which is cut into M pieces of equal work.
+A rank's documents lie end to end in one line, heaviest first, which is cut into M pieces of equal work:
 
     forward     documents in order, each from its start to its end, by the work of forward passes
     backward    documents in the same order, each from its end to its start, by the work of backward
@@ -27,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Ints
+from wlb_titan.bins import in_order
 from wlb_titan.context.layout import sequence_positions
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.memory.layer import TokenBytes
@@ -86,7 +84,7 @@ class AsymmetricPacker(Packer):
             packs += [draft(line, piece, passes="F") for piece in pieces]
             pieces = cut_line(backward, back[:, LENGTH], count)
             packs += [draft(back, piece[::-1], passes="B") for piece in reversed(pieces)]
-        return Packing(packs, assigned=np.arange(len(packs)).reshape(job.replicas, -1).tolist())
+        return Packing(packs, assigned=in_order(len(packs), job.replicas))
 
 
 class TokenMoves(NamedTuple):
@@ -194,12 +192,8 @@ class RegroupedRank(RankPeak):
     loss_in_forward = False
 
     @staticmethod
-    def layer_bytes(token: TokenBytes) -> float:
-        return token.hidden
-
-    @staticmethod
-    def kept_layers(layers: Sequence[int]) -> Sequence[int]:
-        return kept_states(layers)
+    def kept_by_stages(token: TokenBytes, layers: Sequence[int]) -> list[float]:
+        return [token.hidden * count for count in kept_states(layers)]
 
     def _kept_output(self, token: TokenBytes, stage: int) -> float:
         return 0.0

@@ -1,13 +1,9 @@
 """Packs a global batch for each data-parallel rank: phase 1 of `slim`, then phase 2 (`micropacks.py`).
 
-Phase 1 decides which data-parallel rank gets which documents, and which documents ranks share.
-
 Every data-parallel rank has the same capacity, C = total work / ranks. Documents go, heaviest first, to the
-rank with the least work (SlimPack, section 4.1.1). A document of more work than C would make its rank the
-slowest, whatever the others get. So (DP-Merge) 2, 4, ... consecutive ranks share its MicroPacks, as few as
-bring each rank's share of it down to C: all their context-parallel ranks together divide these packs. A
-rank's share of merged documents counts as its work when the others are dealt. Weights and optimizer states
-stay where they are.
+rank with the least work (SlimPack, section 4.1.1). 2, 4, ... consecutive ranks share the MicroPacks of a
+document of more work than C, as few as bring each rank's share of it down to C (DP-Merge, docs/slimpack.md).
+That counts as its work when the other documents are dealt.
 
 A group of n ranks starts at a multiple of n, so two groups are nested or have no rank in common. Packs of
 merged documents come first on their ranks, the heaviest document's first, and heavier documents have larger
@@ -86,17 +82,6 @@ def dealt(works: Floats, ranks: int, merged: int = 0, capacity: float | None = N
     bins = Bins(ranks, len(rest), loads.tolist())
     placed = bins.place(np.ones_like(rest), works[rest])
     return Phase1(split(rest, placed, ranks), tuple(merges), np.array(bins.loads))
-
-
-def without_merging(works: Floats, lengths: Ints, ranks: int, least: int) -> Phase1:
-    """Phase 1 without merging, in which every rank gets at least `least` tokens."""
-    phase_1 = dealt(works, ranks)
-    rows = np.concatenate(phase_1.own)
-    rank_of = np.repeat(np.arange(ranks), [len(part) for part in phase_1.own])
-    better = Least(ranks, least).topped_up(rank_of, lengths[rows])
-    if better is rank_of:
-        return phase_1
-    return replace(phase_1, own=split(rows, better, ranks))
 
 
 def best_merging(works: Floats, ranks: int) -> Phase1 | None:
@@ -181,10 +166,13 @@ class Packer:
         return self._phase_2(batch, works, chosen, count, self.place)
 
     def _phase_1(self, batch: Pack) -> tuple[Floats, Phase1]:
-        """Work of the documents, and phase 1 without merging."""
-        works = self._workload(batch[:, LENGTH])
-        ranks, least = self._job.replicas, self._job.degrees.context
-        return works, without_merging(works, batch[:, LENGTH], ranks, least)
+        """Work of the documents, and phase 1 without merging, in which every rank gets enough tokens."""
+        works, ranks = self._workload(batch[:, LENGTH]), self._job.replicas
+        phase_1 = dealt(works, ranks)
+        rows = np.concatenate(phase_1.own)
+        rank_of = np.repeat(np.arange(ranks), [len(part) for part in phase_1.own])
+        better = Least(ranks, self._job.degrees.context).topped_up(rank_of, batch[rows, LENGTH])
+        return works, phase_1 if better is rank_of else replace(phase_1, own=split(rows, better, ranks))
 
     def _better(
         self, batch: Pack, works: Floats, merged: Phase1, whole: Phase1, count: int

@@ -1,10 +1,9 @@
 """From the documents of one data-parallel rank to M MicroPacks of equal work (SlimPack, 4.1.1, phase 2).
 
 A document of more work than a pack's target T = total / M is cut into k = ceil(work / T) slices, each of
-which leads a pack of its own: slim packs, and a mix of the last slice and whole short documents. The other
-packs hold whole short documents. Since cuts can be anywhere, only the sums count: the k packs of a document
-can share its work and that of the short documents beside its last slice equally, as long as these fit there.
-So a cut document is a slot of size k, a pack without one a slot of size 1, and
+which leads a pack of its own; short documents lie beside the last one, and fill the other packs. Cuts can be
+anywhere, so the k packs of a document share its work and that of these short documents equally, as long as
+they fit there: a cut document is a slot of size k, a pack without one a slot of size 1, and
 
     level of a slot = work in it / size        minimise the largest level
 

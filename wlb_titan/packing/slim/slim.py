@@ -1,10 +1,9 @@
 """`slim`: long documents in slices, so that packs are many and alike and nothing waits (SlimPack, 4.1).
 
-Documents arrive a global batch at a time, in pieces of at most a context window. Phase 1 gives data-parallel
-ranks documents of nearly equal work, and lets ranks share the heaviest (`dp_merge.py`); phase 2 makes each
-rank's into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is the same on
-all ranks, and in all steps that fit. `auto` tries several M on simulated steps, and takes the smallest that
-fits and comes within 1 % of the shortest step: short packs lose time that the work model does not know.
+docs/slimpack.md has the steps: phase 1 (`dp_merge.py`), phase 2 (`micropacks.py`), the order of passes
+(`packflow.py`). M is the same on all ranks, and in all steps that fit. `auto` tries several M on simulated
+steps, and takes the smallest that fits and comes within 1 % of the shortest step: short packs lose time that
+the work model does not know.
 
 All slices of a document are in flight together, however short they are. So a step's memory is predicted, and
 a step that does not fit is packed again with more packs; if it never fits, it runs with the packs that need
@@ -14,7 +13,7 @@ least: a prediction ends no run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -219,24 +218,19 @@ class Slim(PackingPolicy):
         self._arrivals.load_state_dict(state)
 
     def _settle(self, stream: DocumentStream) -> tuple[int, int]:
-        """MicroPacks and slack; where they are `auto`, as they suit the first steps."""
+        """MicroPacks and slack. Where they are `auto`, the least packs, and then slack, with which the first
+        steps fit and take at most `WORSE` times as long as with the best that fit; if none fit, most packs
+        and least slack."""
         number, slack = self._config.micropacks, self._config.slack
-        windows = -(-self._job.micro_batches // self._job.replicas)
+        windows = self._job.replica_micro_batches
         fewest = max(windows, self._job.shape.stages)
-        tried = sorted({max(fewest, round(windows * factor)) for factor in NUMBERS})
-        numbers = tried if number == "auto" else [number]
+        some = sorted({max(fewest, round(windows * factor)) for factor in NUMBERS})
+        numbers = some if number == "auto" else [number]
         slacks = SLACKS if slack == "auto" else (slack,)
         if len(numbers) == len(slacks) == 1:
             return numbers[0], slacks[0]
-        arrivals = Arrivals(stream.from_start(), self._job)
-        return self._best([_batch(arrivals) for _ in range(STEPS)], numbers, slacks)
-
-    def _best(
-        self, batches: Sequence[Pack], numbers: Sequence[int], slacks: Sequence[int]
-    ) -> tuple[int, int]:
-        """The least MicroPacks, and then slack, with which steps fit and take at most `WORSE` times as long
-        as with the best that fit. If steps fit with none, most packs and least slack."""
-        flows = self._flows
+        arrivals, flows = Arrivals(stream.from_start(), self._job), self._flows
+        batches = [_batch(arrivals) for _ in range(STEPS)]
         tried: dict[int, list[Step]] = {}
         for count in numbers:
             pack = self._packer.packed if tried else self._packer.at_most
