@@ -98,6 +98,7 @@ def test_a_rank_that_plans_otherwise_ends_the_job_at_the_next_report(lab):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_ctrl_c_ends_all_processes_after_their_step(lab):
     """`wlb-titan train` is our agent alone; TorchX is one more program that Ctrl-C reaches."""
     job = started(lab, "torchx", "interrupted", "--training.steps", "10000")
