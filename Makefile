@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup train train-gpu test test-integrations test-gpu test-gpu-small quick counterexamples test-docs test-triton36 check format clean
+.PHONY: setup train train-gpu test test-long test-integrations test-gpu test-gpu-small quick counterexamples test-docs test-triton36 check format clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wlb_titan needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11")'
@@ -67,8 +67,13 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 # Three files at a time, those with jobs of several processes first: where such a job waits, the others go on.
+TESTS := -rs -n 3 --dist loadfile --no-loadscope-reorder tests/distributed tests/drills tests/kernels tests/unit
 test: $(READY)
-	$(BIN)/pytest -rs -n 3 --dist loadfile --no-loadscope-reorder tests/distributed tests/drills tests/kernels tests/unit
+	$(BIN)/pytest -m "not long" $(TESTS)
+
+# The rest: more layouts, schedules and drills of the same kinds.
+test-long: $(READY)
+	$(BIN)/pytest -m long $(TESTS)
 
 # What only a GPU can show, in ten minutes on one; CONTRIBUTING.md. `make test` runs on the CPU everywhere.
 test-gpu: $(READY)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import UserDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -153,10 +153,28 @@ class Cases(UserDict):
         """`folder` is for what the workers read and write."""
         super().__init__()
         self._server, self._folder, self._corpus, self._died = server, folder, corpus, dict[str, str]()
+        self._batches: dict[str, Callable[[], None]] = {}
 
-    def run(self, kind: str, cases: Mapping[str, Mapping], common: Sequence[str] = (), timeout=500) -> None:
-        """Runs cases of a kind, each in as many processes as its name says as of `layout`. A case has the
-        kind's arguments, and `words`: overrides beside `common` ones and those of its name."""
+    def add(
+        self,
+        kind: str,
+        cases: Mapping[str, Mapping],
+        common: Sequence[str] = (),
+        long: Collection[str] = (),
+        timeout=500,
+    ) -> None:
+        """Cases of a kind, each in as many processes as its name says as of `layout`. A case has the kind's
+        arguments, and `words`: overrides beside `common` ones and those of its name.
+
+        As soon as one is asked for, all run that are as it is in `long` or are not: none of those whose tests
+        are left out.
+        """
+        for part in (cases.keys() - long, cases.keys() & long):
+            batch = {name: case for name, case in cases.items() if name in part}
+            self._batches |= dict.fromkeys(part, partial(self._run, kind, batch, common, timeout))
+
+    def _run(self, kind: str, cases: Mapping[str, Mapping], common: Sequence[str], timeout: float) -> None:
+        self._batches = {name: run for name, run in self._batches.items() if name not in cases}
         by_ranks: dict[int, dict] = defaultdict(dict)
         for name, case in cases.items():
             words = self.words(name, name, (*common, *case.get("words", ())))
@@ -186,8 +204,12 @@ class Cases(UserDict):
         jobs.write_text(json.dumps({"results": str(results), "cases": cases}))
         return self._server.start([Rank([str(jobs)], log)] * processes, "worker", together), log, results
 
-    def __missing__(self, name: str) -> None:
-        raise AssertionError(self._died[name])
+    def __missing__(self, name: str) -> list:
+        if name in self._batches:
+            self._batches[name]()
+        if name not in self.data:
+            raise AssertionError(self._died[name])
+        return self.data[name]
 
 
 def assert_met(met: Mapping) -> None:

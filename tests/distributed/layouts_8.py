@@ -26,7 +26,7 @@ LAYOUTS = (
 @pytest.fixture(scope="module")
 def results(lab, tmp_path_factory, fork_server):
     results = Cases(fork_server, tmp_path_factory.mktemp("eight"), lab.corpus)
-    results.run("plan", {name: {"steps": [1, 2]} for name in LAYOUTS}, COMMON)
+    results.add("plan", {name: {"steps": [1, 2]} for name in LAYOUTS}, COMMON)
     return results
 
 

@@ -35,7 +35,7 @@ def losses(log, policy):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("degrees", ["dp2", "pp2 cp2"])
+@pytest.mark.parametrize("degrees", ["dp2", pytest.param("pp2 cp2", marks=pytest.mark.long)])
 def test_policies_in_turns_train_what_each_would_train_at_these_weights(lab, degrees):
     """A run of its own whose weights stay has the same losses step by step."""
     name, words = degrees.replace(" ", "_"), layout(degrees)

@@ -88,7 +88,7 @@ def run_gather(*, name, words):
 @pytest.fixture(scope="module")
 def results(fork_server, tmp_path_factory):
     results = Cases(fork_server, tmp_path_factory.mktemp("gathered"))
-    results.run("gather", {"cp2": {}, "cp4": {}})
+    results.add("gather", {"cp2": {}, "cp4": {}})
     return results
 
 

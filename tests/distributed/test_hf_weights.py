@@ -85,6 +85,7 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     base = ("--base", "bases:qwen3_moe", "--checkpoint.export_dtype", "float32")
     one_step = (*base, "--training.steps", "1")
@@ -100,6 +101,7 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_checkpoint_is_exported_in_one_process_as_a_run_saves_it(lab, on_terminal):
     """Of ranks that had other layers or other shares of the weights, in another dtype than the run's."""
     layouts = ("pp2 layers4", "dp2", "cp2 ep2 qwen3_moe")
@@ -150,6 +152,7 @@ GPT_OSS = json.loads(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_gpt_oss_trains_from_published_weights_and_is_exported_whole(lab):
     """Experts' weights too: loss and gradient norm are transformers', as near as bfloat16 gets, and what is
     saved without a learning rate is what was loaded."""

@@ -53,6 +53,7 @@ def clocked(lab):
     return experiment
 
 
+@pytest.mark.long
 def test_a_validation_between_two_reports_is_no_time_of_steps(clocked):
     assert [record["step"] for record in clocked.validation()] == [1, 3, 6]
     records = clocked.metrics()

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from lab import Cases, assert_met
+from rows import rows
 
 CHANGING = [[64, 128, 256, 72], [200, 16, 32, 128, 64]]
 SHORT = [[64, 128, 32, 96]]
@@ -36,6 +37,18 @@ CASES = {
     "pp2 dp2 1F1B selective": (CHANGING, [1]),
     "pp2 replicas2 layers4 InterleavedZeroBubble full": (FEW[:1], []),
 }
+LONG = {
+    *(
+        "pp4 layers4 GPipe",
+        "pp4 layers8 LoopedBFS",
+        "pp4 layers8 InterleavedZeroBubble",
+        "pp4 layers8 DualPipeV",
+    ),
+    *("pp2 cp2 GPipe", "pp2 cp2 layers4 Interleaved1F1B", "pp2 cp2 layers4 InterleavedZeroBubble"),
+    *("pp2 cp2 layers4 ZBVZeroBubble selective", "pp2 tp2 layers4 ZBVZeroBubble whole_states"),
+    *("pp2 layers4 InterleavedZeroBubble always", "pp2 tp2 layers4 DualPipeV always"),
+}
+EVALUATED = [name for name, (_, evaluate) in CASES.items() if evaluate]
 BFLOAT16 = "pp2 dp2 1F1B bfloat16"
 TIMEOUT = 20  # seconds, of communication in the drills
 TIMED_OUT = re.compile(rf"Timed out waiting {TIMEOUT}000ms")
@@ -56,11 +69,11 @@ def results(cases, drills):  # which mostly wait
     for name, (steps, evaluate) in {**CASES, BFLOAT16: (FEW[:1], [])}.items():
         words = ["--training.local_batch_size", str(len(steps[0]))]
         arguments[name] = {"words": words, "steps": steps, "evaluate": evaluate}
-    cases.run("pipeline", arguments, ("--loss.num_chunks", "2", *comm(60)))
+    cases.add("pipeline", arguments, ("--loss.num_chunks", "2", *comm(60)), LONG)
     return cases
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", rows(CASES, LONG))
 def test_losses_and_gradients_equal_one_process(results, name):
     records = results[name]
     assert len(records) == len(CASES[name][0])
@@ -70,7 +83,7 @@ def test_losses_and_gradients_equal_one_process(results, name):
     assert_met(records[-1]["met"])
 
 
-@pytest.mark.parametrize("name", [name for name, (_, evaluate) in CASES.items() if evaluate])
+@pytest.mark.parametrize("name", rows(EVALUATED, LONG))
 def test_evaluation_equals_one_process(results, name):
     evaluated = {r["step"]: (r["eval"], r["eval_reference"]) for r in results[name] if "eval" in r}
     assert list(evaluated) == CASES[name][1]

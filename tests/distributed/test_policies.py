@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from lab import Cases, Run, assert_met, going_on, layout
+from rows import rows
 
 COMMON = (
     *("--training.seq_len", "512", "--training.steps", "2"),
@@ -56,6 +57,23 @@ EXPERTS = {
     "cp2 ep2 wlb_lazy hybrid deepseek_v3": (1e-5, 1e-2),
     "cp2 ep2 wlb_lazy hybrid gpt_oss": (3e-3, 0.1),
 }
+LONG = {
+    *(
+        "cp4 wlb per_sequence",
+        "cp4 wlb per_document",
+        "dp4 dealt sharers2 hybrid",
+        "cp2 wlb_lazy hybrid qwen3",
+    ),
+    *("pp2 dp2 dealt sharers2 per_document", "dp2 tp2 dealt sharers2 hybrid", "pp2 tp2 wlb best selective"),
+    *(
+        "dp2 cp2 wlb_lazy ulysses",
+        "pp2 cp2 fixed_greedy ulysses",
+        "cp2 tp2 wlb ulysses",
+        "cp4 reversed gather",
+    ),
+    *("cp2 layers1 wlb ulysses compiled", "pp2 wlb best selective compiled"),
+    *("cp2 ep2 wlb_lazy hybrid deepseek_v3", "cp2 ep2 wlb_lazy hybrid gpt_oss"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +88,15 @@ def results(lab, folder, fork_server):
     results = Cases(fork_server, folder, lab.corpus)
     cases = {name: {"words": words, "steps": [2]} for name, words in CASES.items()}
     cases[LAZY]["steps"] = [1, 2]
-    results.run("plan", cases, COMMON)
+    results.add("plan", cases, COMMON, LONG)
     # In processes that know no other meshes of two ranks, and one step, after which routers get a bias. With
     # weights drawn anew each time, bfloat16 routers near a tie would now and then choose other experts.
-    results.run("plan", {name: {} for name in EXPERTS}, (*COMMON, "--debug.seed", "0"))
+    results.add("plan", {name: {} for name in EXPERTS}, (*COMMON, "--debug.seed", "0"), LONG)
     return results
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [*CASES, *EXPERTS])
+@pytest.mark.parametrize("name", rows([*CASES, *EXPERTS], LONG))
 def test_losses_and_gradients_equal_one_process(results, name):
     loss, gradients = EXPERTS.get(name, (1e-5, 1e-5))
     for record in results[name]:
@@ -113,6 +131,7 @@ def test_traced_steps_have_what_was_measured(results, folder):
     assert all(record["measured_imbalance"] >= 1 and "bubble" not in record for record in records)
 
 
+@pytest.mark.long
 def test_bfloat16_compiles_for_a_second_length(lab):
     """While gradients of the first micro-batch, in float32, wait for those of the others."""
     words = (*COMMON, *layout("wlb_lazy bfloat16"))
@@ -128,6 +147,7 @@ def chosen(experiment):
     return found
 
 
+@pytest.mark.long
 def test_auto_goes_on_with_what_it_chose_or_with_another(lab):
     """It chooses the same for the same job; where it chooses otherwise, that packs what is left."""
     words = [*COMMON, *layout("cp2"), "--training.steps", "3"]

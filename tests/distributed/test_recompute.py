@@ -2,6 +2,7 @@
 
 import pytest
 from lab import Cases, ranks, tight
+from rows import rows
 
 COMMON = ("--debug.seed", "7", "--training.seq_len", "512", "--training.global_batch_size", "4")
 SLICES = ("--wlb.packing.tokens_in_flight", "4096", "--wlb.packing.cost_model", "quadratic:1,2200")
@@ -17,26 +18,20 @@ LAYOUTS = (
     "pp2 layers4 slim8",
     "dp2 layers4 slim6 merged",
 )
+LONG = {
+    *("layers4 compiled", "pp2 layers4 ZBVZeroBubble", "tp2 layers4", "tp2 layers4 compiled"),
+    "dp2 layers4 slim6 merged",
+}
 SINGLE = ("keys",)
 
 
-@pytest.fixture(scope="module")
-def results(lab, tmp_path_factory, fork_server):
-    folder = tmp_path_factory.mktemp("recompute")
-    results = Cases(fork_server, folder, lab.corpus)
-    cases = {}
-    for layout in LAYOUTS:
-        common = [*COMMON, *(SLICES if "slim" in layout else ())]
-        device = tight(results.words("", f"{layout} mixed", common), ranks(layout), folder)
-        for kind in ("stored", "mixed", *SINGLE):
-            cases[f"{layout} {kind}"] = {"steps": 2, "words": [*common, *(device if kind == "mixed" else ())]}
-    for number in (1, 2):
-        results.run("weights", {n: c for n, c in cases.items() if ranks(n) == number})
-    return results
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_are_the_same(results, layout):
+@pytest.mark.parametrize("layout", rows(LAYOUTS, LONG))
+def test_weights_are_the_same(lab, fork_server, tmp_path, layout):
+    results = Cases(fork_server, tmp_path, lab.corpus)
+    common = [*COMMON, *(SLICES if "slim" in layout else ())]
+    device = tight(results.words("", f"{layout} mixed", common), ranks(layout), tmp_path)
+    words = {"stored": common, "mixed": [*common, *device], **dict.fromkeys(SINGLE, common)}
+    results.add("weights", {f"{layout} {kind}": {"steps": 2, "words": words[kind]} for kind in words})
     expected = results[f"{layout} stored"]["after"]
     mixed = results[f"{layout} mixed"]
     assert len(mixed["kinds"]) > 1, "the device is to ask for a mix"

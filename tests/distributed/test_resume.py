@@ -63,7 +63,7 @@ def test_started_again_on_another_degree(lab, corpus, uninterrupted):
     assert validated[0][-1]["loss"] == pytest.approx(validated[1][-1]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.long)])
 def test_an_epoch_goes_on_with_another_batch(lab, corpus, uninterrupted, batch):
     """It ends with the first step after which all was trained on, counted from the checkpoint's documents."""
     words = (*corpus, *OVERRIDES, *layout("dp2"), *going_on(uninterrupted, 4), "--training.local_batch_size")
@@ -114,7 +114,9 @@ def test_a_checkpoint_has_the_entries_that_it_always_had(uninterrupted):
     "words",
     [
         ("--optimizer.param_groups.0.optimizer_kwargs", "{lr = 0.006, weight_decay = 0.5}"),
-        ("--lr_scheduler.warmup_steps", "8", "--lr_scheduler.total_steps", "40"),
+        pytest.param(
+            ("--lr_scheduler.warmup_steps", "8", "--lr_scheduler.total_steps", "40"), marks=pytest.mark.long
+        ),
     ],
     ids=["settings", "schedule"],
 )
@@ -153,6 +155,7 @@ def tensors(run, step) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.long
 def test_experts_go_on_as_if_nothing_was(lab):
     """With the biases of their routers and the optimizer's moments: exactly on the same degrees, compiled."""
     words = ("--base", "bases:qwen3_moe", "--training.steps", "3", "--checkpoint.interval", "2")
@@ -177,6 +180,7 @@ def test_experts_go_on_as_if_nothing_was(lab):
             assert error <= (0 if same else 1e-2) * tensor.abs().max(), f"{name}: {key}: {error}"
 
 
+@pytest.mark.long
 def test_a_seed_checkpoint_of_a_run_of_epochs(lab, corpus, uninterrupted):
     """Training begins at its weights, which stay without a rate, and goes through all documents."""
     words = ("--wlb.epochs", "1", "--wlb.validation.hold_out", "0.1", *corpus, *layout())

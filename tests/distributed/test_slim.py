@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from lab import Cases, assert_met, going_on, layout, make_corpus
+from rows import rows
 
 COMMON = ("--loss.num_chunks", "2", "--wlb.packing.cost_model", "quadratic:1,1000")
 CASES = (
@@ -38,6 +39,18 @@ MERGED = (  # the longest document is beyond a data-parallel rank's share of the
     "dp6 layers1 slim6 merged",
 )
 ALL = CASES + MERGED
+LONG = {
+    *(
+        "pp2 dp2 slim6 compiled",
+        "pp2 dp2 layers4 slim7 selective",
+        "pp2 tp2 slim8 full",
+        "pp2 cp2 slim8 ulysses",
+    ),
+    *("pp2 dp2 layers4 slim6 Interleaved1F1B full", "cp2 tp2 slim6 per_document", "dp4 slim4 milp"),
+    *("pp4 layers4 slim9 asymmetric full", "pp2 cp2 slim8 adaptive asymmetric full"),
+    *("pp2 dp2 layers4 slim6 merged Interleaved1F1B full", "dp4 slim6 merged", "dp2 tp2 slim6 merged"),
+    *("dp2 cp2 slim6 merged hybrid selective", "dp3 slim6 merged milp", "dp6 layers1 slim6 merged"),
+}
 TWO_STEPS = ("pp4 layers4 slim11 slack", "pp2 dp2 layers4 slim6 Interleaved1F1B asymmetric full")
 
 
@@ -52,11 +65,11 @@ def results(lab, tmp_path_factory, fork_server):
         linear = 100 if "replicas" in name else 10
         words = ["--wlb.corpus.path", str(outliers), "--wlb.packing.cost_model", f"quadratic:1,{linear}"]
         cases[name] = {"words": words}
-    results.run("plan", cases, COMMON)
+    results.add("plan", cases, COMMON, LONG)
     return results
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", rows(ALL, LONG))
 def test_losses_and_gradients_equal_one_process(results, name):
     for record in results[name]:
         assert record["loss"] == pytest.approx(record["reference"], rel=1e-5)
@@ -65,7 +78,7 @@ def test_losses_and_gradients_equal_one_process(results, name):
     assert_met(results[name][-1]["met"])
 
 
-@pytest.mark.parametrize("name", MERGED)
+@pytest.mark.parametrize("name", rows(MERGED, LONG))
 def test_documents_were_shared(results, name):
     groups = {tuple(ranks) for ranks in results[name][0]["merged"]}
     assert groups == {(0, 1, 2, 3) if name.startswith(("dp4", "dp6")) else (0, 1)}

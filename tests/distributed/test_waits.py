@@ -90,7 +90,7 @@ reduced at every micro-batch 6,328 and 1,732."""
 def counts(lab, fork_server):
     """Calls of a step by mode and number of layers."""
     results = Cases(fork_server, lab.folder, lab.corpus)
-    results.run("calls", {f"layers{number} {mode}": {} for mode in CALLS for number in (2, 4)})
+    results.add("calls", {f"layers{number} {mode}": {} for mode in CALLS for number in (2, 4)})
     return results
 
 

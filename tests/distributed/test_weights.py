@@ -5,6 +5,7 @@ import re
 
 import pytest
 from lab import Cases
+from rows import rows
 
 COMMON = ("--debug.seed", "7", "--training.seq_len", "128")
 DRAWN = {  # one model each: the first layout, and those that draw the same
@@ -15,6 +16,7 @@ DRAWN = {  # one model each: the first layout, and those that draw the same
     "sinks": ("dp1 gpt_oss", "dp2 gpt_oss", "cp2 ep2 gpt_oss"),
 }
 ADAPTED = ("dp1 lora", "tp2 lora", "pp2 lora selective", "dp2 lora", "cp2 lora full")
+LONG = {"dp2 lora", "cp2 lora full", "dp1 full compiled"}
 STEPS = 2
 GROUPED = ("dp1 stored", "dp1 full compiled", "pp2 selective")
 STILL = r"^norm\.|^layers\.\d+\.(attention\.wo|ffn_norm)\."
@@ -28,14 +30,14 @@ GROUPS = [
 def results(lab, tmp_path_factory, fork_server):
     results = Cases(fork_server, tmp_path_factory.mktemp("weights"), lab.corpus)
     for layouts in DRAWN.values():  # in processes that know no other meshes
-        results.run("weights", {name: {} for name in layouts}, COMMON)
-    results.run("weights", {name: {"steps": STEPS} for name in ADAPTED}, COMMON)
+        results.add("weights", {name: {} for name in layouts}, COMMON)
+    results.add("weights", {name: {"steps": STEPS} for name in ADAPTED}, COMMON, LONG)
     groups = ("--optimizer.param_groups", f"[{', '.join(GROUPS)}]")
-    results.run("weights", {name: {"steps": STEPS, "words": groups} for name in GROUPED}, COMMON)
+    results.add("weights", {name: {"steps": STEPS, "words": groups} for name in GROUPED}, COMMON, LONG)
     return results
 
 
-@pytest.mark.parametrize("model", DRAWN)
+@pytest.mark.parametrize("model", rows(DRAWN, {"qwen3", "latent", "sinks"}))
 def test_runs_of_one_seed_begin_from_the_same_weights_on_all_degrees(results, model):
     first, *others = DRAWN[model]
     expected = results[first]["before"]
@@ -45,7 +47,7 @@ def test_runs_of_one_seed_begin_from_the_same_weights_on_all_degrees(results, mo
         assert found == expected, sorted(key for key in expected if found.get(key) != expected[key])
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", rows(ADAPTED, LONG))
 def test_lora_trains_its_adapters_and_no_more(results, name):
     before, after = results[name]["before"], results[name]["after"]
     moved = {key for key in before if before[key] != after[key]}
@@ -54,7 +56,7 @@ def test_lora_trains_its_adapters_and_no_more(results, name):
         assert results[name]["optimized"] == len(moved)
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", rows(GROUPED, LONG))
 def test_a_group_without_a_rate_stays_and_all_else_moves(results, name):
     before, after = results[name]["before"], results[name]["after"]
     stayed = {key for key in before if before[key] == after[key]}

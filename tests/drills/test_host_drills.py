@@ -71,6 +71,7 @@ def hosts(ground, request):
         agent.wait()
 
 
+@pytest.mark.long
 def test_a_host_that_is_told_to_stop_stops_both(ground, hosts):
     """Both agents end with the same status and start nothing again, though they may; later they go on."""
     hosts.start(*UNSAVED, may_be_lost=True)
@@ -83,6 +84,7 @@ def test_a_host_that_is_told_to_stop_stops_both(ground, hosts):
     assert hosts.losses() == ground.undisturbed.losses()
 
 
+@pytest.mark.long
 def test_a_lost_host_costs_time_and_no_document(ground, hosts):
     """SIGKILL of a host's agent, which asks nobody to end: its rank ends by itself. The other goes on alone,
     with half of the data-parallel ranks, from the newest checkpoint. Losses are those of a run that never

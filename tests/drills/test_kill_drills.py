@@ -57,6 +57,7 @@ def test_two_runs_do_not_share_a_dump_folder(ground):
         pass
 
 
+@pytest.mark.long
 def test_a_full_disk_says_so_and_leaves_the_older_checkpoint(ground):
     """The files of step 4 may not be as large as they must."""
     written = ground.cut_off("full", keep=2) / "checkpoint" / "step-2"

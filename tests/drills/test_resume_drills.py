@@ -69,6 +69,7 @@ def test_figures_of_a_former_run_are_kept(ground):
 OTHER_NORM = ("--training.max_norm", "0.001")
 
 
+@pytest.mark.long
 def test_a_run_that_begins_at_an_older_step_leaves_the_former_ones_and_goes_on_from_its_own(ground):
     """And a checkpoint that it cannot finish is no checkpoint: nothing is overwritten."""
     checkpoints = ground.cut_off("branch", keep=8) / "checkpoint"
@@ -96,6 +97,7 @@ def test_a_run_that_begins_at_an_older_step_leaves_the_former_ones_and_goes_on_f
 EXPORTING = ("--checkpoint.last_save_in_hf", "true", "--checkpoint.last_save_model_only", "true")
 
 
+@pytest.mark.long
 def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
     """It validates and exports after the corpus was deleted; more steps begin where there is an optimizer."""
     shutil.copytree(ground.corpus, ground.folder / "deleted")

@@ -36,6 +36,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(ground, number, ranks, sta
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.long
 def test_asked_while_a_checkpoint_is_written(ground, mode):
     """What is being written is finished; a step that it holds is not saved twice."""
     name, words = f"asked-saving-{mode}", ("--checkpoint.interval", "1", "--checkpoint.async_mode", mode)
@@ -60,6 +61,7 @@ def test_asked_while_ranks_wait_in_a_collective(ground):
     ground.ends_undisturbed("asked-waiting", *UNSAVED)
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_at_once(ground):
     """Rank 1 hangs, so that no step ends any more; the first signal alone would wait for it."""
     job = ground.start("asked-twice", *UNSAVED)

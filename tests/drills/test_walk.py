@@ -37,6 +37,7 @@ def hears_ctrl_c() -> None:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.long
 def test_the_walk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     begun = says("init", "--corpus", "outputs/corpus")

@@ -96,6 +96,7 @@ def rehearse(benchmark, tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.long
 def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
     """Killed, tried again, and complete; then a further call has nothing to do."""
     rows, text = rehearse("--stages", "turns", "--limit", "0.3")
@@ -130,6 +131,7 @@ def test_jobs(benchmark):
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.long
 def test_the_grid_and_the_packs_are_measured(rehearse):
     rows, _ = rehearse("--stages", "grid", "--limit", "600")
     assert not [row for row in rows if "error" in row]

@@ -56,6 +56,7 @@ OTHERS = {80: (64, 128), 89: (128, 256), 100: (64, 128), 120: (128, 256)}  # Amp
 
 
 @pytest.mark.parametrize("target", OTHERS, ids="sm_{}".format)
+@pytest.mark.long
 def test_without_tma(target):
     """Fits into the 99 KB of sm_89 and sm_120, and uses the tensor cores of all."""
     wanted = [x for d in OTHERS[target] for x in launches((d, d), 8, tma=False).values()]
@@ -94,6 +95,7 @@ def gluon_launches(dim: int) -> dict[str, Launch]:
 
 
 @pytest.mark.parametrize("dim", GLUON_HEAD_DIMS)
+@pytest.mark.long
 def test_gluon(dim):
     """Warp specialized, and with waits that leave one product in flight: what Triton alone cannot have."""
     launches = gluon_launches(dim)

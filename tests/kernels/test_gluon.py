@@ -214,5 +214,6 @@ FILES = ("gluon_forward", "gluon_backward", "tiles")
 
 
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file in FILES for name in mutants(file)])
+@pytest.mark.long
 def test_mutants_are_caught(monkeypatch, file, name):
     assert caught(monkeypatch, name, file=file, change=mutants(file)[name])

@@ -48,6 +48,7 @@ def test_the_fastest_of_all_policies_of_both_families_is_chosen(job, choice):
     assert speeds[choice.job.policy] == max(speeds.values()) > 1.1 * speeds[PLAIN]
 
 
+@pytest.mark.long
 def test_what_travels_is_weighed(job):
     """Over a slow network it is decided by what has to travel: of short documents nothing."""
     slow = job.on(replace(job.cluster, gpus_per_node=1, network=Link(1e10, 1e-5)))
@@ -58,6 +59,7 @@ def test_what_travels_is_weighed(job):
         assert choice.job.policy.context == best
 
 
+@pytest.mark.long
 def test_a_large_job_is_tried_on_some_of_its_data_parallel_ranks(monkeypatch):
     """And not sharded while queues fill: so few micro-batches are divided over context-parallel ranks."""
     large = Job(window=16384, micro_batches=512, degrees=Degrees(context=2, shard=256))
@@ -108,6 +110,7 @@ def test_what_cannot_run_is_named(job):
     assert all("cannot share 2 query heads" in problem for problem in refused.values())
 
 
+@pytest.mark.long
 def test_all_ranks_choose_by_the_figures_of_one(job, choice):
     """Whatever their own predictions would be, here of other documents."""
     said = []
@@ -175,6 +178,7 @@ def test_schedules_and_stages_a_rank_are_tried(scenario):
     assert of(4, checkpointing="none") == [("1F1B", 1), *interleaved, *zero_bubble, ("ZBVZeroBubble", 2)]
 
 
+@pytest.mark.long
 def test_what_is_not_planned_could_not_win(scenario, monkeypatch):
     quick = search(scenario, 4, [PLAIN, LAZY], steps=2).found
     monkeypatch.setattr(searching, "LEAST", 10**6)

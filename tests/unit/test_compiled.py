@@ -50,6 +50,7 @@ def test_few_graphs_serve_every_length_and_number_of_documents():
     assert counter.frame_count == 2  # the first length, and all others; also with a single document
 
 
+@pytest.mark.long
 def test_a_bias_over_one_compiles_under_full_checkpointing():
     """gpt-oss' output projection without tensor parallelism, whose division by one Inductor leaves out."""
     linear = ScaledBiasRowwiseLinear.Config(in_features=8, out_features=8, bias=True).build()
@@ -139,6 +140,7 @@ def run(checkpointing, kinds=()):
     return kept, products.number, [p.grad for p in model.parameters()]
 
 
+@pytest.mark.long
 def test_w2s_output_is_not_kept_and_not_made_again():
     _, all_products, gradients = run(None)
     titans, titans_products, _ = run(SelectiveAC.Config())
@@ -187,6 +189,7 @@ def test_each_layer_keeps_what_its_micro_batch_names():
     assert all(map(torch.equal, own_gradients, gradients))
 
 
+@pytest.mark.long
 def test_each_kind_has_one_compiled_graph():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -331,6 +331,7 @@ def toml_file(layer: dict[str, Any], head: str) -> str:
 
 @settings(max_examples=150)
 @given(parent=LAYER, child=LAYER, words=LAYER, replaced=st.booleans())
+@pytest.mark.long
 def test_the_resolved_toml_loads_to_an_equal_configuration(tmp_path_factory, parent, child, words, replaced):
     folder = tmp_path_factory.getbasetemp()
     new_list = "\n[[groups]]\npattern = 'x'\noptions.b = [1]\n[[groups]]\npattern = 'y'\n" if replaced else ""

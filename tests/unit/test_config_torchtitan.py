@@ -261,6 +261,7 @@ def without_model(resolved):
 
 
 @pytest.mark.parametrize("file", REPOSITORY.glob("train_configs/*.toml"), ids=lambda path: path.stem)
+@pytest.mark.long
 def test_the_files_that_come_with_the_project_are_saved_as_they_are(here, file):
     resolved = load_config(file)
     (here / "saved.toml").write_text(resolved.to_toml())

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rows import rows
 
 from wlb_titan.commands import dryrun as command
 from wlb_titan.commands.lone_ranks import alike, calls_of_all
@@ -169,6 +170,7 @@ DEALT = ("--wlb.policy", "dealt/hybrid", "--wlb.packing.sharers", 2, *TWO_REPLIC
 ASYMMETRIC = (*SLICES, PP, 2, "--training.global_batch_size", 2, *FULL, "--wlb.packing.asymmetric", "true")
 FIRST_STEP = ("--rank", "first", "--step", 1)
 LAST_STEP = ("--rank", "last", "--step", 1)
+NORMED = ("--training.seq_len", 4096, *FIRST_STEP)
 CASES = {  # a job, what changes it, how near the prediction is, and what else is known of its ranks
     "plain": (TABLE_1, ("--step", 9, *GPU), 0.05, a_stage(even=True, sends=1)),
     # Of two stages a rank all but the last send hidden states on, all but the first gradients back.
@@ -199,6 +201,9 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     "slices_asymmetric": (LONG, ASYMMETRIC, 0.08, sliced(12)),
     "alone": (ALONE, FIRST_STEP, 0.02, whole_weights),
     "tied": (TIED, FIRST_STEP, 0.02, None),  # embedding and head share one table
+    # Queries and keys are normalized, and rotated by cos and sin.
+    "normed_none": (TIED, (*NONE, *NORMED), 0.015, None),
+    "normed_keys": (TIED, ("--activation_checkpoint.class", "KeysAC", *NORMED), 0.01, None),
     "last_tensor": (LAST, (TP, 2, *NONE, *LAST_STEP), 0.05, None),
     "last_none": (LAST, (*NONE, *LAST_STEP), 0.01, None),
     "last_full": (LAST, (*FULL, *LAST_STEP), 0.05, None),
@@ -210,7 +215,10 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SHORT = {"plain", "ulysses_4", "gathered", "slices_merged", "alone", "normed_none", "last_none", "masked"}
+
+
+@pytest.mark.parametrize("case", rows(CASES, CASES.keys() - SHORT))
 def test_the_predicted_peak_is_the_traced_one(dryrun, case):
     job, words, near, check = CASES[case]
     _, ranks = dryrun(job, *words)
@@ -300,6 +308,7 @@ time.sleep(600)
             os.kill(int(pid.stem), 0)
 
 
+@pytest.mark.long
 def test_the_corpus_is_used_where_there_is_one(in_new_processes, tmp_path):
     """By a process of its own: everywhere else ranks are forked."""
     write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
@@ -310,6 +319,7 @@ def test_the_corpus_is_used_where_there_is_one(in_new_processes, tmp_path):
     assert rank["coordinates"] == {"pp": 1, "cp": 1, "tp": 1}
 
 
+@pytest.mark.long
 def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, monkeypatch):
     """Every rank of two replicas is run, and its calls are those that follow from the one like it."""
     said, ran = {}, {}
@@ -328,6 +338,7 @@ def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, monkeypatch):
     assert f"All {sum(len(own.calls) for own in ran.values()):,} calls of 8 ranks meet" in result.stdout
 
 
+@pytest.mark.long
 def test_calls_that_do_not_meet_fail_the_command(dryrun, monkeypatch):
     """One of the ranks that are run leaves out the first of its calls."""
 

@@ -69,6 +69,7 @@ def test_plan_finds_them(command, lengths):
     }
 
 
+@pytest.mark.long
 def test_auto_and_simulate_have_them_among_the_candidates(command, lengths):
     words = ("--training.seq_len", 4096, "--steps", 2, "--policies", "auto/auto")
     result = command("simulate", TABLE_1, "--lengths", lengths, *words)

@@ -71,6 +71,7 @@ def ran(job, plan, number, of_all, factor=1.0, stages=None):
 
 
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.long
 def test_what_was_measured_as_predicted_comes_out_as_predicted(name, documents):
     job = job_of(name)
     plans = job.plans(documents, 2)

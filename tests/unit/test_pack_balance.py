@@ -110,6 +110,7 @@ def test_plain_is_as_unbalanced_as_in_the_paper(lengths):
     assert run(lengths, "plain", WINDOW, 4, steps=400)["imbalance_mean"] == pytest.approx(1.44, abs=0.03)
 
 
+@pytest.mark.long
 def test_wlb_lazy_is_balanced_with_less_delay_than_wlb_also_with_many_micro_batches(lengths):
     wlb, lazy = (run(lengths, policy, WINDOW, 4, steps=600) for policy in ("wlb", "wlb_lazy"))
     assert wlb["imbalance_mean"] <= 1.05
@@ -129,6 +130,7 @@ def test_a_larger_packing_window_balances_better_and_delays(lengths):
 
 
 @pytest.mark.parametrize("queues", [1, 2, 3])
+@pytest.mark.long
 def test_automatic_thresholds_are_found_again_drain_and_are_among_the_best(lengths, queues):
     """As Algorithm 1 itself has it: no other candidates cost much less in delay and imbalance."""
     packing = POLICIES.configure("wlb", queues=queues, cost_model=WORK)

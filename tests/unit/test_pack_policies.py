@@ -230,6 +230,7 @@ def test_the_solver_finds_the_optimum_and_is_never_worse_than_greedy(lengths, ro
 
 
 @repeatable
+@pytest.mark.long
 def test_memory_stays_constant(packing):
     lengths = (np.random.default_rng(6).pareto(1.0, 3000) * 6 + 1).clip(1, 200).astype(np.int64)
     job = planner(packing, lengths, data_parallel=2)

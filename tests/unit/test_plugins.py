@@ -208,6 +208,7 @@ def test_classes_of_others_are_held_to_their_rules(name, rule):
 
 
 @pytest.mark.parametrize("packing", ["plain", "wlb", "wlb_lazy", "fixed_greedy", "dealt", "slim"])
+@pytest.mark.long
 def test_the_rules_are_those_that_every_policy_of_ours_keeps(monkeypatch, packing):
     """As if it were somebody else's: no policy that is right is refused."""
     for module in ("planner", "packing.rules"):

@@ -260,6 +260,7 @@ def test_ctrl_c_ends_cleanly(preparing, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_killed_preparation_is_never_taken_for_a_corpus(preparing, settings, tmp_path):
     output = tmp_path / "corpus"
     with pytest.raises(CorpusError, match="Another process is preparing"):

@@ -63,6 +63,7 @@ def job(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", JOBS)
+@pytest.mark.long
 def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(written, job, case):
     """Bytes of a step's collectives by kind and axis, beside those that a dry run traces."""
     changes, kinds = JOBS[case]

@@ -7,6 +7,7 @@ import datasets
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
+from rows import rows
 
 from wlb_titan.commands.lone_ranks import LoneRanks
 from wlb_titan.commands.main import main
@@ -154,7 +155,7 @@ def one_process(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("file", CASES, indirect=True)
+@pytest.mark.parametrize("file", rows(CASES, {"auto", "wlb_lazy", "dealt", "fixed_greedy"}), indirect=True)
 def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
     # `auto` tries every policy, with thresholds found in a sample: here in few steps, on few documents.
     monkeypatch.setattr("wlb_titan.simulator.choice.STEPS", 3)

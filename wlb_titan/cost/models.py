@@ -31,6 +31,7 @@ class ModelShape:
     projections: int | None = None  # weights of a layer's attention, if it is latent; None: from the shape
     windows: tuple[tuple[int, int], ...] = ()  # (keys, layers) of each; keys that a query sees, with its own
     tied: bool = False  # embedding and head are one table
+    qk_norm: bool = False  # queries and keys are normalized before they are rotated
 
     @property
     def head_dims(self) -> int:

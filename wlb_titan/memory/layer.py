@@ -115,7 +115,7 @@ class TokenBytes:
             hidden_gathered=layer.g,
             kept=recompute.kept(layer),
             **moments._asdict(),
-            waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f,
+            waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f + layer.normed,
             loss=loss,
             head=head,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
@@ -160,6 +160,11 @@ class LayerBytes:
         # QKV's output, attention's, and what its exchange keeps: of kinds that repeat no attention.
         self.around_attention = self.qkv + self.q + self.outputs + self.exchanged + self.log_sum_exp
         self.rotary = settings.rotary_bytes * model.head_dim / cp
+        # What the norms of queries and keys have for their gradients.
+        self.normed = self.q + self.k if model.qk_norm else 0.0
+        # Copies in float32 while both are rotated: complex numbers, or by cos and sin, one after the other.
+        by_cos_sin = settings.rotary_bytes == 2 * FLOAT32
+        self.rotating = self.normed + (8 * self.q if by_cos_sin else 4 * (self.q + self.k))
 
 
 class FsdpWhole:

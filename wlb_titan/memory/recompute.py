@@ -16,7 +16,7 @@ al., Reducing Activation Recomputation, section 4), besides attention's log-sum-
 A backward pass recomputes what is missing, layer by layer. Its fullest moment is one of:
 
     gathering K and V again     2 g + G + 2 k
-    rotating again              2 g + 4 (q + k), in float32, before K is there
+    rotating again              2 g + 4 (q + k), in float32, before K is there; by cos and sin 2 g + 8 q
     gathering the MLP's input   4 g, where tensor parallelism gathers: the collective's output and its copy
     the gradient of w2          3 g + 4 f: inputs of QKV and of the MLP, the output's gradient; w3's output,
                                 silu, product and the product's gradient
@@ -26,8 +26,9 @@ A backward pass recomputes what is missing, layer by layer. Its fullest moment i
 
 All of them add two hidden states (the residual and the incoming gradient), q, the keys and values that
 attention needs again, and the rotary factors of the rank's tokens. QKV's output is only there while q and k
-are rotated, as attention gets a copy of the values. With `full` a layer also makes the outputs of attention,
-w1 and w2 again; with `none` and `keys` what is kept is not counted again.
+are rotated, as attention gets a copy of the values. Norms of queries and keys, where a model has them, need
+their inputs, q + k, from then on, and with `none` from the forward pass on. With `full` a layer also makes
+the outputs of attention, w1 and w2 again; with `none` and `keys` what is kept is not counted again.
 
 Compiled code also keeps what tensor parallelism reduces of wo's output, s, for `keys` and `selective`, which
 else make it again with a reduction.
@@ -94,7 +95,7 @@ class KeepAll(Recompute):
 
     def kept(self, layer: LayerBytes) -> float:
         attention = 2 * layer.q + 2 * layer.outputs + layer.keys + layer.log_sum_exp + layer.rotary
-        return 2 * layer.s + 2 * layer.g + attention + 4 * layer.f
+        return 2 * layer.s + 2 * layer.g + attention + layer.normed + 4 * layer.f
 
     def moments(self, layer: LayerBytes) -> Moments:
         s, g, q, f = layer.s, layer.g, layer.q, layer.f
@@ -195,8 +196,8 @@ def _repeating(
 ) -> Moments:
     """The fullest moments where layers are repeated: the module's, with what a kind holds more or less of
     after attention, while it rotates, of w1 and w2, and at attention's gradients."""
-    s, g, q, k, f = layer.s, layer.g, layer.q, layer.k, layer.f
-    forward = s + max(2 * g + 3 * f + w1, g + q + layer.keys + layer.gathering, g + 5 * q + 4 * k)
+    s, g, q, f = layer.s, layer.g, layer.q, layer.f
+    forward = s + max(2 * g + 3 * f + w1, g + q + layer.keys + layer.gathering, g + q + layer.rotating)
     moments = [
         2 * g + (layer.gathering + layer.sent if layer.shared_keys and regathers else 0.0),
         4 * g if layer.gathers else 0.0,
@@ -206,9 +207,9 @@ def _repeating(
         w1 + 4 * g + f,
     ]
     at_hand = 2 * s + q + layer.rotary
-    held = at_hand + layer.keys + attended
+    held = at_hand + layer.keys + layer.normed + attended
     attention = held + g + 2 * q + 2 * layer.outputs + layer.key_gradients + at_attention
-    rotated = at_hand + 2 * g + 4 * (q + k) + rotating
+    rotated = at_hand + 2 * g + layer.rotating + rotating
     return Moments(forward, max(rotated, held + max(moments), attention), attention)
 
 

@@ -155,6 +155,7 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         projections=_projections(attention),
         windows=tuple((window, layers) for window, layers in windows.items() if window is not None),
         tied=model.enable_weight_tying,
+        qk_norm=getattr(attention, "qk_norm", None) is not None,
     )
 
 
