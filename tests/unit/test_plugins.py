@@ -31,7 +31,7 @@ LENGTHS = np.random.default_rng(0).integers(5, 900, 2000)
 
 def configured(tmp_path, text, *words):
     (tmp_path / "t.toml").write_text(text)
-    return Builder(WlbSettings(), "base", {}, {}).build(read_sources(tmp_path / "t.toml", words).root)
+    return Builder(WlbSettings(), "base", {}, {}).build(read_sources(tmp_path / "t.toml", words))
 
 
 def test_a_policy_of_one_s_own_is_named_by_its_module(tmp_path):
@@ -77,7 +77,9 @@ def test_changing_the_policy_keeps_what_both_have(tmp_path):
     text = '[packing]\npolicy = "wlb"\nmax_length = 2048\nthresholds = [64]'
     lazy = configured(tmp_path, text, "--packing.policy", "wlb_lazy").packing
     assert (lazy.name, lazy.max_length, lazy.max_delay) == ("wlb_lazy", 2048, 16)
-    with pytest.raises(ConfigError, match=r't.toml:3: .* "plain" does not have it, but wlb, wlb_lazy'):
+    with pytest.raises(
+        ConfigError, match=r't.toml:3: .*The packing policy "plain" does not have it, but wlb, wlb_lazy'
+    ):
         configured(tmp_path, '[packing]\npolicy = "plain"\nmax_length = 2048')
 
 

@@ -184,7 +184,10 @@ def of_job(command: Command) -> Command:
 
 def policies_option(default: str) -> Callable[[Command], Command]:
     def parsed(ctx: click.Context, param: click.Parameter, text: str | None) -> list[Policy] | None:
-        return None if text is None else list(map(Policy.parse, text.split(",")))
+        try:
+            return None if text is None else list(map(Policy.parse, text.split(",")))
+        except UserError as error:
+            raise UserError(f"--policies {text}: {error}.") from error
 
     about = f"Policies to compare, as in wlb.policy; the first is the baseline.  [default: {default}]"
     return click.option("--policies", callback=parsed, metavar="POLICY,...", help=about)

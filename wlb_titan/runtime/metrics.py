@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -111,7 +112,8 @@ class MetricsProcessor(titan.MetricsProcessor):
             record["mfu_documents"] = flops / self._peak_flops
         numbers = {IN_TORCHTITAN.get(k, k): v for k, v in record.items() if isinstance(v, int | float)}
         tokens_per_device = record["tokens_per_second"] / self.parallel_dims.world_size
-        self._to_dashboards(numbers | {"throughput(tps)": tokens_per_device}, step)
+        with _dashboards():
+            self.logger.log(numbers | {"throughput(tps)": tokens_per_device}, step)
         if self._reports:
             start = {} if self._reported else {"start": True}
             self._lines.write({**record, "steps": steps, **start})
@@ -122,26 +124,28 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
 
-    def _to_dashboards(self, figures: dict[str, float], step: int) -> None:
-        try:
-            self.logger.log(figures, step)
-        except OSError as error:
-            warn_once(
-                f"TensorBoard's or W&B's log cannot be written: {error}. Training continues without it."
-            )
-
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, float]) -> None:
         """Reports a validation. torchtitan's would reset times and peak memory between reports of steps."""
-        self._to_dashboards({"validation_metrics/loss": loss, **extra_metrics}, step)
+        with _dashboards():
+            self.logger.log({"validation_metrics/loss": loss, **extra_metrics}, step)
         if self._reports:
             self._validation_lines.write({"step": step, "loss": loss, **extra_metrics})
             logger.info(f"validation after step {step} | loss {loss:8.5f}")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # TensorBoard raises again what it raised when it was written
+        with _dashboards():
             super().close()
         self._lines.close()
         self._validation_lines.close()
+
+
+@contextlib.contextmanager
+def _dashboards() -> Iterator[None]:
+    """A full disk behind them ends no training."""
+    try:
+        yield
+    except OSError as error:
+        warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training continues without it.")
 
 
 ON_CONSOLE = {

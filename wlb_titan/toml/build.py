@@ -198,7 +198,9 @@ class Builder:
     def _no_such_key(self, node: Node, path: KeyPath, cls: type, names: list[str]) -> ConfigError:
         key = str(path[-1])
         if issubclass(cls, PluginConfig) and (others := cls.family.having(key)):
-            hint = f" {cls.family.key} = {shown(cls.owner_name())} does not have it, but {', '.join(others)}."
+            hint = (
+                f" The {cls.family.kind} {shown(cls.owner_name())} does not have it, but {', '.join(others)}."
+            )
         else:
             base = Builder(self.base, self.base_name, self.locked, self.limits)
             base.build(None)
