@@ -108,9 +108,14 @@ class Trainer(TorchtitanTrainer):
             hold_out=wlb.validation.hold_out,
         )
 
-    def train(self, begin: Callable[[int], None], goes_on: Callable[[int], bool]) -> bool:
+    def train(
+        self,
+        begin: Callable[[int], None] = lambda step: None,
+        goes_on: Callable[[int], bool] = lambda step: True,
+    ) -> bool:
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
-        `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows."""
+        `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows.
+        torchtitan's own command gives neither."""
         self._begin, self._goes_on = begin, goes_on
         # A disk may be slow: not for the group that writes checkpoints.
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
