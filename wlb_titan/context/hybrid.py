@@ -10,6 +10,9 @@ The paper names this as future work (docs/context_parallel.md):
   follows its tokens, however unequal these are.
 - All other documents are dealt whole: to the rank with least work among those with room.
   Those that fit nowhere are cut, and padding fills the smallest rooms, so that at most `ranks` are cut.
+
+Example: documents of 8192, 100 and 100 tokens on 2 ranks, 8 tokens of padding: the long one is cut into four
+chunks, and each rank keeps one short one whole.
 """
 
 from __future__ import annotations

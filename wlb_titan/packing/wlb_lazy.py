@@ -14,7 +14,8 @@ max_length before they have their share of work; the few shortest above it wait.
 short documents to level anything, N neighbours in the pool may run while all others wait.
 
 A document that has waited `max_delay` iterations is released with all shorter ones, whatever that does to the
-balance, and is packed first. If max_length is at least two windows it always fits.
+balance, and is packed first. If max_length is at least two windows it always fits. Where `plain` is balanced
+better on the first documents, and may cut them, it packs all steps.
 """
 
 from __future__ import annotations
