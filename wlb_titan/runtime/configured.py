@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import fields
 
 import torch
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -12,7 +13,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.attention import BaseAttention, QKVLinear
-from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.linear import Linear
 from torchtitan.tools import utils
 
@@ -32,7 +33,6 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
     wlb, training = config.wlb, config.training
     model = config.model_spec.model
     memory = memory_settings(config)
-    unknown = "multi-head latent attention" if has_latent_attention(model) else ""
     schedule, chunks, run, stage_layers = "1F1B", 1, None, ()
     if dims.pp_enabled:
         names = stage_names(config.parallelism, model)
@@ -62,7 +62,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         run=run,
         stage_layers=stage_layers,
         memory=memory,
-        memory_unknown="a model with experts" if has_experts(model) else unknown,
+        memory_unknown=_memory_unknown(model),
         # Without streams FSDP waits for each collective.
         overlap=wlb.device != "cpu" and cluster != load_cluster("cpu"),
         implementation=wlb.attention.implementation,
@@ -157,6 +157,17 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         tied=model.enable_weight_tying,
         qk_norm=getattr(attention, "qk_norm", None) is not None,
     )
+
+
+def _memory_unknown(model: Decoder.Config) -> str:
+    """What of a model's layers the formulas of `memory/` do not know."""
+    if has_experts(model):
+        return "a model with experts"
+    if has_latent_attention(model):
+        return "multi-head latent attention"
+    parts = {field.name for layer in model.layers for field in fields(layer)}
+    others = sorted(parts - {field.name for field in fields(TransformerBlock.Config)})
+    return f"layers with {', '.join(others)}" if others else ""
 
 
 def has_experts(model: Decoder.Config) -> bool:

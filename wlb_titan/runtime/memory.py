@@ -20,7 +20,7 @@ from wlb_titan.simulator.replicas import rank_memory
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
     """The peak of each pipeline rank, with a plan's micro-batches for one data-parallel rank. None if it is
-    unknown: with experts, latent attention, or a schedule whose order of passes the planner does not know."""
+    unknown: of a model whose layers the formulas do not know, or where the order of passes is not known."""
     try:
         return None if job.memory_unknown else rank_memory(job, plan, replica)
     except PlanError:

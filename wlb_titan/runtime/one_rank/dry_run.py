@@ -160,9 +160,10 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
 
 
 def _replace(model: Any, found: type, ours: type) -> None:
-    """Replaces the model's configurations of class `found` by those of `ours`, with the same values."""
+    """Replaces the model's configurations of class `found`, or derived from it, by those of `ours`, with the
+    values that these have."""
     for _, config, parent, name in model.traverse(found):
-        setattr(parent, name, ours(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
+        setattr(parent, name, ours(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ours)}))
 
 
 class EvenTokenDispatcher(AllToAllTokenDispatcher):
