@@ -160,11 +160,13 @@ def model_shape(model: Decoder.Config) -> ModelShape:
 
 
 def _memory_unknown(model: Decoder.Config) -> str:
-    """What of a model's layers the formulas of `memory/` do not know."""
+    """What of a model the formulas of `memory/` do not know."""
     if has_experts(model):
         return "a model with experts"
     if has_latent_attention(model):
         return "multi-head latent attention"
+    if any(hasattr(linear, "alpha") for _, linear, _, _ in model.traverse(Linear.Config)):
+        return "adapters beside frozen weights"  # which have neither gradients nor optimizer states
     parts = {field.name for layer in model.layers for field in fields(layer)}
     others = sorted(parts - {field.name for field in fields(TransformerBlock.Config)})
     return f"layers with {', '.join(others)}" if others else ""
