@@ -301,7 +301,8 @@ class Job:
     def checkpointing(self) -> str:
         """What layers recompute, in words."""
         if self.memory.checkpointing == AsNeeded.name and not self.mixes:
-            return "selective checkpointing (as_needed has no prediction of memory to go by)"
+            why = f": {self.memory_unknown}" if self.memory_unknown else ""
+            return f"selective checkpointing (as_needed has no prediction of memory to go by{why})"
         return f"{self.memory.checkpointing} checkpointing"
 
     @property
