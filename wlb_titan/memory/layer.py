@@ -160,9 +160,9 @@ class LayerBytes:
         # QKV's output, attention's, and what its exchange keeps: of kinds that repeat no attention.
         self.around_attention = self.qkv + self.q + self.outputs + self.exchanged + self.log_sum_exp
         self.rotary = settings.rotary_bytes * model.head_dim / cp
-        # What the norms of queries and keys have for their gradients.
+        # Inputs of the norms of queries and keys, for their gradients.
         self.normed = self.q + self.k if model.qk_norm else 0.0
-        # Copies in float32 while both are rotated: complex numbers, or by cos and sin, one after the other.
+        # With copies in float32 while both are rotated: as complex numbers, or one by one by cos and sin.
         by_cos_sin = settings.rotary_bytes == 2 * FLOAT32
         self.rotating = self.normed + (8 * self.q if by_cos_sin else 4 * (self.q + self.k))
 

@@ -141,7 +141,7 @@ class MetricsProcessor(titan.MetricsProcessor):
 
 @contextlib.contextmanager
 def _dashboards() -> Iterator[None]:
-    """A full disk behind them ends no training."""
+    """What is written to TensorBoard or W&B within ends no training where the disk is full."""
     try:
         yield
     except OSError as error:
