@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +69,8 @@ class DryTrainer(OneRankTrainer):
         parameters = [p for part in self.model_parts for p in part.parameters()]
         buffers = [b for part in self.model_parts for b in part.buffers()]
         calls = CallLog(lambda: self.timer.latest)
-        trace = self._trace = Trace(self._fake, _weight_shapes(parameters), calls)
+        shapes = [shape for shape in map(gathered_shape, parameters) if len(shape) > 1]
+        trace = self._trace = Trace(self._fake, shapes, calls)
         self._passes, self._passes_peak = trace.peak, 0
         for term, tensors in (("weights", parameters), ("rotary", buffers)):
             for tensor in tensors:
@@ -121,17 +122,15 @@ class DryTrainer(OneRankTrainer):
         return loss
 
 
-def _weight_shapes(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:
-    """Shapes of weights as FSDP gathers them: divided by tensor and expert parallelism only."""
-    for parameter in parameters:
-        shape = list(parameter.shape)
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
-                if axis in ("tp", "ep") and isinstance(placement, Shard):
-                    shape[placement.dim] //= mesh[axis].size()
-        if len(shape) > 1:
-            yield tuple(shape)
+def gathered_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a weight as FSDP gathers it: divided by tensor and expert parallelism only."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+            if axis in ("tp", "ep") and isinstance(placement, Shard):
+                shape[placement.dim] //= mesh[axis].size()
+    return tuple(shape)
 
 
 def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Trainer.Config:
@@ -173,6 +172,8 @@ class EvenTokenDispatcher(AllToAllTokenDispatcher):
     class Config(AllToAllTokenDispatcher.Config):
         pass
 
+    share = 1.0  # of the routed tokens that come to this rank's experts, over an equal one
+
     def dispatch(self, x_TD: torch.Tensor, scores_TK: torch.Tensor, *rest: torch.Tensor) -> Any:
         self._routed = scores_TK.numel()
         return super().dispatch(x_TD, scores_TK, *rest)
@@ -182,7 +183,7 @@ class EvenTokenDispatcher(AllToAllTokenDispatcher):
     ) -> tuple[torch.Tensor, list[int], list[int]]:
         each, more = divmod(self._routed, ep_size)
         splits = [each + (rank < more) for rank in range(ep_size)]
-        return theirs_EP_e.reshape(-1), splits, [each] * ep_size
+        return theirs_EP_e.reshape(-1), splits, [int(each * self.share)] * ep_size
 
 
 class FusedRMSNorm(RMSNorm):

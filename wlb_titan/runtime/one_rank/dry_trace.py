@@ -125,7 +125,7 @@ class Trace(TorchDispatchMode):
 
     def reassign(self, tree: Any, term: str) -> None:
         """Moves the storages of the tensors in lists and dicts to another term."""
-        for tensor in _tensors(tree):
+        for tensor in tensors_in(tree):
             if (entry := self._storages.get(local_tensor(tensor).untyped_storage()._cdata)) is not None:
                 entry.term = term
 
@@ -149,10 +149,10 @@ class Trace(TorchDispatchMode):
         if self._calls is not None and func.namespace in ("c10d", "_c10d_functional"):
             self._calls.note(func, args, kwargs, result)
         if func.namespace == "fsdp":  # writes into tensors that it is given
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 self._add_resizable(tensor, str(func))
         term = BACKWARD if in_backward_pass() else FORWARD
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake:
                 continue
             if self._is_of_weights(tensor):
@@ -232,17 +232,17 @@ class CallLog:
         read, written = [], []
         for name, value in given.items():
             if name.startswith("out"):
-                written += _tensors(value)
+                written += tensors_in(value)
             else:
-                read += _tensors(value)
+                read += tensors_in(value)
         if func.namespace == "_c10d_functional":
-            written = written or _tensors(result)
+            written = written or tensors_in(result)
         if kind == RECEIVE:
             read, written = [], read
         elif kind != SEND:
             written = written or read
         root = next((given[key] for key in PEERS if key in given), -1)
-        self.add(kind, _group(given.values()), read, written, root)
+        self.add(kind, group_of(given.values()), read, written, root)
 
     def of_rank(self) -> RankCalls:
         """The calls to groups of several ranks, and these groups."""
@@ -270,11 +270,11 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _group(values: Iterable[Any]) -> str:
+def group_of(values: Iterable[Any]) -> str:
     for value in reversed(list(values)):
         if isinstance(value, str):  # functional collectives name it, after the reduction
             return value

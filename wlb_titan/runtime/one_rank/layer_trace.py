@@ -1,0 +1,347 @@
+"""What a model's layers keep, compute and send, told by the model itself: a dry run of one layer of each kind.
+
+Every layer of its own configuration stands once for each kind of recomputation in a model that is parallelised
+as the job's, without a pipeline. A step of one micro-batch runs on fake tensors at two lengths. It does the
+same operations at both, so what follows from tokens is the difference, exactly: weights, and all that FSDP
+gathers and reduces, cancel out.
+
+Compiled code fuses element-wise operators. It reads once a pass what products, attention, collectives and
+gathers have made, and writes what these take, and what is there when the pass ends; what only passes from
+one element-wise operator to the next is neither read nor written.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torchtitan.config import Configurable
+
+from wlb_titan.memory.recompute import KINDS
+from wlb_titan.memory.told import KindBytes, LayerAccount, ModelAccount, Weights, Work
+from wlb_titan.packing.predicted import keys_of
+from wlb_titan.plan import MicroBatch
+from wlb_titan.runtime.compat import FakeTensor, FakeTensorMode
+from wlb_titan.runtime.inputs import Item
+from wlb_titan.runtime.one_rank.dry_run import DryTrainer, EvenTokenDispatcher, gathered_shape
+from wlb_titan.runtime.one_rank.dry_trace import bytes_of, group_of, kind_of, local_tensor, tensors_in
+from wlb_titan.runtime.trainer import Trainer
+
+TOKENS = 1024  # of a context-parallel rank in the shorter trace, at least
+ROUTED = 1.5  # times its share, which this rank's experts get in a third trace
+NAMES = [kind.name for kind in KINDS]
+aten = torch.ops.aten
+FUSED = {aten._to_copy, aten.clone, aten.copy_, aten.cat, aten.stack, aten.sum, aten.mean, aten._softmax}
+"""Operators that compiled code fuses, besides those that torch tags as pointwise."""
+
+NOTHING = {aten._unsafe_view, aten.empty, aten.new_empty, aten.empty_strided}
+"""Operators that neither read nor write, besides views."""
+
+
+class Operation(NamedTuple):
+    """What an operation does, in bytes but for `products`."""
+
+    alive: int  # after it
+    products: int  # FLOPs
+    made: int  # its results
+    elements: int
+    fused: int
+    sent: int
+    group: str = ""  # name of the process group of a collective
+
+
+class LayerLog(TorchDispatchMode):
+    """Notes the operations between marks."""
+
+    def __init__(self, fake: FakeTensorMode, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._fake = fake  # DTensor works out shapes on tensors of its own mode
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._unwritten: dict[int, int] = {}  # what element-wise operators made, by storage
+        self._read: set[int] = set()  # by element-wise operators since the last mark
+        self._alive = 0
+        self.operations: list[Operation] = []
+        self.marks: list[tuple[str, int, int]] = []
+        """Name, number of the next operation, bytes alive."""
+        self.attention: dict[str, int] = {}
+        """Number of attention's backward operation by the mark before it."""
+        for tensor in tensors:
+            self._add(tensor)
+
+    def mark(self, name: str, *_: Any) -> None:
+        if self._unwritten and self.operations:
+            last = self.operations[-1]
+            self.operations[-1] = last._replace(fused=last.fused + sum(self._unwritten.values()))
+        self._unwritten.clear()
+        self._read.clear()
+        self.marks.append((name, len(self.operations), self._alive))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor goes on to operations on local tensors, which come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = tensors_in(result)
+        if any(isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake for tensor in made):
+            return result
+        for tensor in made:
+            self._add(tensor)
+        read = tensors_in((args, kwargs))
+        self.operations.append(self._noted(func, args, kwargs, read, made, result))
+        if func is torch.ops.wlb_titan.varlen_attention_backward.default:
+            self.attention[self.marks[-1][0]] = len(self.operations) - 1
+        return result
+
+    def _noted(
+        self, func: Any, args: Any, kwargs: Any, read: list[Any], made: list[Any], result: Any
+    ) -> Operation:
+        products = elements = sent = 0
+        group = ""
+        if func is aten._grouped_mm.default:  # of tokens by expert, or of weights' gradients
+            products = 2 * args[0].numel() * args[1].shape[-1]
+        elif func._overloadpacket in flop_registry:
+            products = flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            if kind_of(func._schema.name.partition("::")[2]):
+                sent = max(bytes_of(read), bytes_of(made))
+                group = group_of([*args, *kwargs.values()])
+        elif func.namespace == "aten" and not func.is_view and func._overloadpacket not in NOTHING:
+            elements = bytes_of(read) + bytes_of(made)
+        fuses = elements and (torch.Tag.pointwise in func.tags or func._overloadpacket in FUSED)
+        fused = self._fused(read, made) if fuses else self._written(read) + elements
+        return Operation(self._alive, products, bytes_of(made), elements, fused, sent, group)
+
+    def _fused(self, read: list[Any], made: list[Any]) -> int:
+        """Bytes that compiled code reads for an operator that it fuses."""
+        keys = {_key(tensor): bytes_of([tensor]) for tensor in read}
+        new = {
+            key: size for key, size in keys.items() if key not in self._unwritten and key not in self._read
+        }
+        self._read |= set(new)
+        self._unwritten |= {_key(tensor): bytes_of([tensor]) for tensor in made}
+        return sum(new.values())
+
+    def _written(self, read: list[Any]) -> int:
+        """Bytes that compiled code writes because another operation reads them."""
+        return sum(self._unwritten.pop(_key(tensor), 0) for tensor in read)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = local_tensor(tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self._alive += storage.nbytes()
+            self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
+
+    def _freed(self, key: int) -> None:
+        self._alive -= self._sizes.pop(key, 0)
+        self._references.pop(key, None)
+        self._unwritten.pop(key, None)
+        self._read.discard(key)
+
+
+class Slopes:
+    """Two traces of the same operations: what each does more in the second, for each of so many more tokens."""
+
+    def __init__(self, less: LayerLog, more: LayerLog, number: float) -> None:
+        assert [mark[:2] for mark in less.marks] == [mark[:2] for mark in more.marks], "other operations"
+        first, second = (
+            np.array([operation[:-1] for operation in log.operations], dtype=np.float64)
+            for log in (less, more)
+        )
+        self._each = dict(zip(Operation._fields, ((second - first) / number).T, strict=False))
+        self._constant = (first == second)[:, Operation._fields.index("made")]
+        self._groups = [operation.group for operation in less.operations]
+        self._attention = less.attention
+        names, begins, before = zip(*less.marks, strict=True)
+        alive = [(mark[2] - start) / number for mark, start in zip(more.marks, before, strict=True)]
+        self._parts = {
+            name: (slice(begin, end), at_begin, at_end)
+            for name, (begin, end), (at_begin, at_end) in zip(
+                names, pairwise(begins), pairwise(alive), strict=False
+            )
+        }
+
+    def bytes_of(
+        self, forward: str, backward: str, arriving: float, fullest: Slopes | None = None
+    ) -> KindBytes:
+        """Bytes of a layer's passes, by their marks.
+
+        Args:
+            arriving: bytes of the gradient that the backward pass begins with.
+            fullest: slopes that say where passes are fullest; None: these.
+        """
+        by = fullest or self
+        of_forward, begin, left = self._parts[forward]
+        of_backward, there, _ = self._parts[backward]
+        highest = [part.start + int(by._each["alive"][part].argmax()) for part in (of_forward, of_backward)]
+        in_forward, in_backward = self._each["alive"][highest]
+        return KindBytes(
+            kept=left - begin,
+            forward=in_forward - left,
+            backward=in_backward - there + arriving,
+            attention=self._each["alive"][self._attention[backward]] - there + arriving,
+        )
+
+    def work(self, name: str, axes: Mapping[str, str]) -> Work:
+        """Of a pass, with the `axes` of process groups by name."""
+        part, _, _ = self._parts[name]
+        sent = Counter[str]()
+        for group, bytes_ in zip(self._groups[part], self._each["sent"][part], strict=True):
+            if bytes_:
+                sent[axes[group]] += bytes_
+        sums = {field: float(self._each[field][part].sum()) for field in ("products", "elements", "fused")}
+        return Work(**sums, sent=dict(sent))
+
+    def weight_products(self, name: str) -> float:
+        """FLOPs of a pass for the gradients of weights, which are as large whatever the tokens."""
+        part, _, _ = self._parts[name]
+        return float(self._each["products"][part][self._constant[part]].sum())
+
+
+class LayerTracer(DryTrainer):
+    """A rank of a model with each of its different layers once for each kind of recomputation."""
+
+    def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
+        layers = config.model_spec.model.layers
+        self._numbers = numbers_of(layers)
+        different = [layers[self._numbers.index(number)] for number in range(max(self._numbers) + 1)]
+        each = [copy.deepcopy(layer) for layer in different for _ in NAMES]
+        model = replace(config.model_spec.model, layers=each)
+        spec = replace(config.model_spec, model=model)
+        super().__init__(
+            replace(config, model_spec=spec), rank=rank, world_size=world_size, device_bytes=1e15
+        )
+
+    def run(self) -> ModelAccount:
+        """The account of the rank; a step for what FSDP does once comes first."""
+        degrees, divisor = self.job.degrees, self.job.divisor
+        tokens = -(-TOKENS * degrees.context // divisor) * divisor
+        self._traced(tokens)
+        short, long = self._traced(tokens), self._traced(2 * tokens)
+        by_token = Slopes(short, long, tokens)
+        dispatchers = [
+            m for part in self.model_parts for m in part.modules() if isinstance(m, EvenTokenDispatcher)
+        ]
+        by_routed = None
+        if degrees.expert > 1 and dispatchers:
+            for dispatcher in dispatchers:
+                dispatcher.share = ROUTED
+            by_routed = Slopes(long, self._traced(2 * tokens), 2 * tokens * (ROUTED - 1))
+        (model,) = self.model_parts
+        layers = list(model.layers.values())
+        accounts = []
+        for place in range(0, len(layers), len(NAMES)):
+            accounts.append(self._account(place, weights_of(layers[place].parameters()), by_token, by_routed))
+        inside = {parameter for layer in layers for parameter in layer.parameters()}
+        ends = weights_of(parameter for parameter in model.parameters() if parameter not in inside)
+        return ModelAccount(layers=tuple(accounts), numbers=self._numbers, ends=ends, keys=self._keys)
+
+    def _account(self, place: int, weights: Weights, tokens: Slopes, routed: Slopes | None) -> LayerAccount:
+        """Of the layer that stands from `place` on, once for each kind."""
+        passes = {name: (f"F{place + k}", f"B{place + k}") for k, name in enumerate(NAMES)}
+        (forward, backward), *_ = passes.values()
+        plain = tokens.work(backward, self._axes)
+        input_ = tokens.bytes_of(*passes["full"], 0.0).kept  # all that `full` keeps
+        return LayerAccount(
+            weights=weights,
+            forward=tokens.work(forward, self._axes),
+            backward=plain,
+            weight_products=tokens.weight_products(backward),
+            kinds={name: tokens.bytes_of(*both, input_) for name, both in passes.items()},
+            routed={name: routed.bytes_of(*both, 0.0, tokens) for name, both in passes.items()}
+            if routed
+            else {},
+            repeated={name: tokens.work(both[1], self._axes) - plain for name, both in passes.items()},
+        )
+
+    def _traced(self, length: int) -> LayerLog:
+        """A step of one document of so many tokens, in one micro-batch."""
+        job = self.job
+        documents = np.array([[0, 0, length, 0, 0]], dtype=np.int64)
+        micro_batch = job.sharded(MicroBatch(documents, length=length))
+        self._keys = keys_of(micro_batch, job)
+        zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
+        item = Item.of(micro_batch, job, self.config.dataloader.context_rank, zeros, zeros, positions)
+        (model,) = self.model_parts
+        kinds = tuple(NAMES) * (len(model.layers) // len(NAMES))
+        item = replace(item, mask=replace(item.mask, kinds=kinds))
+        log = LayerLog(self._fake, (*model.parameters(), *model.buffers()))
+        hooks = self._hooks(log)
+        gc.collect()
+        gc.disable()  # or what a cycle holds would be gone at another operation
+        try:
+            with log, self._fake:
+                log.mark("start")
+                Trainer.forward_backward(self, [item], torch.ones(()))
+                log.mark("end")
+        finally:
+            gc.enable()
+            for hook in hooks:
+                hook.remove()
+            self.optimizers.zero_grad()
+        return log
+
+    def _hooks(self, log: LayerLog) -> list[Any]:
+        """They mark where each layer's passes begin, ahead of FSDP's own, which fetch weights."""
+        (model,) = self.model_parts
+
+        def before(number: int, _: Any, args: tuple[Any, ...]) -> None:
+            log.mark(f"F{number}")
+            if number == 0 and args[0].requires_grad:
+                args[0].register_hook(partial(log.mark, "ends"))
+
+        def after(number: int, _: Any, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(partial(log.mark, f"B{number}"))
+
+        hooks = []
+        for number, layer in enumerate(model.layers.values()):
+            hooks.append(layer.register_forward_pre_hook(partial(before, number), prepend=True))
+            hooks.append(layer.register_forward_hook(partial(after, number), prepend=True))
+        return [*hooks, layer.register_forward_hook(partial(log.mark, "loss"))]
+
+
+def numbers_of(layers: Sequence[Any]) -> tuple[int, ...]:
+    """The number of each layer's configuration, in the order in which they appear."""
+    seen: dict[str, int] = {}
+    return tuple(seen.setdefault(words_of(layer), len(seen)) for layer in layers)
+
+
+def words_of(node: Any) -> str:
+    """A configuration in words, without initial values and layouts."""
+    if not isinstance(node, Configurable.Config):
+        return repr(node) if isinstance(node, int | float | str | tuple | None) else type(node).__name__
+    names = [f.name for f in dataclasses.fields(node) if f.name not in ("param_init", "sharding_config")]
+    inside = ", ".join(f"{name}={words_of(getattr(node, name))}" for name in names)
+    return f"{type(node).__qualname__}({inside})"
+
+
+def weights_of(parameters: Iterable[torch.Tensor]) -> Weights:
+    whole = gathered = trained = gradients = matrix = 0
+    for parameter in parameters:
+        mine = math.prod(gathered_shape(parameter))
+        whole, gathered = whole + parameter.numel(), gathered + mine
+        if parameter.requires_grad:
+            trained, gradients, matrix = trained + parameter.numel(), gradients + mine, max(matrix, mine)
+    return Weights(whole, gathered, trained, gradients, matrix)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return local_tensor(tensor).untyped_storage()._cdata
