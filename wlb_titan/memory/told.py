@@ -78,7 +78,6 @@ class LayerAccount:
 class ModelAccount:
     """All layers of a model in one shape."""
 
-    layers: tuple[LayerAccount, ...]  # one of each configuration
-    numbers: tuple[int, ...]  # of each layer of the model, in order, within `layers`
+    layers: tuple[LayerAccount, ...]  # one of each configuration, in the order in which these appear
     ends: Weights  # of embedding, head and last norm
     keys: KeyShares = ALL_KEYS  # of the micro-batch that was traced

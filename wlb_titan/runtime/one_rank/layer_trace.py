@@ -1,9 +1,9 @@
-"""What a model's layers keep, compute and send, told by the model itself: a dry run of one layer of each kind.
+"""What a model's layers keep, compute and send, told by the model itself: a dry run of one layer of each.
 
-Every layer of its own configuration stands once for each kind of recomputation in a model that is parallelised
-as the job's, without a pipeline. A step of one micro-batch runs on fake tensors at two lengths. It does the
-same operations at both, so what follows from tokens is the difference, exactly: weights, and all that FSDP
-gathers and reduces, cancel out.
+Every different layer stands once for each kind of recomputation in a model that is parallelised as the job's,
+without a pipeline. A step of one micro-batch runs on fake tensors at two lengths. It does the same operations
+at both, so what follows from tokens is the difference, exactly: weights, and all that FSDP gathers and
+reduces, cancel out.
 
 Compiled code fuses element-wise operators. It reads once a pass what products, attention, collectives and
 gathers have made, and writes what these take, and what is there when the pass ends; what only passes from
@@ -13,15 +13,19 @@ one element-wise operator to the next is neither read nor written.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import math
+import os
+import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,14 +33,17 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from torchtitan.config import Configurable
 
+from wlb_titan.config.settings import CorpusSettings, WlbSettings
 from wlb_titan.memory.recompute import KINDS
-from wlb_titan.memory.told import KindBytes, LayerAccount, ModelAccount, Weights, Work
+from wlb_titan.memory.told import KindBytes, LayerAccount, ModelAccount, Shape, Weights, Work
 from wlb_titan.packing.predicted import keys_of
 from wlb_titan.plan import MicroBatch
+from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.compat import FakeTensor, FakeTensorMode
 from wlb_titan.runtime.inputs import Item
+from wlb_titan.runtime.models.checkpointing import AsNeededAC, SelectiveDocumentAC
+from wlb_titan.runtime.models.words import numbers_of
 from wlb_titan.runtime.one_rank.dry_run import DryTrainer, EvenTokenDispatcher, gathered_shape
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of, group_of, kind_of, local_tensor, tensors_in
 from wlb_titan.runtime.trainer import Trainer
@@ -158,7 +165,7 @@ class LayerLog(TorchDispatchMode):
 
 
 class Slopes:
-    """Two traces of the same operations: what each does more in the second, for each of so many more tokens."""
+    """Two traces of the same operations: what each does more in the second, over the more tokens it has."""
 
     def __init__(self, less: LayerLog, more: LayerLog, number: float) -> None:
         assert [mark[:2] for mark in less.marks] == [mark[:2] for mark in more.marks], "other operations"
@@ -216,19 +223,77 @@ class Slopes:
         return float(self._each["products"][part][self._constant[part]].sum())
 
 
+def accounts(config: Trainer.Config, shapes: Sequence[Sequence[Any]]) -> Iterator[ModelAccount]:
+    """Of rank 0 in each `Shape`, in a process each: a second model in a process would get the meshes of the
+    first."""
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = write_synthetic_corpus(Path(folder) / "corpus", np.full(4096, 2))
+        cores = len(os.sched_getaffinity(0))
+        for first in range(0, len(shapes), cores):
+            ends = []
+            for shape in shapes[first : first + cores]:
+                end, child_end = context.Pipe(duplex=False)
+                job = in_shape(config, str(corpus.path), Shape(*shape))
+                context.Process(target=_send_account, args=(*job, child_end), daemon=True).start()
+                child_end.close()
+                ends.append(end)
+            for end in ends:
+                account = end.recv()
+                if isinstance(account, Exception):
+                    raise account
+                yield account
+
+
+def _send_account(config: Trainer.Config, world_size: int, end: Connection) -> None:
+    os.environ["WORLD_SIZE"] = str(world_size)
+    try:
+        end.send(LayerTracer(config, rank=0, world_size=world_size).run())
+    except Exception as error:
+        end.send(error)
+
+
+def in_shape(config: Trainer.Config, corpus: str, shape: Shape) -> tuple[Trainer.Config, int]:
+    """A job of which rank 0 has each different layer once for each kind of recomputation, and its processes;
+    layers do not depend on what else it lacks."""
+    layers = config.model_spec.model.layers
+    numbers = numbers_of(layers)
+    different = [layers[numbers.index(number)] for number in range(max(numbers) + 1)]
+    model = copy.deepcopy(config.model_spec.model)
+    model.layers = [copy.deepcopy(layer) for layer in different for _ in NAMES]
+    sharing = shape.tensor * shape.context
+    data = shape.expert // math.gcd(shape.expert, sharing)
+    degrees = {
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": data,
+        "tensor_parallel_degree": shape.tensor,
+        "context_parallel_degree": shape.context,
+        "pipeline_parallel_degree": 1,
+        "expert_parallel_degree": shape.expert,
+    }
+    context = config.wlb.context.named(shape.strategy) if shape.strategy else config.wlb.context
+    wlb = WlbSettings(corpus=CorpusSettings(path=corpus), context=context, attention=config.wlb.attention)
+    ours = isinstance(config.activation_checkpoint, SelectiveDocumentAC.Config)
+    same = (
+        {f.name: getattr(config.activation_checkpoint, f.name) for f in fields(AsNeededAC.Config)}
+        if ours
+        else {}
+    )
+    return replace(
+        config,
+        model_spec=replace(config.model_spec, model=model),
+        parallelism=replace(config.parallelism, **degrees),
+        training=replace(config.training, local_batch_size=1, global_batch_size=-1),
+        activation_checkpoint=AsNeededAC.Config(**same),
+        wlb=wlb,
+    ), sharing * data
+
+
 class LayerTracer(DryTrainer):
-    """A rank of a model with each of its different layers once for each kind of recomputation."""
+    """Takes the account of the layers of a job that `in_shape` made."""
 
     def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
-        layers = config.model_spec.model.layers
-        self._numbers = numbers_of(layers)
-        different = [layers[self._numbers.index(number)] for number in range(max(self._numbers) + 1)]
-        each = [copy.deepcopy(layer) for layer in different for _ in NAMES]
-        model = replace(config.model_spec.model, layers=each)
-        spec = replace(config.model_spec, model=model)
-        super().__init__(
-            replace(config, model_spec=spec), rank=rank, world_size=world_size, device_bytes=1e15
-        )
+        super().__init__(config, rank=rank, world_size=world_size, device_bytes=1e15)
 
     def run(self) -> ModelAccount:
         """The account of the rank; a step for what FSDP does once comes first."""
@@ -247,12 +312,13 @@ class LayerTracer(DryTrainer):
             by_routed = Slopes(long, self._traced(2 * tokens), 2 * tokens * (ROUTED - 1))
         (model,) = self.model_parts
         layers = list(model.layers.values())
-        accounts = []
-        for place in range(0, len(layers), len(NAMES)):
-            accounts.append(self._account(place, weights_of(layers[place].parameters()), by_token, by_routed))
+        different = [
+            self._account(place, weights_of(layers[place].parameters()), by_token, by_routed)
+            for place in range(0, len(layers), len(NAMES))
+        ]
         inside = {parameter for layer in layers for parameter in layer.parameters()}
         ends = weights_of(parameter for parameter in model.parameters() if parameter not in inside)
-        return ModelAccount(layers=tuple(accounts), numbers=self._numbers, ends=ends, keys=self._keys)
+        return ModelAccount(layers=tuple(different), ends=ends, keys=self._keys)
 
     def _account(self, place: int, weights: Weights, tokens: Slopes, routed: Slopes | None) -> LayerAccount:
         """Of the layer that stands from `place` on, once for each kind."""
@@ -316,21 +382,6 @@ class LayerTracer(DryTrainer):
             hooks.append(layer.register_forward_pre_hook(partial(before, number), prepend=True))
             hooks.append(layer.register_forward_hook(partial(after, number), prepend=True))
         return [*hooks, layer.register_forward_hook(partial(log.mark, "loss"))]
-
-
-def numbers_of(layers: Sequence[Any]) -> tuple[int, ...]:
-    """The number of each layer's configuration, in the order in which they appear."""
-    seen: dict[str, int] = {}
-    return tuple(seen.setdefault(words_of(layer), len(seen)) for layer in layers)
-
-
-def words_of(node: Any) -> str:
-    """A configuration in words, without initial values and layouts."""
-    if not isinstance(node, Configurable.Config):
-        return repr(node) if isinstance(node, int | float | str | tuple | None) else type(node).__name__
-    names = [f.name for f in dataclasses.fields(node) if f.name not in ("param_init", "sharding_config")]
-    inside = ", ".join(f"{name}={words_of(getattr(node, name))}" for name in names)
-    return f"{type(node).__qualname__}({inside})"
 
 
 def weights_of(parameters: Iterable[torch.Tensor]) -> Weights:

@@ -2,7 +2,7 @@
 
     python -m wlb_titan.runtime.one_rank.process '{"run": "dryrun", "rank": 3, "world_size": 64, ...}'
 
-Its argument is JSON: "run" is "dryrun" or "rehearse", "file" and "overrides" name the job, and "result" the
+Its argument is JSON: "run" is "dryrun", "rehearse" or "layers", "file" and "overrides" name the job, and "result" the
 file to write. The rest are the trainer's own keywords.
 """
 
@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def result(
         torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.ERROR)
     config = load_config(file, overrides, world_size=world_size).config
+    if run == "layers":
+        from wlb_titan.runtime.one_rank.layer_trace import accounts
+
+        return {"accounts": [asdict(account) for account in accounts(config, **keywords)]}
     trainers = {"dryrun": DryTrainer, "rehearse": RehearsalTrainer}
     trainer = trainers[run](config, rank=rank, world_size=world_size, **keywords)
     try:
