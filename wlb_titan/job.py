@@ -8,7 +8,7 @@ names the cluster or they see the same GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import islice
@@ -33,6 +33,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import Fitting, usable_share
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.memory.recompute import AsNeeded, Recompute
+from wlb_titan.memory.told import ModelAccount, Shape
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.packing.slim.dp_merge import group_sizes
@@ -98,6 +99,8 @@ class Job:
 
     stage_layers: tuple[int, ...] = ()  # layers of each stage; empty divides them as torchtitan does
     memory: MemorySettings = field(default_factory=MemorySettings)
+    accounts: Mapping[Shape, ModelAccount] = field(default_factory=dict)
+    """Of the layers, by the shapes of jobs; for models that no formula knows."""
     memory_unknown: str = ""  # why memory cannot be predicted, such as "a model with experts"
     overlap: bool = True  # whether weights are gathered and gradients reduced while ranks compute
     tensor_overlap: float = 0.0
@@ -246,6 +249,22 @@ class Job:
                 break
         return jobs
 
+    @cached_property
+    def account(self) -> ModelAccount | None:
+        """The account of the layers in this job's shape, if there is one."""
+        return self.accounts.get(self.layer_shape)
+
+    @property
+    def layer_shape(self) -> Shape:
+        degrees = self.degrees
+        strategy = self.context.name if degrees.context > 1 else ""
+        return Shape(degrees.tensor, degrees.context, degrees.expert, strategy)
+
+    def numbers_of_stage(self, stage: int) -> tuple[int, ...]:
+        """The number of each of a stage's layers in the `account`."""
+        first, count = sum(self.layers[:stage]), self.layers[stage]
+        return self.account.numbers[first : first + count] if self.account else (0,) * count
+
     @property
     def token_bytes(self) -> TokenBytes:
         """Bytes that a rank holds for each token of a micro-batch of its own, with all keys."""
@@ -256,9 +275,12 @@ class Job:
         """(data-parallel ranks that share a micro-batch, a rank's share of its keys, a kind of recomputation
         if not the job's) -> bytes that the rank holds for each token."""
 
-        def token_bytes(sharers: int, keys: KeyShares, kind: Recompute | None = None) -> TokenBytes:
+        def token_bytes(
+            sharers: int, keys: KeyShares, kind: Recompute | None = None, number: int = 0
+        ) -> TokenBytes:
             job = self if sharers == 1 else self.by_sharers[sharers]
-            return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys, kind)
+            told = None if self.account is None else self.account.layers[number]
+            return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys, kind, told)
 
         return cache(token_bytes)
 

@@ -268,9 +268,19 @@ def resolved_job(file: Path, overrides: Sequence[str], world_size: int | None) -
     """The job that a file with overrides describes, and its configuration. Without a world size, a
     data-parallel degree of -1 is 1."""
     resolved = load(file, overrides, world_size)
+    from wlb_titan.runtime import accounts
     from wlb_titan.runtime.configured import job_of, parallel_dims
 
-    return resolved.check(lambda config: job_of(config, parallel_dims(config, world_size))), resolved
+    def job(config: Any) -> Job:
+        return job_of(config, parallel_dims(config, world_size))
+
+    found = resolved.check(job)
+    if found.memory_unknown and not found.account:
+        with progress() as report:
+            report("Tracing layers", 0, 0)
+            accounts.trace(file, overrides, resolved.config, found.degrees.ranks, [found.layer_shape])
+        found = resolved.check(job)
+    return found, resolved
 
 
 def describe_job(job: Job, documents: Documents) -> str:

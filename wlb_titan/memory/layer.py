@@ -18,13 +18,15 @@ CP x TP-th of its bytes. In elements of the compute type:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather_exchange
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
 from wlb_titan.dimensions.degrees import Degrees
-from wlb_titan.memory.recompute import CHECKPOINTING, KINDS, Recompute
+from wlb_titan.memory.recompute import CHECKPOINTING, KINDS, Moments, Recompute
+from wlb_titan.memory.told import LayerAccount, ModelAccount
 
 FLOAT32 = 4
 
@@ -94,15 +96,21 @@ class TokenBytes:
         exchange: Exchange | None = None,
         keys: KeyShares = ALL_KEYS,
         kind: Recompute | None = None,
+        told: LayerAccount | None = None,
     ) -> TokenBytes:
         """By default all context-parallel ranks gather keys and values. `keys` are a rank's shares of a
-        micro-batch's; of documents in slices all are cached. `kind` stands in for the settings' own."""
+        micro-batch's; of documents in slices all are cached. `kind` stands in for the settings' own, and
+        what is `told` of a layer for its formulas."""
         cp, tp = degrees.context, degrees.tensor
         exchange = exchange or all_gather_exchange(model, tp, cp)
         layer = LayerBytes(model, degrees, settings, exchange, keys)
         cached = exchange.keys * settings.compute_bytes
         recompute = kind or settings.recompute
-        moments = recompute.moments(layer)
+        if told is None:
+            kept, moments = recompute.kept(layer), recompute.moments(layer)
+        else:
+            own = told.kinds[recompute.kept_as]
+            kept, moments = own.kept - recompute.less_keys(layer), Moments(*own[1:])
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
         logits = model.vocabulary / (cp * tp * settings.loss_chunks)
@@ -113,7 +121,7 @@ class TokenBytes:
         return cls(
             hidden=layer.s,
             hidden_gathered=layer.g,
-            kept=recompute.kept(layer),
+            kept=kept,
             **moments._asdict(),
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f + layer.normed,
             loss=loss,
@@ -153,6 +161,7 @@ class LayerBytes:
         # What collectives bring of them, before it is put in order.
         self.gathering = all_keys * shares.gathered if self.shared_keys else 2 * self.k
         self.key_gradients = all_keys * shares.held
+        self.absent_keys, self.absent_gathering = all_keys - self.keys, all_keys - self.gathering
         self.sent = exchange.sent * size if self.shared_keys else 0.0  # to the others before attention
         self.outputs = exchange.outputs * size  # and queries, of tokens that are not the rank's own
         self.exchanged = sum(move.kept for move in exchange.moves) * size  # by `selective`
@@ -165,6 +174,90 @@ class LayerBytes:
         # With copies in float32 while both are rotated: as complex numbers, or one by one by cos and sin.
         by_cos_sin = settings.rotary_bytes == 2 * FLOAT32
         self.rotating = self.normed + (8 * self.q if by_cos_sin else 4 * (self.q + self.k))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWeights:
+    """Numbers of weights of a pipeline rank's stages; as gathered, a rank's share after tensor and expert
+    parallelism, but for the first two."""
+
+    all: int  # of all tensor-parallel and FSDP ranks
+    trained: int  # those of them with gradients
+    gathered: Mapping[int, float]  # of each stage
+    gradients: Mapping[int, float]
+    layer: float  # the largest
+    layer_gradients: float
+    matrix: float  # the largest gradient of one weight
+    table: float
+    head: float  # 0 on other ranks than the last stage's
+    ends: float  # of `gathered`, what is in no layer
+    ends_train: bool = True
+    tied: bool  # embedding and head are one table, and this rank has both
+
+    @classmethod
+    def of(cls, model: ModelShape, degrees: Degrees, layers: Sequence[int], stages: Sequence[int]) -> Self:
+        """By the shape of a dense decoder's layers."""
+        tensor, last = degrees.tensor, len(layers) - 1 in stages
+        table = model.hidden * model.vocabulary / tensor
+        # A rank gathers its share of a layer: of experts by expert parallelism, else by tensor parallelism.
+        experts = model.expert_weights if degrees.expert > 1 else 0
+        less = experts / tensor - experts / degrees.expert
+        layer = layer_parameters(model) / tensor - less
+        gathered = {s: rank_parameters(model, layers, [s]) / tensor - layers[s] * less for s in stages}
+        everything = rank_parameters(model, layers, stages)
+        return cls(
+            all=everything,
+            trained=everything,
+            gathered=gathered,
+            gradients=gathered,
+            layer=layer,
+            layer_gradients=layer,
+            matrix=model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor,
+            table=table,
+            head=table if last else 0.0,
+            ends=sum(gathered.values()) - sum(layers[stage] for stage in stages) * layer,
+            tied=model.tied and 0 in stages and last,
+        )
+
+    @classmethod
+    def told(
+        cls,
+        account: ModelAccount,
+        model: ModelShape,
+        degrees: Degrees,
+        layers: Sequence[int],
+        stages: Sequence[int],
+    ) -> Self:
+        """By the account of the layers; the model's ends are as those of a dense decoder."""
+        tensor, last = degrees.tensor, len(layers) - 1 in stages
+        own = {stage: account.of_stage(layers, stage) for stage in stages}
+        every = [layer.weights for stage in stages for layer in own[stage]]
+        ends = {stage: rank_parameters(model, [0] * len(layers), [stage]) for stage in stages}
+        both = rank_parameters(model, [0] * len(layers), stages)
+        trains = account.ends.trained > 0
+        table = model.hidden * model.vocabulary / tensor
+
+        def of_stages(name: str, with_ends: bool) -> dict[int, float]:
+            return {
+                stage: sum(getattr(layer.weights, name) for layer in own[stage])
+                + with_ends * ends[stage] / tensor
+                for stage in stages
+            }
+
+        return cls(
+            all=sum(weights.all for weights in every) + both,
+            trained=sum(weights.trained for weights in every) + trains * both,
+            gathered=of_stages("gathered", True),
+            gradients=of_stages("gradients", trains),
+            layer=max((weights.gathered for weights in every), default=0),
+            layer_gradients=max((weights.gradients for weights in every), default=0),
+            matrix=max((weights.matrix for weights in every), default=0),
+            table=table,
+            head=table if last else 0.0,
+            ends=sum(ends.values()) / tensor,
+            ends_train=trains,
+            tied=model.tied and 0 in stages and last,
+        )
 
 
 class FsdpWhole:
@@ -185,48 +278,35 @@ class FsdpWhole:
     """
 
     def __init__(
-        self,
-        model: ModelShape,
-        degrees: Degrees,
-        settings: MemorySettings,
-        layers: Sequence[int],
-        stages: Sequence[int],
+        self, weights: RankWeights, degrees: Degrees, settings: MemorySettings, layers: Sequence[int]
     ) -> None:
-        tensor = degrees.tensor
         self._pipelined, self._shards = degrees.pipeline > 1, degrees.sharding_ranks
         self._layers, self._last = sum(layers), len(layers) - 1
         self._reshards = settings.reshards(degrees)
         self._compute, self._reduced = settings.compute_bytes, settings.parameter_bytes
         # A lone rank's shards are whole weights if they have the compute type.
         self._whole = self._compute if self._shards > 1 or self._compute != self._reduced else 0
-        # From here on numbers of weights.
-        self._table = model.hidden * model.vocabulary / tensor
-        head = self._table if self._last in stages else 0.0
+        self._weights, self._table = weights, weights.table
+        head = weights.head if weights.ends_train else 0.0
         self._chunked_head, self._plain_head = (head, 0.0) if settings.loss_chunks > 1 else (0.0, head)
+        self._whole_head = weights.head
         self._tied = 0.0  # bytes of the table beside the first layer's
-        if model.tied and 0 in stages:
+        if weights.tied:
             self._tied = self._chunked_head * (self._compute + self._reduced / self._shards)
-        self._matrix = model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor
-        # A rank gathers its share of a layer: of experts by expert parallelism, else by tensor parallelism.
-        experts = model.expert_weights if degrees.expert > 1 else 0
-        less = experts / tensor - experts / degrees.expert
-        self._layer = layer_parameters(model) / tensor - less
-        self._held = {s: rank_parameters(model, layers, [s]) / tensor - layers[s] * less for s in stages}
-        self._own_layers = sum(layers[stage] for stage in stages)
 
     def in_pipeline(self, went_back: Collection[int], *, in_loss: bool = False) -> float:
         """In a pass through a pipeline's stage; `went_back` has the stages with gradients."""
-        result = self._matrix * (self._compute + self._reduced)
+        weights = self._weights
+        result = weights.matrix * (self._compute + self._reduced)
         head = self._chunked_head * self._reduced
         result += head * (1 + in_loss + 2 / self._shards)
-        result += sum(self._held[stage] for stage in went_back) * self._reduced
+        result += sum(weights.gradients[stage] for stage in went_back) * self._reduced
         if self._last in went_back:
             result -= head
         if not self._reshards:
-            return result + sum(self._held.values()) * self._whole
+            return result + sum(weights.gathered.values()) * self._whole
         # The layer at hand, the one fetched ahead, and the model's ends.
-        ends = sum(self._held.values()) - self._own_layers * self._layer
-        return result + (2 * self._layer + ends) * self._whole
+        return result + (2 * weights.layer + weights.ends) * self._whole
 
     def in_loss(self, token: TokenBytes, went_back: Collection[int]) -> Iterator[tuple[float, float]]:
         """Bytes a token of the loss, and of weights and gradients: at softmax and at the head's gradient."""
@@ -234,10 +314,13 @@ class FsdpWhole:
             whole = self.in_pipeline(went_back, in_loss=True)
             yield token.loss, whole
             # A chunk's gradient of the head, in both types, is added to the others'; no layer's is there.
-            yield token.head, whole + (self._chunked_head - self._matrix) * (self._compute + self._reduced)
+            yield (
+                token.head,
+                whole + (self._chunked_head - self._weights.matrix) * (self._compute + self._reduced),
+            )
             return
         head = self._chunked_head or self._plain_head
-        whole = (head * self._whole if self._reshards else self.weights(0)) + self._tied
+        whole = (self._whole_head * self._whole if self._reshards else self.weights(0)) + self._tied
         yield token.loss, whole + self._chunked_head * self._reduced
         copied = max(self._compute, (self._shards > 1) * 2 * self._reduced / self._shards)
         yield token.head, whole + head * (2 * self._reduced + copied)
@@ -245,20 +328,26 @@ class FsdpWhole:
     def weights(self, layer: int) -> float:
         """Without a pipeline: the layer at hand and what is fetched meanwhile, the embedding for layer 0."""
         if not self._reshards:
-            return sum(self._held.values()) * self._whole
-        fetched = (self._layer if layer else self._table) if self._shards > 1 else 0.0
-        return (self._layer + fetched) * self._whole
+            return sum(self._weights.gathered.values()) * self._whole
+        fetched = (self._weights.layer if layer else self._table) if self._shards > 1 else 0.0
+        return (self._weights.layer + fetched) * self._whole
 
     def in_backward(self, layer: int, *, behind: bool, first: bool, last: bool) -> float:
         """Without a pipeline: at the fullest moment of a layer's backward pass or, `behind` it, while
         gradients are copied or added up; in a step's `first` or `last` backward pass."""
         if self._shards > 1 or last:  # gradients are reduced
             if behind:
-                return self.weights(layer) + self._layer * (self._compute + self._reduced)
-            before = self._plain_head if layer == self._layers - 1 else self._layer  # what is being reduced
-            return self.weights(layer) + self._matrix * self._compute + before * self._reduced
+                return self.weights(layer) + self._weights.layer_gradients * (self._compute + self._reduced)
+            before = (
+                self._plain_head if layer == self._layers - 1 else self._weights.layer_gradients
+            )  # what is being reduced
+            return self.weights(layer) + self._weights.matrix * self._compute + before * self._reduced
         # Weights of this and all later layers, and in the first pass their gradients.
         later = self._layers - layer
-        kept = later * self._layer * self._whole if self._reshards else self.weights(layer)
-        added = (later if behind else later - 1) * self._layer * self._reduced if first else 0.0
-        return kept + (self._layer if behind else self._matrix) * self._compute + added
+        kept = later * self._weights.layer * self._whole if self._reshards else self.weights(layer)
+        added = (
+            (later if behind else later - 1) * self._weights.layer_gradients * self._reduced if first else 0.0
+        )
+        return (
+            kept + (self._weights.layer_gradients if behind else self._weights.matrix) * self._compute + added
+        )

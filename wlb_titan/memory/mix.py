@@ -60,13 +60,21 @@ class Moments(NamedTuple):
             if kind in ("B", "W"):
                 in_flight[own] = 0
         base, own_chunk, forward, losses, slices = (np.array(column) for column in zip(*rows, strict=True))
-        of_kinds = [[tokens(p.sharers, p.keys, kind) for kind in KINDS] for p in run.packs]
-        names = ("kept", "forward", "backward", "attention")
-        figures = np.array([[[getattr(b, name) for b in kinds] for kinds in of_kinds] for name in names])
-        figures *= np.array([p.length * p.sharers for p in run.packs], dtype=np.float64)[:, None]
-        kept, *made = (np.tile(figure, (len(rank.stages), 1)) for figure in figures)
-        layers = np.repeat([rank.job.layers[stage] for stage in rank.stages], len(run.packs))
-        return cls(base, np.array(held), own_chunk, forward, losses, slices, kept, np.array(made), layers)
+        # A layer's mean of what its stage keeps, and the most of what one makes.
+        kept, made = [], []
+        for stage, place in chunks:
+            pack, numbers = run.packs[place], rank.job.numbers_of_stage(stage) or (0,)
+            each = [
+                [tokens(pack.sharers, pack.keys, kind, number) for kind in KINDS] for number in {*numbers}
+            ]
+            shares = [numbers.count(number) / len(numbers) for number in {*numbers}]
+            length = pack.length * pack.sharers
+            kept.append(length * (shares @ np.array([[b.kept for b in kinds] for kinds in each])))
+            most = [[(b.forward, b.backward, b.attention) for b in kinds] for kinds in each]
+            made.append(length * np.array(most).max(axis=0))
+        kept, made = np.array(kept), np.moveaxis(np.array(made), -1, 0)
+        layers = np.array([rank.job.layers[stage] for stage, _ in chunks])
+        return cls(base, np.array(held), own_chunk, forward, losses, slices, kept, made, layers)
 
     def bytes_of(self, counts: Ints) -> Floats:
         """(P,), at the fullest moment of each pass, with int64 (C, K), layers of each kind."""

@@ -41,8 +41,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from wlb_titan.arrays import Ints
 from wlb_titan.context.strategy import ALL_KEYS, KeyShares
-from wlb_titan.cost.models import rank_parameters
-from wlb_titan.memory.layer import FsdpWhole, TokenBytes
+from wlb_titan.memory.layer import FsdpWhole, RankWeights, TokenBytes
 from wlb_titan.memory.recompute import KINDS
 from wlb_titan.memory.slice_cache import CachedSlice, SliceCache
 from wlb_titan.pipeline.schedule import rank_actions
@@ -158,11 +157,18 @@ class RankPeak:
         self._last = len(self._layers) - 1
         self._alone = job.degrees.pipeline == 1
         self._own_layers = sum(self._layers[stage] for stage in self.stages)
-        self._parameters = rank_parameters(job.model, self._layers, self.stages)
-        shards = job.degrees.tensor * job.degrees.sharding_ranks
-        # Bytes of this GPU's weights.
-        self._shard = self._parameters / shards * job.memory.parameter_bytes
-        self._whole = FsdpWhole(job.model, job.degrees, job.memory, self._layers, self.stages)
+        places = job.degrees, self._layers, self.stages
+        if job.account is None:
+            self._weights = RankWeights.of(job.model, *places)
+        else:
+            self._weights = RankWeights.told(job.account, job.model, *places)
+        # Bytes of a weight's share on this GPU.
+        self._share = job.memory.parameter_bytes / (job.degrees.tensor * job.degrees.sharding_ranks)
+        self._tables = float(self._own_layers * job.memory.rotary_bytes * job.model.head_dim)
+        if job.account is not None:
+            every = [layer for stage in self.stages for layer in job.account.of_stage(self._layers, stage)]
+            self._tables = sum(layer.weights.tables for layer in every)
+        self._whole = FsdpWhole(self._weights, job.degrees, job.memory, self._layers)
 
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
         """Memory at the fullest moment of one run; `reduced`: there are gradients of earlier runs."""
@@ -225,7 +231,7 @@ class RankPeak:
                 slice_cache.bytes_,
                 beside,
                 made,
-                self._shard if reduced else 0.0,
+                self._weights.trained * self._share if reduced else 0.0,
                 went_back,
                 whole,
             )
@@ -259,12 +265,12 @@ class RankPeak:
 
     def _of_layers(self, pack: PackSize, stage: int) -> list[TokenBytes]:
         """Those that keep most come last, and go backward first, before fuller repetitions need room."""
-        tokens = self.job.token_bytes_of
-        if pack.mix is None:
-            return [tokens(pack.sharers, pack.keys)] * self._layers[stage]
-        counts = zip(KINDS, pack.mix[stage].tolist(), strict=True)
-        every = [[tokens(pack.sharers, pack.keys, kind)] * count for kind, count in counts if count]
-        return list(itertools.chain(*reversed(every)))
+        tokens, kinds = self.job.token_bytes_of, [None] * self._layers[stage]
+        if pack.mix is not None:
+            kinds = [kind for kind, count in zip(KINDS, pack.mix[stage], strict=True) for _ in range(count)]
+        numbers = self.job.numbers_of_stage(stage)
+        pairs = zip(reversed(kinds), numbers, strict=True)
+        return [tokens(pack.sharers, pack.keys, kind, number) for kind, number in pairs]
 
     def _forward(self, pass_: Pass) -> Iterator[Moment]:
         """The fullest moments of a forward pass: in the last layer of a kind, and in the loss."""
@@ -308,19 +314,21 @@ class RankPeak:
         settings = self.job.memory
         return RankMemory(
             rank=self._number,
-            weights=round(self._shard),
-            optimizer=round(self._shard / settings.parameter_bytes * settings.optimizer_bytes),
-            rotary=self._own_layers * settings.window * settings.rotary_bytes * self.job.model.head_dim,
+            weights=round(self._weights.all * self._share),
+            optimizer=round(
+                self._weights.trained * self._share / settings.parameter_bytes * settings.optimizer_bytes
+            ),
+            rotary=round(settings.window * self._tables),
             gradients=round(gradients),
             **{name: round(bytes_) for name, bytes_ in moment._asdict().items()},
-            parameters=self._parameters,
+            parameters=self._weights.all,
             layers=self._own_layers,
             tokens=tokens,
         )
 
     def _in_layers(self, pass_: Pass) -> float:
         """`kept_by_stages` of a pass's stage."""
-        if pass_.pack.mix is not None:
+        if pass_.pack.mix is not None or self.job.account is not None:
             return sum(layer.kept for layer in pass_.layers)
         return self.kept_by_stages(pass_.token, self._layers)[pass_.stage]
 

@@ -70,9 +70,18 @@ class Recompute(ABC):
     repeats_all: ClassVar[bool] = False
     """Whether the whole forward pass is repeated, attention included."""
 
+    @property
+    def kept_as(self) -> str:
+        """The kind of `KINDS` by which layers keep bytes."""
+        return self.name
+
     @abstractmethod
     def kept(self, layer: LayerBytes) -> float:
         """Bytes a token from the forward to the backward pass."""
+
+    def less_keys(self, layer: LayerBytes) -> float:
+        """Bytes a token that a layer keeps less than with all keys."""
+        return 0.0
 
     @abstractmethod
     def moments(self, layer: LayerBytes) -> Moments: ...
@@ -97,6 +106,9 @@ class KeepAll(Recompute):
         attention = 2 * layer.q + 2 * layer.outputs + layer.keys + layer.log_sum_exp + layer.rotary
         return 2 * layer.s + 2 * layer.g + attention + layer.normed + 4 * layer.f
 
+    def less_keys(self, layer: LayerBytes) -> float:
+        return layer.absent_keys if layer.shared_keys else 0.0
+
     def moments(self, layer: LayerBytes) -> Moments:
         s, g, q, f = layer.s, layer.g, layer.q, layer.f
         attention = 2 * s + 2 * q + 2 * layer.key_gradients - 4 * f  # the MLP's activations are free
@@ -114,6 +126,9 @@ class KeepProducts(Recompute):
 
     def kept(self, layer: LayerBytes) -> float:
         return layer.s + layer.reduced + layer.around_attention + 2 * layer.f + self._gathered(layer)
+
+    def less_keys(self, layer: LayerBytes) -> float:
+        return layer.absent_gathering if layer.shared_keys else 0.0
 
     def _gathered(self, layer: LayerBytes) -> float:
         return layer.gathering if layer.shared_keys else 0.0
@@ -169,6 +184,7 @@ class AsNeeded(Selective):
     is chosen, memory is as for `selective` and, as most layers repeat little, times as for `none`."""
 
     name = "as_needed"
+    kept_as = Selective.name
     repeats_moves = False
 
     def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:

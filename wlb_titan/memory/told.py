@@ -6,7 +6,7 @@ of plain numbers, for each token of a micro-batch (on all context-parallel ranks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,8 +41,7 @@ class Work:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KindBytes:
+class KindBytes(NamedTuple):
     """A layer's bytes under one kind of recomputation, as of `TokenBytes`."""
 
     kept: float
@@ -59,6 +58,7 @@ class Weights(NamedTuple):
     trained: int  # of `all`
     gradients: int  # those of `gathered` that are trained
     matrix: int  # the largest one of `gradients`
+    tables: float  # bytes of buffers, such as rotary factors, for each position of the window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +78,12 @@ class LayerAccount:
 class ModelAccount:
     """All layers of a model in one shape."""
 
-    layers: tuple[LayerAccount, ...]  # one of each configuration, in the order in which these appear
+    layers: tuple[LayerAccount, ...]  # one of each configuration
+    numbers: tuple[int, ...]  # of the model's layers in order: the place of each in `layers`
     ends: Weights  # of embedding, head and last norm
     keys: KeyShares = ALL_KEYS  # of the micro-batch that was traced
+
+    def of_stage(self, layers: Sequence[int], stage: int) -> list[LayerAccount]:
+        """Those of a stage, in order, where stages have so many layers."""
+        first = sum(layers[:stage])
+        return [self.layers[number] for number in self.numbers[first : first + layers[stage]]]

@@ -23,6 +23,8 @@ from wlb_titan.dimensions.degrees import Degrees, own_dimensions
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.memory.told import Shape
+from wlb_titan.runtime import accounts
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.meshes import Dims
@@ -46,6 +48,10 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
     gpu = None if wlb.cluster else gpu_at_hand(wlb.device)
     cluster = cluster_of_gpu(*gpu) if gpu else load_cluster(wlb.cluster or "cpu")
     total = training.global_batch_size if training.global_batch_size > 0 else None
+    shape = Shape(dims.tp, dims.cp, job_degrees.expert, wlb.context.name if dims.cp > 1 else "")
+    unknown, told = unknown_parts(model), None
+    if unknown:
+        told = accounts.known(config, shape)
     return Job(
         model=model_shape(model),
         degrees=job_degrees,
@@ -62,7 +68,8 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         run=run,
         stage_layers=stage_layers,
         memory=memory,
-        memory_unknown=_memory_unknown(model),
+        accounts={shape: told} if told else {},
+        memory_unknown="" if told else unknown,
         # Without streams FSDP waits for each collective.
         overlap=wlb.device != "cpu" and cluster != load_cluster("cpu"),
         implementation=wlb.attention.implementation,
@@ -159,7 +166,7 @@ def model_shape(model: Decoder.Config) -> ModelShape:
     )
 
 
-def _memory_unknown(model: Decoder.Config) -> str:
+def unknown_parts(model: Decoder.Config) -> str:
     """What of a model the formulas of `memory/` do not know."""
     if has_experts(model):
         return "a model with experts"

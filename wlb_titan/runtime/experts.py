@@ -54,7 +54,10 @@ class ExpertLoad:
         experts, ranks = (row[row > 0].tolist() for row in ratios)
         if not experts:
             return {}
-        figures = {"busiest_expert": max(experts), "busiest_expert_rank": sum(ranks) / max(len(ranks), 1) or 1.0}
+        figures = {
+            "busiest_expert": max(experts),
+            "busiest_expert_rank": sum(ranks) / max(len(ranks), 1) or 1.0,
+        }
         if figures["busiest_expert_rank"] >= UNEVEN:
             warn_once(
                 f"In the mean layer the busiest rank's experts get over {UNEVEN:g} times their share of the "

@@ -30,6 +30,7 @@ from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.predicted import travelling
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache, attend, gradients
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.one_rank.dry_trace import CallLog, Trace
 from wlb_titan.runtime.one_rank.lone import OneRankTrainer
@@ -53,7 +54,11 @@ class DryTrainer(OneRankTrainer):
         step: int = 1,
         device_bytes: float | None = None,
     ) -> None:
-        self._number, self._device_bytes = step, device_bytes
+        self._number = step
+        # Of the layers as they are, by which their account is known, and not of their stand-ins.
+        self._job = job_of(config, parallel_dims(config, world_size))
+        if device_bytes is not None:
+            self._job = self._job.on(replace(self._job.cluster, memory=device_bytes))
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
             changed = dry_config(config, lambda: stack.enter_context(self._fake))
@@ -61,8 +66,7 @@ class DryTrainer(OneRankTrainer):
 
     def start_group(self) -> None:
         dist_utils.init_fake_mode(self._world_size, rank=self._rank)
-        if self._device_bytes is not None:
-            self.job = self.job.on(replace(self.job.cluster, memory=self._device_bytes))
+        self.job = self._job
 
     def run(self) -> dict[str, Any]:
         """What `wlb-titan dryrun --output` writes about a rank after its step (docs/dryrun.md)."""

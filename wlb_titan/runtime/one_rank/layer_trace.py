@@ -33,8 +33,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from wlb_titan.config.settings import CorpusSettings, WlbSettings
+from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.memory.recompute import KINDS
 from wlb_titan.memory.told import KindBytes, LayerAccount, ModelAccount, Shape, Weights, Work
 from wlb_titan.packing.predicted import keys_of
@@ -42,7 +44,7 @@ from wlb_titan.plan import MicroBatch
 from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.compat import FakeTensor, FakeTensorMode
 from wlb_titan.runtime.inputs import Item
-from wlb_titan.runtime.models.checkpointing import AsNeededAC, SelectiveDocumentAC
+from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.models.words import numbers_of
 from wlb_titan.runtime.one_rank.dry_run import DryTrainer, EvenTokenDispatcher, gathered_shape
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of, group_of, kind_of, local_tensor, tensors_in
@@ -226,77 +228,72 @@ class Slopes:
 def accounts(config: Trainer.Config, shapes: Sequence[Sequence[Any]]) -> Iterator[ModelAccount]:
     """Of rank 0 in each `Shape`, in a process each: a second model in a process would get the meshes of the
     first."""
-    context = get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = write_synthetic_corpus(Path(folder) / "corpus", np.full(4096, 2))
-        cores = len(os.sched_getaffinity(0))
-        for first in range(0, len(shapes), cores):
-            ends = []
-            for shape in shapes[first : first + cores]:
-                end, child_end = context.Pipe(duplex=False)
-                job = in_shape(config, str(corpus.path), Shape(*shape))
-                context.Process(target=_send_account, args=(*job, child_end), daemon=True).start()
-                child_end.close()
-                ends.append(end)
-            for end in ends:
-                account = end.recv()
-                if isinstance(account, Exception):
-                    raise account
-                yield account
+    context, cores = get_context("fork"), len(os.sched_getaffinity(0))
+    for first in range(0, len(shapes), cores):
+        ends = []
+        for shape in shapes[first : first + cores]:
+            end, child_end = context.Pipe(duplex=False)
+            asked = config, Shape(*shape), child_end
+            context.Process(target=_send_account, args=asked, daemon=True).start()
+            child_end.close()
+            ends.append(end)
+        for end in ends:
+            account = end.recv()
+            if isinstance(account, Exception):
+                raise account
+            yield account
 
 
-def _send_account(config: Trainer.Config, world_size: int, end: Connection) -> None:
-    os.environ["WORLD_SIZE"] = str(world_size)
+def _send_account(config: Trainer.Config, shape: Shape, end: Connection) -> None:
+    numbers = numbers_of(config.model_spec.model.layers)
     try:
-        end.send(LayerTracer(config, rank=0, world_size=world_size).run())
+        with tempfile.TemporaryDirectory() as folder:
+            corpus = write_synthetic_corpus(Path(folder) / "corpus", np.full(4096, 2))
+            changed, world_size = in_shape(config, str(corpus.path), shape, numbers)
+            os.environ["WORLD_SIZE"] = str(world_size)
+            tracer = LayerTracer(changed, rank=0, world_size=world_size, device_bytes=1e15)
+            end.send(tracer.account(numbers))
     except Exception as error:
         end.send(error)
 
 
-def in_shape(config: Trainer.Config, corpus: str, shape: Shape) -> tuple[Trainer.Config, int]:
-    """A job of which rank 0 has each different layer once for each kind of recomputation, and its processes;
-    layers do not depend on what else it lacks."""
-    layers = config.model_spec.model.layers
-    numbers = numbers_of(layers)
-    different = [layers[numbers.index(number)] for number in range(max(numbers) + 1)]
+def in_shape(
+    config: Trainer.Config, corpus: str, shape: Shape, numbers: Sequence[int]
+) -> tuple[Trainer.Config, int]:
+    """A job of which rank 0 has each different layer once for each kind of recomputation, and its processes.
+    What it lacks of the whole job changes nothing in a layer."""
     model = copy.deepcopy(config.model_spec.model)
+    different = [model.layers[numbers.index(number)] for number in range(max(numbers) + 1)]
     model.layers = [copy.deepcopy(layer) for layer in different for _ in NAMES]
     sharing = shape.tensor * shape.context
     data = shape.expert // math.gcd(shape.expert, sharing)
-    degrees = {
-        "data_parallel_replicate_degree": 1,
+    degrees = {cls.key: 1 for cls in TORCHTITAN.values()} | {
         "data_parallel_shard_degree": data,
         "tensor_parallel_degree": shape.tensor,
         "context_parallel_degree": shape.context,
-        "pipeline_parallel_degree": 1,
         "expert_parallel_degree": shape.expert,
     }
     context = config.wlb.context.named(shape.strategy) if shape.strategy else config.wlb.context
-    wlb = WlbSettings(corpus=CorpusSettings(path=corpus), context=context, attention=config.wlb.attention)
-    ours = isinstance(config.activation_checkpoint, SelectiveDocumentAC.Config)
-    same = (
-        {f.name: getattr(config.activation_checkpoint, f.name) for f in fields(AsNeededAC.Config)}
-        if ours
-        else {}
-    )
-    return replace(
+    recomputation = AsNeededAC.Config()
+    if isinstance(config.activation_checkpoint, SelectiveAC.Config):
+        same = {f.name: getattr(config.activation_checkpoint, f.name) for f in fields(SelectiveAC.Config)}
+        recomputation = AsNeededAC.Config(**same)
+    changed = replace(
         config,
         model_spec=replace(config.model_spec, model=model),
         parallelism=replace(config.parallelism, **degrees),
         training=replace(config.training, local_batch_size=1, global_batch_size=-1),
-        activation_checkpoint=AsNeededAC.Config(**same),
-        wlb=wlb,
-    ), sharing * data
+        activation_checkpoint=recomputation,
+        wlb=WlbSettings(corpus=CorpusSettings(path=corpus), context=context, attention=config.wlb.attention),
+    )
+    return changed, sharing * data
 
 
 class LayerTracer(DryTrainer):
     """Takes the account of the layers of a job that `in_shape` made."""
 
-    def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
-        super().__init__(config, rank=rank, world_size=world_size, device_bytes=1e15)
-
-    def run(self) -> ModelAccount:
-        """The account of the rank; a step for what FSDP does once comes first."""
+    def account(self, numbers: tuple[int, ...]) -> ModelAccount:
+        """The account of a model with layers of these numbers; a step for what FSDP does once comes first."""
         degrees, divisor = self.job.degrees, self.job.divisor
         tokens = -(-TOKENS * degrees.context // divisor) * divisor
         self._traced(tokens)
@@ -312,15 +309,16 @@ class LayerTracer(DryTrainer):
             by_routed = Slopes(long, self._traced(2 * tokens), 2 * tokens * (ROUTED - 1))
         (model,) = self.model_parts
         layers = list(model.layers.values())
-        different = [
-            self._account(place, weights_of(layers[place].parameters()), by_token, by_routed)
-            for place in range(0, len(layers), len(NAMES))
-        ]
+        window = self.config.training.seq_len
+        different = []
+        for place in range(0, len(layers), len(NAMES)):
+            weights = weights_of(layers[place].parameters(), layers[place].buffers(), window)
+            different.append(self._of_layer(place, weights, by_token, by_routed))
         inside = {parameter for layer in layers for parameter in layer.parameters()}
-        ends = weights_of(parameter for parameter in model.parameters() if parameter not in inside)
-        return ModelAccount(layers=tuple(different), ends=ends, keys=self._keys)
+        ends = weights_of((p for p in model.parameters() if p not in inside), (), window)
+        return ModelAccount(layers=tuple(different), numbers=numbers, ends=ends, keys=self._keys)
 
-    def _account(self, place: int, weights: Weights, tokens: Slopes, routed: Slopes | None) -> LayerAccount:
+    def _of_layer(self, place: int, weights: Weights, tokens: Slopes, routed: Slopes | None) -> LayerAccount:
         """Of the layer that stands from `place` on, once for each kind."""
         passes = {name: (f"F{place + k}", f"B{place + k}") for k, name in enumerate(NAMES)}
         (forward, backward), *_ = passes.values()
@@ -384,14 +382,17 @@ class LayerTracer(DryTrainer):
         return [*hooks, layer.register_forward_hook(partial(log.mark, "loss"))]
 
 
-def weights_of(parameters: Iterable[torch.Tensor]) -> Weights:
-    whole = gathered = trained = gradients = matrix = 0
-    for parameter in parameters:
-        mine = math.prod(gathered_shape(parameter))
-        whole, gathered = whole + parameter.numel(), gathered + mine
-        if parameter.requires_grad:
-            trained, gradients, matrix = trained + parameter.numel(), gradients + mine, max(matrix, mine)
-    return Weights(whole, gathered, trained, gradients, matrix)
+def weights_of(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], window: int) -> Weights:
+    sizes = [(p.numel(), math.prod(gathered_shape(p)), p.requires_grad) for p in parameters]
+    trained = [pair for *pair, trains in sizes if trains]
+    return Weights(
+        all=sum(size for size, *_ in sizes),
+        gathered=sum(mine for _, mine, _ in sizes),
+        trained=sum(size for size, _ in trained),
+        gradients=sum(mine for _, mine in trained),
+        matrix=max((mine for _, mine in trained), default=0),
+        tables=bytes_of(buffers) / window,
+    )
 
 
 def _key(tensor: torch.Tensor) -> int:
