@@ -91,7 +91,7 @@ class LoneRanks:
         words = [*overrides, *_under(policy), "--dump_folder", str(folder)]
         job, resolved = cli.resolved_job(file, words, world_size)
         if memory is not None:
-            job = job.on(replace(job.cluster, memory=memory))
+            job = job.on(job.cluster.with_gpus_of(memory))
         if synthetic := _synthetic_corpus(resolved, job.micro_batches, steps, folder):
             words += synthetic
             resolved = cli.load(file, words, world_size)

@@ -180,7 +180,7 @@ def predicted(
 def _problem(job: Job, memory: float) -> str:
     if isnan(memory):
         return "cannot run, for a reason that rank 0 gives"
-    if job.memory_unknown or memory <= job.fitting.usable:
+    if not job.memory_known or memory <= job.fitting.usable:
         return ""
     return f"does not fit {job.fitting.room}"
 
