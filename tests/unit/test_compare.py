@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from html import unescape
 
 import numpy as np
 import pytest
@@ -233,9 +235,39 @@ def test_a_trace_reads_back(tmp_path):
     assert read_trace(path) == spans
     events = json.loads(path.read_text())["traceEvents"]
     assert [(e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [(0, 5e5), (7.5e5, 1e6)]
+    for wrong, said in (
+        ([], "no passes that took time"),
+        ([replace(spans[0], duration=0.0), spans[1]], "no passes that took time"),
+        ([replace(spans[0], name="X0")], "'X0' is not a pass"),
+        ([replace(spans[0], start=-0.5)], "some of its passes have no times"),
+    ):
+        write_trace(wrong, path)
+        with pytest.raises(UserError, match=f"{re.escape(str(path))}: this is not a trace .*{said}"):
+            read_trace(path)
     path.write_text("{}")
     with pytest.raises(UserError, match=re.escape(str(path))):
         read_trace(path)
+
+
+def test_a_bench_alone_has_a_page_too(tmp_path):
+    figures = {"predicted": 1.2, "tokens_per_second": 1e3, "imbalance": 1.1, "bubble": 0.25, "peak_gib": 1.5}
+    gains = {"plain": (1.0, None), "wlb_lazy/hybrid": (1.3, 0.04)}
+    records = [
+        {"policy": policy, "over_first": gain, "scatter": error, "flops_per_second": gain * 1e12, **figures}
+        for policy, (gain, error) in gains.items()
+    ]
+    file, page = tmp_path / "turns" / "bench.json", tmp_path / "page" / "report.html"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"policies": records}))
+    said = output(file.parent, "--report", page.parent)
+    answer = 'The best in turns: wlb.policy = "wlb_lazy/hybrid".'
+    assert answer in said and "1.300x ±0.040" in said and f"Report: {page}" in said
+    shown = unescape(page.read_text().replace("<wbr>", ""))
+    assert f'class="answer">{answer}' in shown and "turns: policies in turns" in shown
+    assert shown.count('class="card"') == 2 and shown.count("1.300x ±0.040") == 1
+    for damage in ('"policies": []', '"policies": [{"policy": "plain"}]', '"policies": ['):
+        file.write_text("{" + damage + "}")
+        assert_refused(file.parent, "bench.json is not what a bench writes: ")
 
 
 def test_the_last_validation_stands_beside_the_loss(folder, tmp_path):

@@ -51,6 +51,8 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
         show_bench(folder)
     runs = open_runs([folder for folder in folders if folder not in benches])
     if not runs:
+        if report is not None:
+            click.echo(f"Report: {write_bench_report(report, benches)}")
         return
     if settings := setting_rows(runs):
         show_table(settings)
@@ -60,15 +62,18 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
         click.echo(f"Report: {write_report(report, runs, benches)}")
 
 
-def bench_of(folder: Path) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = json.loads((folder / BENCH_FILE).read_text(encoding="utf-8"))["policies"]
-    return records
+def bench_of(folder: Path) -> tuple[Rows, str]:
+    """A bench's table, and its answer."""
+    path = folder / BENCH_FILE
+    with reading(lambda reason: UserError(f"{path} is not what a bench writes: {reason}.")):
+        records = json.loads(regular(path).read_text(encoding="utf-8"))["policies"]
+        return bench_rows(records), best_in_turns(records)
 
 
 def show_bench(folder: Path) -> None:
-    records = bench_of(folder)
-    show_table(bench_rows(records))
-    say(best_in_turns(records))
+    rows, answer = bench_of(folder)
+    show_table(rows)
+    say(answer)
 
 
 @dataclass(frozen=True)
@@ -312,10 +317,7 @@ def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path]) -> 
         facts=("tokens a second", "imbalance, measured", "imbalance, predicted", "bubble, measured"),
         tries=[("What other degrees and schedules are worth to it:", search)],
         sections=[
-            *(
-                section("Policies in turns", best_in_turns(bench_of(path)), table(bench_rows(bench_of(path))))
-                for path in benches
-            ),
+            *map(_bench_section, benches),
             section("What differs", "", table(setting_rows(runs)) or "No setting."),
             section("Figures", " ".join(remarks(runs)), table(figures)),
             section("A step", PASSES, pipelines(traced_steps(runs))),
@@ -323,6 +325,27 @@ def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path]) -> 
             section("Validation", "", lines("loss, by step", {run.name: run.validation for run in runs})),
         ],
     )
+
+
+def write_bench_report(folder: Path, benches: Sequence[Path]) -> Path:
+    """The page of benches alone; the first has the cards and the answer."""
+    rows, answer = bench_of(benches[0])
+    search = command("simulate", [str(benches[0] / CONFIG_FILE)], "--search")
+    return write_page(
+        folder,
+        title=f"{benches[0].name}: policies in turns",
+        answer=answer,
+        cards=rows,
+        figure="TFLOP/s",
+        facts=("tokens/s", "imbalance", "bubble", "predicted"),
+        tries=[("What other degrees and schedules are worth to it:", search)],
+        sections=map(_bench_section, benches),
+    )
+
+
+def _bench_section(folder: Path) -> str:
+    rows, answer = bench_of(folder)
+    return section("Policies in turns", answer, table(rows))
 
 
 def _answer(run: Run, first: Run, gain: tuple[str, Estimate] | None) -> str:

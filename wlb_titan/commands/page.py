@@ -102,7 +102,7 @@ def _card(row: Mapping[str, str], figure: str, facts: Sequence[str], color: str)
     lines_ = [figure, *(f"{fact} {row[fact]}" for fact in facts if fact in row)]
     return (
         f'<div class="card" style="--its: {color}"><b>{_safe(name)}</b>'
-        f"<strong>{_safe(value)} <small>{error}</small></strong>"
+        f"<strong>{_safe(value)} <small>{_safe(error)}</small></strong>"
         + "".join(f"<span>{_safe(line)}</span>" for line in lines_)
         + "</div>"
     )
@@ -184,7 +184,7 @@ def _pipeline(title: str, spans: Sequence[Span], seconds: float) -> str:
     """One picture, as wide as `seconds`."""
     tracks = sorted({s.track for s in spans}, key=lambda track: (len(track), track))  # pp 2 before pp 10
     kinds = dict(PASSES[_kind(span)] for span in spans)
-    shapes = [f'<text y="{LINE * row + 15}">{track}</text>' for row, track in enumerate(tracks)]
+    shapes = [f'<text y="{LINE * row + 15}">{html.escape(track)}</text>' for row, track in enumerate(tracks)]
     percent = (100 - NAMES) / seconds
     for span in spans:
         left, width = NAMES + percent * span.start, percent * span.duration
