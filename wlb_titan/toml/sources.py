@@ -7,6 +7,8 @@ tables are merged key by key.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -21,6 +23,10 @@ from wlb_titan.toml.values import shown
 Keys = tuple[str, ...]
 COMMAND_LINE = "command line"
 DEEPEST = 50  # files that extend each other
+TOKENS = re.compile(
+    r""""{3}(?:\\.|[^\\])*?"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\])*"|'[^']*'|\#[^\n]*|[][{}\n]""", re.DOTALL
+)
+"""Of TOML: strings, comments, brackets and ends of lines. All that brackets or ends of lines can hide in."""
 STRONGEST = 1
 """The command line's layer; the file that the user named is 0, the last one that it extends -1, and so on."""
 
@@ -84,25 +90,27 @@ def _merged(weaker: Any, stronger: Any) -> Any:
 def _file_layers(path: Path) -> list[Table]:
     """The file and all that it extends, the strongest first. Of several, the later ones are stronger; a file
     that is reached on two ways has its weaker place."""
-    files: dict[Path, tuple[dict[str, Any], Callable[[Keys], str]]] = {}
+    files: dict[Path, tuple[dict[str, Any], Callable[[Keys], str]]] = {}  # the weakest first
 
     def visit(path: Path, place: str, above: list[Path]) -> None:
         if path.resolve() in [link.resolve() for link in above]:
             circle = " -> ".join(str(link) for link in [*above, path])
             raise ConfigError(f"{place}: the files extend each other in a circle: {circle}.")
+        if path.resolve() in files:
+            return
         if len(above) == DEEPEST:
             raise ConfigError(f"{place}: more than {DEEPEST} files extend each other; put some together.")
-        files.pop(path.resolve(), None)
-        document, source = files[path.resolve()] = _read_file(path, place)
+        document, source = _read_file(path, place)
         extended = document.get("extends", [])
-        for name in reversed(extended if isinstance(extended, list) else [extended]):
+        for name in extended if isinstance(extended, list) else [extended]:
             written = f"{source(('extends',))}: extends = {shown(name)}"
             if not isinstance(name, str) or "\0" in name:
                 raise ConfigError(f"{written}: expected the path of a TOML file, or a list of such paths.")
             visit(path.parent / name, written, [*above, path])
+        files[path.resolve()] = document, source
 
     visit(path, str(path), [])
-    return [_to_node(document, source, -n) for n, (document, source) in enumerate(files.values())]
+    return [_to_node(document, source, -n) for n, (document, source) in enumerate(reversed(files.values()))]
 
 
 def string(node: Node, key: str, meaning: str) -> Leaf:
@@ -127,23 +135,37 @@ def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[Keys],
 
 
 def _line_numbers(text: str) -> dict[Keys, int]:
-    """On which line each value and table of a valid TOML text starts.
-
-    tomli does not tell, so the text is parsed one line longer each time: what is new when it parses started
-    right after the last line at which it did. A text of 150 lines takes some 20 ms.
-    """
-    lines = text.split("\n")
+    """On which line each value and table of a valid TOML text starts. tomli does not tell, so each statement
+    is parsed by itself; its keys stand below the last header's."""
     numbers: dict[Keys, int] = {(): 1}
-    begin = 1
-    for end in range(1, len(lines) + 1):
-        try:
-            document = tomli.loads("\n".join(lines[:end]))
-        except tomli.TOMLDecodeError:
-            continue  # inside a value of several lines
-        for keys in _all_keys(document, ()):
-            numbers.setdefault(keys, begin)
-        begin = end + 1
+    tables: Keys = ()
+    lengths: Counter[Keys] = Counter()  # of arrays of tables, so far
+    for line, statement in _statements(text):
+        document: Any = tomli.loads(statement)
+        if statement.lstrip().startswith("["):
+            tables = ()
+            while document:
+                ((key, document),) = document.items()
+                numbers.setdefault(tables := (*tables, key), line)
+                if isinstance(document, list):
+                    lengths[tables] += 1
+                    document = {}
+                if tables in lengths:
+                    numbers.setdefault(tables := (*tables, str(lengths[tables] - 1)), line)
+        for keys in _all_keys(document, tables):
+            numbers.setdefault(keys, line)
     return numbers
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """The headers and the keys with values of a valid TOML text, each with the line on which it starts."""
+    line, start, depth = 1, 0, 0
+    for token in TOKENS.finditer(f"{text}\n"):
+        depth += (token[0] in "[{") - (token[0] in "]}")
+        if token[0] == "\n" and depth == 0:
+            statement = text[start : token.end()]
+            yield line, statement
+            line, start = line + statement.count("\n"), token.end()
 
 
 def _all_keys(value: object, keys: Keys) -> Iterator[Keys]:
