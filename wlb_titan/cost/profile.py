@@ -21,7 +21,6 @@ operators read and write. Planning takes the slopes, as rates; launches are shor
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from wlb_titan.cost.attention_kernels import SLOWER, Point, fit, hopper, non_neg
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError, command, reading, regular
+from wlb_titan.errors import PlanError, command, reading, regular, warn
 from wlb_titan.kernels.fastest import HOPPER_FAMILY
 
 SCHEMA = 3
@@ -260,10 +259,9 @@ def configured_latency(
         except PlanError as error:
             if profile:
                 raise PlanError(str(error), setting="context.profile") from error
-            warnings.warn(
+            warn(
                 f"{error} Until then its times are those of H100, scaled to the attention rates of "
-                f"{cluster.name}.",
-                stacklevel=2,
+                f"{cluster.name}."
             )
     ours = hopper(sum(shape.both_dims) / 2, shape.heads, group=shape.group)
     base = load_cluster("h100_roce")

@@ -8,7 +8,6 @@ data-parallel ranks of `MOST_MICRO_BATCHES` are planned, and stand for the other
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field, replace
 from math import isnan, nan
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.documents import Documents
-from wlb_titan.errors import PlanError, UserError
+from wlb_titan.errors import PlanError, UserError, quietly
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES
@@ -162,8 +161,7 @@ def predicted(
     try:
         job = job.under(policy)
         sample = job.sample(MOST_MICRO_BATCHES)
-        with warnings.catch_warnings():  # it says so again once it is chosen
-            warnings.simplefilter("ignore", UserWarning)
+        with quietly():  # it says so again once it is chosen
             prediction = simulate(sample, sample.plans(documents, steps, after=after))
     except UserError as error:
         return Candidate(policy, problem=f"cannot run: {error}")
