@@ -72,20 +72,11 @@ def command(*words: str | os.PathLike[str]) -> str:
     return f"`{shlex.join(['wlb-titan', *map(str, words)])}`"
 
 
-_quiet = ContextVar("quiet", default=False)
+quiet = ContextVar("quiet", default=False)
+"""Whether `warn` is silent in this thread; `warnings.catch_warnings` would silence the others, too."""
 
 
 def warn(message: str) -> None:
-    """Warns the user of what a plan or prediction finds, unless `quietly`."""
-    if not _quiet.get():
+    """Warns the user of what a plan or prediction finds."""
+    if not quiet.get():
         warnings.warn(message, stacklevel=3)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Silences `warn` in this thread; `warnings.catch_warnings` would silence those that plan beside it."""
-    before = _quiet.set(True)
-    try:
-        yield
-    finally:
-        _quiet.reset(before)

@@ -74,7 +74,7 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(loaded):
 def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     def bounded(share, text=PIPELINE):
         job = loaded(text)
-        return job.on(job.cluster.with_gpus_of(share * enough)).longest_micro_batch
+        return job.on(replace(job.cluster, kind="gpu", memory=share * enough)).longest_micro_batch
 
     job = loaded(PIPELINE)
     window = job.window

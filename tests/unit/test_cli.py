@@ -131,15 +131,12 @@ def test_a_full_disk_behind_standard_output_is_one_line():
 
 
 def test_ranks_run_side_by_side_as_cores_and_memory_allow(monkeypatch, tmp_path):
-    """On a host of 192 cores, of which a container has the time of four, and then 3 GiB."""
+    """On a host of 192 cores, in a container with the time of four, or with 3 GiB."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(192))
     monkeypatch.setattr(dryrun, "CGROUP", tmp_path)
     free = dryrun.at_once()
-    assert 1 <= free <= max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-    (tmp_path / "memory.max").write_text("max\n")
-    for quota, most in (("max 100000\n", 192), ("400000 100000\n", 4), ("50000 100000\n", 1)):
-        (tmp_path / "cpu.max").write_text(quota)
+    assert 1 <= free <= max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30, 1)
+    for cores, bytes_, most in (("max", "max", 192), (400000, "max", 4), (400000, 3 << 30, 3), (5, "max", 1)):
+        (tmp_path / "cpu.max").write_text(f"{cores} 100000\n")
+        (tmp_path / "memory.max").write_text(f"{bytes_}\n")
         assert dryrun.at_once() == min(free, most)
-    (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
-    (tmp_path / "cpu.max").write_text("400000 100000\n")
-    assert dryrun.at_once() == min(free, 3)

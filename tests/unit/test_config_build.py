@@ -193,9 +193,7 @@ u.z12 = 1
 '''
 
 
-def test_values_have_the_place_of_their_first_line_and_no_line_is_parsed_again_and_again(
-    tmp_path, monkeypatch
-):
+def test_values_have_the_place_of_their_first_line_and_no_line_is_parsed_often(tmp_path, monkeypatch):
     parsed, loads = [], tomli.loads
     monkeypatch.setattr(tomli, "loads", lambda text: parsed.append(text) or loads(text))
     long = PLACES + "".join(f"k{line} = [\n1,\n]\n" for line in range(14, 1514, 3))

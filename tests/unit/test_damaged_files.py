@@ -105,8 +105,8 @@ def whole(tmp_path_factory):
     spans = [Span("dp 0", "pp 0", "F0", 0.0, 0.5, {"pass": "forward"}), Span("dp 0", "pp 1", "B0", 0.5, 1.0)]
     write_trace(spans, folder / "run" / "traces" / "step-2.json")
     (folder / "bench").mkdir()
-    rates = {"flops_per_second": 1e12, "imbalance": 1.1, "bubble": 0.1, "peak_gib": 1.5, "predicted": None}
-    turn = {"policy": "plain", "over_first": 1.0, "scatter": 0.1, "tokens_per_second": 1e3, **rates}
+    turn = {"policy": "plain", "predicted": None, "scatter": 0.1, "over_first": 1.0, "flops_per_second": 1e12}
+    turn |= dict.fromkeys(("tokens_per_second", "imbalance", "bubble", "peak_gib"), 1.5)
     (folder / "bench" / "bench.json").write_text(json.dumps({"policies": [turn, turn]}))
     texts = ["to be", "or not", "to be"] * 9
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -90,12 +90,9 @@ def test_measured_rates_take_the_place_of_the_clusters(profile, tmp_path, monkey
 
 def test_a_clusters_profile_that_cannot_be_read_is_an_error_for_all_its_times(tmp_path):
     cluster = replace(load_cluster("cpu"), attention_profile=str(tmp_path / "lost.json"))
-    for read in (
-        lambda: measured_cluster(cluster, ""),
-        lambda: configured_latency(cluster, AttentionShape()),
-    ):
+    for read, what in ((measured_cluster, ""), (configured_latency, AttentionShape())):
         with pytest.raises(PlanError, match=r"lost\.json is not a profile") as error:
-            read()
+            read(cluster, what)
         assert error.value.setting == "wlb.cluster"
 
 

@@ -46,20 +46,18 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     The differences of their configurations come first. The loss is compared after equally many tokens. The
     first record after each start is excluded because it includes start-up time. See docs/metrics.md.
     """
-    benches = [folder for folder in folders if (folder / BENCH_FILE).is_file()]
+    benches = {folder: bench_of(folder) for folder in folders if (folder / BENCH_FILE).is_file()}
     for folder in benches:
         show_bench(folder)
-    runs = open_runs([folder for folder in folders if folder not in benches])
-    if not runs:
-        if report is not None:
-            click.echo(f"Report: {write_bench_report(report, benches)}")
-        return
-    if settings := setting_rows(runs):
-        show_table(settings)
-    show_table(figure_rows(runs))
-    say(*remarks(runs))
+    turns = [section("Policies in turns", answer, table(rows)) for rows, answer in benches.values()]
+    if runs := open_runs([folder for folder in folders if folder not in benches]):
+        if settings := setting_rows(runs):
+            show_table(settings)
+        show_table(figure_rows(runs))
+        say(*remarks(runs))
     if report is not None:
-        click.echo(f"Report: {write_report(report, runs, benches)}")
+        page = write_report(report, runs, turns) if runs else write_turns(report, benches[folders[0]], turns)
+        click.echo(f"Report: {page}")
 
 
 def bench_of(folder: Path) -> tuple[Rows, str]:
@@ -295,7 +293,7 @@ LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
 PASSES = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 
 
-def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path]) -> Path:
+def write_report(folder: Path, runs: Sequence[Run], turns: Sequence[str]) -> Path:
     first = runs[0]
     corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
     if any("wlb.corpus.sources.0.path" in run.settings for run in runs):
@@ -317,7 +315,7 @@ def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path]) -> 
         facts=("tokens a second", "imbalance, measured", "imbalance, predicted", "bubble, measured"),
         tries=[("What other degrees and schedules are worth to it:", search)],
         sections=[
-            *map(_bench_section, benches),
+            *turns,
             section("What differs", "", table(setting_rows(runs)) or "No setting."),
             section("Figures", " ".join(remarks(runs)), table(figures)),
             section("A step", PASSES, pipelines(traced_steps(runs))),
@@ -327,25 +325,18 @@ def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path]) -> 
     )
 
 
-def write_bench_report(folder: Path, benches: Sequence[Path]) -> Path:
-    """The page of benches alone; the first has the cards and the answer."""
-    rows, answer = bench_of(benches[0])
-    search = command("simulate", [str(benches[0] / CONFIG_FILE)], "--search")
+def write_turns(folder: Path, bench: tuple[Rows, str], turns: Sequence[str]) -> Path:
+    """The page of benches without runs, with the cards and the answer of the first."""
     return write_page(
         folder,
-        title=f"{benches[0].name}: policies in turns",
-        answer=answer,
-        cards=rows,
+        title="Policies in turns",
+        answer=bench[1],
+        cards=bench[0],
         figure="TFLOP/s",
         facts=("tokens/s", "imbalance", "bubble", "predicted"),
-        tries=[("What other degrees and schedules are worth to it:", search)],
-        sections=map(_bench_section, benches),
+        tries=[],
+        sections=turns,
     )
-
-
-def _bench_section(folder: Path) -> str:
-    rows, answer = bench_of(folder)
-    return section("Policies in turns", answer, table(rows))
 
 
 def _answer(run: Run, first: Run, gain: tuple[str, Estimate] | None) -> str:

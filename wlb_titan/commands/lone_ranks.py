@@ -92,7 +92,7 @@ class LoneRanks:
         words = [*overrides, *_under(policy), "--dump_folder", str(folder), "--wlb.validation.every", "0"]
         job, resolved = cli.resolved_job(file, words, world_size)
         if memory is not None:
-            job = job.on(job.cluster.with_gpus_of(memory))
+            job = job.on(replace(job.cluster, kind="gpu", memory=memory))
         if synthetic := _synthetic_corpus(resolved, job.micro_batches, steps, folder):
             words += synthetic
             resolved = cli.load(file, words, world_size)

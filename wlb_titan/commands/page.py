@@ -78,7 +78,7 @@ def write_page(
         f"<title>{html.escape(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
         f'<h1>{_safe(title)}</h1><p class="answer">{_safe(answer)}</p><p class="about">{_safe(about)}</p>'
         f'<div class="cards">{shown}</div>'
-        f"<section><h2>Try next</h2>{commands}</section>{''.join(sections)}</main></body></html>\n"
+        f"{section('Try next', '', commands)}{''.join(sections)}</main></body></html>\n"
     )
     path = folder / "report.html"
     with writing(f"--report: {path}"):
@@ -111,7 +111,8 @@ def _card(row: Mapping[str, str], figure: str, facts: Sequence[str], color: str)
 def section(title: str, text: str, *bodies: str) -> str:
     """A titled box with text and HTML bodies; nothing without bodies."""
     shown = "".join(bodies)
-    return f"<section><h2>{html.escape(title)}</h2><p>{_safe(text)}</p>{shown}</section>" if shown else ""
+    said = text and f"<p>{_safe(text)}</p>"
+    return f"<section><h2>{html.escape(title)}</h2>{said}{shown}</section>" if shown else ""
 
 
 def choice_section(choice: Choice) -> str:

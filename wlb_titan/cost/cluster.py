@@ -59,10 +59,6 @@ class Cluster:
     units: int = _figure("[gpu] units", 1, 100000, "multiprocessors", default=132)
     capability: float = _figure("[gpu] capability", 8, 99, "major.minor", default=9.0)
 
-    def with_gpus_of(self, memory: float) -> Cluster:
-        """The same with GPUs of so many bytes, which bound micro-batches even at a CPU's rates."""
-        return replace(self, kind="gpu", memory=memory)
-
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The link of ranks that are `stride` GPUs apart. Across nodes each GPU's network card carries a
         share, as in NCCL's rings: 8 GPUs a node have 8 times the bandwidth of one, up to that of the node."""

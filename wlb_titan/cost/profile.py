@@ -181,7 +181,6 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path, setting: str = "") -> Profile:
-        """Reads a file that `setting` names, if one does."""
         what = f"{path} is not a profile that this wlb_titan reads"
         again = f"Measure it again with {command('profile')}."
         with reading(lambda reason: PlanError(f"{what}: {reason}. {again}", setting=setting)):

@@ -15,7 +15,7 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.documents import Documents
-from wlb_titan.errors import PlanError, UserError, quietly
+from wlb_titan.errors import PlanError, UserError, quiet
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES
@@ -158,13 +158,15 @@ def predicted(
     job: Job, policy: Policy, documents: Documents, steps: int = STEPS, after: int = WARM_UP
 ) -> Candidate:
     """A policy's figures over `steps` steps, after the first `after`."""
+    before = quiet.set(True)  # it says so again once it is chosen
     try:
         job = job.under(policy)
         sample = job.sample(MOST_MICRO_BATCHES)
-        with quietly():  # it says so again once it is chosen
-            prediction = simulate(sample, sample.plans(documents, steps, after=after))
+        prediction = simulate(sample, sample.plans(documents, steps, after=after))
     except UserError as error:
         return Candidate(policy, problem=f"cannot run: {error}")
+    finally:
+        quiet.reset(before)
     replicas = job.degrees.data / sample.replicas
     return Candidate(
         policy,
