@@ -12,7 +12,7 @@ from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.errors import quiet
+from wlb_titan.errors import PlanError, quiet
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.packing.plain import Plain, for_trial, imbalances
@@ -102,11 +102,16 @@ def test_a_candidate_is_silent_and_planning_beside_it_is_not(monkeypatch):
     documents = Documents(lengths=lengths_of("log-normal"), seed=0)
     with warnings.catch_warnings(action="error"):
         assert not predicted(job, job.policy, documents, 1, 0).problem
+    beside = Thread(target=job.planner, args=(documents,))
+
+    def simulated(*_):
+        beside.start()
+        beside.join()
+        raise PlanError("enough")
+
+    monkeypatch.setattr(choice, "simulate", simulated)
     with pytest.warns(UserWarning, match="Queues lose on these documents"):
-        beside = Thread(target=job.planner, args=(documents,))
-        monkeypatch.setattr(choice, "simulate", lambda *_: beside.start() or beside.join() or 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            predicted(job, job.policy, documents, 1, 0)
+        assert predicted(job, job.policy, documents, 1, 0).problem == "cannot run: enough"
     assert not quiet.get()
 
 
