@@ -19,6 +19,7 @@ import click
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats
+from wlb_titan.commands import page
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
 from wlb_titan.errors import UserError, reading, regular
@@ -56,8 +57,9 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
         show_table(figure_rows(runs))
         say(*remarks(runs))
     if report is not None:
-        page = write_report(report, runs, turns) if runs else write_turns(report, benches[folders[0]], turns)
-        click.echo(f"Report: {page}")
+        alone = None if runs else benches[folders[0]]
+        written = page.write_turns(report, alone, turns) if alone else write_report(report, runs, turns)
+        click.echo(f"Report: {written}")
 
 
 def bench_of(folder: Path) -> tuple[Rows, str]:
@@ -322,20 +324,6 @@ def write_report(folder: Path, runs: Sequence[Run], turns: Sequence[str]) -> Pat
             section("Loss", LOSS, lines("loss, by tokens", by_tokens), lines("loss, by step", by_step)),
             section("Validation", "", lines("loss, by step", {run.name: run.validation for run in runs})),
         ],
-    )
-
-
-def write_turns(folder: Path, bench: tuple[Rows, str], turns: Sequence[str]) -> Path:
-    """The page of benches without runs, with the cards and the answer of the first."""
-    return write_page(
-        folder,
-        title="Policies in turns",
-        answer=bench[1],
-        cards=bench[0],
-        figure="TFLOP/s",
-        facts=("tokens/s", "imbalance", "bubble", "predicted"),
-        tries=[],
-        sections=turns,
     )
 
 

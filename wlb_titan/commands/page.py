@@ -87,6 +87,20 @@ def write_page(
     return path
 
 
+def write_turns(folder: Path, bench: tuple[Rows, str], turns: Sequence[str]) -> Path:
+    """The page of benches without runs, with the cards and the answer of the first."""
+    return write_page(
+        folder,
+        title="Policies in turns",
+        answer=bench[1],
+        cards=bench[0],
+        figure="TFLOP/s",
+        facts=("tokens/s", "imbalance", "bubble", "predicted"),
+        tries=[],
+        sections=turns,
+    )
+
+
 def _safe(text: str) -> str:
     """As HTML; policies' names may be broken after a slash."""
     return html.escape(text).replace("/", "/<wbr>")
