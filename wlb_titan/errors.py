@@ -7,8 +7,10 @@ import errno
 import os
 import shlex
 import stat
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 EXIT_USER_ERROR = 2
@@ -68,3 +70,13 @@ def regular(path: str | os.PathLike[str]) -> Path:
 def command(*words: str | os.PathLike[str]) -> str:
     """`wlb-titan WORD...`, to be copied from a message into a shell."""
     return f"`{shlex.join(['wlb-titan', *map(str, words)])}`"
+
+
+quiet = ContextVar("quiet", default=False)
+"""Whether `warn` is silent in this thread; `warnings.catch_warnings` would silence the others, too."""
+
+
+def warn(message: str) -> None:
+    """Warns the user of what a plan or prediction finds."""
+    if not quiet.get():
+        warnings.warn(message, stacklevel=3)

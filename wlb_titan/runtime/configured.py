@@ -64,7 +64,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         memory=memory,
         memory_unknown=_memory_unknown(model),
         # Without streams FSDP waits for each collective.
-        overlap=wlb.device != "cpu" and cluster != load_cluster("cpu"),
+        overlap=wlb.device != "cpu" and cluster.kind != "cpu",
         implementation=wlb.attention.implementation,
         sm_margin=wlb.attention.sm_margin,
         tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,

@@ -22,14 +22,14 @@ def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...]
     """The peak of each pipeline rank, with a plan's micro-batches for one data-parallel rank. None if it is
     unknown: of a model whose layers the formulas do not know, or where the order of passes is not known."""
     try:
-        return None if job.memory_unknown else rank_memory(job, plan, replica)
+        return rank_memory(job, plan, replica) if job.memory_known else None
     except PlanError:
         return None
 
 
 def check_memory(job: Job, device_bytes: int) -> None:
     """Refuses a job of which not even context windows fit a device of so many bytes."""
-    if not job.memory_unknown:
+    if job.memory_known:
         _fitting(job, device_bytes).check_window()
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.distributed import activation_checkpoint as titan
 
@@ -90,12 +91,14 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
     divided = [name for name, layer in linear.items() if layer.weight.shape[1] < layer.in_features]
     wide = [*never, *(name for name in divided if name.endswith("attention.wo"))]
     shapes = {tuple(linear[name].weight.shape) for name in linear if any(part in name for part in wide)}
+    kept_ones = [layer for name, layer in linear.items() if not any(part in name for part in wide)]
+    alike = [layer for layer in kept_ones if tuple(layer.weight.shape) in shapes]
     sharing = attentions([block])
 
     def keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in PRODUCTS:
             weight = args[1].shape if op is PRODUCTS[1] else args[1].shape[::-1]
-            keep = tuple(weight) not in shapes
+            keep = tuple(weight) not in shapes or any(_same(args[1], layer.weight) for layer in alike)
         elif op is GATHER:
             keep = any(args[2] in attention.groups for attention in sharing)
         elif op is torch.ops.aten._to_copy.default:  # to the host, for which the host would wait again
@@ -105,6 +108,11 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return keeps
+
+
+def _same(weight: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they have the same memory, transposed or not."""
+    return StorageWeakRef(weight.untyped_storage()) == StorageWeakRef(other.untyped_storage())
 
 
 class AsNeededAC(SelectiveDocumentAC):

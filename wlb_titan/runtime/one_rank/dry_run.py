@@ -59,7 +59,7 @@ class DryTrainer(OneRankTrainer):
     def start_group(self) -> None:
         dist_utils.init_fake_mode(self._world_size, rank=self._rank)
         if self._device_bytes is not None:
-            self.job = self.job.on(replace(self.job.cluster, memory=self._device_bytes))
+            self.job = self.job.on(replace(self.job.cluster, kind="gpu", memory=self._device_bytes))
 
     def run(self) -> dict[str, Any]:
         """What `wlb-titan dryrun --output` writes about a rank after its step (docs/dryrun.md)."""
