@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from itertools import accumulate, filterfalse
 from numbers import Number
 from pathlib import Path
@@ -35,7 +34,6 @@ HARMLESS = re.compile(
 """Keys beside a conversation under which a short text is no part of it."""
 
 SHORT = 200  # characters
-BATCH_ROWS = 1024
 
 NamedFiles = list[tuple[str, Path]]  # documents of one file each
 
@@ -243,7 +241,9 @@ class Rows:
     def __init__(self, spec: SourceSpec, cache: Path, *, chat: bool = False) -> None:
         self._field = spec.field
         self._value = conversation if chat else text_of
-        self._parts = list(_hub(spec, chat) if spec.kind == "hf" else _parquet(spec, cache, chat))
+        files = [] if spec.kind == "hf" else _files_at(spec.kind, Path(spec.location))
+        self._parts = [_parquet(file, cache / f"{n}.arrow", spec.field, chat) for n, file in enumerate(files)]
+        self._parts = self._parts or [_hub(spec, chat)]
         self._ends = list(accumulate(len(rows) for _, rows in self._parts))
 
     def __len__(self) -> int:
@@ -264,7 +264,7 @@ class Rows:
         return self._parts[part], document - (self._ends[part - 1] if part else 0)
 
 
-def _hub(spec: SourceSpec, chat: bool) -> Iterator[tuple[str, Any]]:
+def _hub(spec: SourceSpec, chat: bool) -> tuple[str, Any]:
     """The name of a dataset, and its `datasets.Dataset`."""
     import datasets  # takes seconds
 
@@ -275,31 +275,26 @@ def _hub(spec: SourceSpec, chat: bool) -> Iterator[tuple[str, Any]]:
         cause = error.__cause__ or error
         line = str(cause).strip().partition("\n")[0]
         raise CorpusError(f"Cannot read hf:{spec.location}: {type(cause).__name__}: {line}") from error
-    yield spec.location, rows.select_columns(_columns(spec.location, rows.column_names, spec.field, chat))
+    return spec.location, rows.select_columns(_columns(spec.location, rows.column_names, spec.field, chat))
 
 
-def _parquet(spec: SourceSpec, cache: Path, chat: bool) -> Iterator[tuple[str, Any]]:
-    """Each file's name and `datasets.Dataset`, converted into `cache`, where rows are found by number."""
+def _parquet(file: Path, target: Path, field: str, chat: bool) -> tuple[str, Any]:
+    """The name of a file, and a `datasets.Dataset` of it in `target`, where rows are found by number."""
     import datasets
     import pyarrow as pa
     from pyarrow.dataset import dataset
 
-    cache.mkdir(parents=True, exist_ok=True)
-    for number, file in enumerate(_files_at(spec.kind, Path(spec.location))):
-        with reading(partial(_unreadable, file)):
-            found, target = dataset(str(file), format="parquet"), str(cache / f"{number}.arrow")
-            if not found.count_rows():
-                continue
-            columns = _columns(str(file), found.schema.names, spec.field, chat)
-            scanner = found.scanner(columns=columns, batch_size=BATCH_ROWS)
-            with pa.ipc.new_stream(target, scanner.projected_schema) as writer:
-                for batch in scanner.to_batches():
-                    writer.write_batch(batch)
-            yield file.name, datasets.Dataset.from_file(target)
-
-
-def _unreadable(file: Path, reason: str) -> CorpusError:
-    return CorpusError(f"Cannot read parquet:{file}: {reason}.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with reading(lambda reason: CorpusError(f"Cannot read parquet:{file}: {reason}.")):
+        found = dataset(str(file), format="parquet")
+        if not found.count_rows():
+            return file.name, []  # it may have no columns
+        columns = _columns(str(file), found.schema.names, field, chat)
+        scanner = found.scanner(columns=columns, batch_size=1024)
+        with pa.ipc.new_stream(str(target), scanner.projected_schema) as writer:
+            for batch in scanner.to_batches():
+                writer.write_batch(batch)
+        return file.name, datasets.Dataset.from_file(str(target))
 
 
 def _columns(location: str, columns: list[str], field: str, chat: bool) -> list[str]:
@@ -338,13 +333,15 @@ def conversation(record: Any, field: str) -> dict[str, Any]:
 
 def _harmless(key: str, value: Any, messages: Any) -> bool:
     """Whether nothing of a conversation is lost with a value beside it."""
-    if value in (None, "", [], {}):
-        return True
+    if isinstance(value, str):
+        said = (
+            [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+        )
+        short = len(value) <= SHORT and "\n" not in value and HARMLESS.search(key)
+        return bool(not value or short or value in said)
     if isinstance(value, Number | date):
         return value == 1 or not SWITCH.search(key)
-    told = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    short = isinstance(value, str) and len(value) <= SHORT and "\n" not in value
-    return value in told or (short and bool(HARMLESS.search(key)))
+    return not value
 
 
 def _field_of(record: Any, field: str) -> Any:
