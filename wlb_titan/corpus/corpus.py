@@ -19,11 +19,13 @@ import numpy as np
 from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.formats import fingerprint_of, open_shards
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
-from wlb_titan.errors import CorpusError, command, reading
+from wlb_titan.errors import CorpusError, command, reading, regular
 
 TOKENIZER_FOLDER = "tokenizer"
 UNREADABLE_FILE = "unreadable.txt"
 PREPARATION_FILE = "corpus.json"
+
+ADVICE = "Name a folder on this machine; `hf download NAME --local-dir FOLDER` brings one from the hub."
 
 SAMPLE_TOKENS = 1 << 24
 SPOTS = 256
@@ -103,10 +105,13 @@ def open_tokenizer(folder: Path) -> Any:
     """A folder's `PreTrainedTokenizerFast`, also with tokens that only files beside tokenizer.json have."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # take seconds
 
-    what = f"The tokenizer in {folder} cannot be opened"
-    with reading(lambda reason: CorpusError(f"{what}: {reason}.", setting="corpus.tokenizer")):
-        if odd := [f.name for f in (*folder.glob("*.json"), *folder.glob("*.jinja")) if not f.is_file()]:
-            raise ValueError(f"{odd[0]} is not a regular file")
+    def wrong(reason: str) -> CorpusError:
+        what = f"{folder / 'tokenizer.json'} and tokenizer_config.json cannot be opened as a tokenizer"
+        return CorpusError(f"{what}: {reason}. {ADVICE}", setting="corpus.tokenizer")
+
+    with reading(wrong):
+        for file in (folder / "tokenizer.json", *folder.glob("*.json"), *folder.glob("*.jinja")):
+            regular(file)
         with suppress(Exception):  # transformers lacks its class
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             if tokenizer.is_fast:

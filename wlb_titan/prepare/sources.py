@@ -28,12 +28,9 @@ SOURCES = (
 )
 
 HARMLESS = re.compile(
-    "(^|_)(id|uuid|hash|source|dataset|subset|split|category|domain|lang|language|license|url|model|date|time|"
-    "timestamp|score|version|type)$"
+    "(^|_)((uu)?id|hash|source|dataset|(sub)?set|split|category|language|url|model|date|type)$"
 )
-"""Keys beside a conversation under which a short text is no part of it."""
-
-SHORT = 200  # characters
+"""Keys beside a conversation whose text, if it is one line of at most 200 characters, is no part of it."""
 
 NamedFiles = list[tuple[str, Path]]  # documents of one file each
 
@@ -337,7 +334,7 @@ def _harmless(key: str, value: Any, messages: Any) -> bool:
         said = (
             [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
         )
-        short = len(value) <= SHORT and "\n" not in value and HARMLESS.search(key)
+        short = len(value) <= 200 and "\n" not in value and HARMLESS.search(key)
         return bool(not value or short or value in said)
     if isinstance(value, Number | date):
         return value == 1 or not SWITCH.search(key)

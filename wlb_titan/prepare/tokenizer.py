@@ -20,7 +20,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, tr
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.corpus import open_tokenizer
-from wlb_titan.errors import CorpusError, reading, regular
+from wlb_titan.errors import CorpusError, reading
 from wlb_titan.prepare.sources import Source
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -29,7 +29,6 @@ TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES = (TEMPLATE_FILE, "additional_chat_templates/*.jinja")  # optional files
 BESIDE = (*TEMPLATES, "special_tokens_map.json", "generation_config.json")
 
-ADVICE = "Name a folder on this machine; `hf download NAME --local-dir FOLDER` brings one from the hub."
 TRAINED_END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
@@ -48,13 +47,11 @@ class CorpusTokenizer:
     transformers reads it: `named`, a `PreTrainedTokenizerFast`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        file = folder / TOKENIZER_FILE
-        what = f"{file} cannot be opened as a tokenizer"
-        with reading(lambda reason: CorpusError(f"{what}: {reason}. {ADVICE}")):
-            alone = Tokenizer.from_str(regular(file).read_text(encoding="utf-8"))
-        self.end_of_text = _end_of_text(folder / CONFIG_FILE)
-        self.named = open_tokenizer(folder)
+        self.folder, self.named = folder, open_tokenizer(folder)
+        self.end_of_text = self.named.eos_token
+        if self.end_of_text is None:
+            raise CorpusError(f"{folder / CONFIG_FILE} names no eos_token, which ends every document.")
+        alone = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         declared = map(str, self.named.init_kwargs.get("added_tokens_decoder", {}).values())
         if alone.token_to_id(self.end_of_text) is None and self.end_of_text not in declared:
             where = f"of {folder / CONFIG_FILE} is not in {TOKENIZER_FILE}"
@@ -115,16 +112,6 @@ class CorpusTokenizer:
                 "others in their place. Take one that writes every byte.",
                 stacklevel=2,
             )
-
-
-def _end_of_text(config: Path) -> str:
-    which = "which ends every document"
-    with reading(lambda reason: CorpusError(f"{config} does not name the eos_token, {which} ({reason}).")):
-        token = json.loads(regular(config).read_text(encoding="utf-8"))["eos_token"]
-        token = token["content"] if isinstance(token, dict) else token
-        if not isinstance(token, str):
-            raise ValueError(f"eos_token is {token!r}")
-        return token
 
 
 def tokenizer_files(folder: Path, template: str | None = None) -> dict[str, Path]:
