@@ -139,29 +139,24 @@ def test_tokens_that_only_the_files_beside_tokenizer_json_have(tmp_path, tokeniz
         prepare(tmp_path, folder, PLAIN, [talk("<|turn|>", "a")])
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_records_with_tools_have_the_template_that_transformers_takes(tmp_path, tokenizer, beside):
+def test_records_with_tools_have_the_template_that_transformers_takes(tmp_path, tokenizer):
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
-    if beside:
-        (folder / "chat_template.jinja").write_text(PLAIN)
-        (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(ALL)
-    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": ALL}]
-    chats = [{"messages": CHATS[0], "tools": tools} for tools in (TOOLS, [])]
-    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    corpus = prepare(tmp_path, folder, named, source=f"jsonl:{tmp_path}/chat.jsonl")
-    for read in (folder, corpus.tokenizer_path):
-        theirs = AutoTokenizer.from_pretrained(read)
-        for row in range(2):
-            tools = chats[int(corpus.source(row)[-1]) - 1]["tools"] or None
-            expected = theirs.apply_chat_template(CHATS[0], tools=tools)["input_ids"]
-            assert corpus.tokens(row).tolist() == expected
-    (tmp_path / "plain.jinja").write_text(PLAIN)
-    replaced = {"source": f"jsonl:{tmp_path}/chat.jsonl", "chat_template": str(tmp_path / "plain.jinja")}
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in {"chat_template": PLAIN, "additional_chat_templates/tool_use": ALL}.items():
+        (folder / f"{name}.jinja").write_text(text)
+    chats = {"1": TOOLS, "2": None}
+    lines = [json.dumps({"messages": CHATS[0], "tools": tools}) for tools in chats.values()]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    how = {"template": None, "source": f"jsonl:{tmp_path}/chat.jsonl"}
+    corpus = prepare(tmp_path, folder, **how)
+    theirs = AutoTokenizer.from_pretrained(corpus.tokenizer_path)
+    for row in range(2):
+        encoded = theirs.apply_chat_template(CHATS[0], tools=chats[corpus.source(row)[-1]])
+        assert corpus.tokens(row).tolist() == encoded["input_ids"]
     with pytest.raises(CorpusError, match="drops the name of tool 1"):
-        prepare(tmp_path, folder, named, **replaced)
+        prepare(tmp_path, folder, **how, chat_template=str(folder / "chat_template.jinja"))
 
 
 @pytest.mark.filterwarnings("error")
