@@ -110,7 +110,7 @@ def open_tokenizer(folder: Path) -> Any:
         return CorpusError(f"{what}: {reason}. {ADVICE}", setting="corpus.tokenizer")
 
     with reading(wrong):
-        for file in (folder / "tokenizer.json", *folder.glob("*.json"), *folder.glob("*.jinja")):
+        for file in (folder / "tokenizer.json", *folder.glob("*.json"), *folder.rglob("*.jinja")):
             regular(file)
         with suppress(Exception):  # transformers lacks its class
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

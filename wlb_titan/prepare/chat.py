@@ -75,8 +75,9 @@ class ChatTemplate:
             check_spelling(tools, self._special, "a tool")
             text, spans = self.render(messages, tools)
             text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
-            ends = [text[begin:end].rstrip().endswith(tuple(self._special)) for begin, end in spans]
-            self.parts, self.endless = self.parts + len(ends), self.endless + ends.count(False)
+            parts = [part.rstrip() for begin, end in spans if (part := text[begin:end])]
+            self.parts += len(parts)
+            self.endless += sum(not part.endswith(tuple(self._special)) for part in parts)
         except ValueError as error:
             raise CorpusError(f"{source.name(number)}: {error}.") from error
         return text, spans

@@ -28,7 +28,7 @@ SOURCES = (
 )
 
 HARMLESS = re.compile(
-    "(^|_)((uu)?id|hash|source|dataset|(sub)?set|split|category|language|url|model|date|type)$"
+    "(^|_)((uu)?id|hash|source|dataset|subset|split|category|language|url|model|date|type)$"
 )
 """Keys beside a conversation whose text, if it is one line of at most 200 characters, is no part of it."""
 
