@@ -62,7 +62,7 @@ def use_run(path):
 
 def use_template(path):
     messages = SimpleNamespace(read=lambda _: {"messages": SAID, "tools": None}, name=lambda _: str(path))
-    return ChatTemplate(path.parent, str(path.parent)).document(messages, 0)
+    return ChatTemplate(CorpusTokenizer(path.parent)).document(messages, 0)
 
 
 READERS = {  # what is damaged -> who reads it

@@ -123,7 +123,11 @@ def test_an_export_says_what_the_run_says(prepared, tmp_path, caplog):
     for name in ("corpus", "weights"):
         shutil.copytree(prepared, tmp_path / name)
     corpus, weights = tmp_path / "corpus" / "tokenizer", tmp_path / "weights" / "tokenizer"
-    tokens = {"eos_token": "<|endoftext|>", "pad_token": {"content": "<|endoftext|>"}, "bos_token": None}
+    tokens = {
+        "eos_token": "<|endoftext|>",
+        "pad_token": {"__type": "AddedToken", "content": "<|endoftext|>"},
+        "bos_token": None,
+    }
     (corpus / "tokenizer_config.json").write_text(json.dumps(tokens))
     (corpus / "chat_template.jinja").write_text("the run's")
     (weights / "chat_template.jinja").write_text("of before")
@@ -158,9 +162,13 @@ def test_an_export_says_what_the_run_says(prepared, tmp_path, caplog):
 def test_a_chat_template_of_the_weights_stays_where_the_corpus_has_none(prepared, tmp_path):
     shutil.copytree(prepared / "tokenizer", tmp_path / "weights")
     (tmp_path / "weights" / "chat_template.jinja").write_text("of before")
+    (tmp_path / "weights" / "additional_chat_templates").mkdir()
+    (tmp_path / "weights" / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
     (tmp_path / "weights" / "config.json").write_text("{}")
     config = base_config("llama3_debug")
     config.checkpoint = dataclasses.replace(
         config.checkpoint, initial_load_in_hf=True, initial_load_path=str(tmp_path / "weights")
     )
-    assert export_files(config, Corpus.open(prepared))["chat_template.jinja"] == b"of before"
+    begin_export(tmp_path / "export", export_files(config, Corpus.open(prepared)))
+    names = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+    assert [(tmp_path / "export" / name).read_text() for name in names] == ["of before", "with tools"]

@@ -25,7 +25,7 @@ ROOMS = (
 MAY_USE = {
     "kernels": {"torch", "triton", "numpy"},
     "cost": {"numpy", "wlb_titan.kernels.fastest"},  # which has no torch
-    "corpus": {"numpy", "pyarrow", "datasets", "tokenizers"},
+    "corpus": {"numpy", "pyarrow", "datasets", "transformers"},
     "prepare": {"numpy", "pyarrow", "datasets", "filelock", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},
     "toml": {"tomli", "pydantic"},

@@ -284,8 +284,8 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
         )
     before = {name: path.read_bytes() for name, path in places.items()}
     files = {name: path.read_bytes() for name, path in tokenizer_files(corpus.tokenizer_path).items()}
-    if TEMPLATE_FILE in before and "chat_template" not in json.loads(files[CONFIG_FILE]):
-        files.setdefault(TEMPLATE_FILE, before[TEMPLATE_FILE])
+    if TEMPLATE_FILE not in files and "chat_template" not in json.loads(files[CONFIG_FILE]):
+        files |= {name: content for name, content in before.items() if name.endswith(".jinja")}
     changed = [name for name in files if files[name] != before.get(name, files[name])]
     generation = json.loads(files.get(GENERATION) or before.get(GENERATION, b"{}"))
     model = json.loads(before[CONFIG]) if before else model_config(config.model_spec)
@@ -329,8 +329,8 @@ def _dropped_bias(config: TrainerConfig) -> list[str]:
 def begin_export(folder: Path, files: Mapping[str, bytes]) -> None:
     """Writes `export_files` before the weights: a folder with these and their index, by which a later run
     takes it for done, lacks nothing."""
-    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
