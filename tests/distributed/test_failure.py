@@ -45,6 +45,27 @@ def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
     assert "step 1 of" in output
 
 
+@pytest.mark.parametrize("every", [2, 10**6], ids=["saved", "stopped"])
+def test_gradients_that_are_not_finite_on_one_rank_end_all_before_they_are_saved(lab, every):
+    """Of the second stage alone, in steps that nobody logs; checkpoints are written meanwhile."""
+    words = (
+        "--checkpoint.interval",
+        str(every),
+        "--checkpoint.keep_latest_k",
+        "2",
+        "--training.steps",
+        "100000",
+    )
+    words += ("--checkpoint.async_mode", "async", "--metrics.log_freq", "1000000", *layout("pp2"))
+    run = lab.experiment(f"diverging_{every}", *words, "--base", "trainers:diverging")
+    codes, log = lab.start(2, run).wait(120), run.log.read_text()
+    assert EXIT_USER_ERROR in codes and 0 not in codes and "Traceback" not in log, log
+    assert "not finite numbers" in log and ("from step 5 to step 6" in log) == (every == 2), log
+    saved = {path.name for path in (run.folder / "checkpoint").glob("*")}
+    assert saved == ({"step-2", "step-4"} if every == 2 else set())
+    assert ("step 4 is intact" if saved else "the run begins anew") in log, log
+
+
 def test_a_rank_that_aborts_costs_its_own_case(fork_server, tmp_path):
     results = Cases(fork_server, tmp_path)
     results.add("abort", {name: {"aborts": name == "tp2"} for name in ("dp2", "tp2", "cp2")})

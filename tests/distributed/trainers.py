@@ -1,8 +1,9 @@
 """Trainers of the tests, as bases: `trainers:probed` writes gradients, `trainers:watched` what a step waits
-for, `trainers:failing` fails on rank 1,
+for, `trainers:failing` fails on rank 1, `trainers:diverging` has a norm there that is NaN from step 5 on,
 `trainers:still` learns nothing, and `trainers:clocked` has a clock of its own."""
 
 import json
+import signal
 import time
 import warnings
 from contextlib import contextmanager
@@ -95,6 +96,22 @@ class FailingTrainer(Trainer):
 
 def failing():
     return trained_by(FailingTrainer, llama())
+
+
+class DivergingTrainer(Trainer):
+    """Where no step is to be saved, it is asked to stop."""
+
+    def update(self):
+        norm = super().update()
+        if self.step < 5 or dist.get_rank() != 1:
+            return norm
+        if self.step == 5 and self.checkpointer.interval > self.config.training.steps:
+            signal.raise_signal(signal.SIGTERM)
+        return norm * float("nan")
+
+
+def diverging():
+    return trained_by(DivergingTrainer, llama())
 
 
 class ClockedTrainer(Trainer):

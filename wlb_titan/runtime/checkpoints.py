@@ -88,10 +88,13 @@ def newest_whole(folder: Path, needed: Collection[str] = STATES) -> Beginning:
 
 def damage(checkpoint: Path, needed: Collection[str] = STATES) -> str:
     """Why a checkpoint cannot be loaded with the states that are needed; empty if it can."""
-    if not checkpoint.is_dir():
-        return "does not exist"
-    if not (checkpoint / METADATA).is_file():
-        exported = needed and (checkpoint / HUGGING_FACE_INDEX).is_file()
+    try:
+        there = {file.name for file in checkpoint.iterdir()}
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+        return "does not exist" if gone else f"cannot be read: {error.strerror}"
+    if METADATA not in there:
+        exported = needed and HUGGING_FACE_INDEX in there
         return WEIGHTS_ALONE if exported else f"has no {METADATA}"
     try:
         metadata = FileSystemReader(checkpoint).read_metadata()
@@ -109,13 +112,20 @@ def damage(checkpoint: Path, needed: Collection[str] = STATES) -> str:
     return "" if names.issuperset(needed) else WEIGHTS_ALONE
 
 
+def saves(checkpointer: BaseCheckpointManager, step: int, last: bool = False) -> bool:
+    """Whether torchtitan saves a step by itself."""
+    if not checkpointer.enable or checkpointer.load_only:
+        return False
+    first = step == 1 and checkpointer.enable_first_step_checkpoint
+    return last or first or step % checkpointer.interval == 0
+
+
 def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -> str:
     """Saves a run that stops before its last step; `new`: whether this process trained the step. Returns a
     sentence for the log."""
     if not checkpointer.enable or checkpointer.load_only:
         return "nothing is saved, as checkpoint.enable = false or load_only = true"
-    saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
-    if new and not saved:
+    if new and not saves(checkpointer, step):
         checkpointer.interval = 1
         checkpointer.save(step)
     checkpointer.maybe_wait_for_saving()
@@ -132,6 +142,24 @@ def move_aside(folder: Path, begun: Beginning) -> None:
         (folder / f"step-{step}").rename(aside)
 
 
+def diverged(first: int, step: int, config: TrainerConfig) -> UserError:
+    """The error of a run that is not finite from its step `first` on, as is found at `step`."""
+    when = f"in step {step}" if first == step else f"from step {first} to step {step}"
+    return UserError(
+        f"The loss, the gradients or the weights {when} are not finite numbers; none of this is saved. Lower "
+        "optimizer.param_groups.N.optimizer_kwargs.lr, raise lr_scheduler.warmup_steps, or look for bad "
+        f"documents, and start again: {_continues(config)}"
+    )
+
+
+def _continues(config: TrainerConfig) -> str:
+    """From which checkpoint a run continues when it is started again, as the end of a message."""
+    newest = newest_whole(Path(config.dump_folder) / config.checkpoint.folder).step
+    if not config.checkpoint.enable or newest < 0:
+        return "there is no older checkpoint, so the run begins anew."
+    return f"the checkpoint of step {newest} is intact, and the run continues from it."
+
+
 def explained(error: BaseException, config: TrainerConfig, step: int, *, saving: bool) -> BaseException:
     """The user's error behind one of torch's checkpointing, or else the error itself; `saving`: whether the
     run had started, as before that the checkpoint of a step, or of -1 the initial one, is loaded."""
@@ -141,11 +169,9 @@ def explained(error: BaseException, config: TrainerConfig, step: int, *, saving:
         if isinstance(cause, UserError):
             return cause
     if saving and any(map(_says_that_the_disk_is_full, causes)):
-        older = newest_whole(folder).step
-        follows = f"the checkpoint of step {older} is intact, and the run continues from it"
         return UserError(
             f"A checkpoint cannot be saved in {folder}: its disk is full. Make room and start again: "
-            + (f"{follows}." if older >= 0 else "there is no older checkpoint, so the run begins anew.")
+            + _continues(config)
         )
     if saving or not any(isinstance(cause, CheckpointException) for cause in causes):
         return error

@@ -164,6 +164,7 @@ def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
     try:
         if config.checkpoint.create_seed_checkpoint:
             begin(0)
+            trainer.check_finite(0, saves=True)
             trainer.checkpointer.save(curr_step=0, last_step=True)
             done = True
         else:

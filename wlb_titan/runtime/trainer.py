@@ -8,7 +8,6 @@ rank's `local_batch_size` micro-batches go through a pipeline together; without 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +30,12 @@ from wlb_titan.runtime.agreement import agreed_beginning, agreed_job, set_timeou
 from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
-from wlb_titan.runtime.checkpoints import save_stopped
+from wlb_titan.runtime.checkpoints import diverged, save_stopped, saves
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step, Tokenizer
+from wlb_titan.runtime.finite import Finite
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
 from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
@@ -66,6 +66,7 @@ class Trainer(TorchtitanTrainer):
         self._export: tuple[Path, dict[str, bytes]] | None = None  # of rank 0, at the last step
         super().__init__(config)
         self._reduces = True
+        self._finite = Finite(self.device)
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
         self.step_trace = StepTrace(self.timer, config, self.parallel_dims)
         if config.compile.enable:
@@ -152,6 +153,7 @@ class Trainer(TorchtitanTrainer):
             return True
         for axis in self.axes:  # those that did not meet in this step: the run ends before its last one
             axis.after_optimizer(self, meets=not meets(self, axis.every))
+        self.check_finite(self.step, saves=True)
         saved = save_stopped(self.checkpointer, self.step, new=self.step >= self._first_step)
         logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
         return False
@@ -173,11 +175,16 @@ class Trainer(TorchtitanTrainer):
         learning_rates = self.lr_schedulers.get_metrics()
         loss = self.gradients(step)
         grad_norm = self.update()
+        self._finite.note(self.step, loss, grad_norm)
         self.metrics_processor.count(step.plan.tokens, step.flops)
-        if self.metrics_processor.should_log(self.step):
+        logs, last = self.metrics_processor.should_log(self.step), self.step == self.config.training.steps
+        saved = saves(self.checkpointer, self.step, last)
+        if logs or saved:
+            self.check_finite(self.step, saves=saved)
+        if logs:
             self.report(step, loss, grad_norm, learning_rates)
         self.step_trace.end(self.step, step.plan, self.job)  # if the step was not logged
-        if self._export and self.step == self.config.training.steps:
+        if self._export and last:
             begin_export(*self._export)  # torchtitan saves the weights next
 
     def gradients(self, step: Step) -> torch.Tensor:
@@ -292,8 +299,6 @@ class Trainer(TorchtitanTrainer):
         mesh = self.parallel_dims.get_optional_mesh("loss")
         own_mean = loss * (step.labels / step.own_labels if step.own_labels else 0.0)
         mean, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own_mean, mesh)
-        if not math.isfinite(mean):
-            raise RuntimeError(f"The loss of step {self.step} is {mean}; training stops.")
         seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         figures = {
             "n_tokens_seen": dist_utils.dist_sum(seen, mesh),
@@ -303,6 +308,13 @@ class Trainer(TorchtitanTrainer):
             **measured_memory(self.parallel_dims, self.device, step.digest, step.repeated),
         }
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
+
+    def check_finite(self, step: int, *, saves: bool) -> None:
+        """Ends the run on all ranks if losses, gradients or, before a step is saved, weights are not finite."""
+        weights = [parameter for part in self.model_parts if saves for parameter in part.parameters()]
+        if (first := self._finite.first_other(step, weights)) is not None:
+            self.checkpointer.maybe_wait_for_saving()
+            raise diverged(first, step, self.config)
 
     def close(self) -> None:
         self.dataloader.close()
