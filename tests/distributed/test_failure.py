@@ -45,22 +45,35 @@ def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
     assert "step 1 of" in output
 
 
+def test_a_run_that_is_asked_to_stop_in_a_validation_leaves_it_saves_and_goes_on(lab):
+    words = (*layout("dp2"), "--training.steps", "3", "--lr_scheduler.total_steps", "3")
+    validated = (*words, "--wlb.validation.path", str(lab.corpus), "--wlb.validation.every", "2")
+    asked, whole = (
+        lab.experiment("asked", *validated, "--base", "trainers:asked"),
+        lab.experiment("whole", *words),
+    )
+    job = lab.start(2, asked)
+    lab.run(2, [whole])
+    assert job.wait(120) == [143, 143] and not asked.validation(), asked.log.read_text()
+    log = asked.log.read_text()
+    assert "Validation after step 1 cut short" in log and "Stopped after step 1 of 3: all is saved" in log, (
+        log
+    )
+    again = lab.experiment("asked", *words)
+    lab.run(2, [again])
+    assert again.losses() == whole.losses()
+
+
 @pytest.mark.parametrize("every", [2, 10**6], ids=["saved", "stopped"])
 def test_gradients_that_are_not_finite_on_one_rank_end_all_before_they_are_saved(lab, every):
     """Of the second stage alone, in steps that nobody logs; checkpoints are written meanwhile."""
-    words = (
-        "--checkpoint.interval",
-        str(every),
-        "--checkpoint.keep_latest_k",
-        "2",
-        "--training.steps",
-        "100000",
-    )
-    words += ("--checkpoint.async_mode", "async", "--metrics.log_freq", "1000000", *layout("pp2"))
+    words = ("--checkpoint.interval", str(every), "--checkpoint.keep_latest_k", "2", *layout("pp2"))
+    words += ("--checkpoint.async_mode", "async", "--metrics.log_freq", "1000000")
+    words += ("--training.steps", "100000")
     run = lab.experiment(f"diverging_{every}", *words, "--base", "trainers:diverging")
     codes, log = lab.start(2, run).wait(120), run.log.read_text()
     assert EXIT_USER_ERROR in codes and 0 not in codes and "Traceback" not in log, log
-    assert "not finite numbers" in log and ("from step 5 to step 6" in log) == (every == 2), log
+    assert ("from step 5 to step 6" if every == 2 else "step 5") in log and "not finite numbers" in log, log
     saved = {path.name for path in (run.folder / "checkpoint").glob("*")}
     assert saved == ({"step-2", "step-4"} if every == 2 else set())
     assert ("step 4 is intact" if saved else "the run begins anew") in log, log

@@ -1,5 +1,6 @@
 """Trainers of the tests, as bases: `trainers:probed` writes gradients, `trainers:watched` what a step waits
 for, `trainers:failing` fails on rank 1, `trainers:diverging` has a norm there that is NaN from step 5 on,
+`trainers:asked` is asked to stop in a validation,
 `trainers:still` learns nothing, and `trainers:clocked` has a clock of its own."""
 
 import json
@@ -112,6 +113,26 @@ class DivergingTrainer(Trainer):
 
 def diverging():
     return trained_by(DivergingTrainer, llama())
+
+
+class AskedTrainer(Trainer):
+    """Asked on rank 1 to stop in its first micro-batch of validation, of which each takes a while."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.asked, self.loss_of_validation = False, self.validator._loss
+        self.validator._loss = self.validated
+
+    def validated(self, *arguments):
+        if not self.asked and dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        self.asked = True
+        time.sleep(0.2)
+        return self.loss_of_validation(*arguments)
+
+
+def asked():
+    return trained_by(AskedTrainer, llama())
 
 
 class ClockedTrainer(Trainer):

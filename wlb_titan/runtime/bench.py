@@ -103,7 +103,7 @@ class BenchTrainer(Trainer):
             prepare_attention(self.model_parts, job, self._meshes_of[name])
         return Turn(name, job, loader, loader.steps(self.lower), [layer.context for layer in layers])
 
-    def train(self, begin: Callable[[int], None], goes_on: Callable[[int], bool]) -> bool:
+    def train(self, begin: Callable[[int], None], goes_on: Callable[[], bool]) -> bool:
         """Runs all rounds; returns whether nobody asked to stop."""
         for turn in self.turns[1:]:
             compile_attention(self.config, turn.job, self.device, self.config.dataloader.context_rank)

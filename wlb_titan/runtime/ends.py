@@ -6,12 +6,13 @@ has a thread (`Alarm`) that looks once a second at the store by which a job's pr
 
     failed          the first failure: rank, host and message
     stop            the first reason to end the run
-    begun/<rank>    the step that a rank had started when it saw `stop`; it starts no other before `last`
-    last            the largest of these, set by rank 0 once all are there: the last step of all ranks
+    begun/<rank>    how many steps a rank had begun when it saw `stop`; it begins no other before `last`
+    last            the largest of these, set by rank 0 once all are there: how many all ranks do
 
-docs/launch.md ("Stopping") says when a run is asked to end. Ranks that agree on a last step (`Stop`) cannot
-deadlock: a rank between two steps has entered all collectives of those before, so that others can finish
-theirs, and no collective holds up the threads. A call of the store that fails is repeated at the next look.
+docs/launch.md ("Stopping") says when a run is asked to end. Steps are those of training and of validations,
+in the order in which every rank does them. Ranks that agree on the last one (`Stop`) cannot deadlock: a rank
+between two steps has entered all collectives of those before, so that others can finish theirs, and no
+collective holds up the threads. A call of the store that fails is repeated at the next look.
 
 The thread also hears signals, as the main thread may be inside a collective, where Python runs no handler:
 the first SIGTERM or SIGUSR1 lets all ranks stop after a step, a second one and SIGINT end this rank at once.
@@ -69,19 +70,25 @@ class Stop:
     def is_asked(self) -> bool:
         return self._frozen or self._wish != ""
 
+    @property
+    def is_before_all(self) -> bool:
+        """Whether the run is to end before its first step: there is nothing to finish, nor to save."""
+        return self._last == 0 and self.status != 0
+
     def after(self, seconds: float) -> None:
         """Stops the run in so many seconds by rank 0's clock."""
         if self._rank == 0:
             self._deadline = time.monotonic() + seconds
 
-    def goes_on(self, step: int) -> bool:
-        """Whether another step follows `step`; for the main thread, between two steps."""
+    def goes_on(self) -> bool:
+        """Whether another step follows, of training or of a validation; for the main thread, before each."""
         with self._changed:
-            if not self._frozen:
-                self._begun = step + 1
-                return True
-            self._changed.wait_for(lambda: self._last is not None)
-            return step < self._last
+            if self._frozen:
+                self._changed.wait_for(lambda: self._last is not None)
+                if self._begun >= self._last:
+                    return False
+            self._begun += 1
+            return True
 
     def ask(self, why: str, status: int) -> None:
         """Asks all ranks to stop, from the next look on; a second reason changes nothing."""
@@ -210,11 +217,15 @@ class Alarm:
                 if self._store is not None and self._store.check(["failed"]):
                     self._seen = json.loads(self._store.get("failed"))
                 looked = time.monotonic()
-            except Exception:  # the next look may find the store again
+            except RuntimeError:  # torch's of a store, which the next look may find again
                 if time.monotonic() - looked > LOST and not self._closed.is_set():
                     self._end_at_once(
                         f"ends, as rank 0's host has not answered for {LOST:.0f} s", EXIT_FAILED
                     )
+            except Exception as error:  # a defect of ours
+                self._fail(error)
+            if self.stop.is_before_all:
+                self._leave(self.stop.status)
             if self._seen is not None:
                 self._follow(self._seen)
 

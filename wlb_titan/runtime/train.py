@@ -163,10 +163,10 @@ def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
 
     try:
         if config.checkpoint.create_seed_checkpoint:
-            begin(0)
-            trainer.check_finite(0, saves=True)
-            trainer.checkpointer.save(curr_step=0, last_step=True)
-            done = True
+            if done := alarm.stop.goes_on():
+                begin(0)
+                trainer.check_finite(0, saves=True)
+                trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             done = trainer.train(begin, alarm.stop.goes_on)
     except BaseException as error:  # torch's CheckpointException is no Exception

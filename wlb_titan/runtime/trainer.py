@@ -112,12 +112,15 @@ class Trainer(TorchtitanTrainer):
     def train(
         self,
         begin: Callable[[int], None] = lambda step: None,
-        goes_on: Callable[[int], bool] = lambda step: True,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
-        `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows.
+        `begin` gets the loaded checkpoint's step, or 0; `goes_on` says before each step, also of a
+        validation, whether there is time for it.
         torchtitan's own command gives neither."""
         self._begin, self._goes_on = begin, goes_on
+        if self.config.validator.enable:
+            self.validator.goes_on = goes_on
         # A disk may be slow: not for the group that writes checkpoints.
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
         logger.info(f"Corpus {self.dataloader.corpus}: {self.dataloader.count:,} documents to train on")
@@ -149,7 +152,7 @@ class Trainer(TorchtitanTrainer):
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
             return False
-        if self._goes_on(self.step):
+        if self._goes_on():
             return True
         for axis in self.axes:  # those that did not meet in this step: the run ends before its last one
             axis.after_optimizer(self, meets=not meets(self, axis.every))
@@ -310,7 +313,7 @@ class Trainer(TorchtitanTrainer):
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 
     def check_finite(self, step: int, *, saves: bool) -> None:
-        """Ends the run on all ranks if losses, gradients or, before a step is saved, weights are not finite."""
+        """Ends the run on all ranks if losses, gradients or, before a save, weights are not finite."""
         weights = [parameter for part in self.model_parts if saves for parameter in part.parameters()]
         if (first := self._finite.first_other(step, weights)) is not None:
             self.checkpointer.maybe_wait_for_saving()
