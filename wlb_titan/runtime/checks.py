@@ -266,6 +266,7 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     read = {f"wlb.corpus.sources.{number}.path": s.path for number, s in enumerate(wlb.corpus.sources)}
     read = read or {"wlb.corpus.path": wlb.corpus.path}
     read["wlb.validation.path"] = wlb.validation.path
+    read["checkpoint.initial_load_path"] = config.checkpoint.initial_load_path or ""
     check_place(config.dump_folder, config.checkpoint.folder, read)
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
