@@ -63,8 +63,8 @@ def check_place(folder: str, checkpoints: str, read: Mapping[str, str]) -> None:
         home = key == "dump_folder" and path.startswith("~")
         if home or "://" in path:
             raise UserError(
-                f"{key}: name a folder of this machine, without {'~' if home else 'a scheme'}. A run reads and "
-                "writes files: mount a bucket as a folder, or copy what it has."
+                f"{key}: name a folder of this machine, without {'~' if home else 'a scheme'}. A run reads "
+                "and writes files: mount a bucket as a folder, or copy what it has."
             )
     place, here = Path(folder).resolve(), Path.cwd()
     if place in (here, *here.parents):

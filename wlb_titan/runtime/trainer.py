@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.distributed.config as dist_config
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
@@ -43,6 +44,7 @@ from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
+from wlb_titan.runtime.models.checkpointing import balance_experts
 from wlb_titan.runtime.models.weights import build_optimizers, parallelized
 from wlb_titan.runtime.pipeline.build import Moved, PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
@@ -338,6 +340,7 @@ def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis]) -> Tra
             f"The routers train without a bias, which {spec.name} does not have in Hugging Face's format"
         )
     build = partial(build_optimizers, config.optimizer)
+    built = spec.post_optimizer_build_fn
     stages = partial(regrouped_pipeline, spec.pipelining_fn) if job.packing.regroups else spec.pipelining_fn
     return dataclasses.replace(
         config,
@@ -349,6 +352,9 @@ def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis]) -> Tra
         optimizer=SimpleNamespace(build=build, to_dict=config.optimizer.to_dict),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
         model_spec=dataclasses.replace(
-            spec, pipelining_fn=stages, parallelize_fn=partial(parallelized, spec.parallelize_fn, axes)
+            spec,
+            pipelining_fn=stages,
+            parallelize_fn=partial(parallelized, spec.parallelize_fn, axes),
+            post_optimizer_build_fn=balance_experts if built is register_moe_load_balancing_hook else built,
         ),
     )

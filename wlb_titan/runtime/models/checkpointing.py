@@ -1,6 +1,7 @@
 """Activation checkpointing of a transformer block with our attention; `memory/recompute.py` has the kinds.
 
 torchtitan applies a class of its own protocol to every block. Ours are kinds by themselves, and `AsNeededAC`.
+Under all of them experts count each token once, which their balance follows.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed import activation_checkpoint as titan
 
 import wlb_titan.runtime.attention.kv_cache  # noqa: F401 - registers the ops named below
 from wlb_titan.runtime.attention.module import DocumentMask, attentions
-from wlb_titan.runtime.compat import ActivationWrapper, checkpoint_wrapper
+from wlb_titan.runtime.compat import ActivationWrapper, checkpoint_wrapper, in_backward_pass
 
 NEVER_KEPT = ("feed_forward.w2", "shared_experts.w2")
 """Linear layers whose output no backward pass needs, as it is added to the residual. It is as wide as the
@@ -147,3 +149,28 @@ class AsNeededBlock(ActivationWrapper):
         if mask.kind == "none":
             return block(hidden, mask, *rest, **kwargs)
         return self._calls[mask.kind](block, hidden, mask, *rest, **kwargs)
+
+
+def count_once(part: nn.Module) -> None:
+    """Has experts count their tokens as a layer runs, and not again as it is recomputed. Compiled code does
+    so by itself."""
+    for block in part.get_submodule("layers").children():
+        if getattr(block, "moe_enabled", False):
+            block.moe.register_forward_pre_hook(partial(_count, block))
+
+
+def _count(block: nn.Module, moe: nn.Module, inputs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        moe.training = block.training and not in_backward_pass()  # it counts in training alone
+
+
+def balance_experts(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+    """torchtitan's `register_moe_load_balancing_hook` on layers without their wrappers: it halves the counts
+    of a wrapped one, as if each token was counted twice."""
+    bare = [
+        nn.ModuleDict({name: getattr(b, "_checkpoint_wrapped_module", b) for name, b in part.layers.items()})
+        for part in model_parts
+    ]
+    register_moe_load_balancing_hook(
+        optimizers, [nn.ModuleDict({"layers": layers}) for layers in bare], parallel_dims
+    )
