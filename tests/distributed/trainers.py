@@ -118,8 +118,8 @@ def diverging():
 class AskedTrainer(Trainer):
     """Asked on rank 1 to stop in its first micro-batch of validation, of which each takes a while."""
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, **given):
+        super().__init__(config, **given)
         self.asked, self.loss_of_validation = False, self.validator._loss
         self.validator._loss = self.validated
 
@@ -138,11 +138,11 @@ def asked():
 class ClockedTrainer(Trainer):
     """By its clock a step takes a second, and a micro-batch of validation 100."""
 
-    def __init__(self, config):
+    def __init__(self, config, **given):
         self.now = 0.0
         for module in (titan, metrics, validator):
             module.time = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
-        super().__init__(config)
+        super().__init__(config, **given)
         self.loss_of_validation, self.validator._loss = self.validator._loss, self.validated
 
     def train_step(self, data_iterator):

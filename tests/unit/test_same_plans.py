@@ -11,7 +11,7 @@ from rows import rows
 
 from wlb_titan.commands.lone_ranks import LoneRanks
 from wlb_titan.commands.main import main
-from wlb_titan.config.documents import training_documents
+from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.cost.attention_kernels import Point
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
 from wlb_titan.cost.profile import Entry, Profile
@@ -195,8 +195,10 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     job = job_of(config, parallel_dims(config, WORLD_SIZE))
     if job.undecided:
         job = choose(job, training_documents(config.wlb), on_one_rank=SharedAnswer()).job
-    held_out = config.wlb.validation.hold_out
-    settings = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job, hold_out=held_out)
+    corpus = open_corpus(config.wlb.corpus)
+    settings = PlannedDataLoader.Config(
+        corpus=corpus, documents=training_documents(config.wlb, corpus), job=job
+    )
     loader = PlannedDataLoader(settings, dp_world_size=2, dp_rank=1)
     steps = iter(loader)
     trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]

@@ -334,8 +334,7 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
             part.check_learned(part.lengths)
         if wlb.validation.enabled:
             key = "wlb.validation." + ("path" if wlb.validation.path else "hold_out")
-            settings, held_out = corpora.validated_documents(wlb)
-            validation = corpora.open_corpus(settings, key)
+            validation, held_out = corpora.validated_documents(wlb, corpus)
             if wlb.validation.path:
                 Corpus.joined([corpus, validation])  # has one tokenizer
                 validation.check_sample(tokenizer.vocab_size)

@@ -24,7 +24,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
-from wlb_titan.config.documents import open_corpus
+from wlb_titan.config.documents import open_corpus, training_documents
+from wlb_titan.corpus import Corpus
 from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.agreement import agreed_beginning, agreed_job, set_timeouts, timeout
@@ -60,10 +61,13 @@ class Trainer(TorchtitanTrainer):
     job: Job
     dataloader: PlannedDataLoader
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, corpus: Corpus | None = None) -> None:
+        """`corpus`: the one of [wlb.corpus], if it was opened already."""
+        self.corpus = open_corpus(config.wlb.corpus) if corpus is None else corpus
+        self.documents = training_documents(config.wlb, self.corpus)
         self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
         self.axes: list[Axis] = []  # filled once there are meshes, before the model is divided
-        config = with_our_parts(config, self.job, self.axes)
+        config = with_our_parts(config, self.job, self.axes, str(self.corpus.tokenizer_path))
         self._made: Made = {}
         self._export: tuple[Path, dict[str, bytes]] | None = None  # of rank 0, at the last step
         super().__init__(config)
@@ -89,7 +93,7 @@ class Trainer(TorchtitanTrainer):
         dist_config.pipeline_per_edge_p2p = True  # otherwise a send waits behind receives from other ranks
         dims = parallel_dims(self.config, world_size)
         self.beginning = agreed_beginning(self.config)
-        self.job = agreed_job(self.config, self.job)
+        self.job = agreed_job(self.config, self.job, self.documents)
         self.set_up(dims)
         return dims
 
@@ -102,13 +106,13 @@ class Trainer(TorchtitanTrainer):
         config.comm.train_timeout_seconds = timeout(config, self.job)
         divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
         config.dataloader = PlannedDataLoader.Config(
-            corpus=wlb.corpus,
+            corpus=self.corpus,
+            documents=self.documents,
             job=self.job,
             context_rank=dims.place("cp"),
             pipeline_ranks=[dims.place("pp")],
             tensor_rank=(dims.place("tp"), dims.tp) if divided else (0, 1),
             loss_weight=wlb.loss_weight,
-            hold_out=wlb.validation.hold_out,
         )
 
     def train(
@@ -125,14 +129,14 @@ class Trainer(TorchtitanTrainer):
             self.validator.goes_on = goes_on
         # A disk may be slow: not for the group that writes checkpoints.
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
-        logger.info(f"Corpus {self.dataloader.corpus}: {self.dataloader.count:,} documents to train on")
+        logger.info(f"Corpus {self.corpus}: {self.dataloader.count:,} documents to train on")
         logger.info(f"Activations: {self.job.checkpointing}")
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         checkpoint = self.config.checkpoint
         exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
         if exports and dist.get_rank() == 0:
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.config.training.steps}"
-            self._export = folder, export_files(self.config, self.dataloader.corpus)
+            self._export = folder, export_files(self.config, self.corpus)
         super().train()
         if self.step < self.config.training.steps:
             return False
@@ -310,7 +314,7 @@ class Trainer(TorchtitanTrainer):
             **learning_rates,
             **step.figures(self.job),
             **self.step_trace.end(self.step, step.plan, self.job),
-            **measured_memory(self.parallel_dims, self.device, step.digest, step.repeated),
+            **measured_memory(self.parallel_dims, self.device, step, step.repeated),
         }
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 
@@ -328,7 +332,7 @@ class Trainer(TorchtitanTrainer):
         super().close()
 
 
-def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis]) -> TrainerConfig:
+def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis], tokenizer: str) -> TrainerConfig:
     """A copy that a trainer may change, with our attention, tokenizer, validator, loss, stages and axes."""
     wlb, spec = config.wlb, config.model_spec
     for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
@@ -346,7 +350,7 @@ def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis]) -> Tra
         config,
         comm=dataclasses.replace(config.comm),
         training=dataclasses.replace(config.training),
-        hf_assets_path=str(open_corpus(wlb.corpus).tokenizer_path),
+        hf_assets_path=tokenizer,
         tokenizer=Tokenizer.Config(),
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
         optimizer=SimpleNamespace(build=build, to_dict=config.optimizer.to_dict),

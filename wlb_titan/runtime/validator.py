@@ -53,7 +53,7 @@ class Validator(titan.BaseValidator):
             order=ORDERS.configure("as_packed"),
             micro_batches=job.degrees.data * (job.run or 1),
         )
-        corpus, sources = validated_documents(wlb)
+        corpus, sources = validated_documents(wlb, training.corpus)
         for name, documents in sources.items():
             settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=once)
             loader = settings.build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
