@@ -126,6 +126,13 @@ def test_a_rank_that_plans_otherwise_ends_the_job_at_the_next_report(lab):
     assert [record["step"] for record in experiment.metrics()] == [1]
 
 
+@pytest.mark.parametrize("degrees", ["tp2", pytest.param("cp2", marks=pytest.mark.long)])
+def test_ranks_that_divide_a_micro_batch_otherwise_end_the_job_at_the_next_report(lab, degrees):
+    experiment = lab.experiment(f"apart_{degrees}", *layout(degrees), "--base", "trainers:apart")
+    ends(lab.start(2, experiment), experiment, "how its steps up to this one are divided or recomputed")
+    assert experiment.metrics()
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.long
 def test_ctrl_c_ends_all_processes_after_their_step(lab):

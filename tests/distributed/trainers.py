@@ -1,6 +1,6 @@
 """Trainers of the tests, as bases: `trainers:probed` writes gradients, `trainers:watched` what a step waits
 for, `trainers:failing` fails on rank 1, `trainers:diverging` has a norm there that is NaN from step 5 on,
-`trainers:asked` is asked to stop in a validation,
+`trainers:asked` is asked to stop in a validation, `trainers:apart` divides micro-batches by rank,
 `trainers:still` learns nothing, and `trainers:clocked` has a clock of its own."""
 
 import json
@@ -109,6 +109,18 @@ class DivergingTrainer(Trainer):
         if self.step == 5 and self.checkpointer.interval > self.config.training.steps:
             signal.raise_signal(signal.SIGTERM)
         return norm * float("nan")
+
+
+class ApartTrainer(Trainer):
+    """Its ranks share micro-batches, and know other things of them from the second step on."""
+
+    def train_step(self, data_iterator):
+        super().train_step(data_iterator)
+        self.dataloader._own_digest ^= dist.get_rank()
+
+
+def apart():
+    return trained_by(ApartTrainer, llama())
 
 
 def diverging():

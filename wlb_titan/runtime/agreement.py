@@ -137,8 +137,8 @@ def check_same(facts: Mapping[str, Any], group: int = 0) -> None:
     more = ", ..." * (len(different) > 8)
     raise UserError(
         f"Rank {', '.join(map(str, different[:8]))}{more} (host {host}) would not train what rank "
-        f"{firsts[own]} (host {first_host}) does: {what}. Each rank plans by itself, so all need the same configuration, corpus, "
-        "profiles and packages, and no policy may plan by rank."
+        f"{firsts[own]} (host {first_host}) does: {what}. Each rank plans by itself, so all need the same "
+        "configuration, corpus, profiles and packages, and no policy may plan by rank."
     )
 
 

@@ -66,13 +66,9 @@ class BenchTrainer(Trainer):
         self._jobs = {name: job_of(turn, dims) for name, turn in configs.items()}
         self._rounds = WARM_UP + config.wlb.bench.rounds
         wlb, checkpoint = next(iter(configs.values())).wlb, config.checkpoint
-        loading = {
-            "load_only": True,
-            "initial_load_model_only": True,
-            "last_save_in_hf": False,
-            "load_step": -1,
-        }
-        checkpoint = replace(checkpoint, enable=bool(checkpoint.initial_load_path), **loading)
+        loading = {"load_only": True, "load_step": -1, "initial_load_model_only": True}
+        loading |= {"last_save_in_hf": False, "enable": bool(checkpoint.initial_load_path)}
+        checkpoint = replace(checkpoint, **loading)
         super().__init__(
             replace(
                 config,

@@ -66,6 +66,7 @@ def measured_memory(dims: Dims, device: torch.device, step: Step, repeated: floa
         digests[:, column] = torch.tensor([digest, -digest])
     peaks = torch.cat([figures.flatten(), digests.flatten()])
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    peaks = peaks.cpu()
     ranks, (largest, least) = peaks[: 2 * dims.pp].tolist(), peaks[2 * dims.pp :].view(2, -1)
     if bool((largest != -least).any()):
         check_same({"the digest of its steps up to this one": step.digest})

@@ -150,9 +150,8 @@ def _build_and_train(resolved: Resolved, corpus: Corpus, rank: int, alarm: Alarm
 
     config = resolved.config
     benches = bool(config.wlb.bench.policies)
-    trainer = resolved.check(
-        lambda config: BenchTrainer(config, corpus) if benches else config.build(corpus=corpus)
-    )
+    build = BenchTrainer if benches else lambda config, corpus: config.build(corpus=corpus)
+    trainer = resolved.check(lambda config: build(config, corpus))
     folder = Path(config.dump_folder)
     begun = False
 
