@@ -229,6 +229,6 @@ def test_ranks_compare_what_is_in_a_profile_even_without_context_parallelism(tmp
         path.write_text(json.dumps(record))
         cluster = replace(load_cluster("cpu"), attention_profile=str(path))
         job = Job(window=256, micro_batches=1, model=SMALL, cluster=cluster, dtype="float32")
-        facts.append(_facts(job, Documents(np.full(8, 256), fingerprint="one")))
+        facts.append(_facts(job, Documents(lengths=np.full(8, 256), fingerprint="one")))
     different = {name for name in facts[0] if facts[0][name] != facts[1][name]}
     assert {what, "work of documents"} <= different and "cluster" not in different
