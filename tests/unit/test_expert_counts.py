@@ -29,8 +29,8 @@ LENGTH = 24
 
 
 def balanced(kind, *, compiled=False):
-    """Counts of each expert and layer (2, experts) before a step, and the bias after it, of two
-    micro-batches; and a validation, which counts nothing."""
+    """Counts (2, experts) of two micro-batches and a validation, which counts nothing; the bias after a
+    step."""
     config = base_config("torchtitan.models.qwen3.config_registry:qwen3_moe_debug")
     model_config = replace(config.model_spec.model, layers=config.model_spec.model.layers[:2])
     torch.manual_seed(0)

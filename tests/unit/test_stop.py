@@ -58,7 +58,7 @@ def stopped(stores):
         assert all(stop.goes_on() for _ in range(3 + rank))
     stops[1].ask("SIGUSR1", EXIT_AGAIN)
     looked(stops)
-    return [stop._last and (stop.status, rank + 3 + done(stop)) for rank, stop in enumerate(stops)]
+    return [stop.last and (stop.status, rank + 3 + done(stop)) for rank, stop in enumerate(stops)]
 
 
 def done(stop):
@@ -96,7 +96,7 @@ def test_a_run_that_is_started_again_by_itself_does_a_step_first(status, last):
         assert all(stop.goes_on() for stop in stops)
         looked(stops)
     assert not any(stop.goes_on() for stop in stops)
-    assert [(stop.status, stop._last) for stop in stops] == [(status, last)] * RANKS
+    assert [(stop.status, stop.last) for stop in stops] == [(status, last)] * RANKS
 
 
 def test_rank_0_has_answered_for_all_when_it_has_done_its_last_step():
@@ -176,6 +176,6 @@ def test_a_run_that_is_asked_before_its_first_step_ends_at_once(watching):
     (alarm, ended), other = watching(shared), Stop(1, 2, shared)
     with alarm:
         signal.raise_signal(signal.SIGTERM)
-        while not other.is_before_all:
+        while other.last != 0:
             other.look()
         assert ended.get(timeout=PATIENCE) == 143

@@ -43,7 +43,6 @@ def export(file: Path, step: int, overrides: tuple[str, ...], output: Path | Non
 def write(config: Any, step: int, output: Path, report: Report) -> None:
     from wlb_titan.runtime import checkpoints, hugging_face
     from wlb_titan.runtime.checks import validate_inputs
-    from wlb_titan.runtime.finite import all_finite
     from wlb_titan.runtime.model_checks import trained_spec
     from wlb_titan.runtime.models.adoption import adapters
 
@@ -75,7 +74,7 @@ def write(config: Any, step: int, output: Path, report: Report) -> None:
             load(weights, checkpoint_id=saved, no_dist=True)
     except CheckpointException as error:
         raise checkpoints.explained(error, config, step, saving=False) from error
-    if wrong := [name for name, weight in state.items() if not all_finite(weight)]:
+    if wrong := [name for name, weight in state.items() if not checkpoints.all_finite(weight)]:
         raise UserError(
             f"STEP: {saved} cannot be exported: {len(wrong)} of its weights, such as {wrong[0]}, have "
             "numbers that are not finite. Name an earlier step."

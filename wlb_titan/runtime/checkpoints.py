@@ -14,13 +14,18 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.config import TrainerConfig
 
+NEVER = torch.iinfo(torch.int64).max
 METADATA = ".metadata"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
 STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")  # beside the weights
@@ -142,14 +147,41 @@ def move_aside(folder: Path, begun: Beginning) -> None:
         (folder / f"step-{step}").rename(aside)
 
 
-def diverged(first: int, step: int, config: TrainerConfig) -> UserError:
-    """The error of a run that is not finite from its step `first` on, as is found at `step`."""
-    when = f"in step {step}" if first == step else f"from step {first} to step {step}"
-    return UserError(
-        f"The loss, the gradients or the weights {when} are not finite numbers; none of this is saved. Lower "
-        "optimizer.param_groups.N.optimizer_kwargs.lr, raise lr_scheduler.warmup_steps, or look for bad "
-        f"documents, and start again: {_continues(config)}"
-    )
+class Finite:
+    """Whether losses, gradients and weights are finite numbers: what is not is never saved.
+
+    Once one of them is infinite or NaN, all later steps are. Each step is noted on the device, without
+    waiting for it, and the notes are read where the run waits anyway: in a logged step and before a save.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._first = torch.full((), NEVER, dtype=torch.int64, device=device)  # step that is not finite
+
+    def note(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Notes this rank's loss and norm of gradients, two scalars."""
+        finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
+        self._first = torch.where(finite, self._first, self._first.clamp(max=step))
+
+    def check(self, trainer: TorchtitanTrainer, *, saves: bool) -> None:
+        """Ends the run if any rank's steps up to this one or, before it is saved, weights are not finite."""
+        first, step, config = self._first.clone(), trainer.step, trainer.config
+        for part in trainer.model_parts if saves else ():
+            for weight in part.parameters():
+                first = torch.where(all_finite(weight), first, first.clamp(max=step))
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        if (begun := int(first)) == NEVER:
+            return
+        trainer.checkpointer.maybe_wait_for_saving()
+        raise UserError(
+            f"From step {begun} on (this is step {step}) the loss, the gradients or the weights are not finite "
+            "numbers, and not saved. Lower optimizer.param_groups.N.optimizer_kwargs.lr, raise "
+            f"lr_scheduler.warmup_steps, or look for bad documents, and start again: {_continues(config)}"
+        )
+
+
+def all_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all numbers of a tensor, or of this rank's part of it, are finite: bool scalar."""
+    return torch.isfinite(tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor).all()
 
 
 def _continues(config: TrainerConfig) -> str:

@@ -63,17 +63,12 @@ class Stop:
         self._begun = 0
         self._wish = ""
         self._frozen = False
-        self._last: int | None = None
+        self.last: int | None = None
         self._changed = threading.Condition()
 
     @property
     def is_asked(self) -> bool:
         return self._frozen or self._wish != ""
-
-    @property
-    def is_before_all(self) -> bool:
-        """Whether the run is to end before its first step: there is nothing to finish, nor to save."""
-        return self._last == 0 and self.status != 0
 
     def after(self, seconds: float) -> None:
         """Stops the run in so many seconds by rank 0's clock."""
@@ -84,8 +79,8 @@ class Stop:
         """Whether another step follows, of training or of a validation; for the main thread, before each."""
         with self._changed:
             if self._frozen:
-                self._changed.wait_for(lambda: self._last is not None)
-                if self._begun >= self._last:
+                self._changed.wait_for(lambda: self.last is not None)
+                if self._begun >= self.last:
                     return False
             self._begun += 1
             return True
@@ -99,7 +94,7 @@ class Stop:
         if time.monotonic() > self._deadline:
             self.ask("wlb.stop_after", EXIT_AGAIN)
         store = self._store
-        if self._last is not None:
+        if self.last is not None:
             return
         if not self._frozen and (self._is_ready or store.check(["stop"])):
             first = json.loads(store.compare_set("stop", "", self._wish).decode())  # what was asked first
@@ -116,7 +111,7 @@ class Stop:
             store.set("last", str(max(map(int, store.multi_get(self._all_begun)))))
         if store.check(["last"]):
             with self._changed:
-                self._last = int(store.get("last"))
+                self.last = int(store.get("last"))
                 self._changed.notify_all()
 
     def leave(self) -> None:
@@ -125,7 +120,7 @@ class Stop:
             self._frozen = True
         with contextlib.suppress(Exception):  # the store's host may be done already
             self._tell()
-            if self._rank == 0 and self._last is None:
+            if self._rank == 0 and self.last is None:
                 self._store.set("last", str(self._begun))  # of all ranks: none finishes a step alone
 
     @property
@@ -224,7 +219,7 @@ class Alarm:
                     )
             except Exception as error:  # a defect of ours
                 self._fail(error)
-            if self.stop.is_before_all:
+            if self.stop.last == 0 and self.stop.status:  # nothing was begun: there is nothing to save
                 self._leave(self.stop.status)
             if self._seen is not None:
                 self._follow(self._seen)

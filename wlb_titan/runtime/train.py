@@ -167,7 +167,7 @@ def _build_and_train(resolved: Resolved, corpus: Corpus, rank: int, alarm: Alarm
         if config.checkpoint.create_seed_checkpoint:
             if done := alarm.stop.goes_on():
                 begin(0)
-                trainer.check_finite(0, saves=True)
+                trainer.finite.check(trainer, saves=True)
                 trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             done = trainer.train(begin, alarm.stop.goes_on)

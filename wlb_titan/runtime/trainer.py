@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.distributed.config as dist_config
-from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
@@ -32,12 +31,11 @@ from wlb_titan.runtime.agreement import agreed_beginning, agreed_job, set_timeou
 from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
-from wlb_titan.runtime.checkpoints import diverged, save_stopped, saves
+from wlb_titan.runtime.checkpoints import Finite, save_stopped, saves
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step, Tokenizer
-from wlb_titan.runtime.finite import Finite
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
 from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
@@ -45,7 +43,7 @@ from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
-from wlb_titan.runtime.models.checkpointing import balance_experts
+from wlb_titan.runtime.models.checkpointing import counted_once
 from wlb_titan.runtime.models.weights import build_optimizers, parallelized
 from wlb_titan.runtime.pipeline.build import Moved, PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
@@ -62,7 +60,6 @@ class Trainer(TorchtitanTrainer):
     dataloader: PlannedDataLoader
 
     def __init__(self, config: TrainerConfig, corpus: Corpus | None = None) -> None:
-        """`corpus`: the one of [wlb.corpus], if it was opened already."""
         self.corpus = open_corpus(config.wlb.corpus) if corpus is None else corpus
         self.documents = training_documents(config.wlb, self.corpus)
         self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
@@ -72,7 +69,7 @@ class Trainer(TorchtitanTrainer):
         self._export: tuple[Path, dict[str, bytes]] | None = None  # of rank 0, at the last step
         super().__init__(config)
         self._reduces = True
-        self._finite = Finite(self.device)
+        self.finite = Finite(self.device)
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
         self.step_trace = StepTrace(self.timer, config, self.parallel_dims)
         if config.compile.enable:
@@ -122,8 +119,7 @@ class Trainer(TorchtitanTrainer):
     ) -> bool:
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
         `begin` gets the loaded checkpoint's step, or 0; `goes_on` says before each step, also of a
-        validation, whether there is time for it.
-        torchtitan's own command gives neither."""
+        validation, whether it follows. torchtitan's own command gives neither."""
         self._begin, self._goes_on = begin, goes_on
         if self.config.validator.enable:
             self.validator.goes_on = goes_on
@@ -162,7 +158,7 @@ class Trainer(TorchtitanTrainer):
             return True
         for axis in self.axes:  # those that did not meet in this step: the run ends before its last one
             axis.after_optimizer(self, meets=not meets(self, axis.every))
-        self.check_finite(self.step, saves=True)
+        self.finite.check(self, saves=True)
         saved = save_stopped(self.checkpointer, self.step, new=self.step >= self._first_step)
         logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
         return False
@@ -184,12 +180,12 @@ class Trainer(TorchtitanTrainer):
         learning_rates = self.lr_schedulers.get_metrics()
         loss = self.gradients(step)
         grad_norm = self.update()
-        self._finite.note(self.step, loss, grad_norm)
+        self.finite.note(self.step, loss, grad_norm)
         self.metrics_processor.count(step.plan.tokens, step.flops)
         logs, last = self.metrics_processor.should_log(self.step), self.step == self.config.training.steps
         saved = saves(self.checkpointer, self.step, last)
         if logs or saved:
-            self.check_finite(self.step, saves=saved)
+            self.finite.check(self, saves=saved)
         if logs:
             self.report(step, loss, grad_norm, learning_rates)
         self.step_trace.end(self.step, step.plan, self.job)  # if the step was not logged
@@ -318,13 +314,6 @@ class Trainer(TorchtitanTrainer):
         }
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 
-    def check_finite(self, step: int, *, saves: bool) -> None:
-        """Ends the run on all ranks if losses, gradients or, before a save, weights are not finite."""
-        weights = [parameter for part in self.model_parts if saves for parameter in part.parameters()]
-        if (first := self._finite.first_other(step, weights)) is not None:
-            self.checkpointer.maybe_wait_for_saving()
-            raise diverged(first, step, self.config)
-
     def close(self) -> None:
         self.dataloader.close()
         if self.config.validator.enable:
@@ -344,7 +333,7 @@ def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis], tokeni
             f"The routers train without a bias, which {spec.name} does not have in Hugging Face's format"
         )
     build = partial(build_optimizers, config.optimizer)
-    built = spec.post_optimizer_build_fn
+    divide = partial(parallelized, spec.parallelize_fn, axes)
     stages = partial(regrouped_pipeline, spec.pipelining_fn) if job.packing.regroups else spec.pipelining_fn
     return dataclasses.replace(
         config,
@@ -355,10 +344,5 @@ def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis], tokeni
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
         optimizer=SimpleNamespace(build=build, to_dict=config.optimizer.to_dict),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
-        model_spec=dataclasses.replace(
-            spec,
-            pipelining_fn=stages,
-            parallelize_fn=partial(parallelized, spec.parallelize_fn, axes),
-            post_optimizer_build_fn=balance_experts if built is register_moe_load_balancing_hook else built,
-        ),
+        model_spec=dataclasses.replace(counted_once(spec), pipelining_fn=stages, parallelize_fn=divide),
     )

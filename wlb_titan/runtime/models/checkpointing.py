@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed import activation_checkpoint as titan
+from torchtitan.protocols.model_spec import ModelSpec
 
 import wlb_titan.runtime.attention.kv_cache  # noqa: F401 - registers the ops named below
 from wlb_titan.runtime.attention.module import DocumentMask, attentions
@@ -26,6 +27,7 @@ NEVER_KEPT = ("feed_forward.w2", "shared_experts.w2")
 """Linear layers whose output no backward pass needs, as it is added to the residual. It is as wide as the
 model, under tensor parallelism on every rank, before it is reduced."""
 
+INNER = "_checkpoint_wrapped_module"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.linear.default)
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
@@ -45,7 +47,7 @@ class SelectiveDocumentAC(titan.SelectiveAC):
 
     def __init__(self, config: Config, dump_folder: str = "") -> None:
         names = [*config.force_recompute_mm_shapes_by_fqns, *NEVER_KEPT]
-        super().__init__(dataclasses.replace(config, force_recompute_mm_shapes_by_fqns=names), dump_folder)
+        super().__init__(replace(config, force_recompute_mm_shapes_by_fqns=names), dump_folder)
 
     def get_save_ops(self) -> set[Any]:
         return super().get_save_ops() | {
@@ -141,7 +143,7 @@ class AsNeededBlock(ActivationWrapper):
 
     def __call__(self, hidden: torch.Tensor, mask: DocumentMask, *rest: Any, **kwargs: Any) -> Any:
         if mask.kinds:
-            mask = dataclasses.replace(mask, kinds=(), kind=mask.kinds[self._number])
+            mask = replace(mask, kinds=(), kind=mask.kinds[self._number])
         return super().__call__(hidden, mask, *rest, **kwargs)
 
     def forward(self, hidden: torch.Tensor, mask: DocumentMask, *rest: Any, **kwargs: Any) -> Any:
@@ -164,13 +166,15 @@ def _count(block: nn.Module, moe: nn.Module, inputs: Any) -> None:
         moe.training = block.training and not in_backward_pass()  # it counts in training alone
 
 
+def counted_once(spec: ModelSpec) -> ModelSpec:
+    """A model whose experts are balanced by layers without wrappers, as torchtitan halves the counts of
+    wrapped ones."""
+    if spec.post_optimizer_build_fn is not register_moe_load_balancing_hook:
+        return spec
+    return replace(spec, post_optimizer_build_fn=balance_experts)
+
+
 def balance_experts(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
-    """torchtitan's `register_moe_load_balancing_hook` on layers without their wrappers: it halves the counts
-    of a wrapped one, as if each token was counted twice."""
-    bare = [
-        nn.ModuleDict({name: getattr(b, "_checkpoint_wrapped_module", b) for name, b in part.layers.items()})
-        for part in model_parts
-    ]
-    register_moe_load_balancing_hook(
-        optimizers, [nn.ModuleDict({"layers": layers}) for layers in bare], parallel_dims
-    )
+    layers = [{n: getattr(b, INNER, b) for n, b in part.layers.items()} for part in model_parts]
+    bare = [nn.ModuleDict({"layers": nn.ModuleDict(one)}) for one in layers]
+    register_moe_load_balancing_hook(optimizers, bare, parallel_dims)
