@@ -7,6 +7,7 @@ import errno
 import os
 import shlex
 import stat
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +58,10 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8: {error.reason} at byte {error.start}"
     text = str(error).partition("\n")[0]
-    return text if type(error) is ValueError and text else f"{type(error).__name__} {text}".rstrip()
+    if type(error) is ValueError and text:
+        return text
+    last = traceback.extract_tb(error.__traceback__)[-1]  # who looks for a defect of ours begins there
+    return f"{type(error).__name__} {text}".rstrip() + f", {Path(last.filename).name}:{last.lineno}"
 
 
 def regular(path: str | os.PathLike[str]) -> Path:

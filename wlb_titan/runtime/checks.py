@@ -266,6 +266,7 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     read = {f"wlb.corpus.sources.{number}.path": s.path for number, s in enumerate(wlb.corpus.sources)}
     read = read or {"wlb.corpus.path": wlb.corpus.path}
     read["wlb.validation.path"] = wlb.validation.path
+    read["checkpoint.initial_load_path"] = config.checkpoint.initial_load_path or ""
     check_place(config.dump_folder, config.checkpoint.folder, read)
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
@@ -333,8 +334,7 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
             part.check_learned(part.lengths)
         if wlb.validation.enabled:
             key = "wlb.validation." + ("path" if wlb.validation.path else "hold_out")
-            settings, held_out = corpora.validated_documents(wlb)
-            validation = corpora.open_corpus(settings, key)
+            validation, held_out = corpora.validated_documents(wlb, corpus)
             if wlb.validation.path:
                 Corpus.joined([corpus, validation])  # has one tokenizer
                 validation.check_sample(tokenizer.vocab_size)
