@@ -36,7 +36,7 @@ from wlb_titan.runtime.configured import (
 )
 from wlb_titan.runtime.dump_folder import CONFIG_FILE, METRICS_FILE, check_place
 from wlb_titan.runtime.ends import seconds_of
-from wlb_titan.runtime.hugging_face import check_weights
+from wlb_titan.runtime.hugging_face import check_weights, export_files
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.meshes import Axis, Dims
 from wlb_titan.runtime.pipeline.build import pipeline
@@ -270,6 +270,12 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         check_weights(config, model_checks.trained_spec(config), corpus)
+    if config.checkpoint.last_save_in_hf:
+        try:
+            export_files(config, corpus)
+        except UserError as error:
+            error.setting = error.setting or "checkpoint.last_save_in_hf"
+            raise
     folder = Path(config.dump_folder)
     if config.wlb.bench.policies and any((folder / run).exists() for run in (METRICS_FILE, CONFIG_FILE)):
         raise UserError(

@@ -70,7 +70,7 @@ def check_model(config: TrainerConfig, dims: ParallelDims) -> Weights:
 
 
 def _check_shares(spec: ModelSpec, weights: Weights, dims: ParallelDims) -> None:
-    """Refuses weights that tensor- or expert-parallel ranks cannot share equally, nor FSDP those of experts."""
+    """Refuses weights that ranks of tensor or expert parallelism, or FSDP's, cannot share equally."""
     degrees = {"tp": ("tensor", dims.tp), "ep": ("expert", dims.ep)}
     sharers = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1) // dims.ep  # FSDP's, of an expert
     for place, node, _, _ in spec.model.traverse(Module.Config, recurse=True):
