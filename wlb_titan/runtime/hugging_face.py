@@ -14,15 +14,15 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
@@ -34,10 +34,9 @@ from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.description import FIXED, ROPE, described, differences, read_description
 
 KEY = "checkpoint.initial_load_path"
-HEAD, EMBEDDING, FREQUENCIES = "lm_head.weight", "model.embed_tokens.weight", "rotary_emb.inv_freq"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 POSITIONS = "max_position_embeddings"
-PIECE = 1 << 24  # bytes of tensors that are compared at a time
-FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+ROWS = 8192  # of tensors that are compared at a time
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 LONGEST_HEADER = 100_000_000  # bytes, as of the format
 ROUTER_BIAS = "moe.expert_bias_E"  # by which torchtitan evens out what experts get, beside the loss
@@ -101,7 +100,8 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
             f"{KEY}: it does not say which model the weights belong to: {error}. Copy the config.json of the "
             "published model there."
         ) from error
-    unread = [rf"{re.escape(FREQUENCIES)}$", f"^{re.escape(HEAD)}$" if model.enable_weight_tying else "^$"]
+    tied = model.enable_weight_tying
+    unread = [r"rotary_emb\.inv_freq$", f"^{re.escape(HEAD)}$" if tied else "^$"]
     for extra in range(description.get("num_nextn_predict_layers", 0)):  # transformers leaves them out, too
         unread.append(rf"^model\.layers\.{len(model.layers) + extra}\.")
     if checkpoint.initial_load_in_hf_quantized:
@@ -118,8 +118,7 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
             "base that matches them."
         )
     shapes = check_exchange("initial_load_in_hf", built)
-    differ = differing_tensors(folder, shapes, "|".join(unread)) or differing_copies(folder, model)
-    if differ:
+    if differ := differing_tensors(folder, shapes, "|".join(unread)) or (untied(folder) if tied else []):
         raise UserError(
             f"{KEY}: the tensors in {str(folder)!r} are not the model's: "
             f"{'; '.join(differ[:3])}{', ...' * (len(differ) > 3)}. Copy what is missing, move away what "
@@ -141,7 +140,7 @@ def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str
     try:
         named = json.loads(file.read_text())["weight_map"].values() if file.is_file() else ()
         for file in sorted({*folder.glob("*.safetensors"), *(folder / name for name in named)}):
-            more = {name: tensor.shape for name, tensor in tensors_in(file).items()}
+            more = shapes_in(file)
             twice += [f"{name} is in {file.name} and in another file" for name in more if name in stored]
             stored |= more
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -153,65 +152,31 @@ def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str
     ]
 
 
-def differing_copies(folder: Path, model: Decoder.Config) -> list[str]:
-    """Which tensors are not read as the model has them elsewhere, and are others than these."""
-    stored = dict[str, Stored]()
-    for file in folder.glob("*.safetensors"):
-        stored |= tensors_in(file)
-    differ = []
-    if model.enable_weight_tying and HEAD in stored and not _same(stored[HEAD], stored[EMBEDDING]):
-        differ.append(f"{HEAD} is not {EMBEDDING}, though config.json ties them (tie_word_embeddings)")
-    rotary = _frequencies(model.first_attention.rope)
-    for name in (name for name in stored if name.endswith(FREQUENCIES)):
-        content = bytearray(b"".join(_pieces(stored[name])))
-        there = torch.frombuffer(content, dtype=FLOATS.get(stored[name].dtype, torch.uint8)).float()
-        if there.shape != rotary.shape or not torch.allclose(there, rotary, rtol=0.01, atol=1e-6):
-            differ.append(f"{name} has other rotary frequencies than config.json")
-    return differ
+def untied(folder: Path) -> list[str]:
+    """Says so if a folder has an output matrix, which its model ties, that is not the embedding."""
+    wrong = f"{KEY}: the tensors in {str(folder)!r} cannot be read"
+    with reading(lambda reason: UserError(f"{wrong}: {reason}.")), ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, "pt")) for file in folder.glob("*.safetensors")]
+        both = {name: file.get_slice(name) for file in files for name in {HEAD, EMBEDDING} & {*file.keys()}}
+        head, embedding = both.get(HEAD), both[EMBEDDING]
+        if head is None:
+            return []
+        one, other = ((matrix.get_dtype(), matrix.get_shape()) for matrix in (head, embedding))
+        parts = [slice(row, row + ROWS) for row in range(0, one[1][0], ROWS)]
+        same = one == other and all(torch.equal(head[part], embedding[part]) for part in parts)
+    return [] if same else [f"{HEAD} is not {EMBEDDING}, though config.json ties them (tie_word_embeddings)"]
 
 
-def _same(one: Stored, other: Stored) -> bool:
-    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return alike and all(a == b for a, b in zip(_pieces(one), _pieces(other), strict=True))
-
-
-def _pieces(tensor: Stored) -> Iterator[bytes]:
-    with tensor.file.open("rb") as opened:
-        opened.seek(tensor.begin)
-        for place in range(tensor.begin, tensor.end, PIECE):
-            yield opened.read(min(PIECE, tensor.end - place))
-
-
-def _frequencies(rope: RoPE.Config) -> torch.Tensor:
-    """float32 (head dim / 2,), radians from one position to the next."""
-    cache = dataclasses.replace(rope, max_seq_len=2).build().cache[1]
-    cos, _, sin, _ = (cache.real, None, cache.imag, None) if cache.is_complex() else cache.chunk(4)
-    return torch.atan2(sin, cos)
-
-
-class Stored(NamedTuple):
-    """Where a tensor lies."""
-
-    file: Path
-    dtype: str  # as the format names it
-    shape: list[int]
-    begin: int  # bytes
-    end: int
-
-
-def tensors_in(file: Path) -> dict[str, Stored]:
-    """The tensors in a *.safetensors file by name, read from its header alone."""
+def shapes_in(file: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a *.safetensors file, by name, read from its header alone."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(min(length, LONGEST_HEADER)))
     header.pop("__metadata__", None)
-    places = {name: [8 + length + place for place in entry["data_offsets"]] for name, entry in header.items()}
-    end = max((end for _, end in places.values()), default=0)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if (size := file.stat().st_size) < end:
         raise ValueError(f"it has {size:,} bytes instead of {end:,}")
-    return {
-        name: Stored(file, entry["dtype"], entry["shape"], *places[name]) for name, entry in header.items()
-    }
+    return {name: entry["shape"] for name, entry in header.items()}
 
 
 def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
@@ -261,12 +226,8 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
 
 
 def _table(file: Path | None) -> dict[str, Any]:
-    """What a file in JSON says; nothing if there is none."""
     with reading(lambda reason: UserError(f"{file} cannot be read: {reason}.")):
-        values = json.loads(file.read_bytes()) if file else {}
-        if not isinstance(values, dict):
-            raise ValueError("it is no object of keys and values")
-        return values
+        return dict(json.loads(file.read_bytes())) if file else {}
 
 
 def _written(values: dict[str, Any]) -> bytes:

@@ -19,12 +19,15 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from wlb_titan.errors import UserError
+from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.plugins import full_name, short_name
 from wlb_titan.runtime.compat import optimizer_factory, owner_of
 from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.configured import has_experts
 from wlb_titan.runtime.hugging_face import check_exchange, on_meta
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, unsupported
-from wlb_titan.runtime.pipeline.keys import stage_names
+from wlb_titan.runtime.pipeline.build import pipeline
+from wlb_titan.runtime.pipeline.keys import canonical_name, check_schedule, check_stages, stage_names
 
 Weights = dict[str, nn.Parameter]
 
@@ -115,6 +118,44 @@ def _check_gpt_oss(config: TrainerConfig, spec: ModelSpec, dims: ParallelDims) -
                 f"training.mixed_precision_param: {place} gives bfloat16 whatever it takes, which cannot be "
                 'added to other numbers; set it to "bfloat16".'
             )
+
+
+def check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
+    if not dims.pp_enabled:
+        return
+    if config.model_spec.pipelining_fn is not pipeline:
+        raise UserError(
+            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} cannot be cut into stages, or "
+            "only by a function for micro-batches of one length; set it to 1."
+        )
+    try:
+        check_stages(config.parallelism, config.model_spec.model)
+    except ValueError as error:
+        raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
+    try:
+        check_schedule(config.parallelism, config.compile)
+        stages = stage_names(config.parallelism, config.model_spec.model)
+        # Slices have their own schedule, but validation runs whole documents in the job's.
+        packing = config.wlb.packing
+        if not packing.owner.slices or config.wlb.validation.enabled:
+            schedule = canonical_name(config.parallelism.pipeline_parallel_schedule)
+            check_micro_batches(schedule, dims.pp, len(stages), config.training.local_batch_size)
+    except ValueError as error:
+        raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+
+
+def check_experts(config: TrainerConfig, dims: ParallelDims) -> None:
+    key = "parallelism.expert_parallel_degree"
+    if dims.ep > 1 and not has_experts(config.model_spec.model):
+        raise UserError(f"{key}: the model has no experts; set it to 1.")
+    packing, whole = config.wlb.packing, dims.cp * dims.tp
+    if packing.owner.slices and whole % dims.ep:
+        raise UserError(
+            f"{key}: {dims.ep} ranks share experts, among them several data-parallel ranks. These meet in "
+            f"every pass, but under {packing.name} each runs the backward passes of its slices in its own "
+            f"order. Set it to a divisor of the {whole} ranks of context ({dims.cp}) x tensor parallelism "
+            f"({dims.tp}), or choose another policy."
+        )
 
 
 def check_optimizer(config: TrainerConfig) -> None:

@@ -113,11 +113,11 @@ def _described_experts(moe: MoE.Config) -> dict[str, Any]:
 def read_description(path: Path) -> dict[str, Any]:
     """A config.json as transformers reads it, with its defaults for what is left out; values for rotary
     positions are at the top level. A ValueError says why it cannot be read."""
-    from transformers import CONFIG_MAPPING  # a second that only such models need
+    from transformers import CONFIG_MAPPING  # which takes a second
 
     config = json.loads(path.read_text(encoding="utf-8"))
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ValueError(f"{path} has no model_type that transformers knows, but {kind!r}")
     try:
         theirs = CONFIG_MAPPING[kind].from_dict(config)
