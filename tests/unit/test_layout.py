@@ -29,7 +29,7 @@ MAY_USE = {
     "prepare": {"numpy", "pyarrow", "datasets", "filelock", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},
     "toml": {"tomli", "pydantic"},
-    "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
+    "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "transformers", "wlb_titan.kernels"},
     "commands": {
         *("torch", "triton", "numpy", "tomli", "click", "rich", "tokenizers"),
         *("wlb_titan.kernels", "wlb_titan.launch"),

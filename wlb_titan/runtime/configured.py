@@ -53,7 +53,8 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         dtype=training.mixed_precision_param,
         window=training.seq_len,
         micro_batches=total or training.local_batch_size * job_degrees.data,
-        multiple=math.lcm(dims.tp if memory.sequence_parallel else 1, memory.loss_chunks),
+        # Experts in parallel divide tokens over tensor-parallel ranks whatever the rest does.
+        multiple=math.lcm(dims.tp if memory.sequence_parallel or dims.ep > 1 else 1, memory.loss_chunks),
         packing=wlb.packing,
         context=wlb.context,
         order=wlb.pipeline,

@@ -63,36 +63,25 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     import torch
 
-    from wlb_titan.kernels.implementations import device_of
-    from wlb_titan.runtime.attention.implementation import check_implementation
-    from wlb_titan.runtime.checks import check_on_cpu, check_processes, validate_inputs
-    from wlb_titan.runtime.configured import device_bytes, job_of, parallel_dims
-    from wlb_titan.runtime.memory import check_memory
+    from wlb_titan.runtime.checks import validate_inputs, validate_machine
+    from wlb_titan.runtime.configured import parallel_dims
     from wlb_titan.runtime.metrics import start_log
     from wlb_titan.runtime.models.load import load_config
 
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
-    if on_cpu:
-        resolved.check(check_on_cpu)
-    else:
-        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        if gpus == 1 and shown and "," not in shown:
-            processes = 1  # the launcher shows each process its own GPU
-        resolved.check(lambda _: check_processes(processes, gpus))
-        if config.wlb.device == "cpu":
-            raise UserError(
-                "wlb.device: the base asks for the CPU, but this process has found a GPU already; set it in "
-                "the TOML file, which is read before."
-            )
+    if not on_cpu and config.wlb.device == "cpu":
+        raise UserError(
+            "wlb.device: the base asks for the CPU, but this process has found a GPU already; set it in "
+            "the TOML file, which is read before."
+        )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if torch.accelerator.device_count() == 1 and shown and "," not in shown:
+        processes = 1  # the launcher shows each process its own GPU
+    resolved.check(lambda config: validate_machine(config, world_size, processes))
     corpus = resolved.check(validate_inputs)
-    dims = parallel_dims(config, world_size)
-    device = device_of(torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator()))
-    resolved.check(lambda config: check_implementation(config, device))
-    if not on_cpu:
-        resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes()))
-    start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
+    start_log(rank, parallel_dims(config, world_size), config.parallelism.pipeline_parallel_schedule)
     return _run(resolved, corpus, rank, alarm)
 
 

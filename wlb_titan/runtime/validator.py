@@ -21,8 +21,7 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.config.documents import validated_documents
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.packing.once import Once
-from wlb_titan.pipeline.order import ORDERS
+from wlb_titan.packing.once import validating
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.inputs import Item, grouped
 
@@ -46,16 +45,10 @@ class Validator(titan.BaseValidator):
     ) -> None:
         """Packs the documents for loaders like that of training."""
         self._last, self._device = last_step, device
-        job = training.job
-        once = dataclasses.replace(
-            job,
-            packing=Once.Config(),
-            order=ORDERS.configure("as_packed"),
-            micro_batches=job.degrees.data * (job.run or 1),
-        )
+        job = validating(training.job)
         corpus, sources = validated_documents(wlb, training.corpus)
         for name, documents in sources.items():
-            settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=once)
+            settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=job)
             loader = settings.build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
             self._sources[name] = loader, iter(loader)
 
