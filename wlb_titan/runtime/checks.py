@@ -271,8 +271,9 @@ def validate_files(config: TrainerConfig, world_size: int | None = None) -> None
             setting = "wlb.policy"
             job.planner(documents).hold_to_rules()
         setting = ""
-        for held_out in corpora.validated_documents(wlb, corpus)[1].values() if wlb.validation.enabled else ():
-            validating(job).planner(held_out).next()
+        if wlb.validation.enabled:
+            for held_out in corpora.validated_documents(wlb, corpus)[1].values():
+                validating(job).planner(held_out).next()
         begun = beginning(config).step
         going_on = replace(config, checkpoint=replace(config.checkpoint, load_step=begun))
         if begun > 0 and (state := saved_plan(going_on)) is not None:
