@@ -18,7 +18,7 @@ COPY wlb_titan wlb_titan
 COPY kernels kernels
 COPY launch launch
 COPY train_configs train_configs
-RUN uv pip install --no-cache --compile-bytecode --constraint constraints.txt '.[chat,kubernetes,solver]'
+RUN uv pip install --no-cache --compile-bytecode --constraint constraints.txt '.[kubernetes,solver]'
 
 WORKDIR /work
 ENTRYPOINT ["wlb-titan"]

@@ -1,4 +1,4 @@
-"""Variable-length causal attention over segments: one op, Triton kernels on CUDA, plain PyTorch on the CPU.
+"""Variable-length causal attention over segments: one op, run by the fastest of `implementations.TABLE`.
 
 >>> import torch
 >>> from wlb_titan.kernels import varlen_attention

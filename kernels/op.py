@@ -46,7 +46,8 @@ def varlen_attention(
     sm_margin: multiprocessors left to other kernels, see `segments.Options`; the result is the same.
 
     Returns (Tq, Nq, Dv) in the dtype of q, and if return_lse (Nq, Tq) float32, +inf for padding. Softmax and
-    sums are computed in float32 (float64 for float64 inputs); gradients repeat bit for bit.
+    sums are computed in float32 (float64 for float64 inputs). Gradients repeat bit for bit, those of "torch",
+    which "auto" may take, only if torch.use_deterministic_algorithms is on.
 
     On CUDA (compute capability 8.0 or later): float16 and bfloat16, D and Dv multiples of 8 up to 256. On the
     CPU: any floating-point dtype and any head dims. q, k and v have one dtype, and autocast converts none.

@@ -52,7 +52,7 @@ def hosts_of(
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
-    from wlb_titan.runtime.checks import validate_files
+    from wlb_titan.runtime.checks import validate_files, validate_machine
     from wlb_titan.runtime.configured import degrees_product
     from wlb_titan.runtime.models.load import load_config
 
@@ -71,6 +71,8 @@ def hosts_of(
         fewest = fewest or nodes
         if world_size % nodes != 0:
             raise UserError(f"--nnodes: {world_size} processes do not spread evenly over {nodes} hosts.")
+    if runs_here:
+        resolved.check(lambda config: validate_machine(config, world_size, world_size // nodes))
     for fewer in range(fewest, nodes):
         _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
     on_cpu, checkpoint = resolved.config.wlb.device == "cpu", resolved.config.checkpoint

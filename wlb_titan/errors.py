@@ -7,8 +7,11 @@ import errno
 import os
 import shlex
 import stat
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 EXIT_USER_ERROR = 2
@@ -55,7 +58,10 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8: {error.reason} at byte {error.start}"
     text = str(error).partition("\n")[0]
-    return text if type(error) is ValueError and text else f"{type(error).__name__} {text}".rstrip()
+    if type(error) is ValueError and text:
+        return text
+    last = traceback.extract_tb(error.__traceback__)[-1]  # who looks for a defect of ours begins there
+    return f"{type(error).__name__} {text}".rstrip() + f", {Path(last.filename).name}:{last.lineno}"
 
 
 def regular(path: str | os.PathLike[str]) -> Path:
@@ -68,3 +74,13 @@ def regular(path: str | os.PathLike[str]) -> Path:
 def command(*words: str | os.PathLike[str]) -> str:
     """`wlb-titan WORD...`, to be copied from a message into a shell."""
     return f"`{shlex.join(['wlb-titan', *map(str, words)])}`"
+
+
+quiet = ContextVar("quiet", default=False)
+"""Whether `warn` is silent in this thread; `warnings.catch_warnings` would silence the others, too."""
+
+
+def warn(message: str) -> None:
+    """Warns the user of what a plan or prediction finds."""
+    if not quiet.get():
+        warnings.warn(message, stacklevel=3)

@@ -310,8 +310,12 @@ class Job:
     def fitting(self) -> Fitting:
         """Predicts peaks of memory, and what fits a device."""
         usable = self.cluster.memory * usable_share(self.packing.owner.slices)
-        memory_known = not self.memory_unknown and self.cluster != load_cluster("cpu")
-        return Fitting(self, usable, memory_known)
+        return Fitting(self, usable, self.memory_known and self.cluster.kind != "cpu")
+
+    @property
+    def memory_known(self) -> bool:
+        """Whether a prediction of memory may refuse the job or a policy."""
+        return not self.memory_unknown
 
     @property
     def mixes(self) -> bool:
@@ -331,7 +335,7 @@ class Job:
     def most_in_flight(self) -> int | None:
         """Most tokens of documents in slices that a pipeline rank may have in flight, as set or as fit; None
         where memory is not predicted."""
-        if self.packing.most_in_flight is not None or self.memory_unknown:
+        if self.packing.most_in_flight is not None or not self.memory_known:
             return self.packing.most_in_flight
         return self.fitting.most_in_flight
 

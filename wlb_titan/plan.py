@@ -249,11 +249,19 @@ class Plan:
 
     def digest(self, before: int) -> int:
         """48 bits, which float64 holds exactly, that identify this plan and, by the digest `before` it, all
-        earlier ones. The shardings are left out, since a rank knows only its own."""
+        earlier ones. Left out is what a rank knows only of its own micro-batches."""
         found = hashlib.blake2b(str(before).encode(), digest_size=6)
         for m in self.micro_batches:
             found.update(str((m.dp_rank, m.index, m.length, m.padding, m.merged)).encode())
             found.update(m.documents.tobytes() + (b"" if m.slices is None else m.slices.tobytes()))
+        return int(found.hexdigest(), 16)
+
+    def own_digest(self, dp_rank: int, before: int) -> int:
+        """The same of shardings, recomputation and order of the passes of one data-parallel rank."""
+        found = hashlib.blake2b(str((before, self.flows and self.flows[dp_rank])).encode(), digest_size=6)
+        for m in self.of_rank(dp_rank):
+            found.update(str((m.sharding, m.mix is not None and m.mix.tolist())).encode())
+            found.update(b"".join(held.tobytes() for held in m.ranks or ()))
         return int(found.hexdigest(), 16)
 
     def to_json(self) -> dict[str, Any]:

@@ -56,13 +56,13 @@ class Planner:
 
     def __init__(self, documents: Documents, job: Job) -> None:
         self._stream = DocumentStream(documents.mixture(), job.window)
-        if len(documents.lengths) < job.micro_batches:
+        packing = job.packing
+        if packing.owner.endless and len(documents.lengths) < job.micro_batches:
             raise PlanError(
                 f"The corpus has too few documents for the {job.micro_batches} micro-batches of one step: "
                 f"{len(documents.lengths)}. Use a larger corpus or fewer micro-batches.",
                 setting="corpus.path",
             )
-        packing = job.packing
         self.policy: PackingPolicy = packing.make(self._stream, job)
         self.fixed_length = not self.policy.variable_length
         if self.fixed_length and job.window % job.divisor:

@@ -45,6 +45,37 @@ def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
     assert "step 1 of" in output
 
 
+def test_a_run_that_is_asked_to_stop_in_a_validation_leaves_it_saves_and_goes_on(lab):
+    words = (*layout("dp2"), "--training.steps", "3", "--lr_scheduler.total_steps", "3")
+    validated = ("--wlb.validation.path", str(lab.corpus), "--base", "trainers:asked")
+    asked, whole = lab.experiment("asked", *words, *validated), lab.experiment("whole", *words)
+    job = lab.start(2, asked)
+    lab.run(2, [whole])
+    codes, log = job.wait(120), asked.log.read_text()
+    assert 143 in codes and 0 not in codes and not asked.validation(), log
+    assert "step 1 cut short" in log and "Stopped after step 1 of 3: all is saved" in log, log
+    again = lab.experiment("asked", *words)
+    lab.run(2, [again])
+    assert again.losses() == whole.losses()
+
+
+@pytest.mark.parametrize("every", [2, 10**6], ids=["saved", "stopped"])
+def test_gradients_that_are_not_finite_on_one_rank_end_all_before_they_are_saved(lab, every):
+    """Of the second stage alone, in steps that nobody logs; checkpoints are written meanwhile."""
+    words = ("--checkpoint.interval", str(every), "--checkpoint.keep_latest_k", "2", *layout("pp2"))
+    words += ("--checkpoint.async_mode", "async", "--metrics.log_freq", "1000000")
+    words += ("--training.steps", "100000")
+    run = lab.experiment(f"diverging_{every}", *words, "--base", "trainers:diverging")
+    codes, log = lab.start(2, run).wait(120), run.log.read_text()
+    assert EXIT_USER_ERROR in codes and 0 not in codes and "Traceback" not in log, log
+    assert (
+        "From step 5 on (this is step 6)" if every == 2 else "From step 5 on"
+    ) in log and "not finite numbers" in log, log
+    saved = {path.name for path in (run.folder / "checkpoint").glob("*")}
+    assert saved == ({"step-2", "step-4"} if every == 2 else set())
+    assert ("step 4 is intact" if saved else "the run begins anew") in log, log
+
+
 def test_a_rank_that_aborts_costs_its_own_case(fork_server, tmp_path):
     results = Cases(fork_server, tmp_path)
     results.add("abort", {name: {"aborts": name == "tp2"} for name in ("dp2", "tp2", "cp2")})
@@ -95,6 +126,13 @@ def test_a_rank_that_plans_otherwise_ends_the_job_at_the_next_report(lab):
     experiment = lab.experiment("by_rank", *LAYOUT, *words)
     ends(lab.start(2, experiment), experiment, "the digest of its steps")
     assert [record["step"] for record in experiment.metrics()] == [1]
+
+
+@pytest.mark.parametrize("degrees", ["tp2", pytest.param("cp2", marks=pytest.mark.long)])
+def test_ranks_that_divide_a_micro_batch_otherwise_end_the_job_at_the_next_report(lab, degrees):
+    experiment = lab.experiment(f"apart_{degrees}", *layout(degrees), "--base", "trainers:apart")
+    ends(lab.start(2, experiment), experiment, "how its steps up to this one are divided or recomputed")
+    assert experiment.metrics()
 
 
 @pytest.mark.timeout(300)

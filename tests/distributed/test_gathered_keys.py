@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lab import Cases
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from wlb_titan.kernels import varlen_attention
 
 from wlb_titan.context.hybrid import levels_of
@@ -18,7 +18,7 @@ from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.exchange import AllGatherAttention
-from wlb_titan.runtime.inputs import as_tensor
+from wlb_titan.runtime.inputs import on_host
 from wlb_titan.runtime.meshes import divided
 
 
@@ -54,7 +54,7 @@ def difference(policy, lengths, token_seconds, sliced, mesh):
     mask = strategy.mask(sharding, lengths, total, rank, slices)
     mine = [x.detach()[own].requires_grad_() for x in everything]
     attend = partial(varlen_attention, segments=torch.from_numpy(mask.segments), return_lse=True)
-    exchange = tree_map(as_tensor, mask.exchange)
+    exchange = tree_map_only(np.ndarray, on_host, mask.exchange)
     attention = AllGatherAttention(config, *meshes(ranks, strategy.levels))
     out, _ = attention(*mine, exchange, attend, wants_lse=False)
     gradients = torch.autograd.grad(out, mine, gradient[own])

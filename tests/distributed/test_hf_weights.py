@@ -18,6 +18,7 @@ from trainers import GRADIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from wlb_titan.commands.main import main
+from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents.mixture import is_held_out
 from wlb_titan.runtime.configured import job_of, parallel_dims
@@ -214,7 +215,9 @@ def first_step(words, rows, weight):
     are those of the corpus. And the step itself."""
     config = load_config(CONFIG, words).config
     job = job_of(config, parallel_dims(config))
-    loading = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job, loss_weight=weight)
+    corpus = open_corpus(config.wlb.corpus)
+    documents = training_documents(config.wlb, corpus)
+    loading = PlannedDataLoader.Config(corpus=corpus, documents=documents, job=job, loss_weight=weight)
     loader = loading.build(dp_world_size=job.degrees.data, dp_rank=0)
     step = next(iter(loader))
     loader.close()

@@ -1,4 +1,4 @@
-"""The host never waits for the device in a step that is not logged."""
+"""The host never waits for the device in a step that is neither logged nor saved."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ def runs(lab):
         name: lab.experiment(
             f"watched_{name}",
             *("--base", "trainers:watched", "--wlb.policy", "wlb_lazy", *layout(name), *words),
-            *("--training.steps", "3", "--metrics.log_freq", "100"),
+            *("--training.steps", "4", "--metrics.log_freq", "100"),
         )
         for name, words in LAYOUTS.items()
     }
@@ -41,9 +41,9 @@ def steps(run, rank):
 
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
-def test_only_the_logged_step_waits(runs, name, rank):
-    first, second, third = steps(runs[name], rank)
-    assert first["waits"], "the first step is logged, so something must have been noticed"
+def test_only_the_logged_step_and_the_saved_one_wait(runs, name, rank):
+    first, second, third, last = steps(runs[name], rank)
+    assert first["waits"] and last["waits"], "of the step that is logged, and the one that is saved"
     assert min(second["operations"], third["operations"]) > 500
     assert second["waits"] == third["waits"] == []
 
@@ -52,7 +52,7 @@ def test_only_the_logged_step_waits(runs, name, rank):
 def test_every_group_waits_as_long_as_is_said(runs, rank):
     """Those of the meshes, FSDP's, from stage to stage, of ranks that share and the solver's; but not that in
     which a checkpoint is written meanwhile."""
-    first, second, third = (Counter(step["timeouts"]) for step in steps(runs[SLIM], rank))
+    first, second, third, _ = (Counter(step["timeouts"]) for step in steps(runs[SLIM], rank))
     assert first.pop(1800) == second.pop(1800) == third.pop(1800) == 1
     assert first.keys() == second.keys() == third.keys() == {130}
     assert second[130] == first[130] + 2 == third[130], "two stages send each other both ways"

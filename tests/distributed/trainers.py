@@ -1,8 +1,10 @@
 """Trainers of the tests, as bases: `trainers:probed` writes gradients, `trainers:watched` what a step waits
-for, `trainers:failing` fails on rank 1,
+for, `trainers:failing` fails on rank 1, `trainers:diverging` has a norm there that is NaN from step 5 on,
+`trainers:asked` is asked to stop in a validation, `trainers:apart` divides micro-batches by rank,
 `trainers:still` learns nothing, and `trainers:clocked` has a clock of its own."""
 
 import json
+import signal
 import time
 import warnings
 from contextlib import contextmanager
@@ -97,14 +99,62 @@ def failing():
     return trained_by(FailingTrainer, llama())
 
 
+class DivergingTrainer(Trainer):
+    """Where no step is to be saved, it is asked to stop."""
+
+    def update(self):
+        norm = super().update()
+        if self.step < 5 or dist.get_rank() != 1:
+            return norm
+        if self.step == 5 and self.checkpointer.interval > self.config.training.steps:
+            signal.raise_signal(signal.SIGTERM)
+        return norm * float("nan")
+
+
+class ApartTrainer(Trainer):
+    """Its ranks share micro-batches, and know other things of them from the second step on."""
+
+    def train_step(self, data_iterator):
+        super().train_step(data_iterator)
+        self.dataloader._own_digest ^= dist.get_rank()
+
+
+def apart():
+    return trained_by(ApartTrainer, llama())
+
+
+def diverging():
+    return trained_by(DivergingTrainer, llama())
+
+
+class AskedTrainer(Trainer):
+    """Asked on rank 1 to stop in its first micro-batch of validation, of which each takes a while."""
+
+    def __init__(self, config, **given):
+        super().__init__(config, **given)
+        self.asked, self.loss_of_validation = False, self.validator._loss
+        self.validator._loss = self.validated
+
+    def validated(self, *arguments):
+        if not self.asked and dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        self.asked = True
+        time.sleep(0.2)
+        return self.loss_of_validation(*arguments)
+
+
+def asked():
+    return trained_by(AskedTrainer, llama())
+
+
 class ClockedTrainer(Trainer):
     """By its clock a step takes a second, and a micro-batch of validation 100."""
 
-    def __init__(self, config):
+    def __init__(self, config, **given):
         self.now = 0.0
         for module in (titan, metrics, validator):
             module.time = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
-        super().__init__(config)
+        super().__init__(config, **given)
         self.loss_of_validation, self.validator._loss = self.validator._loss, self.validated
 
     def train_step(self, data_iterator):

@@ -43,6 +43,18 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_taken(ground):
     assert (checkpoints / "broken-6" / piece.name).exists()
 
 
+RATE = ("--optimizer.param_groups.0.optimizer_kwargs.lr", "1e30")
+
+
+def test_a_run_that_diverges_keeps_its_good_checkpoint_and_goes_on_with_a_lower_rate(ground):
+    """It diverges between two steps that are logged."""
+    checkpoints = ground.cut_off("diverged", keep=4) / "checkpoint"
+    words = ("--metrics.log_freq", "100", "--checkpoint.keep_latest_k", "2", *RATE)
+    ground.start("diverged", *words).ends_in_error("From step 6 on (this is step 6)", "step 4 is intact")
+    assert {path.name for path in checkpoints.iterdir()} == {"step-2", "step-4"}
+    ground.ends_undisturbed("diverged")
+
+
 def test_no_whole_checkpoint_is_an_error(ground):
     folder = ground.cut_off("none-whole", keep=2)
     (folder / "checkpoint" / "step-2" / ".metadata").write_bytes(b"rubbish")

@@ -70,8 +70,8 @@ def test_slices_go_through_a_pipeline_without_waiting(lab, target):
     run(lab, target, "watched", 2, *watched, *layout(f"pp2 {SLIM}"), "--metrics.log_freq", "100")
     for rank in range(2):
         records = lines_of(lab.folder / "watched" / WAITED.format(rank=rank))
-        first, *others = [record["waits"] for record in records]
-        assert first and others == [[], []]
+        logged, other, saved = [record["waits"] for record in records]
+        assert logged and saved and not other
 
 
 def test_a_job_for_the_cpu_leaves_gpus_alone(lab):

@@ -43,7 +43,7 @@ PACKAGES = (
     *(f"experiments.graph_trainer.{name}" for name in ("deepseek_v3", "llama3", "muse_glimmer", "qwen3")),
     "experiments.torchft.llama3",
 )
-"""With pre-training configurations, and without a need of transformers, which a plain installation lacks."""
+"""With pre-training configurations of torchtitan's own models."""
 
 
 def refusal_of(name):

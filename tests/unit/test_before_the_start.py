@@ -7,8 +7,9 @@ import pytest
 import torch
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.cluster import CLUSTERS, load_cluster
 from wlb_titan.cost.models import rank_parameters
+from wlb_titan.cost.profile import configured_latency
 from wlb_titan.errors import UserError
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.rank import Passes
@@ -18,6 +19,7 @@ from wlb_titan.runtime.configured import job_of, model_shape
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.models.load import load_config
+from wlb_titan.simulator.measured import without_waiting
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +74,7 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(loaded):
 def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     def bounded(share, text=PIPELINE):
         job = loaded(text)
-        return job.on(replace(job.cluster, memory=share * enough)).longest_micro_batch
+        return job.on(replace(job.cluster, kind="gpu", memory=share * enough)).longest_micro_batch
 
     job = loaded(PIPELINE)
     window = job.window
@@ -84,6 +86,17 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     on_cpu = PIPELINE.replace("h100_roce", "cpu")
     assert loaded(on_cpu).longest_micro_batch == 2 * window
     assert bounded(0.1, on_cpu) == window
+
+
+def test_a_changed_copy_of_the_cpus_file_is_a_cpu_too(loaded, tmp_path):
+    written = (CLUSTERS / "cpu.toml").read_text().replace("68e9", "70e9").replace("attention_profile", "# ")
+    (tmp_path / "mine.toml").write_text(written)
+    job = loaded(PIPELINE.replace("h100_roce", str(tmp_path / "mine.toml")))
+    assert (job.cluster.linear_flops, job.overlap) == (70e9, False)
+    assert job.longest_micro_batch == 2 * job.window and not job.mixes
+    for cluster in (job.cluster, without_waiting(job.cluster)):
+        source = configured_latency(cluster, job.attention_shape).source
+        assert source.endswith("scaled to CPU, one thread a process")  # by no factor of a kernel
 
 
 QWEN3 = "torchtitan.models.qwen3.config_registry:qwen3_"

@@ -29,6 +29,8 @@ REWRITING = (  # as Qwen3's, which has no thoughts in any turn but the last
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% if loop.last %}<think></think>{% endif %}"
     "{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
+SYSTEM = "{% if messages[0].role == 'system' %}Be brief.{% endif %}" + PLAIN
+OPENED = PLAIN.replace("assistant\n{% e", "assistant\n<think>{% e")
 LAST = "{{ messages[-1]['role'] }}: {{ messages[-1]['content'] }}\n"
 
 
@@ -108,6 +110,62 @@ def test_the_masks_are_those_of_transformers(tmp_path, tokenizer):
         row = rows[f"chat.jsonl:{number}"]
         assert corpus.tokens(row).tolist() == encoded["input_ids"]
         assert corpus.learned(row, 0, int(corpus.lengths[row])).tolist() == encoded["assistant_masks"]
+
+
+MARK = {"content": "<|turn|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    "beside", [{"added_tokens_decoder": {"299": MARK}}, {"extra_special_tokens": ["<|turn|>"]}]
+)
+def test_tokens_that_only_the_files_beside_tokenizer_json_have(tmp_path, tokenizer, beside):
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    tokens["added_tokens"] = [token for token in tokens["added_tokens"] if token["content"] != "<|turn|>"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | beside))
+    corpus = prepare(tmp_path, folder, PLAIN, CHATS[:1])
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert corpus.tokens(0).tolist() == theirs.apply_chat_template(CHATS[0])["input_ids"]
+    ids = {"input_ids": [corpus.tokens(0)]}
+    datasets.Dataset.from_dict(ids).save_to_disk(tmp_path / "theirs")
+    other = Corpus.open(tmp_path / "theirs", tokenizer=str(folder))
+    assert other.tokenizer.vocab_size == corpus.tokenizer.vocab_size == len(theirs)
+    other.check_sample(other.tokenizer.vocab_size)
+    with pytest.raises(CorpusError, match=r"message 1 .* contains the special token '<\|turn\|>'"):
+        prepare(tmp_path, folder, PLAIN, [talk("<|turn|>", "a")])
+
+
+def test_records_with_tools_have_the_template_that_transformers_takes(tmp_path, tokenizer):
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in {"chat_template": PLAIN, "additional_chat_templates/tool_use": ALL}.items():
+        (folder / f"{name}.jinja").write_text(text)
+    chats = {"1": TOOLS, "2": None}
+    lines = [json.dumps({"messages": CHATS[0], "tools": tools}) for tools in chats.values()]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    how = {"template": None, "source": f"jsonl:{tmp_path}/chat.jsonl"}
+    corpus = prepare(tmp_path, folder, **how)
+    theirs = AutoTokenizer.from_pretrained(corpus.tokenizer_path)
+    for row in range(2):
+        encoded = theirs.apply_chat_template(CHATS[0], tools=chats[corpus.source(row)[-1]])
+        assert corpus.tokens(row).tolist() == encoded["input_ids"]
+    with pytest.raises(CorpusError, match="drops the name of tool 1"):
+        prepare(tmp_path, folder, **how, chat_template=str(folder / "chat_template.jinja"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_answers_that_teach_no_end_are_counted(tmp_path, tokenizer):
+    half = MARKED.replace("{{ m['content'] }}<|end|>{% endg", "{{ m['content'] }}{% endg")
+    for template in (PLAIN, MARKED):
+        prepare(tmp_path, tokenizer, template)
+    with pytest.raises(UserWarning, match="3 of 3 learned parts end without a special token"):
+        prepare(tmp_path, tokenizer, half)
 
 
 WITH_TOOLS = (
@@ -311,6 +369,12 @@ RECORDS = {
     "weight of 0": ({"weight": 0}, PLAIN, "the record has a key 'weight'"),
     "system": ({"system": "Be brief."}, PLAIN, "the record has a key 'system'"),
     "others": ({"id": "x", "source": "web", "weight": 1, "system": None}, PLAIN, ""),
+    "numbers": ({"score": 0.5, "n_turns": 2, "good": True}, PLAIN, ""),
+    "text of the messages": ({"prompt": "a"}, PLAIN, ""),
+    "other text": ({"prompt": "c"}, PLAIN, "the record has a key 'prompt'"),
+    "long source": ({"source": "web " * 99}, PLAIN, "the record has a key 'source'"),
+    "history": ({"history": [["c", "d"]]}, PLAIN, "a key 'history', which is not read; remove it, or put it"),
+    "object": ({"meta": {"a": 1}}, PLAIN, "the record has a key 'meta'"),
     "nothing else": ({"chat_template_kwargs": {}, "tools": ""}, PLAIN, ""),
     "names of tools": ({"tools": ["f"]}, PLAIN, "the chat template refuses it"),
 }
@@ -359,6 +423,13 @@ BAD = {
     "another schema": ([{"from": "human", "value": "Hi"}], PLAIN, f"{NO_ROLE}; it has from, value"),
     "empty turn": (talk("Hi", " \n"), PLAIN, r"2 \(assistant\) has no text"),
     "no assistant": (talk("Hi"), PLAIN, "nothing would be learned"),
+    "calls under another role": (
+        [*CHATS[0], said("tool_call", "f")],
+        PLAIN,
+        r"5 \(tool_call\) has a role that",
+    ),
+    "greeting": ([said("assistant", "a"), *talk("b", "c")], SYSTEM, "message 1 .* whole conversation"),
+    "opened thought": (talk("a", "b"), OPENED, r"message 2 .* generation prompt ends, '.*<think>"),
     "special token": (talk("<|end|>", "a"), PLAIN, r"special token '<\|end\|>'"),
     "surrogate": (talk("\ud800", "a"), PLAIN, "surrogates not allowed"),
     "rewriting": (CHATS[0], REWRITING, r"writes message 2 \(assistant\) differently once more turns follow"),

@@ -15,6 +15,7 @@ from wlb_titan.commands.main import main
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.hugging_face import (
+    ROPE,
     described,
     differences,
     differing_tensors,
@@ -132,8 +133,9 @@ def test_mistakes_in_a_mixture_are_named_with_their_place(write, corpus, words):
 
 
 LLAMA_8B = json.loads(
-    """{"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "tie_word_embeddings": false, "vocab_size": 128256}"""
+    """{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "tie_word_embeddings": false,
+    "vocab_size": 128256}"""
 )
 SCALING = json.loads(
     """{"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
@@ -205,7 +207,7 @@ YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     ("base", "changes", "words"),
     [
         (LLAMA, {"rope_scaling": None}, "rope_type is default there and llama3 in the base"),  # Llama 3.0
-        (LLAMA, LAYERS, "rms_norm_eps is 1e-06 there and 1e-05 in the base; num_hidden_layers is 16 there"),
+        (LLAMA, LAYERS, "num_hidden_layers is 16 there and 32 in the base; rms_norm_eps is 1e-06 there"),
         (QWEN, YARN, "rope_type is yarn there and"),
         (QWEN, {"num_experts": 64}, "num_experts is 64 there and 128"),
     ],
@@ -240,6 +242,9 @@ DEEPSEEK = "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_671b"
 GPT_OSS = "torchtitan.models.gpt_oss.config_registry:gpt_oss_20b"
 
 
+ROTARY = (*ROPE, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
+
+
 @pytest.mark.parametrize(
     ("base", "change"),
     [
@@ -272,7 +277,7 @@ def test_what_changes_a_model_is_named(base, change, tmp_path):
     model = base_config(base).model_spec.model
     for changes in ({}, change):
         config = described(model) | changes
-        config["rope_scaling"] = {"rope_type": config.pop("rope_type")}
+        config["rope_scaling"] = {name: config.pop(name) for name in ROTARY if name in config}
         (tmp_path / "config.json").write_text(json.dumps(config))
         named = [words.split()[0] for words in differences(model, read_description(tmp_path / "config.json"))]
         assert named == sorted(changes, key=named.index)

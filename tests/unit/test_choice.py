@@ -178,6 +178,12 @@ def test_schedules_and_stages_a_rank_are_tried(scenario):
     assert of(4, checkpointing="none") == [("1F1B", 1), *interleaved, *zero_bubble, ("ZBVZeroBubble", 2)]
 
 
+def test_nothing_is_left_out_for_memory_that_is_not_known(scenario):
+    tight = scenario.job.on(replace(scenario.job.cluster, memory=1e8))
+    found = search(scenario.on(replace(tight, memory_unknown="a model with experts")), 4, [PLAIN], 1).found
+    assert found and all(one.fits and one.peak_memory.total > 1e8 for one in found)
+
+
 @pytest.mark.long
 def test_what_is_not_planned_could_not_win(scenario, monkeypatch):
     quick = search(scenario, 4, [PLAIN, LAZY], steps=2).found

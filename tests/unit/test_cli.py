@@ -1,5 +1,6 @@
 """The command `wlb-titan`: quick help, lazy subcommands, and errors that a person can read."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from wlb_titan import __version__
+from wlb_titan.commands import dryrun
 from wlb_titan.commands.main import SUBCOMMANDS, main
 from wlb_titan.errors import UserError, reading
 
@@ -126,3 +128,15 @@ def test_a_full_disk_behind_standard_output_is_one_line():
         result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 2
     assert result.stderr == "Error: The output cannot be written: No space left on device.\n"
+
+
+def test_ranks_run_side_by_side_as_cores_and_memory_allow(monkeypatch, tmp_path):
+    """On a host of 192 cores, in a container with the time of four, or with 3 GiB."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(192))
+    monkeypatch.setattr(dryrun, "CGROUP", tmp_path)
+    free = dryrun.at_once()
+    assert 1 <= free <= max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30, 1)
+    for cores, bytes_, most in (("max", "max", 192), (400000, "max", 4), (400000, 3 << 30, 3), (5, "max", 1)):
+        (tmp_path / "cpu.max").write_text(f"{cores} 100000\n")
+        (tmp_path / "memory.max").write_text(f"{bytes_}\n")
+        assert dryrun.at_once() == min(free, most)

@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from html import unescape
 
 import numpy as np
 import pytest
@@ -233,9 +235,39 @@ def test_a_trace_reads_back(tmp_path):
     assert read_trace(path) == spans
     events = json.loads(path.read_text())["traceEvents"]
     assert [(e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [(0, 5e5), (7.5e5, 1e6)]
+    for wrong, said in (
+        ([], "no passes that took time"),
+        ([replace(spans[0], duration=0.0), spans[1]], "no passes that took time"),
+        ([replace(spans[0], name="X0")], "'X0' is not a pass"),
+        ([replace(spans[0], start=-0.5)], "some of its passes have no times"),
+    ):
+        write_trace(wrong, path)
+        with pytest.raises(UserError, match=f"{re.escape(str(path))}: this is not a trace .*{said}"):
+            read_trace(path)
     path.write_text("{}")
     with pytest.raises(UserError, match=re.escape(str(path))):
         read_trace(path)
+
+
+def test_a_bench_alone_has_a_page_too(tmp_path):
+    figures = dict.fromkeys(("predicted", "tokens_per_second", "imbalance", "bubble", "peak_gib"), 1.5)
+    turns = (
+        {"policy": "plain", "over_first": 1, "scatter": None},
+        {"policy": "slim", "over_first": 1.3, "scatter": 0.04},
+    )
+    records = [{"flops_per_second": 1e12, **figures, **turn} for turn in turns]
+    file, page = tmp_path / "bench.json", tmp_path / "page" / "report.html"
+    file.write_text(json.dumps({"policies": records}))
+    said = output(tmp_path, "--report", page.parent)
+    answer = 'The best in turns: wlb.policy = "slim".'
+    assert answer in said and "1.300x ±0.040" in said and f"Report: {page}" in said
+    shown = unescape(page.read_text())
+    assert (
+        f'class="answer">{answer}' in shown and shown.count('class="card"') == 2 and "1.300x ±0.040" in shown
+    )
+    for damage in ([], [{"policy": "plain"}], 5):
+        file.write_text(json.dumps({"policies": damage}))
+        assert_refused(tmp_path, "bench.json is not what a bench writes: ")
 
 
 def test_the_last_validation_stands_beside_the_loss(folder, tmp_path):

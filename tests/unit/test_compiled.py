@@ -118,10 +118,14 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(checkpointing, kinds=()):
+def run(checkpointing, kinds=(), inner=INNER):
     """Outputs of matrix products that are kept by their width, products of the backward pass, gradients."""
     torch.manual_seed(0)
-    model = llama_spec("debug").model.build()
+    config = llama_spec("debug").model
+    for layer in config.layers:
+        w1, w2, w3 = (getattr(layer.feed_forward, name) for name in ("w1", "w2", "w3"))
+        w1.out_features = w2.in_features = w3.out_features = inner
+    model = config.build()
     model.init_states()
     if checkpointing is not None:
         checkpointing.build().apply(model)
@@ -160,10 +164,12 @@ def test_our_bases_and_adopted_ones_checkpoint_so(base):
     assert set(checkpointing.NEVER_KEPT) < set(built.config.force_recompute_mm_shapes_by_fqns)
 
 
-def test_keys_repeats_no_matrix_product():
-    _, all_products, gradients = run(None)
-    kept, products, own_gradients = run(checkpointing.KeysAC.Config())
-    assert kept == {QKV: LAYERS, INNER: 2 * LAYERS, WIDTH: LAYERS}  # wo's, and never w2's
+@pytest.mark.parametrize("inner", [INNER, WIDTH])
+def test_keys_repeats_no_matrix_product(inner):
+    """Nor where w2's weight has the shape of all others."""
+    _, all_products, gradients = run(None, inner=inner)
+    kept, products, own_gradients = run(checkpointing.KeysAC.Config(), inner=inner)
+    assert kept[QKV] == LAYERS and sum(kept.values()) == 4 * LAYERS  # w1's, w3's and wo's, and never w2's
     assert products == all_products
     assert all(map(torch.equal, own_gradients, gradients))
 

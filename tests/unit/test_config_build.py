@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
+import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan.config.load import Resolved, resolve
 from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.toml import sources
 from wlb_titan.toml.build import dotted
+from wlb_titan.toml.sources import leaves, read_sources
 
 
 class Circle:
@@ -173,12 +176,44 @@ def test_what_is_written_goes_over_the_base(load, written, expected):
             assert one in said, said
 
 
-def test_values_of_several_lines_have_the_place_of_their_first(load):
-    lines = 'folder = """\nx = 1\n"""\ntraining.parts = [\n["a", "b"],\n\n["c"],\n]\ntraining.steps = 4'
-    resolved = load(train=f'base = "small"\n{lines}')
-    assert (resolved.config.folder, resolved.config.training.parts) == ("x = 1\n", [["a", "b"], ["c"]])
-    places = [resolved.provenance[key] for key in ("folder", "training.parts", "training.steps")]
-    assert places == ["train.toml:2", "train.toml:5", "train.toml:10"]
+# Each key has its line, whatever stands in strings and comments.
+PLACES = r'''# [ it's a comment
+a."[=2" = """
+[ ' \"""
+"""
+[[t]] # ]
+x6 = [ # [
+  {x6 = "]"},
+]
+[t.u]
+y10 = '["'
+[[t]]
+u.z12 = 1
+[b]
+'''
+
+
+def test_values_have_the_place_of_their_first_line_and_no_line_is_parsed_often(tmp_path, monkeypatch):
+    parsed, loads = [], tomli.loads
+    monkeypatch.setattr(tomli, "loads", lambda text: parsed.append(text) or loads(text))
+    long = PLACES + "".join(f"k{line} = [\n1,\n]\n" for line in range(14, 1514, 3))
+    (tmp_path / "a.toml").write_text(long)
+    read = {path: leaf.source for path, leaf in leaves(read_sources(tmp_path / "a.toml"))}
+    assert len(read) == 504
+    for path, source in read.items():
+        assert source == f"{tmp_path}/a.toml:{re.search(r'[0-9]+$', path[-1])[0]}"
+    assert sum(map(len, parsed)) < 2.1 * len(long)
+
+
+def test_a_file_that_many_extend_is_read_once(load, tmp_path, monkeypatch):
+    """Each of 20 files extends the next one and the one after, so there are 10,946 ways to the last."""
+    for number in range(20):
+        after = [f"{place}.toml" for place in (number + 2, number + 1) if place < 20]
+        (tmp_path / f"{number}.toml").write_text(f"extends = {after}\ntraining.steps = {20 - number}\n")
+    read, regular = [], sources.regular
+    monkeypatch.setattr(sources, "regular", lambda path: read.append(path) or regular(path))
+    resolved = load(train='base = "small"\nextends = "0.toml"')
+    assert (len(read), resolved.config.training.steps) == (21, 20)
 
 
 def test_the_strongest_base_wins_and_extends_is_relative_to_its_file(load, tmp_path):

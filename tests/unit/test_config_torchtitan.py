@@ -131,7 +131,13 @@ dump_folder = "."
 dump_folder = "outputs/corpus/run"
     t.toml:2: ... the run reads outputs/corpus
 dump_folder = "gs://bucket/run"
-    t.toml:2: ... a folder of this machine ... checkpoint.folder =
+    t.toml:2: dump_folder = "gs://bucket/run": name a folder of this machine
+checkpoint.folder = "s3://bucket/run"
+    t.toml:2: checkpoint.folder = "s3://bucket/run": name a folder of this machine
+checkpoint.enable = true; checkpoint.initial_load_path = "memory://weights"
+    t.toml:3: checkpoint.initial_load_path = "memory://weights": name a folder of this machine
+wlb.validation.path = "hf://datasets/some"
+    t.toml:2: wlb.validation.path = "hf://datasets/some": name a folder of this machine
 dump_folder = "a\\u0000b"
     t.toml:2: ... strings may not contain zero bytes
 checkpoint.folder = "../x"

@@ -170,7 +170,7 @@ def test_lengths_of_many_shards_are_those_of_one_array(lengths, data):
     assert found[rows].tolist() == whole[rows].tolist()
 
 
-def test_a_prepared_corpus_brings_its_tokenizer_and_names(forms, tokenizer):
+def test_a_prepared_corpus_brings_its_tokenizer_and_names(forms, tokenizer, tmp_path):
     corpus = Corpus.open(forms / "p")
     assert corpus.preparation.end_of_text == "<|fin…|>"
     assert (corpus.tokenizer_path, corpus.tokenizer.vocab_size) == (forms / "p" / "tokenizer", 1000)
@@ -179,6 +179,10 @@ def test_a_prepared_corpus_brings_its_tokenizer_and_names(forms, tokenizer):
         Corpus.open(forms / "p", tokenizer=str(tokenizer))
     with pytest.raises(CorpusError, match="were made with different tokenizers"):
         Corpus.joined([corpus, Corpus.open(forms / "d", tokenizer=str(tokenizer))])
+    more = shutil.copytree(forms / "p", tmp_path / "more")  # with the same file, and another token beside it
+    (more / "corpus.json").write_text((more / "corpus.json").read_text().replace(": 1000", ": 1001"))
+    with pytest.raises(CorpusError, match="were made with different tokenizers"):
+        Corpus.joined([corpus, Corpus.open(more)])
 
 
 def test_a_corpus_without_tokenizer_asks_for_it(forms, tokenizer):

@@ -13,6 +13,7 @@ import pytest
 from corpora import decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from wlb_titan.commands.prepare import length_rows
 from wlb_titan.errors import CorpusError
@@ -159,6 +160,19 @@ def test_parquet(here):
     assert numbers["a.parquet[0]"] == ["the field 'number' holds int, not text"]
 
 
+def test_parquet_files_share_only_the_field(here):
+    """As other tools write folders: an empty part, other columns and types; names may look like patterns."""
+    folder = here / "g[1]"
+    folder.mkdir()
+    parts = [{"text": ["one"], "n": [1]}, {}, {"n": ["x"], "text": pa.array(["two"], pa.large_string())}]
+    for number, part in enumerate([*parts, {"text": pa.array([], pa.string())}]):
+        pq.write_table(pa.table(part), folder / f"{number}.parquet")
+    assert read_all(here, "parquet:g[1]") == {"0.parquet[0]": "one", "2.parquet[0]": "two"}
+    pq.write_table(pa.table({"body": ["x"]}), folder / "4.parquet")
+    with pytest.raises(CorpusError, match=r"4\.parquet has no field 'text'; it has body"):
+        read_all(here, "parquet:g[1]")
+
+
 def test_hugging_face_dataset_with_split_and_field(here, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(here / "cache"))
     (here / "books").mkdir()
@@ -277,6 +291,23 @@ def test_documents_decode_to_their_texts(tokenizer, texts, piece, batch, data):
     assert left_out.unreadable == [f"text {number}: not UTF-8" for number in bad]
 
 
+LOSING = {
+    "left out": models.BPE(vocab={letter: number for number, letter in enumerate("helo")}, merges=[]),
+    "unknown": models.WordLevel(vocab={"hello": 0, "[UNK]": 1}, unk_token="[UNK]"),
+}
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_characters_that_a_tokenizer_loses_are_told(name, tmp_path):
+    own = Tokenizer(LOSING[name])
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own.add_special_tokens(["</s>"])
+    own.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.warns(UserWarning, match="does not give back 4 of the first 10 characters, such as 'Ä'"):
+        CorpusTokenizer(tmp_path).encode(["hello ÄÖ42"])
+
+
 def test_a_trained_tokenizer_has_as_many_entries_as_asked(tokenizer, tmp_path):
     train_tokenizer(TEXTS, 257, tmp_path / "least")
     assert (tokenizer.vocab_size, CorpusTokenizer(tmp_path / "least").vocab_size) == (300, 257)
@@ -368,14 +399,16 @@ def test_a_users_tokenizer_is_copied(tokenizer, tmp_path):
     assert CorpusTokenizer(tmp_path / "t").end_of_text == "<|endoftext|>", "a table may describe it"
 
 
-NO_EOS = (None, "{", "[]", "{}", *(f'{{"eos_token": {value}}}' for value in ("null", '["a"]', "{}", "5")))
+NO_EOS = (None, "{}", '{"eos_token": null}')
+DAMAGED = ("{", "[]", *(f'{{"eos_token": {value}}}' for value in ('["a"]', "{}", "5")))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         *(("tokenizer.json", text, "cannot be opened as a tokenizer") for text in (None, "", "[]", "{}")),
-        *(("tokenizer_config.json", text, "does not name the eos_token") for text in NO_EOS),
+        *(("tokenizer_config.json", text, "names no eos_token") for text in NO_EOS),
+        *(("tokenizer_config.json", text, "cannot be opened as a tokenizer") for text in DAMAGED),
         ("tokenizer_config.json", '{"eos_token": "</s>"}', "The eos_token '</s>' of"),
     ],
 )
@@ -386,7 +419,7 @@ def test_tokenizers_that_cannot_be_used(tokenizer, tmp_path, name, content, mess
         (tmp_path / "t" / name).write_text(content)
     with pytest.raises(CorpusError, match=message) as caught:
         CorpusTokenizer(tmp_path / "t")
-    assert str(tmp_path / "t" / name) in str(caught.value)
+    assert str(tmp_path / "t") in str(caught.value) and name in str(caught.value)
 
 
 @given(lengths=st.lists(st.integers(1, 2**40), min_size=1, max_size=50))

@@ -16,7 +16,7 @@ from corpora import write_datatrove, write_prepared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.commands.compare import figure_rows, open_runs, remarks, traced_steps
+from wlb_titan.commands.compare import bench_of, figure_rows, open_runs, remarks, traced_steps
 from wlb_titan.commands.page import pipelines
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.shards import MEGATRON_HEADER, MEGATRON_MAGIC
@@ -62,7 +62,7 @@ def use_run(path):
 
 def use_template(path):
     messages = SimpleNamespace(read=lambda _: {"messages": SAID, "tools": None}, name=lambda _: str(path))
-    return ChatTemplate(path.parent, str(path.parent)).document(messages, 0)
+    return ChatTemplate(CorpusTokenizer(path.parent)).document(messages, 0)
 
 
 READERS = {  # what is damaged -> who reads it
@@ -73,6 +73,7 @@ READERS = {  # what is damaged -> who reads it
     "run/metrics.jsonl": use_run,
     "run/config.toml": use_run,
     "run/traces/step-2.json": lambda path: use_run(path.parent),
+    "bench/bench.json": lambda path: bench_of(path.parent),
     "a.jsonl": functools.partial(use_records, "jsonl"),
     "a.parquet": functools.partial(use_records, "parquet"),
     "m.idx": use_corpus,
@@ -103,6 +104,10 @@ def whole(tmp_path_factory):
     (folder / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     spans = [Span("dp 0", "pp 0", "F0", 0.0, 0.5, {"pass": "forward"}), Span("dp 0", "pp 1", "B0", 0.5, 1.0)]
     write_trace(spans, folder / "run" / "traces" / "step-2.json")
+    (folder / "bench").mkdir()
+    turn = {"policy": "plain", "predicted": None, "scatter": 0.1, "over_first": 1.0, "flops_per_second": 1e12}
+    turn |= dict.fromkeys(("tokens_per_second", "imbalance", "bubble", "peak_gib"), 1.5)
+    (folder / "bench" / "bench.json").write_text(json.dumps({"policies": [turn, turn]}))
     texts = ["to be", "or not", "to be"] * 9
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     pa.parquet.write_table(pa.table({"text": texts}), folder / "a.parquet")

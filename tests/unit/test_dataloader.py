@@ -9,6 +9,7 @@ import pytest
 import torch
 from corpora import write_datatrove, write_megatron, write_prepared
 
+from wlb_titan.config.documents import documents_of, open_corpus
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.job import Job
@@ -54,12 +55,18 @@ FORMS = [
 ]
 
 
+def loading(job, settings):
+    """The loader of a job's only rank."""
+    corpus = open_corpus(settings)
+    config = PlannedDataLoader.Config(corpus=corpus, documents=documents_of(settings, corpus), job=job)
+    return PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
+
+
 @pytest.mark.parametrize(("write", "kind"), FORMS)
 def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, kind):
     """The next token where that is learned, -100 elsewhere: what torch's cross-entropy reads."""
     job = Job(model=MODEL, window=30, micro_batches=1, packing=POLICIES.configure("plain"), dtype="float32")
-    config = PlannedDataLoader.Config(corpus=CorpusSettings(**write(tmp_path, kind)), job=job)
-    loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
+    loader = loading(job, CorpusSettings(**write(tmp_path, kind)))
     step = next(iter(loader))
     loader.close()
     labels = step.items[0].labels
@@ -75,8 +82,7 @@ def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, k
 def test_orders_of_passes_are_lowered_in_the_planners_thread(policy, tmp_path):
     write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
     job = Job(model=MODEL, window=256, micro_batches=4, packing=POLICIES.configure(policy), dtype="float32")
-    config = PlannedDataLoader.Config(corpus=CorpusSettings(path=str(tmp_path / "corpus")), job=job)
-    loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
+    loader = loading(job, CorpusSettings(path=str(tmp_path / "corpus")))
     lowered = []
     steps = loader.steps(lambda flow: lowered.append((flow, threading.current_thread().name.split("_")[0])))
     step = next(steps)

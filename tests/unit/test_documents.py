@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from planning import job, make_planner
 
 from wlb_titan.config.documents import steps_of_epochs
+from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.documents.mixture import Divided, Source, is_held_out
@@ -44,11 +45,16 @@ def test_what_is_said_of_the_corpus_leaves_out_what_is_held_out():
         assert f"has {documents} documents, {10 * documents:,} tokens" in line
 
 
-@given(lengths=st.lists(st.integers(0, 200), min_size=4, max_size=60), micro_batches=st.integers(1, 5))
-def test_held_out_documents_are_read_once(lengths, micro_batches):
-    assume(max(lengths) >= 2 and len(lengths) >= micro_batches)
-    documents = Documents(lengths=np.array(lengths), seed=None)
-    planner = job(micro_batches=micro_batches, packing=Once.Config()).planner(documents)
+@given(
+    lengths=st.lists(st.integers(0, 200), min_size=1, max_size=60),
+    micro_batches=st.integers(1, 5),
+    ranks=st.sampled_from([1, 2, 8]),
+)
+def test_held_out_documents_are_read_once(lengths, micro_batches, ranks):
+    """Also where they are fewer than micro-batches, and shorter than the ranks that share one."""
+    assume(max(lengths) >= 2)
+    documents, degrees = Documents(lengths=np.array(lengths), seed=None), Degrees(context=ranks)
+    planner = job(micro_batches=micro_batches, degrees=degrees, packing=Once.Config()).planner(documents)
     seen = [np.zeros(length, dtype=int) for length in lengths]
     labels = 0
     for _ in range(planner.policy.steps):

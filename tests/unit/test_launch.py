@@ -228,12 +228,13 @@ def test_a_missing_corpus_is_one_paragraph_and_exit_code_2(tmp_path, fork_server
     assert "Traceback" not in log.read_text()
 
 
-def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_path):
+def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_path, monkeypatch):
     """Its options are sbatch's, and run by bash with a Slurm that is not there, it starts the agent on each
     node in torchrun's words, and puts the job back only when its time is up."""
     make_corpus(tmp_path / "texts", tmp_path / "corpus")
     corpus = ["--wlb.corpus.path", str(tmp_path / "corpus")]
     words = ["slurm", SEVEN_B, "--time", "8:00:00", "-o", "partition=gpu", "--checkpoint.enable", "true"]
+    monkeypatch.setattr(sys, "argv", ["wlb-titan", *words, "--dump_folder", "a\nexit 9\n"])
     script = CliRunner().invoke(main, [*words, *corpus])
     assert script.exit_code == 0, script.output
     assert script.stderr == "", "nothing about this machine's CPU"

@@ -25,11 +25,11 @@ ROOMS = (
 MAY_USE = {
     "kernels": {"torch", "triton", "numpy"},
     "cost": {"numpy", "wlb_titan.kernels.fastest"},  # which has no torch
-    "corpus": {"numpy", "pyarrow", "datasets", "tokenizers"},
+    "corpus": {"numpy", "pyarrow", "datasets", "transformers"},
     "prepare": {"numpy", "pyarrow", "datasets", "filelock", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},
     "toml": {"tomli", "pydantic"},
-    "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
+    "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "transformers", "wlb_titan.kernels"},
     "commands": {
         *("torch", "triton", "numpy", "tomli", "click", "rich", "tokenizers"),
         *("wlb_titan.kernels", "wlb_titan.launch"),

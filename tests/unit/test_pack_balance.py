@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.errors import PlanError, quiet
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.packing.plain import Plain, for_trial, imbalances
 from wlb_titan.packing.wlb import Wlb, drains, tune
+from wlb_titan.simulator import choice
+from wlb_titan.simulator.choice import predicted
 
 
 def lengths_of(kind):
@@ -90,6 +94,25 @@ def test_wlb_says_when_queues_lose_and_not_when_they_win():
         run(lengths_of("log-normal"), "wlb", 1024)
     with warnings.catch_warnings(action="error"):
         run(lengths_of("heavy"), "wlb", 65536)
+
+
+def test_a_candidate_is_silent_and_planning_beside_it_is_not(monkeypatch):
+    packing = POLICIES.configure("wlb", cost_model=WORK)
+    job = Job(window=1024, micro_batches=8, memory_unknown="a GPU without bounds", packing=packing)
+    documents = Documents(lengths=lengths_of("log-normal"), seed=0)
+    with warnings.catch_warnings(action="error"):
+        assert not predicted(job, job.policy, documents, 1, 0).problem
+    beside = Thread(target=job.planner, args=(documents,))
+
+    def simulated(*_):
+        beside.start()
+        beside.join()
+        raise PlanError("enough")
+
+    monkeypatch.setattr(choice, "simulate", simulated)
+    with pytest.warns(UserWarning, match="Queues lose on these documents"):
+        assert predicted(job, job.policy, documents, 1, 0).problem == "cannot run: enough"
+    assert not quiet.get()
 
 
 WINDOW = 131072

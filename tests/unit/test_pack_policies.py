@@ -128,6 +128,12 @@ def test_every_rank_plans_the_same_and_divides_and_orders_its_own(packing):
                 assert plan.flows[rank] == whole.flows[rank] and plan.flows[1 - rank] == ()
             assert all((m.ranks is not None) == (m.dp_rank == rank) for m in plan.micro_batches)
             assert [m.to_json() for m in plan.of_rank(rank)] == [m.to_json() for m in whole.of_rank(rank)]
+            digest = plan.own_digest(rank, 0)
+            assert digest == whole.own_digest(rank, 0) != plan.own_digest(rank, 1)
+            first, others = plan.of_rank(rank)[0], plan.micro_batches
+            for other in ({"sharding": "other"}, {"ranks": first.ranks[::-1]}, {"mix": np.ones((1, 4), int)}):
+                changed = tuple(replace(m, **other) if m is first else m for m in others)
+                assert replace(plan, micro_batches=changed).own_digest(rank, 0) != digest, other
     assert any(m.merged for whole, *_ in steps for m in whole.micro_batches) == (packing.merges is True)
 
 

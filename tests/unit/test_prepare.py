@@ -1,5 +1,6 @@
 """Preparing a corpus as a whole: what is made, what is left alone, what remains of an interrupted one."""
 
+import errno
 import json
 import os
 import shutil
@@ -191,6 +192,14 @@ def test_a_link_that_stands_for_the_corpus_stays_one(settings, tmp_path):
         assert prepare_corpus(settings, tmp_path / "link").path == tmp_path / "disk" / "corpus"
     assert os.listdir(tmp_path / "disk") == ["corpus"]
     assert (tmp_path / "link").is_symlink()
+
+
+def test_a_file_system_without_locks_is_written(settings, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert len(prepare_corpus(settings, tmp_path / "corpus")) == len(FILES)
 
 
 def test_a_folder_that_appeared_meanwhile_is_kept(tmp_path):

@@ -1,9 +1,10 @@
 """A TOML file gives the same plans in `plan`, `simulate`, `dryrun` and training, whatever [wlb] sets."""
 
 import json
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 
 import datasets
+import numpy as np
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
@@ -11,11 +12,16 @@ from rows import rows
 
 from wlb_titan.commands.lone_ranks import LoneRanks
 from wlb_titan.commands.main import main
-from wlb_titan.config.documents import training_documents
+from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.cost.attention_kernels import Point
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
+from wlb_titan.cost.cluster import CLUSTERS, load_cluster
+from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.profile import Entry, Profile
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job
 from wlb_titan.prepare.prepare import long_tailed_lengths, write_synthetic_corpus
+from wlb_titan.runtime.agreement import _facts
 from wlb_titan.runtime.configured import job_of, model_shape, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader, SharedAnswer
 from wlb_titan.runtime.models.bases import base_config
@@ -182,7 +188,7 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     def run(self, kind, ranks, at_once, step, device_bytes):
         config = configuration(self.file, self.words)
         job = job_of(config, parallel_dims(config, WORLD_SIZE))
-        assert device_bytes == job.cluster.memory
+        assert device_bytes == (job.cluster.memory if job.cluster.kind == "gpu" else None)
         assert not job.undecided
         planner = job.planner(training_documents(config.wlb))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))
@@ -195,10 +201,34 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     job = job_of(config, parallel_dims(config, WORLD_SIZE))
     if job.undecided:
         job = choose(job, training_documents(config.wlb), on_one_rank=SharedAnswer()).job
-    held_out = config.wlb.validation.hold_out
-    settings = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job, hold_out=held_out)
+    corpus = open_corpus(config.wlb.corpus)
+    settings = PlannedDataLoader.Config(
+        corpus=corpus, documents=training_documents(config.wlb, corpus), job=job
+    )
     loader = PlannedDataLoader(settings, dp_world_size=2, dp_rank=1)
     steps = iter(loader)
     trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]
     loader.close()
     assert trained == [of_one_rank(plan, 1) for plan in planned[:STEPS]]
+
+
+SMALL = ModelShape(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, feed_forward=96, vocabulary=512)
+
+
+@pytest.mark.parametrize("what", ["attention", "other work"])
+def test_ranks_compare_what_is_in_a_profile_even_without_context_parallelism(tmp_path, what):
+    """Packing balances by it: two hosts' files of one name may differ."""
+    path = tmp_path / "profile.json"
+    record = json.loads((CLUSTERS / "cpu_attention.json").read_text())
+    facts = []
+    for factor in (1, 2):
+        if what == "attention":
+            record["units"] = factor
+        else:
+            record["layer"] = [factor * 0.001, factor * 0.002]
+        path.write_text(json.dumps(record))
+        cluster = replace(load_cluster("cpu"), attention_profile=str(path))
+        job = Job(window=256, micro_batches=1, model=SMALL, cluster=cluster, dtype="float32")
+        facts.append(_facts(job, Documents(lengths=np.full(8, 256), fingerprint="one")))
+    different = {name for name in facts[0] if facts[0][name] != facts[1][name]}
+    assert {what, "work of documents"} <= different and "cluster" not in different

@@ -110,6 +110,7 @@ def test_twice_a_rate_halves_what_it_is_the_rate_of(tmp_path, changes, parts):
         ("latency = 2e-5", "latency = -1", "[network] latency is -1; it must be a number of seconds"),
         ("latency = 2e-5", 'latency = "2e-5"', "[network] latency is '2e-5'; it must be a number"),
         ("memory = 80e9", "memory = inf", "[gpu] memory is inf"),
+        ('name = "test"', 'kind = "tpu"', "kind is 'tpu'; it must be"),
         ("gpus = 8", "gpus = 8.5", "[node] gpus is 8.5; it must be a whole number of GPUs"),
         ("memory = 80e9", "memory = 80e9\nmemry = 1", "[gpu] memry is not known"),
         ('name = "test"', "colour = 3", "colour is not known"),

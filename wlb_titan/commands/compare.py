@@ -19,6 +19,7 @@ import click
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats
+from wlb_titan.commands import page
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
 from wlb_titan.errors import UserError, reading, regular
@@ -46,29 +47,33 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     The differences of their configurations come first. The loss is compared after equally many tokens. The
     first record after each start is excluded because it includes start-up time. See docs/metrics.md.
     """
-    benches = [folder for folder in folders if (folder / BENCH_FILE).is_file()]
+    benches = {folder: bench_of(folder) for folder in folders if (folder / BENCH_FILE).is_file()}
     for folder in benches:
         show_bench(folder)
-    runs = open_runs([folder for folder in folders if folder not in benches])
-    if not runs:
-        return
-    if settings := setting_rows(runs):
-        show_table(settings)
-    show_table(figure_rows(runs))
-    say(*remarks(runs))
+    turns = [section("Policies in turns", answer, table(rows)) for rows, answer in benches.values()]
+    if runs := open_runs([folder for folder in folders if folder not in benches]):
+        if settings := setting_rows(runs):
+            show_table(settings)
+        show_table(figure_rows(runs))
+        say(*remarks(runs))
     if report is not None:
-        click.echo(f"Report: {write_report(report, runs, benches)}")
+        alone = None if runs else benches[folders[0]]
+        written = page.write_turns(report, alone, turns) if alone else write_report(report, runs, turns)
+        click.echo(f"Report: {written}")
 
 
-def bench_of(folder: Path) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = json.loads((folder / BENCH_FILE).read_text(encoding="utf-8"))["policies"]
-    return records
+def bench_of(folder: Path) -> tuple[Rows, str]:
+    """A bench's table, and its answer."""
+    path = folder / BENCH_FILE
+    with reading(lambda reason: UserError(f"{path} is not what a bench writes: {reason}.")):
+        records = json.loads(regular(path).read_text(encoding="utf-8"))["policies"]
+        return bench_rows(records), best_in_turns(records)
 
 
 def show_bench(folder: Path) -> None:
-    records = bench_of(folder)
-    show_table(bench_rows(records))
-    say(best_in_turns(records))
+    rows, answer = bench_of(folder)
+    show_table(rows)
+    say(answer)
 
 
 @dataclass(frozen=True)
@@ -290,7 +295,7 @@ LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
 PASSES = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 
 
-def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path]) -> Path:
+def write_report(folder: Path, runs: Sequence[Run], turns: Sequence[str]) -> Path:
     first = runs[0]
     corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
     if any("wlb.corpus.sources.0.path" in run.settings for run in runs):
@@ -312,10 +317,7 @@ def write_report(folder: Path, runs: Sequence[Run], benches: Sequence[Path]) -> 
         facts=("tokens a second", "imbalance, measured", "imbalance, predicted", "bubble, measured"),
         tries=[("What other degrees and schedules are worth to it:", search)],
         sections=[
-            *(
-                section("Policies in turns", best_in_turns(bench_of(path)), table(bench_rows(bench_of(path))))
-                for path in benches
-            ),
+            *turns,
             section("What differs", "", table(setting_rows(runs)) or "No setting."),
             section("Figures", " ".join(remarks(runs)), table(figures)),
             section("A step", PASSES, pipelines(traced_steps(runs))),

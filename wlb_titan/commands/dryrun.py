@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from wlb_titan.simulator.calls import RankCalls, unmet
 
 PLANNED = 24
 """As many steps as `auto` plans; the fullest is run. Queues of balancing policies fill in 8."""
+CGROUP = Path("/sys/fs/cgroup")
 LARGEST = 8  # groups of tensors that are named
 
 
@@ -89,7 +91,8 @@ def dryrun(
         if ranks == "all":
             same = alike(job, lone.plans(1, after=step - 1)[0])
             numbers = sorted(set(same.values()))
-        results = lone.run("dryrun", numbers, os.cpu_count() or 1, step=step, device_bytes=job.cluster.memory)
+        device_bytes = job.cluster.memory if job.cluster.kind == "gpu" else None
+        results = lone.run("dryrun", numbers, at_once(), step=step, device_bytes=device_bytes)
     calls = {r["rank"]: RankCalls.from_json(r.pop("calls")) for r in results if "calls" in r}
     if output is not None:
         cli.write_json(output, results)
@@ -104,6 +107,19 @@ def dryrun(
         failed |= not _fits(results, device_gib, usable_share(slices))
     if failed:
         sys.exit(1)
+
+
+def at_once() -> int:
+    """How many ranks run side by side: as many as there are cores and free GiB, on this machine and in this
+    container."""
+    cores: float = len(os.sched_getaffinity(0))
+    free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) << 10
+    with suppress(OSError, ValueError):  # there is no container, or no bound ("max")
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        cores = min(cores, int(quota) / int(period))
+    with suppress(OSError, ValueError):
+        free = min(free, int((CGROUP / "memory.max").read_text()))
+    return max(int(min(cores, free / GIB)), 1)
 
 
 def _meet(calls: Mapping[int, RankCalls]) -> bool:

@@ -35,7 +35,7 @@ def export(file: Path, step: int, overrides: tuple[str, ...], output: Path | Non
     """
     resolved = cli.load(file, overrides)
     folder = output or Path(resolved.config.dump_folder) / "hugging_face" / f"step-{step}"
-    with cli.writing(str(folder)), cli.progress() as report:
+    with cli.progress() as report:
         resolved.check(lambda config: write(config, step, folder, report))
     click.echo(f"{folder} is step {step} as a model in Hugging Face's format, with its tokenizer.")
 
@@ -74,8 +74,13 @@ def write(config: Any, step: int, output: Path, report: Report) -> None:
             load(weights, checkpoint_id=saved, no_dist=True)
     except CheckpointException as error:
         raise checkpoints.explained(error, config, step, saving=False) from error
+    if wrong := [name for name, weight in state.items() if not checkpoints.all_finite(weight)]:
+        raise UserError(
+            f"STEP: {saved} cannot be exported: {len(wrong)} of its weights, such as {wrong[0]}, have "
+            "numbers that are not finite. Name an earlier step."
+        )
     adapter = spec.state_dict_adapter(spec.model, str(corpus.tokenizer_path))
-    hugging_face.begin_export(output, hugging_face.export_files(config, corpus))
+    files = hugging_face.export_files(config, corpus)
     writer = HuggingFaceStorageWriter(
         str(output), adapter.fqn_to_index_mapping, save_distributed=True, enable_consolidation=True
     )
@@ -87,10 +92,11 @@ def write(config: Any, step: int, output: Path, report: Report) -> None:
             written = sum(file.stat().st_size for file in output.rglob("*.safetensors"))
             report("Writing MiB", written >> 20, total >> 20)
 
-    with ThreadPoolExecutor(1) as pool:
+    with cli.writing(str(output)), ThreadPoolExecutor(1) as pool:
+        hugging_face.begin_export(output, files)
         pool.submit(watch)
         try:
             save(weights, storage_writer=writer, no_dist=True)
         finally:
             over.set()
-    hugging_face.complete_export(output)
+        hugging_face.complete_export(output)

@@ -18,8 +18,7 @@ from wlb_titan.errors import EXIT_AGAIN, UserError
 
 SCRIPT = """\
 #!/bin/bash
-# Written by: {command}
-{options}
+{comments}
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
@@ -114,12 +113,11 @@ def slurm(
     }
     agent = [sys.executable, "-m", AGENT, "--nnodes", f"{hosts.fewest}:{hosts.nodes}"]
     agent += ["--nproc_per_node", str(hosts.processes), *hosts.restart_words(max_restarts)]
+    comments = [f"# Written by: {shlex.join(['wlb-titan', *sys.argv[1:]])}"]
+    comments += [f"#SBATCH --{name}{value and f'={shlex.quote(value)}'}" for name, value in options.items()]
     click.echo(
         SCRIPT.format(
-            command=shlex.join(["wlb-titan", *sys.argv[1:]]),
-            options="\n".join(
-                f"#SBATCH --{name}{value and f'={shlex.quote(value)}'}" for name, value in options.items()
-            ),
+            comments="\n".join(line.replace("\n", " ") for line in comments),  # what follows a \n would run
             srun=f"--kill-on-bad-exit=0 --wait={0 if survives else PATIENCE}{' --no-kill' * survives}",
             agent=shlex.join(agent),
             program=shlex.join(["-m", PROGRAM, "--config", str(file), *overrides]),

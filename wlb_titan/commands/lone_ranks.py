@@ -88,10 +88,11 @@ class LoneRanks:
         from wlb_titan.config.documents import training_documents
         from wlb_titan.simulator.choice import choose
 
-        words = [*overrides, *_under(policy), "--dump_folder", str(folder)]
+        # A lone rank does not validate, so the documents for it need not be here.
+        words = [*overrides, *_under(policy), "--dump_folder", str(folder), "--wlb.validation.every", "0"]
         job, resolved = cli.resolved_job(file, words, world_size)
         if memory is not None:
-            job = job.on(replace(job.cluster, memory=memory))
+            job = job.on(replace(job.cluster, kind="gpu", memory=memory))
         if synthetic := _synthetic_corpus(resolved, job.micro_batches, steps, folder):
             words += synthetic
             resolved = cli.load(file, words, world_size)

@@ -78,13 +78,27 @@ def write_page(
         f"<title>{html.escape(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
         f'<h1>{_safe(title)}</h1><p class="answer">{_safe(answer)}</p><p class="about">{_safe(about)}</p>'
         f'<div class="cards">{shown}</div>'
-        f"<section><h2>Try next</h2>{commands}</section>{''.join(sections)}</main></body></html>\n"
+        f"{section('Try next', '', commands)}{''.join(sections)}</main></body></html>\n"
     )
     path = folder / "report.html"
     with writing(f"--report: {path}"):
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return path
+
+
+def write_turns(folder: Path, bench: tuple[Rows, str], turns: Sequence[str]) -> Path:
+    """The page of benches without runs, with the cards and the answer of the first."""
+    return write_page(
+        folder,
+        title="Policies in turns",
+        answer=bench[1],
+        cards=bench[0],
+        figure="TFLOP/s",
+        facts=("tokens/s", "imbalance", "bubble", "predicted"),
+        tries=[],
+        sections=turns,
+    )
 
 
 def _safe(text: str) -> str:
@@ -102,7 +116,7 @@ def _card(row: Mapping[str, str], figure: str, facts: Sequence[str], color: str)
     lines_ = [figure, *(f"{fact} {row[fact]}" for fact in facts if fact in row)]
     return (
         f'<div class="card" style="--its: {color}"><b>{_safe(name)}</b>'
-        f"<strong>{_safe(value)} <small>{error}</small></strong>"
+        f"<strong>{_safe(value)} <small>{_safe(error)}</small></strong>"
         + "".join(f"<span>{_safe(line)}</span>" for line in lines_)
         + "</div>"
     )
@@ -111,7 +125,8 @@ def _card(row: Mapping[str, str], figure: str, facts: Sequence[str], color: str)
 def section(title: str, text: str, *bodies: str) -> str:
     """A titled box with text and HTML bodies; nothing without bodies."""
     shown = "".join(bodies)
-    return f"<section><h2>{html.escape(title)}</h2><p>{_safe(text)}</p>{shown}</section>" if shown else ""
+    said = text and f"<p>{_safe(text)}</p>"
+    return f"<section><h2>{html.escape(title)}</h2>{said}{shown}</section>" if shown else ""
 
 
 def choice_section(choice: Choice) -> str:
@@ -184,7 +199,7 @@ def _pipeline(title: str, spans: Sequence[Span], seconds: float) -> str:
     """One picture, as wide as `seconds`."""
     tracks = sorted({s.track for s in spans}, key=lambda track: (len(track), track))  # pp 2 before pp 10
     kinds = dict(PASSES[_kind(span)] for span in spans)
-    shapes = [f'<text y="{LINE * row + 15}">{track}</text>' for row, track in enumerate(tracks)]
+    shapes = [f'<text y="{LINE * row + 15}">{html.escape(track)}</text>' for row, track in enumerate(tracks)]
     percent = (100 - NAMES) / seconds
     for span in spans:
         left, width = NAMES + percent * span.start, percent * span.duration

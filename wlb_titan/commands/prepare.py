@@ -10,10 +10,9 @@ import click
 import numpy as np
 from rich.console import Console
 from rich.text import Text
-from tokenizers import Tokenizer
 
 from wlb_titan.commands.command_line import NUMBER, POSITIVE, Place, progress, say, show_table
-from wlb_titan.corpus.corpus import PREPARATION_FILE, UNREADABLE_FILE, Corpus
+from wlb_titan.corpus.corpus import PREPARATION_FILE, UNREADABLE_FILE, Corpus, open_tokenizer
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.prepare.sources import SOURCES
 from wlb_titan.prepare.tokenizer import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
@@ -128,7 +127,7 @@ def length_rows(lengths: np.ndarray) -> list[dict[str, str]]:
 def show_sample(corpus: Corpus) -> None:
     """Prints the first tokens of a conversation: the learned ones in green, or between brackets where there
     are no colours."""
-    tokenizer = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(corpus.tokenizer_path).backend_tokenizer
     length = min(int(corpus.lengths[0]), SAMPLE_TOKENS)
     tokens, learned = corpus.tokens(0, 0, length).tolist(), corpus.learned(0, 0, length).tolist()
     console, text = Console(highlight=False), Text()

@@ -156,7 +156,7 @@ def _from_run(folder: Path, output: Path) -> None:
     job, _ = resolved_job(folder / CONFIG_FILE, (), None)
     steps = run.traced[1:] or run.traced  # the first has caches to fill
     passes = [span for step in steps for span in read_trace(folder / TRACES / f"step-{step}.json")]
-    if not any(PARTS in span.args for span in passes):
+    if not all(PARTS in span.args for span in passes):
         raise UserError(f"{folder}: no traces to fit. Train some steps with wlb.trace_every = 2.")
     if any(span.args.get("job") != fingerprint(job) for span in passes):
         raise UserError(
@@ -211,7 +211,7 @@ def _print(result: Profile) -> None:
     assert result.linear is not None
     click.echo(
         f"Matrix products and element-wise operators, {result.linear.dtype}: [gpu] linear_flops = "
-        f"{rate(result.linear.matrices):.3g}, memory_bandwidth = {rate(result.linear.elements):.3g}"
+        f"{result.linear.linear_flops:.3g}, memory_bandwidth = {result.linear.memory_bandwidth:.3g}"
     )
 
 
@@ -293,4 +293,4 @@ def measure_linear(
             ):
                 took = time_call(call, device, MILLISECONDS)
                 elements.append((float(passes * x.nbytes), took / 1e3))
-    return LinearProfile(dtype, matrices, elements)
+    return LinearProfile(dtype, rate(matrices), rate(elements))

@@ -76,17 +76,16 @@ def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Docume
     return documents_of(wlb.corpus, corpus or open_corpus(wlb.corpus), wlb.validation.hold_out)
 
 
-def validated_documents(settings: WlbSettings) -> tuple[CorpusSettings, dict[str, Documents]]:
-    """The corpus of [wlb.validation], and the documents of each source by name, "" where there is one, in
-    their own order."""
+def validated_documents(settings: WlbSettings, corpus: Corpus) -> tuple[Corpus, dict[str, Documents]]:
+    """The corpus of [wlb.validation], or that of training, and its documents of each source by name, "" where
+    there is one, in their own order."""
     validation = settings.validation
     if validation.path:
         corpus_settings = dataclasses.replace(
             settings.corpus, path=validation.path, mask=validation.mask, sources=[]
         )
-        documents = documents_of(corpus_settings, open_corpus(corpus_settings, "wlb.validation.path"))
-        return corpus_settings, {"": dataclasses.replace(documents, seed=None)}
-    corpus = open_corpus(settings.corpus)
+        other = open_corpus(corpus_settings, "wlb.validation.path")
+        return other, {"": dataclasses.replace(documents_of(corpus_settings, other), seed=None)}
     everything = documents_of(settings.corpus, corpus)
     held_out, first = {}, 0
     counts = [(source.name, source.documents) for source in everything.sources] or [("", len(corpus))]
@@ -102,7 +101,7 @@ def validated_documents(settings: WlbSettings) -> tuple[CorpusSettings, dict[str
                 f"wlb.validation.hold_out: none of the {count:,} documents of {name or corpus} that have a "
                 "token to predict is held out; raise it, or name other documents with wlb.validation.path."
             ) from error
-    return settings.corpus, held_out
+    return corpus, held_out
 
 
 def steps_of_epochs(

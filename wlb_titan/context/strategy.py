@@ -49,8 +49,8 @@ class ContextMask(NamedTuple):
     """int32 (S, 4), as `wlb_titan.kernels.varlen_attention` takes them; keys from the document's first."""
 
     exchange: tuple[Any, ...]
-    """What the strategy's `attention` needs besides: nested tuples of int64 arrays, which reach it as
-    tensors, and numbers, which reach it as empty tensors (n, 0) so that compiled code serves any number."""
+    """What the strategy's `attention` needs besides: nested tuples of numbers, for any of which compiled code
+    is the same, and of int64 arrays, which reach it as tensors."""
 
     keys: Ints
     """int64 (k, 2), number and tokens of the documents whose keys the rank has, in the order of the keys; -1

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import numpy as np
 from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.formats import fingerprint_of, open_shards
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
-from wlb_titan.errors import CorpusError, command, reading
+from wlb_titan.errors import CorpusError, command, reading, regular
 
 TOKENIZER_FOLDER = "tokenizer"
 UNREADABLE_FILE = "unreadable.txt"
 PREPARATION_FILE = "corpus.json"
+
+ADVICE = "Name a folder on this machine; `hf download NAME --local-dir FOLDER` brings one from the hub."
 
 SAMPLE_TOKENS = 1 << 24
 SPOTS = 256
@@ -79,11 +82,15 @@ class Preparation:
 class TokenizerFacts:
     path: Path  # folder in Hugging Face's layout
     sha256: str  # of its tokenizer.json
-    vocab_size: int  # the largest id, plus one
+    noted_size: int = 0  # `vocab_size`, where `wlb-titan prepare` noted it
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The largest id, plus one."""
+        return self.noted_size or max(open_tokenizer(self.path).get_vocab().values()) + 1
 
     @classmethod
-    def of(cls, folder: Path, vocab_size: int = 0) -> "TokenizerFacts":
-        """Reads what is not known of a tokenizer."""
+    def of(cls, folder: Path, noted_size: int = 0) -> "TokenizerFacts":
         file = folder.absolute() / "tokenizer.json"
         if not file.is_file():
             raise CorpusError(
@@ -91,18 +98,25 @@ class TokenizerFacts:
                 "Face's layout.",
                 setting="corpus.tokenizer",
             )
-        content = file.read_bytes()
-        vocab_size = vocab_size or _vocabulary(file, content)
-        return cls(file.parent, hashlib.sha256(content).hexdigest(), vocab_size)
+        return cls(file.parent, hashlib.sha256(file.read_bytes()).hexdigest(), noted_size)
 
 
-def _vocabulary(file: Path, content: bytes) -> int:
-    from tokenizers import Tokenizer  # not needed for corpora that were prepared
+def open_tokenizer(folder: Path) -> Any:
+    """A folder's `PreTrainedTokenizerFast`, also with tokens that only files beside tokenizer.json have."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # take seconds
 
-    setting = "corpus.tokenizer"
-    with reading(lambda reason: CorpusError(f"{file} is not a tokenizer: {reason}.", setting=setting)):
-        vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
-        return max(vocabulary.values()) + 1
+    def wrong(reason: str) -> CorpusError:
+        what = f"{folder / 'tokenizer.json'} and tokenizer_config.json cannot be opened as a tokenizer"
+        return CorpusError(f"{what}: {reason}. {ADVICE}", setting="corpus.tokenizer")
+
+    with reading(wrong):
+        for file in (folder / "tokenizer.json", *folder.glob("*.json"), *folder.rglob("*.jinja")):
+            regular(file)
+        with suppress(Exception):  # transformers lacks its class
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            if tokenizer.is_fast:
+                return tokenizer
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
 class Corpus:
@@ -157,8 +171,10 @@ class Corpus:
     def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":
         """Several corpora as one, their documents one after the other."""
         tokenizers = [(part, part.tokenizer) for part in parts if part.tokenizer is not None]
-        for part, tokenizer in tokenizers[1:]:
-            if tokenizer.sha256 != tokenizers[0][1].sha256:
+        for part, other in tokenizers[1:]:
+            first = tokenizers[0][1]
+            same = other.sha256 == first.sha256 and other.vocab_size == first.vocab_size
+            if other.path != first.path and not same:
                 raise CorpusError(
                     f"{part} and {tokenizers[0][0]} were made with different tokenizers. Prepare one of them "
                     "again with the tokenizer of the other."

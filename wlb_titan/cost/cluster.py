@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from wlb_titan.errors import PlanError, reading, regular
 
@@ -43,6 +43,7 @@ class Link:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     name: str
+    kind: Literal["gpu", "cpu"] = "gpu"  # on a CPU nothing overlaps, and memory bounds no micro-batch
     memory: float = _figure("[gpu] memory", 1e6, 1e14, "bytes")
     peak_flops: float = _figure("[gpu] peak_flops", 1e8, 1e18, "FLOP/s")
     linear_flops: float = _figure("[gpu] linear_flops", 1e8, 1e18, "FLOP/s")
@@ -74,7 +75,7 @@ class Cluster:
         return max(near, bytes_ * (ranks - inside) / ranks / self.network.bandwidth)
 
 
-TEXTS = ("name", "[gpu] attention_profile", "[gpu] device")
+TEXTS = ("name", "kind", "[gpu] attention_profile", "[gpu] device")
 FIGURES: dict[str, Field[Any]] = {
     **{f.metadata["key"]: f for f in fields(Cluster) if f.metadata},
     **{f"[{name}] {f.metadata['key']}": f for name in ("node", "network") for f in fields(Link)},
@@ -130,10 +131,13 @@ def _read(path: Path) -> Cluster:
     for key in given:
         if key not in FIGURES and key not in TEXTS:
             raise _wrong(f"{path}: {key} is not known. A cluster file has {', '.join([*TEXTS, *FIGURES])}.")
+    if (kind := given.get("kind", "gpu")) not in ("gpu", "cpu"):
+        raise _wrong(f'{path}: kind is {kind!r}; it must be "gpu" or "cpu".')
     figures = {key: _figure_of(given.get(key), key, path) for key in FIGURES}
     profile = given.get("[gpu] attention_profile", "")
     return Cluster(
         name=str(given.get("name", path)),
+        kind=kind,
         attention_profile=str(path.parent / profile) if profile else "",
         device=str(given.get("[gpu] device", "")),
         node=Link(figures["[node] bandwidth"], figures["[node] latency"]),

@@ -2,13 +2,13 @@
 
 `wlb-titan profile` measures a device and writes its profile as a JSON file:
 
-    {"schema": 2, "device": "NVIDIA H200", "units": 132, "software": "torch 2.11.0, wlb_titan 0.1.0",
+    {"schema": 3, "device": "NVIDIA H200", "units": 132, "software": "torch 2.11.0, wlb_titan 0.1.0",
      "entries": [
        {"head_dim": 128, "group": 8, "dtype": "bfloat16", "pass": "forward", "implementation": "gluon",
         "tiles_of": "queries", "query_tile": 128, "key_block": 128, "merge_keys": 1024, "heads_per_tile": 1,
         "launch": 2.1e-05, "key": 0.0, "query": 0.0, "segment": 0.0, "tile": 1.4e-06, "block": 1.5e-06,
         "masked": 3.0e-07, "points": [[128, 128, 264, 32, 0.00012], ...]}],
-     "linear": {"dtype": "bfloat16", "matrices": [[FLOPs, seconds], ...], "elements": [[bytes, ...], ...]},
+     "linear": {"dtype": "bfloat16", "linear_flops": 6.1e14, "memory_bandwidth": 2.4e12},
      "layer": [1e-4, 2e-4]}
 
 "v_head_dim" is null where values have the same head dim, and "linear" in profiles of attention alone. Times
@@ -21,7 +21,6 @@ operators read and write. Planning takes the slopes, as rates; launches are shor
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -34,10 +33,10 @@ from wlb_titan.cost.attention_kernels import SLOWER, Point, fit, hopper, non_neg
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError, command, reading, regular
+from wlb_titan.errors import PlanError, command, reading, regular, warn
 from wlb_titan.kernels.fastest import HOPPER_FAMILY
 
-SCHEMA = 2
+SCHEMA = 3
 PASSES = ("forward", "backward")
 TILES_OF = {"queries": Tiling, "keys": KeyTiling}
 
@@ -124,11 +123,12 @@ def _fields_of(kind: type, record: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class LinearProfile:
-    """All but attention, measured on one device."""
+    """All but attention, on one device. Rates are fitted before they are saved, as least squares end in other
+    bits on other processors, and all ranks plan alike."""
 
     dtype: str  # of the operands, as torch names it
-    matrices: Line  # FLOPs
-    elements: Line  # bytes
+    linear_flops: float  # FLOP/s of matrix products
+    memory_bandwidth: float  # bytes/s of element-wise operators
 
 
 def rate(points: Line) -> float:
@@ -180,28 +180,33 @@ class Profile:
         path.write_text(json.dumps({"schema": SCHEMA, **asdict(self), "entries": entries}), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
+    def load(cls, path: Path, setting: str = "") -> Profile:
         what = f"{path} is not a profile that this wlb_titan reads"
         again = f"Measure it again with {command('profile')}."
-        with reading(lambda reason: PlanError(f"{what}: {reason}. {again}")):
+        with reading(lambda reason: PlanError(f"{what}: {reason}. {again}", setting=setting)):
             record = json.loads(regular(path).read_text(encoding="utf-8"))
             if record["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {record['schema']}, not {SCHEMA}")
             linear = record.get("linear")
+            forward, backward = map(float, record.get("layer", (0.0, 0.0)))
             profile = cls(
                 device=record["device"],
                 units=int(record["units"]),
                 software=record["software"],
                 entries=tuple(map(Entry.from_json, record["entries"])),
                 linear=LinearProfile(**_fields_of(LinearProfile, linear)) if linear else None,
-                layer=tuple(record.get("layer", (0.0, 0.0))),
+                layer=(forward, backward),
             )
-            figures = [float(profile.units)]
+            figures = [profile.units]
             for entry in profile.entries:
                 profile.latency(entry.shape)
                 figures += [*(entry.errors(profile.units) + 1)] if entry.points else []
-            figures += [rate(line) for line in (linear["matrices"], linear["elements"])] if linear else []
-            if not 0 < min(figures) <= max(figures) < np.inf or not np.isfinite(figures).all():
+            figures += [linear["linear_flops"], linear["memory_bandwidth"]] if linear else []
+            if (
+                min(figures) <= 0
+                or min(profile.layer) < 0
+                or not np.isfinite([*figures, *profile.layer]).all()
+            ):
                 raise ValueError("some of its figures are not times or sizes")
             return profile
 
@@ -226,13 +231,19 @@ def fitted(
     return entries
 
 
+def _named(cluster: Cluster, profile: str) -> Profile | None:
+    """The profile that [wlb.context] or, where that is empty, the cluster names; None if neither does."""
+    if profile:
+        return Profile.load(Path(profile), "context.profile")
+    return Profile.load(Path(cluster.attention_profile), "wlb.cluster") if cluster.attention_profile else None
+
+
 def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
     """The cluster at the rates of the profile that [wlb.context] or the cluster names, where it has any."""
-    name = profile or cluster.attention_profile
-    measured = Profile.load(Path(name)) if name else None
+    measured = _named(cluster, profile)
     if measured is None or (linear := measured.linear) is None:
         return cluster
-    flops, bandwidth = rate(linear.matrices), rate(linear.elements)
+    flops, bandwidth = linear.linear_flops, linear.memory_bandwidth
     return replace(cluster, layer=measured.layer, linear_flops=flops, memory_bandwidth=bandwidth)
 
 
@@ -241,19 +252,15 @@ def configured_latency(
 ) -> AttentionLatency:
     """One layer's attention by [wlb.context] `profile` or, where it is empty, by the cluster's profile or,
     where that lacks it, by our kernels on an H100 scaled to the cluster's rates."""
-    if profile:
+    if measured := _named(cluster, profile):
         try:
-            return Profile.load(Path(profile)).latency(shape)
+            return measured.latency(shape)
         except PlanError as error:
-            raise PlanError(str(error), setting="context.profile") from error
-    if cluster.attention_profile:
-        try:
-            return Profile.load(Path(cluster.attention_profile)).latency(shape)
-        except PlanError as error:
-            warnings.warn(
+            if profile:
+                raise PlanError(str(error), setting="context.profile") from error
+            warn(
                 f"{error} Until then its times are those of H100, scaled to the attention rates of "
-                f"{cluster.name}.",
-                stacklevel=2,
+                f"{cluster.name}."
             )
     ours = hopper(sum(shape.both_dims) / 2, shape.heads, group=shape.group)
     base = load_cluster("h100_roce")
@@ -261,7 +268,7 @@ def configured_latency(
     forward = units * base.attention_flops / cluster.attention_flops
     backward = units * base.attention_backward_flops / cluster.attention_backward_flops
     source = ours.source if forward == backward == 1 else f"{ours.source}, scaled to {cluster.name}"
-    if cluster != load_cluster("cpu"):
+    if cluster.kind != "cpu":
         on_hopper = int(cluster.capability) == HOPPER_FAMILY
         kernels = taken(implementation, shape.both_dims, on_hopper)
         slower = [SLOWER[on_hopper][name][number] for number, name in enumerate(kernels)]

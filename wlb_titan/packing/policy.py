@@ -160,6 +160,9 @@ class PackingPolicy(Plugin, ABC):
     balances: ClassVar[bool]
     """Packs may go to any data-parallel rank; otherwise they stay in stream order."""
 
+    endless: ClassVar[bool] = True
+    """Goes on reading the stream, which then must have a document for each micro-batch of a step."""
+
     slices: ClassVar[bool] = False
     """Long documents are computed in slices, all of which a pipeline rank may have in flight together."""
 

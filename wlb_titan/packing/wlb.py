@@ -14,7 +14,6 @@ sample is drawn with a fixed seed: all ranks find the same thresholds.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -27,7 +26,7 @@ from wlb_titan.arrays import Ints
 from wlb_titan.bins import REMAINS, Bins, pack_by_work, split
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.errors import PlanError
+from wlb_titan.errors import PlanError, warn
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed
 from wlb_titan.packing.plain import imbalances
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
@@ -99,11 +98,10 @@ class Wlb(VariableLengthPolicy):
     def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, job: Job) -> None:
         queues, plain = imbalances(replace(config, thresholds=self.thresholds), stream, job)
         if queues > plain:
-            warnings.warn(
+            warn(
                 "Queues lose on these documents: with the best thresholds found, "
                 f"{', '.join(map(str, self.thresholds))}, `wlb` has an imbalance of {queues:.3f} in a trial, "
-                f"and `plain` has {plain:.3f}. Use `wlb_lazy`, or `plain`.",
-                stacklevel=3,
+                f"and `plain` has {plain:.3f}. Use `wlb_lazy`, or `plain`."
             )
 
     @property
@@ -168,10 +166,9 @@ def check(thresholds: list[int], lengths: Ints, window: int) -> None:
             setting="packing.thresholds",
         )
     if not drains(lengths, thresholds, window):
-        warnings.warn(
+        warn(
             f"With the thresholds {named} more documents join a queue in a step than can leave it, so it "
-            'will grow for ever. Raise the thresholds, or use "auto".',
-            stacklevel=3,
+            'will grow for ever. Raise the thresholds, or use "auto".'
         )
 
 

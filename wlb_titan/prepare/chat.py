@@ -12,22 +12,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.formats import SWITCH
-from wlb_titan.errors import CorpusError, reading, regular
+from wlb_titan.errors import CorpusError, reading
 from wlb_titan.prepare.sources import Source
-from wlb_titan.prepare.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, Document, LeftOut, batched
+from wlb_titan.prepare.tokenizer import CorpusTokenizer, Document, LeftOut, batched
 
 AT_ONCE = 256  # conversations tokenized together
 
 ASSISTANT = "assistant"
+CONTEXT = "system developer user tool function ipython environment observation tool_response"
+ROLES = (ASSISTANT, *CONTEXT.split())  # templates write any other, also one that stands for the assistant
+
 FOLLOWED = ("weight", "train", "training", "trainable", "loss", "loss_weight", "mask")
 """Keys by which a message says whether it is learned, 1 or 0."""
 
@@ -35,6 +37,7 @@ THOUGHT = re.compile("reason|think|thought")  # keys; templates drop those of ea
 END_OF_THOUGHT = "</think>"  # where thoughts are a part of the content
 IDENTIFIER = re.compile("(^|_)(id|type)$")  # keys that templates need not write
 DATE = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")  # where templates ask for it
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK = re.compile(r"wqzx(\d+)xzqw", re.IGNORECASE)
 
 Message = dict[str, Any]
@@ -43,37 +46,26 @@ Spans = list[tuple[int, int]]  # first learned character, and the one after the 
 
 
 class ChatTemplate:
-    """The chat template in a tokenizer's folder, on the day `today`; errors call it that of `origin`."""
+    """The chat template of a tokenizer, or the two of which one is for records with tools, on `today`."""
 
-    def __init__(self, folder: Path, origin: str, today: str | None = None) -> None:
-        try:
-            from transformers import PreTrainedTokenizerFast
-            from transformers.utils.chat_template_utils import render_jinja_template
-        except ImportError as error:
-            raise CorpusError("Chat templates need transformers: pip install 'transformers>=5'.") from error
-        with reading(lambda reason: CorpusError(f"The chat template of {origin} cannot be read: {reason}.")):
-            _ = [regular(file) for file in folder.glob(TEMPLATE_FILE)]
-            named = PreTrainedTokenizerFast.from_pretrained(folder)
-        if not named.chat_template:
+    def __init__(self, tokenizer: CorpusTokenizer, today: str | None = None) -> None:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._named, self._day = tokenizer.named, None
+        if not self._named.chat_template:
             raise CorpusError(
-                f"The tokenizer {origin} has no chat template. Take that of the model's chat version, or "
-                "name a template in Jinja with --chat-template FILE."
+                f"The tokenizer {tokenizer.folder} has no chat template. Take that of the model's chat "
+                "version, or name a template in Jinja with --chat-template FILE."
             )
-        self._template = named.get_chat_template()
         if today:
             with reading(lambda reason: CorpusError(f"--today: {reason}.")):
-                day = date.fromisoformat(today)
-            self._template = DATE.sub(lambda call: repr(day.strftime(call[2])), self._template)
-        if "strftime_now(" in self._template:
-            raise CorpusError(f"The template of {origin} writes today's date: set --today YYYY-MM-DD.")
+                self._day = date.fromisoformat(today)
         self._render = render_jinja_template
-        self._special_tokens = named.special_tokens_map
-        self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
-        self.tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        self._special = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special]
+        self.tokenizer = tokenizer
+        added = self._named.added_tokens_decoder.values()
+        self._special = [token.content for token in added if token.special]
         self._thoughts: set[Place] = set()  # kinds that the template writes in a last turn
+        self.parts = self.endless = 0  # learned parts, and those that end with no special token
 
     def document(self, source: Source, number: int) -> tuple[str, Spans]:
         """The text of a conversation, and its learned parts."""
@@ -83,6 +75,9 @@ class ChatTemplate:
             check_spelling(tools, self._special, "a tool")
             text, spans = self.render(messages, tools)
             text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
+            parts = [part.rstrip() for begin, end in spans if (part := text[begin:end])]
+            self.parts += len(parts)
+            self.endless += sum(not part.endswith(tuple(self._special)) for part in parts)
         except ValueError as error:
             raise CorpusError(f"{source.name(number)}: {error}.") from error
         return text, spans
@@ -98,7 +93,7 @@ class ChatTemplate:
             return self._written(joined, tools)  # of a template that knows no parts
 
     def _written(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans]:
-        text, spans = self._rendered(messages, tools, mask=self.marked)
+        text, spans = self._rendered(messages, tools, mask=True)
         marked = Marked(messages, tools)
         shown, parts = self._shown(marked)
         alike = MARK.sub("", shown) == text  # else a mark changes more than its own text
@@ -111,7 +106,7 @@ class ChatTemplate:
                 )
         _check_form(marked, messages, shown)
         learned = [all(message.get(key, 1) for key in FOLLOWED) for message in messages]
-        if not self.marked:
+        if not GENERATION.search(self._template(tools)):
             return text, [
                 self._turn(messages, number, tools, text)
                 for number, message in enumerate(messages)
@@ -140,32 +135,48 @@ class ChatTemplate:
 
     def _shown(self, marked: Marked) -> tuple[str, Spans]:
         try:
-            return self._rendered(marked.messages, marked.tools, mask=self.marked)
+            return self._rendered(marked.messages, marked.tools, mask=True)
         except ValueError:
             return "", []
 
     def _turn(self, messages: list[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
-        before, _ = self._rendered(messages[:number], tools, prompt=True)
-        after, _ = self._rendered(messages[: number + 1], tools)
-        if not (after.startswith(before) and text.startswith(after)):
-            raise ValueError(
-                f"the chat template writes message {number + 1} ({ASSISTANT}) differently once more turns "
-                "follow. Put {% generation %} and {% endgeneration %} around what the assistant says in it, "
-                "and name it with --chat-template FILE"
-            )
-        return len(before), len(after)
+        name = f"message {number + 1} ({ASSISTANT})"
+        why = f"writes {name} only in the whole conversation, which does not tell where it begins"
+        with suppress(ValueError):
+            after, _ = self._rendered(messages[: number + 1], tools)
+            before, _ = self._rendered(messages[:number], tools, prompt=True)
+            if after.startswith(before) and text.startswith(after):
+                return len(before), len(after)
+            why = f"does not begin {name} as its generation prompt ends, {before[-20:]!r}"
+            if not text.startswith(after):
+                why = f"writes {name} differently once more turns follow"
+        raise ValueError(
+            f"the chat template {why}. Put {{% generation %}} and {{% endgeneration %}} around what the "
+            "assistant says in it, and name it with --chat-template FILE"
+        )
+
+    def _template(self, tools: Any) -> str:
+        """What transformers chooses for a record."""
+        template: str = self._named.get_chat_template(tools=tools)
+        if day := self._day:
+            template = DATE.sub(lambda call: repr(day.strftime(call[2])), template)
+        if "strftime_now(" in template:
+            raise ValueError("the chat template writes today's date: set --today YYYY-MM-DD")
+        return template
 
     def _rendered(
         self, messages: list[Message], tools: Any, *, prompt: bool = False, mask: bool = False
     ) -> tuple[str, Spans]:
+        template = self._template(tools)
+        mask = mask and bool(GENERATION.search(template))
         try:
             texts, spans = self._render(
                 conversations=[messages],
                 tools=tools,
-                chat_template=self._template,
+                chat_template=template,
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=mask,
-                **self._special_tokens,
+                **self._named.special_tokens_map,
             )
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template refuses it: {error}") from error
@@ -179,7 +190,7 @@ def conversations(
     for batch in batched(enumerate(order), lambda place: 1, AT_ONCE):
         rendered = [template.document(source, document) for _, document in batch]
         texts = [text for text, _ in rendered]
-        encodings = template.tokenizer.encode_batch(texts, add_special_tokens=False)
+        encodings = template.tokenizer.encodings(texts)
         for (position, document), (_, spans), encoding in zip(batch, rendered, encodings, strict=True):
             if longest is not None and len(encoding) > longest:
                 left_out.long += 1
@@ -298,6 +309,8 @@ def checked(messages: Any, special: list[str]) -> list[Message]:
             raise ValueError(f'message {number} has no "role"; {detail}write {{"role": ..., "content": ...}}')
         message = {key: value for key, value in message.items() if value is not None}
         name = f"message {number} ({message['role']})"
+        if message["role"] not in ROLES:
+            raise ValueError(f"{name} has a role that is not known; write one of {', '.join(ROLES)}")
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(_name(call), str) for call in calls):
             raise ValueError(f'{name} calls an unnamed tool; write {{"function": {{"name": ..., ...}}}}')

@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from wlb_titan.prepare.sources import SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import (
     DEFAULT_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
+    TRAINED_END_OF_TEXT,
     CorpusTokenizer,
     Document,
     LeftOut,
@@ -154,21 +156,28 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
     order = np.random.default_rng(settings.seed).permutation(len(source))
 
     report("Preparing the tokenizer", 0, 0)
+    place = folder / TOKENIZER_FOLDER
     if settings.tokenizer is not None:
-        copy_tokenizer(Path(settings.tokenizer), folder / TOKENIZER_FOLDER, settings.chat_template)
+        tokenizer = copy_tokenizer(Path(settings.tokenizer), place, settings.chat_template)
     else:
-        vocabulary = settings.vocab_size or DEFAULT_VOCAB_SIZE
-        train_tokenizer(training_texts(source, order), vocabulary, folder / TOKENIZER_FOLDER)
-    tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
+        train_tokenizer(training_texts(source, order), settings.vocab_size or DEFAULT_VOCAB_SIZE, place)
+        tokenizer = CorpusTokenizer(place)
 
     left_out = LeftOut()
     if settings.chat:
-        template = ChatTemplate(tokenizer.folder, str(settings.tokenizer), settings.today)
+        template = ChatTemplate(tokenizer, settings.today)
         documents = conversations(source, order, template, left_out, settings.max_length)
     else:
         documents = tokenized(source, order, tokenizer, left_out, bos=settings.bos)
     taken = _taken(documents, len(order), settings.max_tokens, report)
     written = write_documents(folder, taken, masked=settings.chat)
+    if settings.chat and template.endless:
+        warnings.warn(
+            f"{template.endless:,} of {template.parts:,} learned parts end without a special token, by which "
+            "a model could stop. Put {% generation %} and {% endgeneration %} around what the assistant says "
+            "and the token that ends it, in a copy of the template (--chat-template FILE).",
+            stacklevel=2,
+        )
     unreadable = sorted(left_out.unreadable)
     if not written.documents:
         first = f" (the first: {unreadable[0]})" if unreadable else ""
@@ -222,20 +231,23 @@ def written_whole(path: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `path` at the end, or is deleted if anything fails."""
     partial = partial_folder(path)
     partial.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(partial / "lock", timeout=0):
-            folder = partial / "corpus"
-            shutil.rmtree(folder, ignore_errors=True)  # of a killed process
-            folder.mkdir()
-            try:
-                yield folder
-                folder.rename(path)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except Timeout:
-        raise CorpusError(
-            f"Another process is preparing {path} at this moment; wait for it, or name another folder."
-        ) from None
+    with ExitStack() as held:
+        try:
+            held.enter_context(FileLock(partial / "lock", timeout=0))
+        except Timeout:
+            raise CorpusError(
+                f"Another process is preparing {path} at this moment; wait for it, or name another folder."
+            ) from None
+        except (OSError, NotImplementedError):
+            pass  # a file system without locks
+        folder = partial / "corpus"
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed process
+        folder.mkdir()
+        try:
+            yield folder
+            folder.rename(path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 class Written(NamedTuple):
@@ -305,12 +317,10 @@ def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
     )
     with written_whole(path) as folder:
         train_tokenizer(["a"], MIN_VOCAB_SIZE, folder / TOKENIZER_FOLDER)
-        written = write_documents(folder, documents)
-        tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
         Preparation(
-            **written._asdict(),
-            vocab_size=tokenizer.vocab_size,
-            end_of_text=tokenizer.end_of_text,
+            **write_documents(folder, documents)._asdict(),
+            vocab_size=MIN_VOCAB_SIZE,
+            end_of_text=TRAINED_END_OF_TEXT,
             settings={"source": "synthetic"},
         ).save(folder)
     return Corpus.open(path)

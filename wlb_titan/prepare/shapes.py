@@ -8,14 +8,15 @@ from typing import Any
 
 
 def shape_of(columns: Container[str], field: str) -> Callable[[dict[str, Any]], list[dict[str, Any]]] | None:
-    """What makes messages of a record with other columns than `field`, if their names are known."""
+    """What makes messages of a record with other columns than `field`, if their names are known; it takes
+    out of the record what it reads."""
     if field in columns or field != MESSAGES:
         return None
     return next((shape for names, shape in SHAPES.items() if all(name in columns for name in names)), None)
 
 
 def _share_gpt(record: dict[str, Any]) -> list[dict[str, Any]]:
-    turns, messages = record["conversations"], []
+    turns, messages = record.pop("conversations"), []
     for turn in turns if isinstance(turns, list) else [turns]:
         if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
             raise ValueError(
@@ -30,15 +31,15 @@ def _share_gpt(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _completed(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Texts of a user and an assistant, or lists of messages, of which only the completion is learned."""
-    prompt, completion = record["prompt"], record["completion"]
+    prompt, completion = record.pop("prompt"), record.pop("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         return [{**message, "weight": 0} for message in prompt] + completion
     return _asked(prompt, completion)
 
 
 def _instructed(record: dict[str, Any]) -> list[dict[str, Any]]:
-    parts = (record["instruction"], record.get("input"))
-    return _asked("\n\n".join(filter(None, parts)), record["output"])
+    parts = (record.pop("instruction"), record.pop("input", None))
+    return _asked("\n\n".join(filter(None, parts)), record.pop("output"))
 
 
 def _asked(question: Any, answer: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,9 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import filterfalse
+from datetime import date
+from itertools import accumulate, filterfalse
+from numbers import Number
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +27,10 @@ SOURCES = (
     "hf:NAME[,CONFIG][@SPLIT][#field]"
 )
 
-UNREAD = re.compile(rf"^(system(_prompt)?|functions|documents|chat_template_kwargs)$|{SWITCH.pattern}")
-"""Keys beside a conversation that would change it."""
+HARMLESS = re.compile(
+    "(^|_)((uu)?id|hash|source|dataset|subset|split|category|language|url|model|date|type)$"
+)
+"""Keys beside a conversation whose text, if it is one line of at most 200 characters, is no part of it."""
 
 NamedFiles = list[tuple[str, Path]]  # documents of one file each
 
@@ -232,48 +236,71 @@ class Rows:
     """One document per row of Parquet files or a Hugging Face dataset."""
 
     def __init__(self, spec: SourceSpec, cache: Path, *, chat: bool = False) -> None:
-        self._label = spec.location if spec.kind == "hf" else Path(spec.location).name
         self._field = spec.field
         self._value = conversation if chat else text_of
-        rows = _load(spec, cache)
-        columns = rows.column_names
-        shaped = chat and shape_of(columns, spec.field) is not None
-        if spec.field not in columns and not shaped:
-            raise CorpusError(
-                f"{spec.location} has no field {spec.field!r}; it has {', '.join(columns)}"
-                f"{_advice(spec.field, columns)}."
-            )
-        also = [name for name in columns if chat and (name == "tools" or UNREAD.search(name))]
-        self._rows = rows if shaped else rows.select_columns([spec.field, *also])
+        files = [] if spec.kind == "hf" else _files_at(spec.kind, Path(spec.location))
+        self._parts = [_parquet(file, cache / f"{n}.arrow", spec.field, chat) for n, file in enumerate(files)]
+        self._parts = self._parts or [_hub(spec, chat)]
+        self._ends = list(accumulate(len(rows) for _, rows in self._parts))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._ends[-1] if self._ends else 0
 
     def name(self, document: int) -> str:
-        return f"{self._label}[{document}]"
+        (label, _), row = self._place(document)
+        return f"{label}[{row}]"
 
     def read(self, document: int) -> Any:
+        (_, rows), place = self._place(document)
         with reading(CorpusError):
-            row = self._rows[document]
-            return self._value({key: _without_nulls(value) for key, value in row.items()}, self._field)
+            row = {key: _without_nulls(value) for key, value in rows[place].items()}
+            return self._value(row, self._field)
+
+    def _place(self, document: int) -> tuple[tuple[str, Any], int]:
+        part = bisect_right(self._ends, document)
+        return self._parts[part], document - (self._ends[part - 1] if part else 0)
 
 
-def _load(spec: SourceSpec, cache: Path) -> Any:
-    """A `datasets.Dataset`."""
+def _hub(spec: SourceSpec, chat: bool) -> tuple[str, Any]:
+    """The name of a dataset, and its `datasets.Dataset`."""
     import datasets  # takes seconds
 
-    files = [] if spec.kind == "hf" else [str(file) for file in _files_at(spec.kind, Path(spec.location))]
     try:
-        if spec.kind == "hf":
-            # Downloads go into the user's own Hugging Face cache, where they stay.
-            return datasets.load_dataset(spec.location, spec.config, split=spec.split)
-        return datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache))
+        # Downloads go into the user's own Hugging Face cache, where they stay.
+        rows = datasets.load_dataset(spec.location, spec.config, split=spec.split)
     except Exception as error:  # the errors of `datasets` have no common base
         cause = error.__cause__ or error
         line = str(cause).strip().partition("\n")[0]
-        raise CorpusError(
-            f"Cannot read {spec.kind}:{spec.location}: {type(cause).__name__}: {line}"
-        ) from error
+        raise CorpusError(f"Cannot read hf:{spec.location}: {type(cause).__name__}: {line}") from error
+    return spec.location, rows.select_columns(_columns(spec.location, rows.column_names, spec.field, chat))
+
+
+def _parquet(file: Path, target: Path, field: str, chat: bool) -> tuple[str, Any]:
+    """The name of a file, and a `datasets.Dataset` of it in `target`, where rows are found by number."""
+    import datasets
+    import pyarrow as pa
+    from pyarrow.dataset import dataset
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with reading(lambda reason: CorpusError(f"Cannot read parquet:{file}: {reason}.")):
+        found = dataset(str(file), format="parquet")
+        if not found.count_rows():
+            return file.name, []  # it may have no columns
+        columns = _columns(str(file), found.schema.names, field, chat)
+        scanner = found.scanner(columns=columns, batch_size=1024)
+        with pa.ipc.new_stream(str(target), scanner.projected_schema) as writer:
+            for batch in scanner.to_batches():
+                writer.write_batch(batch)
+        return file.name, datasets.Dataset.from_file(str(target))
+
+
+def _columns(location: str, columns: list[str], field: str, chat: bool) -> list[str]:
+    """Those to read: of conversations all, as what is not followed is refused."""
+    if field in columns or (chat and shape_of(columns, field)):
+        return columns if chat else [field]
+    raise CorpusError(
+        f"{location} has no field {field!r}; it has {', '.join(columns)}{_advice(field, columns)}."
+    )
 
 
 def text_of(record: Any, field: str) -> str:
@@ -288,22 +315,39 @@ def text_of(record: Any, field: str) -> str:
 
 
 def conversation(record: Any, field: str) -> dict[str, Any]:
-    """A record's messages, and the `tools` they may call, or None; a ValueError without messages."""
+    """A record's messages, and the `tools` they may call, or None; a ValueError without messages, or with
+    another key whose value may belong to the conversation."""
     shape = shape_of(record, field) if isinstance(record, dict) else None
-    messages, tools = shape(record) if shape else _field_of(record, field), record.get("tools")
-    for key in filter(UNREAD.search, record):
-        if record[key] not in (None, 1, "", [], {}):
-            raise ValueError(f"the record has a key {key!r}, which is not read; remove it")
-    tools = json.loads(tools or "null") if isinstance(tools, str) else tools
-    return {"messages": messages, "tools": tools}
+    messages = shape(record) if shape else _field_of(record, field)
+    tools = record.pop("tools", None)
+    for key, value in record.items():  # which were not taken out
+        if not _harmless(key, value, messages):
+            raise ValueError(
+                f"the record has a key {key!r}, which is not read; remove it, or put it into the messages"
+            )
+    return {"messages": messages, "tools": json.loads(tools or "null") if isinstance(tools, str) else tools}
+
+
+def _harmless(key: str, value: Any, messages: Any) -> bool:
+    """Whether nothing of a conversation is lost with a value beside it."""
+    if isinstance(value, str):
+        said = (
+            [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+        )
+        short = len(value) <= 200 and "\n" not in value and HARMLESS.search(key)
+        return bool(not value or short or value in said)
+    if isinstance(value, Number | date):
+        return value == 1 or not SWITCH.search(key)
+    return not value
 
 
 def _field_of(record: Any, field: str) -> Any:
+    """A field, taken out of the record."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if field not in record:
         raise ValueError(f"no field {field!r}; it has {', '.join(record)}{_advice(field, record)}")
-    return record[field]
+    return record.pop(field)
 
 
 def _advice(field: str, fields: Iterable[str]) -> str:

@@ -6,26 +6,29 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from unicodedata import normalize
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from wlb_titan.arrays import Ints
-from wlb_titan.errors import CorpusError, reading, regular
+from wlb_titan.corpus.corpus import open_tokenizer
+from wlb_titan.errors import CorpusError, reading
 from wlb_titan.prepare.sources import Source
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-BESIDE = (TEMPLATE_FILE, "special_tokens_map.json", "generation_config.json")  # optional files
+TEMPLATES = (TEMPLATE_FILE, "additional_chat_templates/*.jinja")  # optional files
+BESIDE = (*TEMPLATES, "special_tokens_map.json", "generation_config.json")
 
-ADVICE = "Name a folder on this machine; `hf download NAME --local-dir FOLDER` brings one from the hub."
 TRAINED_END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
@@ -34,42 +37,36 @@ TRAINING_CHARACTERS = 8_000_000  # for the BPE: enough for some ten thousand ent
 TRAINING_DOCUMENTS = 64  # that share this text at least, however long the first ones are
 PIECE_CHARACTERS = 1_000_000  # longer texts are tokenized in pieces, so that all cores work on one text
 BATCH_CHARACTERS = 2_000_000  # tokenized at a time, with about 40 bytes of memory per character
+CHECKED_CHARACTERS = 500_000  # of the first batch, whether they come back
 
 Item = TypeVar("Item")
 
 
 class CorpusTokenizer:
-    """The tokenizer of a folder with `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`."""
+    """The tokenizer of a folder with `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`, as
+    transformers reads it: `named`, a `PreTrainedTokenizerFast`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        file = folder / TOKENIZER_FILE
-        what = f"{file} cannot be opened as a tokenizer"
-        with reading(lambda reason: CorpusError(f"{what}: {reason}. {ADVICE}")):
-            self._tokenizer = Tokenizer.from_str(regular(file).read_text(encoding="utf-8"))
-        self.end_of_text = _end_of_text(folder / CONFIG_FILE)
-        identifier = self._tokenizer.token_to_id(self.end_of_text)
-        if identifier is None:
+        self.folder, self.named = folder, open_tokenizer(folder)
+        self.end_of_text = self.named.eos_token
+        if self.end_of_text is None:
+            raise CorpusError(f"{folder / CONFIG_FILE} names no eos_token, which ends every document.")
+        alone = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        declared = map(str, self.named.init_kwargs.get("added_tokens_decoder", {}).values())
+        if alone.token_to_id(self.end_of_text) is None and self.end_of_text not in declared:
             where = f"of {folder / CONFIG_FILE} is not in {TOKENIZER_FILE}"
             raise CorpusError(f"The eos_token {self.end_of_text!r} {where}.")
-        self.end_of_text_id: int = identifier
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.end_of_text_id: int = self.named.eos_token_id
+        self.vocab_size: int = max(self.named.get_vocab().values()) + 1
+        self._tokenizer = self.named.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Text that spells a special token, as source code of tokenizers does, must not become one: an
-        # end-of-text token would look like the document's end.
-        self._tokenizer.encode_special_tokens = True
+        self._seen = False
 
     def special_ids(self) -> dict[str, int]:
         """The tokens that end, begin and pad a text, by their names in a model's config.json."""
-        config = json.loads((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        ids = {"eos_token_id": self.end_of_text_id}
-        for name in ("bos_token", "pad_token"):
-            token = config.get(name)
-            number = self._tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token or "")
-            if number is not None:
-                ids[f"{name}_id"] = number
-        return ids
+        ids = {name: getattr(self.named, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
+        return {name: number for name, number in ids.items() if number is not None}
 
     def beginning(self, wanted: bool) -> np.ndarray:
         """int32 (0 or 1,), the token that begins every document; warns where others would put one."""
@@ -86,35 +83,60 @@ class CorpusTokenizer:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """int32 (n,), token ids of each text, without special tokens; uses all cores."""
+        # Text that spells a special token, as source code of tokenizers does, must not become one: an
+        # end-of-text token would look like the document's end.
+        self._tokenizer.encode_special_tokens = True
+        self._check_characters(texts)
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
+    def encodings(self, texts: list[str]) -> list[Encoding]:
+        """With offsets, of texts in which a template wrote special tokens."""
+        self._tokenizer.encode_special_tokens = self.named.split_special_tokens
+        self._check_characters(texts)
+        return list(self._tokenizer.encode_batch(texts, add_special_tokens=False))
 
-def _end_of_text(config: Path) -> str:
-    which = "which ends every document"
-    with reading(lambda reason: CorpusError(f"{config} does not name the eos_token, {which} ({reason}).")):
-        token = json.loads(regular(config).read_text(encoding="utf-8"))["eos_token"]
-        token = token["content"] if isinstance(token, dict) else token
-        if not isinstance(token, str):
-            raise ValueError(f"eos_token is {token!r}")
-        return token
+    def _check_characters(self, texts: list[str]) -> None:
+        """Warns if the first texts have characters that do not come back."""
+        if self._seen:
+            return
+        self._seen = True
+        text = "\n".join(text[: CHECKED_CHARACTERS // len(texts) + 1] for text in texts)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        given, found = (normalize("NFC", t) for t in (text, self._tokenizer.decode(ids, False)))
+        lost = {c: n for c, n in (Counter(given) - Counter(found)).items() if not c.isspace()}
+        if lost:
+            warnings.warn(
+                f"The tokenizer in {self.folder} does not give back {sum(lost.values()):,} of the first "
+                f"{len(given):,} characters, such as {next(iter(lost))!r}: it leaves them out, or writes "
+                "others in their place. Take one that writes every byte.",
+                stacklevel=2,
+            )
 
 
 def tokenizer_files(folder: Path, template: str | None = None) -> dict[str, Path]:
     """The files that a corpus copies, by their names there; `template` replaces the chat template."""
-    paths = {name: folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, *BESIDE)}
-    files = {name: path for name, path in paths.items() if path.is_file()}
+    names = (TOKENIZER_FILE, CONFIG_FILE, *(name for name in BESIDE if not (template and name in TEMPLATES)))
+    paths = [path for name in names for path in sorted(folder.glob(name)) if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): path for path in paths}
     return files | {TEMPLATE_FILE: Path(template)} if template else files
 
 
-def copy_tokenizer(source: Path, folder: Path, template: str | None = None) -> None:
-    CorpusTokenizer(source)  # complains, before anything is copied, if the tokenizer cannot be used
+def copy_tokenizer(source: Path, folder: Path, template: str | None = None) -> CorpusTokenizer:
+    """The tokenizer in `source`, whose files `folder` gets: transformers may also look at files that a corpus
+    does not need, such as config.json."""
+    tokenizer = CorpusTokenizer(source)
     folder.mkdir()
     for name, path in tokenizer_files(source, template).items():
         try:
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
         except OSError as error:
             raise CorpusError(f"{path} cannot be copied into the corpus: {error.strerror}.") from error
+    if template:
+        with reading(lambda reason: CorpusError(f"--chat-template {template} cannot be read: {reason}.")):
+            tokenizer.named.chat_template = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+    return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:

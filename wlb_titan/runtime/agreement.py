@@ -21,7 +21,7 @@ from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
 from torchtitan.config import CommConfig
 from torchtitan.tools.logging import logger
 
-from wlb_titan.config.documents import steps_of_epochs, training_documents
+from wlb_titan.config.documents import steps_of_epochs
 from wlb_titan.cost.cluster import Cluster, cluster_of_device, cluster_of_gpu
 from wlb_titan.cost.passes import JobCost
 from wlb_titan.cost.workload import workload
@@ -41,9 +41,9 @@ COMPILE_SECONDS = 90  # the most seen for one of them
 STEPS = 10  # that a rank may fall behind, as predicted for the longest micro-batches
 
 
-def agreed_job(config: TrainerConfig, job: Job) -> Job:
+def agreed_job(config: TrainerConfig, job: Job, documents: Documents) -> Job:
     """A job on the hardware of all ranks, its policies chosen; sets `training.steps` from `wlb.epochs`."""
-    epochs, documents = config.wlb.epochs, training_documents(config.wlb)
+    epochs = config.wlb.epochs
     gpus = _gathered(None if config.wlb.cluster else gpu_at_hand(config.wlb.device))
     if all(gpus):
         cluster, warning = common_cluster(gpus)
@@ -51,15 +51,16 @@ def agreed_job(config: TrainerConfig, job: Job) -> Job:
             logger.warning(warning)
         job = job.on(cluster)
     check_same(_facts(job, documents))
+    # A solver stopped by its time limit finds different packings on different ranks.
+    shared = SharedAnswer() if job.undecided or (epochs and job.packing.planning_seconds) else None
     if job.undecided:
-        choice = choose(job, documents, on_one_rank=SharedAnswer())
+        choice = choose(job, documents, on_one_rank=shared)
         job = choice.job
         rows = [", ".join(f"{heading} {cell}" for heading, cell in row.items()) for row in choice.rows()]
         for line in [*rows, *choice.remarks()]:
             logger.info(line)
     if epochs:
-        # A solver stopped by its time limit finds different packings on different ranks.
-        planned = replace(job, on_one_rank=SharedAnswer()) if job.packing.planning_seconds else job
+        planned = replace(job, on_one_rank=shared) if job.packing.planning_seconds else job
         config.training.steps = steps_of_epochs(planned, documents, epochs, saved_plan(config))
         check_rates(config.lr_scheduler, config.training.steps)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
@@ -121,28 +122,32 @@ def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
     )
 
 
-def check_same(facts: Mapping[str, Any]) -> None:
-    """Refuses values that differ between ranks. Every rank takes part."""
-    ranks = _gathered((socket.gethostname(), facts))
-    first_host, first = ranks[0]
-    different = [rank for rank, (_, values) in enumerate(ranks) if values != first]
+def check_same(facts: Mapping[str, Any], group: int = 0) -> None:
+    """Refuses values that differ between ranks that name the same group. Every rank takes part."""
+    ranks = _gathered((group, socket.gethostname(), facts))
+    firsts = {ranks[rank][0]: rank for rank in reversed(range(len(ranks)))}
+    different = [rank for rank, (own, _, values) in enumerate(ranks) if values != ranks[firsts[own]][2]]
     if not different:
         return
-    host, values = ranks[different[0]]
+    own, host, values = ranks[different[0]]
+    _, first_host, first = ranks[firsts[own]]
+    different = [rank for rank in different if ranks[rank][0] == own]
     both = [(key, values.get(key), first.get(key)) for key in first | values]
     what = "; ".join(f"{key} is {value}, not {other}" for key, value, other in both if value != other)
     more = ", ..." * (len(different) > 8)
     raise UserError(
-        f"Rank {', '.join(map(str, different[:8]))}{more} (host {host}) would not train what rank 0 (host "
-        f"{first_host}) does: {what}. Each rank plans by itself, so all need the same configuration, corpus, "
-        "profiles and packages, and no policy may plan by rank."
+        f"Rank {', '.join(map(str, different[:8]))}{more} (host {host}) would not train what rank "
+        f"{firsts[own]} (host {first_host}) does: {what}. Each rank plans by itself, so all need the same "
+        "configuration, corpus, profiles and packages, and no policy may plan by rank."
     )
 
 
 def _facts(job: Job, documents: Documents) -> dict[str, str]:
     facts = {field.name: repr(getattr(job, field.name)) for field in fields(job) if field.repr}
     facts["cluster"] = repr(replace(job.cluster, attention_profile=""))  # which lies where packages do
-    facts["attention"] = repr(job.strategy and job.latency)
+    facts |= {"attention": repr(job.latency), "other work": repr(job.token)}
+    lengths = 2 ** np.arange(job.window.bit_length())
+    facts["work of documents"] = repr(workload(job.cost_model, lengths).tolist())
     auto = (policy for policy in (job.packing, job.context) if policy.owner.automatic)
     facts["auto"] = repr([policy.family.candidates for policy in auto])
     facts["corpus"] = f"{documents.fingerprint} of {len(documents.lengths):,} documents"

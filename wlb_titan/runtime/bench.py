@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from wlb_titan.config.documents import training_documents
+from wlb_titan.corpus import Corpus
 from wlb_titan.job import Job
 from wlb_titan.runtime.agreement import agreed_job, timeout
 from wlb_titan.runtime.attention.implementation import compile_attention
@@ -61,13 +61,14 @@ class Turn:
 class BenchTrainer(Trainer):
     """Runs the rounds of [wlb.bench], and writes bench.json into the dump folder."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, corpus: Corpus | None = None) -> None:
         dims, configs = parallel_dims(config, int(os.environ["WORLD_SIZE"])), turns_of(config)
         self._jobs = {name: job_of(turn, dims) for name, turn in configs.items()}
         self._rounds = WARM_UP + config.wlb.bench.rounds
         wlb, checkpoint = next(iter(configs.values())).wlb, config.checkpoint
-        loading = {"load_only": True, "initial_load_model_only": True, "last_save_in_hf": False}
-        checkpoint = replace(checkpoint, enable=bool(checkpoint.initial_load_path), **loading)
+        loading = {"load_only": True, "load_step": -1, "initial_load_model_only": True}
+        loading |= {"last_save_in_hf": False, "enable": bool(checkpoint.initial_load_path)}
+        checkpoint = replace(checkpoint, **loading)
         super().__init__(
             replace(
                 config,
@@ -75,7 +76,8 @@ class BenchTrainer(Trainer):
                 metrics=replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
                 training=replace(config.training, steps=self._rounds * len(configs)),
                 wlb=replace(wlb, epochs=0, trace_every=1, validation=replace(wlb.validation, every=0)),
-            )
+            ),
+            corpus,
         )
         self.step_trace.folder, self.step_trace.told = os.path.join(config.dump_folder, TRACES), True
         self.turns = [self._turn(name) for name in configs]
@@ -85,7 +87,7 @@ class BenchTrainer(Trainer):
         """Also makes the process groups of all policies, in one order on all ranks."""
         first, *others = self._jobs
         self._jobs[first] = self.job
-        self._jobs |= {name: agreed_job(self.config, self._jobs[name]) for name in others}
+        self._jobs |= {name: agreed_job(self.config, self._jobs[name], self.documents) for name in others}
         longest = max(timeout(self.config, job) for job in self._jobs.values())
         super().set_up(dims)
         self.config.comm.train_timeout_seconds = longest
@@ -103,7 +105,7 @@ class BenchTrainer(Trainer):
             prepare_attention(self.model_parts, job, self._meshes_of[name])
         return Turn(name, job, loader, loader.steps(self.lower), [layer.context for layer in layers])
 
-    def train(self, begin: Callable[[int], None], goes_on: Callable[[int], bool]) -> bool:
+    def train(self, begin: Callable[[int], None], goes_on: Callable[[], bool]) -> bool:
         """Runs all rounds; returns whether nobody asked to stop."""
         for turn in self.turns[1:]:
             compile_attention(self.config, turn.job, self.device, self.config.dataloader.context_rank)
@@ -140,7 +142,7 @@ class BenchTrainer(Trainer):
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         figures = self.step_trace.end(self.step, step.plan, self.job)
         balance = figures.get("measured_imbalance", nan), figures.get("bubble", 0.0)
-        peak = max(measured_memory(self.parallel_dims, self.device, step.digest, None).values())
+        peak = max(measured_memory(self.parallel_dims, self.device, step, None).values())
         mean = dist_utils.dist_sum(loss, self.parallel_dims.get_optional_mesh("loss"))
         if number >= WARM_UP:
             turn.taken.append((seconds.item(), step.flops, step.plan.tokens, *balance, peak))
@@ -148,10 +150,10 @@ class BenchTrainer(Trainer):
         logger.info(f"{round_} | {turn.policy} | loss {mean:8.5f} | {seconds:.2f} s")
 
     def _tell(self) -> None:
-        documents, rates = training_documents(self.config.wlb), []
+        rates: list[float] = []
         for turn in self.turns:
             slow = turn.job.packing.planning_seconds > 0  # it would plan as long again
-            steps = documents, self._rounds - WARM_UP, WARM_UP
+            steps = self.documents, self._rounds - WARM_UP, WARM_UP
             rates.append(nan if slow else predicted(turn.job, turn.job.policy, *steps).flops_per_second)
         records = bench_records({turn.policy: np.array(turn.taken) for turn in self.turns}, rates)
         path = Path(self.config.dump_folder) / BENCH_FILE

@@ -14,13 +14,18 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.config import TrainerConfig
 
+NEVER = torch.iinfo(torch.int64).max
 METADATA = ".metadata"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
 STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")  # beside the weights
@@ -88,10 +93,13 @@ def newest_whole(folder: Path, needed: Collection[str] = STATES) -> Beginning:
 
 def damage(checkpoint: Path, needed: Collection[str] = STATES) -> str:
     """Why a checkpoint cannot be loaded with the states that are needed; empty if it can."""
-    if not checkpoint.is_dir():
-        return "does not exist"
-    if not (checkpoint / METADATA).is_file():
-        exported = needed and (checkpoint / HUGGING_FACE_INDEX).is_file()
+    try:
+        there = {file.name for file in checkpoint.iterdir()}
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+        return "does not exist" if gone else f"cannot be read: {error.strerror}"
+    if METADATA not in there:
+        exported = needed and HUGGING_FACE_INDEX in there
         return WEIGHTS_ALONE if exported else f"has no {METADATA}"
     try:
         metadata = FileSystemReader(checkpoint).read_metadata()
@@ -109,13 +117,20 @@ def damage(checkpoint: Path, needed: Collection[str] = STATES) -> str:
     return "" if names.issuperset(needed) else WEIGHTS_ALONE
 
 
+def saves(checkpointer: BaseCheckpointManager, step: int, last: bool = False) -> bool:
+    """Whether torchtitan saves a step by itself."""
+    if not checkpointer.enable or checkpointer.load_only:
+        return False
+    first = step == 1 and checkpointer.enable_first_step_checkpoint
+    return last or first or step % checkpointer.interval == 0
+
+
 def save_stopped(checkpointer: BaseCheckpointManager, step: int, *, new: bool) -> str:
     """Saves a run that stops before its last step; `new`: whether this process trained the step. Returns a
     sentence for the log."""
     if not checkpointer.enable or checkpointer.load_only:
         return "nothing is saved, as checkpoint.enable = false or load_only = true"
-    saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
-    if new and not saved:
+    if new and not saves(checkpointer, step):
         checkpointer.interval = 1
         checkpointer.save(step)
     checkpointer.maybe_wait_for_saving()
@@ -132,6 +147,51 @@ def move_aside(folder: Path, begun: Beginning) -> None:
         (folder / f"step-{step}").rename(aside)
 
 
+class Finite:
+    """Whether losses, gradients and weights are finite numbers: what is not is never saved.
+
+    Once one of them is infinite or NaN, all later steps are. Each step is noted on the device, without
+    waiting for it, and the notes are read where the run waits anyway: in a logged step and before a save.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._first = torch.full((), NEVER, dtype=torch.int64, device=device)  # step that is not finite
+
+    def note(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Notes this rank's loss and norm of gradients, two scalars."""
+        finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
+        self._first = torch.where(finite, self._first, self._first.clamp(max=step))
+
+    def check(self, trainer: TorchtitanTrainer, *, saves: bool) -> None:
+        """Ends the run if any rank's steps up to this one or, before it is saved, weights are not finite."""
+        first, step, config = self._first.clone(), trainer.step, trainer.config
+        for part in trainer.model_parts if saves else ():
+            for weight in part.parameters():
+                first = torch.where(all_finite(weight), first, first.clamp(max=step))
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        if (begun := int(first)) == NEVER:
+            return
+        trainer.checkpointer.maybe_wait_for_saving()
+        raise UserError(
+            f"From step {begun} on (this is step {step}) the loss, the gradients or the weights are not "
+            "finite numbers, and not saved. Lower optimizer.param_groups.N.optimizer_kwargs.lr, raise "
+            f"lr_scheduler.warmup_steps, or look for bad documents, and start again: {_continues(config)}"
+        )
+
+
+def all_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all numbers of a tensor, or of this rank's part of it, are finite: bool scalar."""
+    return torch.isfinite(tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor).all()
+
+
+def _continues(config: TrainerConfig) -> str:
+    """From which checkpoint a run continues when it is started again, as the end of a message."""
+    newest = newest_whole(Path(config.dump_folder) / config.checkpoint.folder).step
+    if not config.checkpoint.enable or newest < 0:
+        return "there is no older checkpoint, so the run begins anew."
+    return f"the checkpoint of step {newest} is intact, and the run continues from it."
+
+
 def explained(error: BaseException, config: TrainerConfig, step: int, *, saving: bool) -> BaseException:
     """The user's error behind one of torch's checkpointing, or else the error itself; `saving`: whether the
     run had started, as before that the checkpoint of a step, or of -1 the initial one, is loaded."""
@@ -141,11 +201,9 @@ def explained(error: BaseException, config: TrainerConfig, step: int, *, saving:
         if isinstance(cause, UserError):
             return cause
     if saving and any(map(_says_that_the_disk_is_full, causes)):
-        older = newest_whole(folder).step
-        follows = f"the checkpoint of step {older} is intact, and the run continues from it"
         return UserError(
             f"A checkpoint cannot be saved in {folder}: its disk is full. Make room and start again: "
-            + (f"{follows}." if older >= 0 else "there is no older checkpoint, so the run begins anew.")
+            + _continues(config)
         )
     if saving or not any(isinstance(cause, CheckpointException) for cause in causes):
         return error

@@ -1,7 +1,15 @@
-"""What is refused before anything starts: of a whole configuration, and of the files that it names.
+"""What is refused before a first step, by what has to be looked at for it:
+
+| function | looks at | is called by |
+| --- | --- | --- |
+| `validate` | the configuration alone; `model_checks.py` at its model | all that load one: commands, ranks |
+| `validate_machine` | the devices here | the launcher of a job that runs here, and each rank |
+| `validate_inputs` | the files that it names | `config check`, launchers, `export`, and each rank |
+| `validate_files` | these, and what ranks plan from them | `config check`, launchers |
+| `agreement.check_same` | what the other ranks have | each rank |
 
 torchtitan's own checks run on copies, and their messages are passed on. Added are the conditions on which
-torchtitan would only fail in the middle of a run. `model_checks.py` has those of the model.
+torchtitan would only fail in the middle of a run.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan.distributed import ParallelDims
+import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from wlb_titan.config import documents as corpora
@@ -18,10 +26,11 @@ from wlb_titan.config.settings import BenchSettings
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Policy
-from wlb_titan.pipeline.schedule import check_micro_batches
+from wlb_titan.kernels.implementations import device_of
+from wlb_titan.packing.once import validating
 from wlb_titan.plugins import check_interface, load, short_name
 from wlb_titan.runtime import model_checks
-from wlb_titan.runtime.agreement import check_rates
+from wlb_titan.runtime.agreement import check_rates, saved_plan
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.attention.module import ContextAttention
 from wlb_titan.runtime.checkpoints import STATES, beginning
@@ -30,17 +39,16 @@ from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import (
     configured_degrees,
     degrees_product,
-    has_experts,
+    device_bytes,
     job_of,
     parallel_dims,
 )
 from wlb_titan.runtime.dump_folder import CONFIG_FILE, METRICS_FILE, check_place
 from wlb_titan.runtime.ends import seconds_of
-from wlb_titan.runtime.hugging_face import check_weights
+from wlb_titan.runtime.hugging_face import check_weights, export_files
 from wlb_titan.runtime.loss import weighted
+from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.meshes import Axis, Dims
-from wlb_titan.runtime.pipeline.build import pipeline
-from wlb_titan.runtime.pipeline.keys import canonical_name, check_schedule, check_stages, stage_names
 from wlb_titan.simulator.choice import choose
 from wlb_titan.toml.values import shown
 
@@ -73,12 +81,12 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
     _check_checkpoint(config, dims)
     weights = model_checks.check_model(config, dims)
     check_implementation(config)
-    _check_pipeline(config, dims)
+    model_checks.check_pipeline(config, dims)
     model_checks.check_optimizer(config)
     model_checks.check_groups(config, weights, dims)
     model_checks.check_parts(config)
     _check_halves(config, dims)
-    _check_experts(config, dims)
+    model_checks.check_experts(config, dims)
     _check_job(config, dims)
     for name, turn in turns_of(config).items():
         try:
@@ -148,7 +156,7 @@ def _check_settings(config: TrainerConfig) -> None:
             stacklevel=2,
         )
     if config.wlb.device == "cpu":
-        check_on_cpu(config)
+        _check_on_cpu(config)
     if not config.wlb.epochs:  # which sets the steps when the run starts
         check_rates(config.lr_scheduler, config.training.steps)
     if config.wlb.loss_weight == "conversation":
@@ -157,7 +165,7 @@ def _check_settings(config: TrainerConfig) -> None:
         seconds_of(config.wlb.stop_after)
 
 
-def check_on_cpu(config: TrainerConfig) -> None:
+def _check_on_cpu(config: TrainerConfig) -> None:
     """Refuses what torchtitan does by means of a GPU alone."""
     for key, value in NEED_GPUS.items():
         section, name = key.split(".")
@@ -194,30 +202,6 @@ def _check_checkpoint(config: TrainerConfig, dims: Dims) -> None:
             )
 
 
-def _check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
-    if not dims.pp_enabled:
-        return
-    if config.model_spec.pipelining_fn is not pipeline:
-        raise UserError(
-            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} cannot be cut into stages, or "
-            "only by a function for micro-batches of one length; set it to 1."
-        )
-    try:
-        check_stages(config.parallelism, config.model_spec.model)
-    except ValueError as error:
-        raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
-    try:
-        check_schedule(config.parallelism, config.compile)
-        stages = stage_names(config.parallelism, config.model_spec.model)
-        # Slices have their own schedule, but validation runs whole documents in the job's.
-        packing = config.wlb.packing
-        if not packing.owner.slices or config.wlb.validation.enabled:
-            schedule = canonical_name(config.parallelism.pipeline_parallel_schedule)
-            check_micro_batches(schedule, dims.pp, len(stages), config.training.local_batch_size)
-    except ValueError as error:
-        raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
-
-
 def _check_halves(config: TrainerConfig, dims: Dims) -> None:
     """Loads the halves of the user's own parts that move tensors, which planning does without."""
     halves = [("wlb.policy", config.wlb.context.owner.attention, ContextAttention)]
@@ -228,20 +212,6 @@ def _check_halves(config: TrainerConfig, dims: Dims) -> None:
                 check_interface(load(target), interface)
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
-
-
-def _check_experts(config: TrainerConfig, dims: Dims) -> None:
-    key = "parallelism.expert_parallel_degree"
-    if dims.ep > 1 and not has_experts(config.model_spec.model):
-        raise UserError(f"{key}: the model has no experts; set it to 1.")
-    packing, whole = config.wlb.packing, dims.cp * dims.tp
-    if packing.owner.slices and whole % dims.ep:
-        raise UserError(
-            f"{key}: {dims.ep} ranks share experts, among them several data-parallel ranks. These meet in "
-            f"every pass, but under {packing.name} each runs the backward passes of its slices in its own "
-            f"order. Set it to a divisor of the {whole} ranks of context ({dims.cp}) x tensor parallelism "
-            f"({dims.tp}), or choose another policy."
-        )
 
 
 def _check_job(config: TrainerConfig, dims: Dims) -> None:
@@ -266,10 +236,13 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     read = {f"wlb.corpus.sources.{number}.path": s.path for number, s in enumerate(wlb.corpus.sources)}
     read = read or {"wlb.corpus.path": wlb.corpus.path}
     read["wlb.validation.path"] = wlb.validation.path
+    read["checkpoint.initial_load_path"] = config.checkpoint.initial_load_path or ""
     check_place(config.dump_folder, config.checkpoint.folder, read)
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         check_weights(config, model_checks.trained_spec(config), corpus)
+    if config.checkpoint.last_save_in_hf:
+        export_files(config, corpus)
     folder = Path(config.dump_folder)
     if config.wlb.bench.policies and any((folder / run).exists() for run in (METRICS_FILE, CONFIG_FILE)):
         raise UserError(
@@ -279,9 +252,9 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
 
 
 def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
-    """What a run would only find out itself: `validate_inputs`, and a step is planned, unless the policy is
-    slow, such as `fixed_solver`. Attention times are always looked up: without context parallelism only
-    predictions read them."""
+    """What a run would only find out itself: `validate_inputs`, and whether it goes on from its checkpoint.
+    A step is planned, unless the policy is slow, such as `fixed_solver`, and one of each source's validation.
+    Attention times are always looked up: without context parallelism only predictions read them."""
     wlb, corpus = config.wlb, validate_inputs(config)
     for turn in turns_of(config).values():
         validate_files(turn, world_size)
@@ -297,19 +270,34 @@ def validate_files(config: TrainerConfig, world_size: int | None = None) -> None
             planner.next(sharded=[0])
             setting = "wlb.policy"
             job.planner(documents).hold_to_rules()
+        setting = ""
+        if wlb.validation.enabled:
+            for held_out in corpora.validated_documents(wlb, corpus)[1].values():
+                validating(job).planner(held_out).next()
+        begun = beginning(config).step
+        going_on = replace(config, checkpoint=replace(config.checkpoint, load_step=begun))
+        if begun > 0 and (state := saved_plan(going_on)) is not None:
+            job.planner(documents).load_state_dict(state)
     except PlanError as error:
         raise PlanError(str(error), setting=error.setting or setting) from error
     if wlb.epochs and config.lr_scheduler.total_steps is not None and not configured.undecided:
         check_rates(config.lr_scheduler, corpora.steps_of_epochs(job, documents, wlb.epochs))
-    beginning(config)
 
 
-def check_processes(processes: int, gpus: int) -> None:
-    if processes > gpus:
+def validate_machine(config: TrainerConfig, world_size: int, processes: int) -> None:
+    """Refuses what so many of the job's processes cannot do on the devices here."""
+    gpus = 0 if config.wlb.device == "cpu" else torch.accelerator.device_count()
+    if not gpus:
+        _check_on_cpu(config)
+    elif processes > gpus:
         raise UserError(
             f"parallelism: {processes} processes need a GPU each, and there {'are' if gpus > 1 else 'is'} "
             f'{gpus}; lower the degrees, or set wlb.device = "cpu".'
         )
+    here = torch.accelerator.current_accelerator() if gpus else None
+    check_implementation(config, device_of(here or torch.device("cpu")))
+    if gpus:
+        check_memory(job_of(config, parallel_dims(config, world_size)), device_bytes())
 
 
 def validate_corpus(config: TrainerConfig) -> Corpus:
@@ -333,8 +321,7 @@ def validate_corpus(config: TrainerConfig) -> Corpus:
             part.check_learned(part.lengths)
         if wlb.validation.enabled:
             key = "wlb.validation." + ("path" if wlb.validation.path else "hold_out")
-            settings, held_out = corpora.validated_documents(wlb)
-            validation = corpora.open_corpus(settings, key)
+            validation, held_out = corpora.validated_documents(wlb, corpus)
             if wlb.validation.path:
                 Corpus.joined([corpus, validation])  # has one tokenizer
                 validation.check_sample(tokenizer.vocab_size)

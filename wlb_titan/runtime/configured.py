@@ -59,7 +59,8 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         dtype=training.mixed_precision_param,
         window=training.seq_len,
         micro_batches=total or training.local_batch_size * job_degrees.data,
-        multiple=math.lcm(dims.tp if memory.sequence_parallel else 1, memory.loss_chunks),
+        # Experts in parallel divide tokens over tensor-parallel ranks whatever the rest does.
+        multiple=math.lcm(dims.tp if memory.sequence_parallel or dims.ep > 1 else 1, memory.loss_chunks),
         packing=wlb.packing,
         context=wlb.context,
         order=wlb.pipeline,
@@ -71,7 +72,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         accounts={shape: told} if told else {},
         memory_unknown="" if told else unknown,
         # Without streams FSDP waits for each collective.
-        overlap=wlb.device != "cpu" and cluster != load_cluster("cpu"),
+        overlap=wlb.device != "cpu" and cluster.kind != "cpu",
         implementation=wlb.attention.implementation,
         sm_margin=wlb.attention.sm_margin,
         tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,

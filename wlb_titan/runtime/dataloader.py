@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.config.documents import documents_of, open_corpus
-from wlb_titan.config.settings import CorpusSettings
+from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.memory.mix import shares
@@ -49,6 +48,7 @@ class Step:
     flops: float  # of the model, on the documents of the whole job
     state_after: dict[str, Any]  # of the planner
     digest: int  # of the plans up to this one (`Plan.digest`)
+    own_digest: int  # and of what the data-parallel rank alone knows of them (`Plan.own_digest`)
     flow: Flow | None = None  # the order of this data-parallel rank's passes; None: that of the schedule
     lowered: Any = None  # the pipeline schedule of that order
     repeated: float | None = None  # share of this rank's layers that repeat something, where that is chosen
@@ -70,7 +70,10 @@ class PlannedDataLoader(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         """Filled in by the trainer from the other sections."""
 
-        corpus: CorpusSettings = field(default_factory=CorpusSettings)
+        corpus: Corpus
+        documents: Documents
+        """Those of the corpus that are planned."""
+
         job: Job
         context_rank: int = 0
         """Whose share of each micro-batch is served."""
@@ -85,30 +88,25 @@ class PlannedDataLoader(BaseDataLoader):
         alone: bool = False
         """Whether the other ranks are not there, and a solver is asked here."""
 
-        hold_out: float = 0.0
-        documents: Documents | None = None
-        """Other ones of the corpus than those that are trained on."""
-
         def to_dict(self) -> dict[str, Any]:
             return {}  # in torchtitan's logs, which have the user's sections
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
         assert dp_world_size == config.job.degrees.data
-        self.corpus = open_corpus(config.corpus)
+        self.corpus = config.corpus
         self.plan: Plan | None = None  # of the step being served
         self._context_rank, self._tensor_rank = config.context_rank, config.tensor_rank
         self._pipeline_ranks = config.pipeline_ranks
         self._job = config.job
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
-        documents = config.documents or documents_of(config.corpus, self.corpus, config.hold_out)
-        self.count = len(documents.lengths)
+        self.count = len(config.documents.lengths)
         planned = config.job
         if planned.packing.planning_seconds and not config.alone:
             planned = replace(planned, on_one_rank=SharedAnswer())
-        self._planner = planned.planner(documents)
+        self._planner = planned.planner(config.documents)
         self._state = self._planner.state_dict()
-        self._digest = 0
+        self._digest = self._own_digest = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
     def __iter__(self) -> Iterator[Step]:
@@ -142,6 +140,7 @@ class PlannedDataLoader(BaseDataLoader):
     def _prepare(self, lower: Callable[[Flow], Any] | None) -> Step:
         plan = self._planner.next([self._dp_rank], self._pipeline_ranks)
         self._digest = plan.digest(self._digest)
+        self._own_digest = plan.own_digest(self._dp_rank, self._own_digest)
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
         own = plan.of_rank(self._dp_rank)
         rows = [None] * len(own) if own[0].slices is None else cache_rows(own)
@@ -158,6 +157,7 @@ class PlannedDataLoader(BaseDataLoader):
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._planner.state_dict(),
             digest=self._digest,
+            own_digest=self._own_digest,
             flow=flow,
             lowered=None if flow is None or lower is None else lower(flow),
             repeated=self._repeated(own),

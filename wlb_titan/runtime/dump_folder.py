@@ -58,12 +58,14 @@ def held(folder: Path) -> Iterator[None]:
 
 def check_place(folder: str, checkpoints: str, read: Mapping[str, str]) -> None:
     """Checks that a dump folder can be made and written, without making it, and is a place of its own: not
-    in the paths that are `read`, by their keys, and with the checkpoints inside."""
-    if "://" in folder or folder.startswith("~"):
-        raise UserError(
-            "dump_folder: it holds a lock and logs, so it must be a folder of this machine, without ~ or a "
-            'scheme. Only checkpoints may be elsewhere: checkpoint.folder = "s3://BUCKET/RUN".'
-        )
+    in the paths that are `read`, by their keys, and with the checkpoints inside; none is a URI."""
+    for key, path in {"dump_folder": folder, "checkpoint.folder": checkpoints, **read}.items():
+        home = key == "dump_folder" and path.startswith("~")
+        if home or "://" in path:
+            raise UserError(
+                f"{key}: name a folder of this machine, without {'~' if home else 'a scheme'}. A run reads "
+                "and writes files: mount a bucket as a folder, or copy what it has."
+            )
     place, here = Path(folder).resolve(), Path.cwd()
     if place in (here, *here.parents):
         raise UserError(
@@ -74,7 +76,7 @@ def check_place(folder: str, checkpoints: str, read: Mapping[str, str]) -> None:
             raise UserError(
                 f"dump_folder: the run reads {other} ({key}); name a dump_folder outside it, or change {key}."
             )
-    if "://" not in checkpoints and place not in (place / checkpoints).resolve().parents:
+    if place not in (place / checkpoints).resolve().parents:
         raise UserError(
             f"checkpoint.folder: {place / checkpoints} is not inside {place}, where one run at a time "
             "writes. Name a folder inside it."

@@ -6,12 +6,13 @@ has a thread (`Alarm`) that looks once a second at the store by which a job's pr
 
     failed          the first failure: rank, host and message
     stop            the first reason to end the run
-    begun/<rank>    the step that a rank had started when it saw `stop`; it starts no other before `last`
-    last            the largest of these, set by rank 0 once all are there: the last step of all ranks
+    begun/<rank>    how many steps a rank had begun when it saw `stop`; it begins no other before `last`
+    last            the largest of these, set by rank 0 once all are there: how many all ranks do
 
-docs/launch.md ("Stopping") says when a run is asked to end. Ranks that agree on a last step (`Stop`) cannot
-deadlock: a rank between two steps has entered all collectives of those before, so that others can finish
-theirs, and no collective holds up the threads. A call of the store that fails is repeated at the next look.
+docs/launch.md ("Stopping") says when a run is asked to end. Steps are those of training and of validations,
+in the order in which every rank does them. Ranks that agree on the last one (`Stop`) cannot deadlock: a rank
+between two steps has entered all collectives of those before, so that others can finish theirs, and no
+collective holds up the threads. A call of the store that fails is repeated at the next look.
 
 The thread also hears signals, as the main thread may be inside a collective, where Python runs no handler:
 the first SIGTERM or SIGUSR1 lets all ranks stop after a step, a second one and SIGINT end this rank at once.
@@ -62,7 +63,7 @@ class Stop:
         self._begun = 0
         self._wish = ""
         self._frozen = False
-        self._last: int | None = None
+        self.last: int | None = None
         self._changed = threading.Condition()
 
     @property
@@ -74,14 +75,15 @@ class Stop:
         if self._rank == 0:
             self._deadline = time.monotonic() + seconds
 
-    def goes_on(self, step: int) -> bool:
-        """Whether another step follows `step`; for the main thread, between two steps."""
+    def goes_on(self) -> bool:
+        """Whether another step follows, of training or of a validation; for the main thread, before each."""
         with self._changed:
-            if not self._frozen:
-                self._begun = step + 1
-                return True
-            self._changed.wait_for(lambda: self._last is not None)
-            return step < self._last
+            if self._frozen:
+                self._changed.wait_for(lambda: self.last is not None)
+                if self._begun >= self.last:
+                    return False
+            self._begun += 1
+            return True
 
     def ask(self, why: str, status: int) -> None:
         """Asks all ranks to stop, from the next look on; a second reason changes nothing."""
@@ -92,7 +94,7 @@ class Stop:
         if time.monotonic() > self._deadline:
             self.ask("wlb.stop_after", EXIT_AGAIN)
         store = self._store
-        if self._last is not None:
+        if self.last is not None:
             return
         if not self._frozen and (self._is_ready or store.check(["stop"])):
             first = json.loads(store.compare_set("stop", "", self._wish).decode())  # what was asked first
@@ -109,7 +111,7 @@ class Stop:
             store.set("last", str(max(map(int, store.multi_get(self._all_begun)))))
         if store.check(["last"]):
             with self._changed:
-                self._last = int(store.get("last"))
+                self.last = int(store.get("last"))
                 self._changed.notify_all()
 
     def leave(self) -> None:
@@ -118,7 +120,7 @@ class Stop:
             self._frozen = True
         with contextlib.suppress(Exception):  # the store's host may be done already
             self._tell()
-            if self._rank == 0 and self._last is None:
+            if self._rank == 0 and self.last is None:
                 self._store.set("last", str(self._begun))  # of all ranks: none finishes a step alone
 
     @property
@@ -210,11 +212,15 @@ class Alarm:
                 if self._store is not None and self._store.check(["failed"]):
                     self._seen = json.loads(self._store.get("failed"))
                 looked = time.monotonic()
-            except Exception:  # the next look may find the store again
+            except RuntimeError:  # torch's of a store, which the next look may find again
                 if time.monotonic() - looked > LOST and not self._closed.is_set():
                     self._end_at_once(
                         f"ends, as rank 0's host has not answered for {LOST:.0f} s", EXIT_FAILED
                     )
+            except Exception as error:  # a defect of ours
+                self._fail(error)
+            if self.stop.last == 0 and self.stop.status:  # nothing was begun: there is nothing to save
+                self._leave(self.stop.status)
             if self._seen is not None:
                 self._follow(self._seen)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from wlb_titan.arrays import Ints
 from wlb_titan.context.layout import segments_after, sequence_positions
@@ -70,7 +70,7 @@ class Item:
             *(on_host(values).unsqueeze(0) for values in (tokens, labels, positions)),
             DocumentMask(
                 segments=documents_vary(torch.from_numpy(segments)),
-                exchange=tree_map(as_tensor, mask.exchange),
+                exchange=tree_map_only(np.ndarray, on_host, mask.exchange),
                 rows=None if rows is None else documents_vary(torch.from_numpy(rows)),
                 sharers=micro_batch.sharers,
                 kinds=() if micro_batch.mix is None else kinds_of_layers(micro_batch.mix),
@@ -104,11 +104,6 @@ def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """Micro-batches that go through the model together: those of a pipeline run, or a single one."""
     for first in range(0, len(items), size):
         yield items[first : first + size]
-
-
-def as_tensor(part: Ints | int) -> torch.Tensor:
-    """A part of `ContextMask.exchange` as a tensor; a number n becomes an empty one (n, 0)."""
-    return on_host(part) if isinstance(part, np.ndarray) else torch.empty((int(part), 0), dtype=torch.int64)
 
 
 def on_host(values: Ints) -> torch.Tensor:

@@ -14,22 +14,26 @@ from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from wlb_titan.errors import UserError
+from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.plugins import full_name, short_name
 from wlb_titan.runtime.compat import optimizer_factory, owner_of
 from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.configured import has_experts
 from wlb_titan.runtime.hugging_face import check_exchange, on_meta
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, unsupported
-from wlb_titan.runtime.pipeline.keys import stage_names
+from wlb_titan.runtime.pipeline.build import pipeline
+from wlb_titan.runtime.pipeline.keys import canonical_name, check_schedule, check_stages, stage_names
 
 Weights = dict[str, nn.Parameter]
 
-WHOLE_BIAS = "torchtitan.models.gpt_oss.moe:GptOssGroupedExperts"
-"""Experts that look for their tensor-parallel degree in DTensors, which ours are not: each of those ranks
-adds a whole bias."""
+GPT_OSS_EXPERTS = "torchtitan.models.gpt_oss.moe:GptOssGroupedExperts"
+"""Experts that give bfloat16 whatever they take, and look for their tensor-parallel degree in DTensors, which
+ours are not: each of those ranks adds a whole bias."""
 
 
 def trained_spec(config: TrainerConfig) -> ModelSpec:
@@ -60,6 +64,7 @@ def check_model(config: TrainerConfig, dims: ParallelDims) -> Weights:
         )
     model = on_meta(spec)
     weights = dict(model.named_parameters())
+    _check_gpt_oss(config, spec, dims)
     _check_shares(spec, weights, dims)
     # What is loaded in that format is checked with the folder of weights.
     if config.checkpoint.last_save_in_hf and not config.checkpoint.initial_load_in_hf:
@@ -68,24 +73,89 @@ def check_model(config: TrainerConfig, dims: ParallelDims) -> Weights:
 
 
 def _check_shares(spec: ModelSpec, weights: Weights, dims: ParallelDims) -> None:
-    """Refuses weights that tensor- or expert-parallel ranks cannot share equally, or would add up wrongly."""
+    """Refuses weights that ranks of tensor or expert parallelism, or FSDP's, cannot share equally."""
     degrees = {"tp": ("tensor", dims.tp), "ep": ("expert", dims.ep)}
+    sharers = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1) // dims.ep  # FSDP's, of an expert
     for place, node, _, _ in spec.model.traverse(Module.Config, recurse=True):
-        if full_name(owner_of(node)) == WHOLE_BIAS and dims.ep == 1 < dims.tp:
+        across = isinstance(node, GroupedExperts.Config) and sharers * dims.ep > node.num_experts
+        for name, layout in node.sharding_config.state_shardings.items() if node.sharding_config else ():
+            if (weight := weights.get(f"{place}.{name}")) is None:
+                continue
+            sizes = list(weight.shape)
+            for axis, kind in layout.per_axis_spmd_types().items():
+                what, degree = degrees.get(axis.value, ("", 1))
+                if not isinstance(kind, spmd_types.Shard):
+                    continue
+                if sizes[kind.dim] % degree:
+                    raise UserError(
+                        f"parallelism.{what}_parallel_degree: {degree} ranks cannot share the "
+                        f"{sizes[kind.dim]:,} entries of {place}.{name} equally; set a degree that divides "
+                        "them."
+                    )
+                sizes[kind.dim] //= degree
+            if across and sizes[1] % sharers:  # torchtitan divides each expert where ranks outnumber them
+                raise UserError(
+                    f"parallelism.data_parallel_shard_degree: FSDP would divide each of the "
+                    f"{node.num_experts} experts over {sharers} ranks, and these cannot share the "
+                    f"{sizes[1]:,} entries of {place}.{name} equally; lower this degree, and raise "
+                    f"data_parallel_replicate_degree, until ranks are no more than experts or divide them."
+                )
+
+
+def _check_gpt_oss(config: TrainerConfig, spec: ModelSpec, dims: ParallelDims) -> None:
+    """Refuses what torchtitan's experts of gpt-oss add up wrongly, or not at all."""
+    for place, node, _, _ in spec.model.traverse(GroupedExperts.Config):
+        if full_name(owner_of(node)) != GPT_OSS_EXPERTS:
+            continue
+        if dims.ep == 1 < dims.tp:
             raise UserError(
                 f"parallelism.expert_parallel_degree: tensor-parallel ranks would add the second bias of "
                 f"{place} {dims.tp} times, as torchtitan does not divide it; set it to {dims.tp}, so that "
                 "they share whole experts."
             )
-        for name, layout in node.sharding_config.state_shardings.items() if node.sharding_config else ():
-            weight = weights.get(f"{place}.{name}")
-            for axis, kind in layout.per_axis_spmd_types().items() if weight is not None else ():
-                what, degree = degrees.get(axis.value, ("", 1))
-                if isinstance(kind, spmd_types.Shard) and (size := weight.shape[kind.dim]) % degree:
-                    raise UserError(
-                        f"parallelism.{what}_parallel_degree: {degree} ranks cannot share the {size:,} "
-                        f"entries of {place}.{name} equally; set a degree that divides them."
-                    )
+        if config.training.mixed_precision_param != "bfloat16":
+            raise UserError(
+                f"training.mixed_precision_param: {place} gives bfloat16 whatever it takes, which cannot be "
+                'added to other numbers; set it to "bfloat16".'
+            )
+
+
+def check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
+    if not dims.pp_enabled:
+        return
+    if config.model_spec.pipelining_fn is not pipeline:
+        raise UserError(
+            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} cannot be cut into stages, or "
+            "only by a function for micro-batches of one length; set it to 1."
+        )
+    try:
+        check_stages(config.parallelism, config.model_spec.model)
+    except ValueError as error:
+        raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
+    try:
+        check_schedule(config.parallelism, config.compile)
+        stages = stage_names(config.parallelism, config.model_spec.model)
+        # Slices have their own schedule, but validation runs whole documents in the job's.
+        packing = config.wlb.packing
+        if not packing.owner.slices or config.wlb.validation.enabled:
+            schedule = canonical_name(config.parallelism.pipeline_parallel_schedule)
+            check_micro_batches(schedule, dims.pp, len(stages), config.training.local_batch_size)
+    except ValueError as error:
+        raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+
+
+def check_experts(config: TrainerConfig, dims: ParallelDims) -> None:
+    key = "parallelism.expert_parallel_degree"
+    if dims.ep > 1 and not has_experts(config.model_spec.model):
+        raise UserError(f"{key}: the model has no experts; set it to 1.")
+    packing, whole = config.wlb.packing, dims.cp * dims.tp
+    if packing.owner.slices and whole % dims.ep:
+        raise UserError(
+            f"{key}: {dims.ep} ranks share experts, among them several data-parallel ranks. These meet in "
+            f"every pass, but under {packing.name} each runs the backward passes of its slices in its own "
+            f"order. Set it to a divisor of the {whole} ranks of context ({dims.cp}) x tensor parallelism "
+            f"({dims.tp}), or choose another policy."
+        )
 
 
 def check_optimizer(config: TrainerConfig) -> None:

@@ -22,6 +22,7 @@ from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:  # torch is imported only when the ranks watch each other
     from wlb_titan.config.load import Resolved
+    from wlb_titan.corpus import Corpus
     from wlb_titan.runtime.ends import Alarm
 
 PACKAGE = Path(__file__).parents[1]
@@ -62,37 +63,26 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     import torch
 
-    from wlb_titan.kernels.implementations import device_of
-    from wlb_titan.runtime.attention.implementation import check_implementation
-    from wlb_titan.runtime.checks import check_on_cpu, check_processes, validate_inputs
-    from wlb_titan.runtime.configured import device_bytes, job_of, parallel_dims
-    from wlb_titan.runtime.memory import check_memory
+    from wlb_titan.runtime.checks import validate_inputs, validate_machine
+    from wlb_titan.runtime.configured import parallel_dims
     from wlb_titan.runtime.metrics import start_log
     from wlb_titan.runtime.models.load import load_config
 
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
-    if on_cpu:
-        resolved.check(check_on_cpu)
-    else:
-        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        if gpus == 1 and shown and "," not in shown:
-            processes = 1  # the launcher shows each process its own GPU
-        resolved.check(lambda _: check_processes(processes, gpus))
-        if config.wlb.device == "cpu":
-            raise UserError(
-                "wlb.device: the base asks for the CPU, but this process has found a GPU already; set it in "
-                "the TOML file, which is read before."
-            )
-    resolved.check(validate_inputs)
-    dims = parallel_dims(config, world_size)
-    device = device_of(torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator()))
-    resolved.check(lambda config: check_implementation(config, device))
-    if not on_cpu:
-        resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes()))
-    start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
-    return _run(resolved, rank, alarm)
+    if not on_cpu and config.wlb.device == "cpu":
+        raise UserError(
+            "wlb.device: the base asks for the CPU, but this process has found a GPU already; set it in "
+            "the TOML file, which is read before."
+        )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if torch.accelerator.device_count() == 1 and shown and "," not in shown:
+        processes = 1  # the launcher shows each process its own GPU
+    resolved.check(lambda config: validate_machine(config, world_size, processes))
+    corpus = resolved.check(validate_inputs)
+    start_log(rank, parallel_dims(config, world_size), config.parallelism.pipeline_parallel_schedule)
+    return _run(resolved, corpus, rank, alarm)
 
 
 def show_warning(
@@ -122,7 +112,7 @@ def set_allocator() -> None:
     os.environ["PYTORCH_ALLOC_CONF"] = allocator()
 
 
-def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
+def _run(resolved: Resolved, corpus: Corpus, rank: int, alarm: Alarm) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger
 
@@ -137,10 +127,10 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
             source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
         )
         # `record` hands this rank's traceback to the launcher.
-        return record(_build_and_train)(resolved, rank, alarm)
+        return record(_build_and_train)(resolved, corpus, rank, alarm)
 
 
-def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
+def _build_and_train(resolved: Resolved, corpus: Corpus, rank: int, alarm: Alarm) -> int:
     import torch
 
     from wlb_titan.runtime.bench import BenchTrainer
@@ -149,7 +139,8 @@ def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
 
     config = resolved.config
     benches = bool(config.wlb.bench.policies)
-    trainer = resolved.check(lambda config: BenchTrainer(config) if benches else config.build())
+    build = BenchTrainer if benches else lambda config, corpus: config.build(corpus=corpus)
+    trainer = resolved.check(lambda config: build(config, corpus))
     folder = Path(config.dump_folder)
     begun = False
 
@@ -163,9 +154,10 @@ def _build_and_train(resolved: Resolved, rank: int, alarm: Alarm) -> int:
 
     try:
         if config.checkpoint.create_seed_checkpoint:
-            begin(0)
-            trainer.checkpointer.save(curr_step=0, last_step=True)
-            done = True
+            if done := alarm.stop.goes_on():
+                begin(0)
+                trainer.finite.check(trainer, saves=True)
+                trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             done = trainer.train(begin, alarm.stop.goes_on)
     except BaseException as error:  # torch's CheckpointException is no Exception

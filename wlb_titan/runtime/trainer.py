@@ -8,7 +8,6 @@ rank's `local_batch_size` micro-batches go through a pipeline together; without 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +23,15 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
-from wlb_titan.config.documents import open_corpus
+from wlb_titan.config.documents import open_corpus, training_documents
+from wlb_titan.corpus import Corpus
 from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.agreement import agreed_beginning, agreed_job, set_timeouts, timeout
 from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
-from wlb_titan.runtime.checkpoints import save_stopped
+from wlb_titan.runtime.checkpoints import Finite, save_stopped, saves
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
@@ -43,6 +43,7 @@ from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes
 from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
+from wlb_titan.runtime.models.checkpointing import counted_once
 from wlb_titan.runtime.models.weights import build_optimizers, parallelized
 from wlb_titan.runtime.pipeline.build import Moved, PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
@@ -58,14 +59,17 @@ class Trainer(TorchtitanTrainer):
     job: Job
     dataloader: PlannedDataLoader
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, corpus: Corpus | None = None) -> None:
+        self.corpus = open_corpus(config.wlb.corpus) if corpus is None else corpus
+        self.documents = training_documents(config.wlb, self.corpus)
         self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
         self.axes: list[Axis] = []  # filled once there are meshes, before the model is divided
-        config = with_our_parts(config, self.job, self.axes)
+        config = with_our_parts(config, self.job, self.axes, str(self.corpus.tokenizer_path))
         self._made: Made = {}
         self._export: tuple[Path, dict[str, bytes]] | None = None  # of rank 0, at the last step
         super().__init__(config)
         self._reduces = True
+        self.finite = Finite(self.device)
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
         self.step_trace = StepTrace(self.timer, config, self.parallel_dims)
         if config.compile.enable:
@@ -86,7 +90,7 @@ class Trainer(TorchtitanTrainer):
         dist_config.pipeline_per_edge_p2p = True  # otherwise a send waits behind receives from other ranks
         dims = parallel_dims(self.config, world_size)
         self.beginning = agreed_beginning(self.config)
-        self.job = agreed_job(self.config, self.job)
+        self.job = agreed_job(self.config, self.job, self.documents)
         self.set_up(dims)
         return dims
 
@@ -99,34 +103,36 @@ class Trainer(TorchtitanTrainer):
         config.comm.train_timeout_seconds = timeout(config, self.job)
         divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
         config.dataloader = PlannedDataLoader.Config(
-            corpus=wlb.corpus,
+            corpus=self.corpus,
+            documents=self.documents,
             job=self.job,
             context_rank=dims.place("cp"),
             pipeline_ranks=[dims.place("pp")],
             tensor_rank=(dims.place("tp"), dims.tp) if divided else (0, 1),
             loss_weight=wlb.loss_weight,
-            hold_out=wlb.validation.hold_out,
         )
 
     def train(
         self,
         begin: Callable[[int], None] = lambda step: None,
-        goes_on: Callable[[int], bool] = lambda step: True,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Trains until the last step, or until all ranks were asked to stop; returns whether all is done.
-        `begin` gets the loaded checkpoint's step, or 0; `goes_on(step)` says whether another step follows.
-        torchtitan's own command gives neither."""
+        `begin` gets the loaded checkpoint's step, or 0; `goes_on` says before each step, also of a
+        validation, whether it follows. torchtitan's own command gives neither."""
         self._begin, self._goes_on = begin, goes_on
+        if self.config.validator.enable:
+            self.validator.goes_on = goes_on
         # A disk may be slow: not for the group that writes checkpoints.
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
-        logger.info(f"Corpus {self.dataloader.corpus}: {self.dataloader.count:,} documents to train on")
+        logger.info(f"Corpus {self.corpus}: {self.dataloader.count:,} documents to train on")
         logger.info(f"Activations: {self.job.checkpointing}")
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         checkpoint = self.config.checkpoint
         exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
         if exports and dist.get_rank() == 0:
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.config.training.steps}"
-            self._export = folder, export_files(self.config, self.dataloader.corpus)
+            self._export = folder, export_files(self.config, self.corpus)
         super().train()
         if self.step < self.config.training.steps:
             return False
@@ -148,10 +154,11 @@ class Trainer(TorchtitanTrainer):
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
             return False
-        if self._goes_on(self.step):
+        if self._goes_on():
             return True
         for axis in self.axes:  # those that did not meet in this step: the run ends before its last one
             axis.after_optimizer(self, meets=not meets(self, axis.every))
+        self.finite.check(self, saves=True)
         saved = save_stopped(self.checkpointer, self.step, new=self.step >= self._first_step)
         logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
         return False
@@ -173,11 +180,16 @@ class Trainer(TorchtitanTrainer):
         learning_rates = self.lr_schedulers.get_metrics()
         loss = self.gradients(step)
         grad_norm = self.update()
+        self.finite.note(self.step, loss, grad_norm)
         self.metrics_processor.count(step.plan.tokens, step.flops)
-        if self.metrics_processor.should_log(self.step):
+        logs, last = self.metrics_processor.should_log(self.step), self.step == self.config.training.steps
+        saved = saves(self.checkpointer, self.step, last)
+        if logs or saved:
+            self.finite.check(self, saves=saved)
+        if logs:
             self.report(step, loss, grad_norm, learning_rates)
         self.step_trace.end(self.step, step.plan, self.job)  # if the step was not logged
-        if self._export and self.step == self.config.training.steps:
+        if self._export and last:
             begin_export(*self._export)  # torchtitan saves the weights next
 
     def gradients(self, step: Step) -> torch.Tensor:
@@ -292,15 +304,13 @@ class Trainer(TorchtitanTrainer):
         mesh = self.parallel_dims.get_optional_mesh("loss")
         own_mean = loss * (step.labels / step.own_labels if step.own_labels else 0.0)
         mean, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own_mean, mesh)
-        if not math.isfinite(mean):
-            raise RuntimeError(f"The loss of step {self.step} is {mean}; training stops.")
         seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         figures = {
             "n_tokens_seen": dist_utils.dist_sum(seen, mesh),
             **learning_rates,
             **step.figures(self.job),
             **self.step_trace.end(self.step, step.plan, self.job),
-            **measured_memory(self.parallel_dims, self.device, step.digest, step.repeated),
+            **measured_memory(self.parallel_dims, self.device, step, step.repeated),
         }
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 
@@ -311,7 +321,7 @@ class Trainer(TorchtitanTrainer):
         super().close()
 
 
-def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis]) -> TrainerConfig:
+def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis], tokenizer: str) -> TrainerConfig:
     """A copy that a trainer may change, with our attention, tokenizer, validator, loss, stages and axes."""
     wlb, spec = config.wlb, config.model_spec
     for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
@@ -323,17 +333,16 @@ def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis]) -> Tra
             f"The routers train without a bias, which {spec.name} does not have in Hugging Face's format"
         )
     build = partial(build_optimizers, config.optimizer)
+    divide = partial(parallelized, spec.parallelize_fn, axes)
     stages = partial(regrouped_pipeline, spec.pipelining_fn) if job.packing.regroups else spec.pipelining_fn
     return dataclasses.replace(
         config,
         comm=dataclasses.replace(config.comm),
         training=dataclasses.replace(config.training),
-        hf_assets_path=str(open_corpus(wlb.corpus).tokenizer_path),
+        hf_assets_path=tokenizer,
         tokenizer=Tokenizer.Config(),
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
         optimizer=SimpleNamespace(build=build, to_dict=config.optimizer.to_dict),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
-        model_spec=dataclasses.replace(
-            spec, pipelining_fn=stages, parallelize_fn=partial(parallelized, spec.parallelize_fn, axes)
-        ),
+        model_spec=dataclasses.replace(counted_once(spec), pipelining_fn=stages, parallelize_fn=divide),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -21,8 +21,7 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.config.documents import validated_documents
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.packing.once import Once
-from wlb_titan.pipeline.order import ORDERS
+from wlb_titan.packing.once import validating
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.inputs import Item, grouped
 
@@ -39,22 +38,17 @@ class Validator(titan.BaseValidator):
         super().__init__(config)
         self._parts = parts
         self._sources: dict[str, tuple[PlannedDataLoader, Iterator[Step]]] = {}
+        self.goes_on: Callable[[], bool] = lambda: True  # before each step, as of `Trainer.train`
 
     def prepare(
         self, wlb: WlbSettings, training: PlannedDataLoader.Config, last_step: int, device: torch.device
     ) -> None:
         """Packs the documents for loaders like that of training."""
         self._last, self._device = last_step, device
-        job = training.job
-        once = dataclasses.replace(
-            job,
-            packing=Once.Config(),
-            order=ORDERS.configure("as_packed"),
-            micro_batches=job.degrees.data * (job.run or 1),
-        )
-        corpus, sources = validated_documents(wlb)
+        job = validating(training.job)
+        corpus, sources = validated_documents(wlb, training.corpus)
         for name, documents in sources.items():
-            settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=once)
+            settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=job)
             loader = settings.build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
             self._sources[name] = loader, iter(loader)
 
@@ -67,7 +61,8 @@ class Validator(titan.BaseValidator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Goes once through all documents and reports the losses. Its time does not count for steps."""
+        """Goes once through all documents and reports the losses, unless the run is to end before. Its time
+        does not count for steps."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         begin, metrics = time.perf_counter(), self._parts["metrics_processor"]
@@ -78,7 +73,10 @@ class Validator(titan.BaseValidator):
         losses: dict[str, float] = {}
         total = labels = 0.0
         for name, source in self._sources.items():
-            loss, weight = self._validated(*source, model_parts)
+            sums = self._validated(*source, model_parts)
+            if sums is None:
+                break
+            loss, weight = sums
             losses[f"validation_loss/{name}"] = loss / max(weight, 1e-9)
             total, labels = total + loss, labels + weight
         for part in model_parts:
@@ -86,17 +84,22 @@ class Validator(titan.BaseValidator):
             # The chunked loss without backward leaves FSDP within a forward pass: in the next, the head's
             # gradients would be reduced last, where replicas that run slices in other orders are elsewhere.
             part.reset_iter_state()
+        if sums is None:
+            logger.info(f"Validation after step {step} cut short: the run ends, and there is no result.")
+            return
         metrics.log_validation(total / max(labels, 1e-9), step, losses if len(losses) > 1 else {})
         metrics.time_last_log += time.perf_counter() - begin
 
     def _validated(
         self, loader: PlannedDataLoader, steps: Iterator[Step], model_parts: list[nn.Module]
-    ) -> tuple[float, float]:
-        """A source's sums over all ranks: of its losses, and of its labels."""
+    ) -> tuple[float, float] | None:
+        """A source's sums over all ranks: of its losses, and of its labels. None if the run is to end."""
         run = self._parts["local_batch_size"] if self._parts["pp_schedule"] is not None else 1
         mine = torch.zeros((), device=self._device)
         labels = 0.0
         for step in islice(steps, loader.policy.steps):
+            if not self.goes_on():
+                return None
             labels += step.labels
             for group in grouped(step.items, run):
                 mine += self._loss(group, model_parts)

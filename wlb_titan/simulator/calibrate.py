@@ -24,6 +24,7 @@ FACTORS = 5  # c_f, c_b, a, b_f, b_b
 DIFFERS = 0.1  # of the predicted passes: a run says so
 SLOWER = 1.15  # than equal work elsewhere: the rank is named
 OUTLIER = 0.05  # relative error from which a pass counts less
+TINY = 1e-9  # instead of a factor of 0, in a denominator
 PRIOR = 0.01  # of the weight that all passes give a factor
 
 
@@ -113,12 +114,9 @@ def calibrated(job: Job, factors: Floats, software: str) -> Profile:
         Entry(*facts, "backward", latency.backward.slower(backward), (), "as trained", shape.v_head_dim),
     ]
     cluster = measured_cluster(job.cluster, job.context.profile)
-    rates = [
-        [(size, size * linear / rate) for size in (1e9, 2e9)]
-        for rate in (cluster.linear_flops, cluster.memory_bandwidth)
-    ]
+    slower = max(linear, TINY)
+    rates = LinearProfile(job.dtype, cluster.linear_flops / slower, cluster.memory_bandwidth / slower)
     units = latency.units + job.sm_margin
-    profile = LinearProfile(job.dtype, *rates)
     return Profile(
-        f"{cluster.name}, as trained", units, software, tuple(entries), profile, (layer[0], layer[1])
+        f"{cluster.name}, as trained", units, software, tuple(entries), rates, (layer[0], layer[1])
     )

@@ -8,7 +8,6 @@ data-parallel ranks of `MOST_MICRO_BATCHES` are planned, and stand for the other
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field, replace
 from math import isnan, nan
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.documents import Documents
-from wlb_titan.errors import PlanError, UserError
+from wlb_titan.errors import PlanError, UserError, quiet
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES
@@ -159,14 +158,15 @@ def predicted(
     job: Job, policy: Policy, documents: Documents, steps: int = STEPS, after: int = WARM_UP
 ) -> Candidate:
     """A policy's figures over `steps` steps, after the first `after`."""
+    before = quiet.set(True)  # it says so again once it is chosen
     try:
         job = job.under(policy)
         sample = job.sample(MOST_MICRO_BATCHES)
-        with warnings.catch_warnings():  # it says so again once it is chosen
-            warnings.simplefilter("ignore", UserWarning)
-            prediction = simulate(sample, sample.plans(documents, steps, after=after))
+        prediction = simulate(sample, sample.plans(documents, steps, after=after))
     except UserError as error:
         return Candidate(policy, problem=f"cannot run: {error}")
+    finally:
+        quiet.reset(before)
     replicas = job.degrees.data / sample.replicas
     return Candidate(
         policy,
@@ -180,7 +180,7 @@ def predicted(
 def _problem(job: Job, memory: float) -> str:
     if isnan(memory):
         return "cannot run, for a reason that rank 0 gives"
-    if job.memory_unknown or memory <= job.fitting.usable:
+    if not job.memory_known or memory <= job.fitting.usable:
         return ""
     return f"does not fit {job.fitting.room}"
 

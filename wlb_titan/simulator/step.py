@@ -76,7 +76,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.peak_memory.total <= self.job.fitting.usable
+        """Whether memory suffices, as far as is known."""
+        return not self.job.memory_known or self.peak_memory.total <= self.job.fitting.usable
 
     @property
     def extrapolated(self) -> str | None:

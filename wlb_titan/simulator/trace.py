@@ -6,8 +6,8 @@ The file is JSON in Chrome's trace event format, for ui.perfetto.dev and chrome:
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,11 @@ from wlb_titan.errors import UserError, reading, regular
 from wlb_titan.job import Job
 from wlb_titan.packing.slices import kind
 from wlb_titan.plan import MicroBatch, Plan
+from wlb_titan.simulator.measured import ROWS
 from wlb_titan.simulator.replicas import step_ends, step_passes
 
 PARTS = "predicted_parts"  # argument of a measured span, as of `pass_parts`
+LONGEST = 1e9  # seconds
 COMPUTED = "processor_seconds"  # argument of a span: its thread's own time on a CPU, without waiting
 
 
@@ -59,8 +61,8 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
         names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
         spans = [
             Span(
-                names["process_name", e["pid"], 0],
-                names["thread_name", e["pid"], e["tid"]],
+                str(names["process_name", e["pid"], 0]),
+                str(names["thread_name", e["pid"], e["tid"]]),
                 str(e["name"]),
                 e["ts"] / 1e6,
                 e["dur"] / 1e6,
@@ -69,8 +71,13 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
             for e in events
             if e["ph"] == "X"
         ]
-        if not spans or not all(math.isfinite(s.start) and 0 <= s.duration < math.inf for s in spans):
-            raise ValueError("it has no passes, or some without times")
+        for span in spans:
+            if not re.fullmatch(rf"({'|'.join(ROWS)})[0-9]+", span.name):
+                raise ValueError(f"{span.name!r} is not a pass")
+        if not all(0 <= s.start < LONGEST and 0 <= s.duration < LONGEST for s in spans):
+            raise ValueError("some of its passes have no times")
+        if not spans or {s.process for s in spans} != {s.process for s in spans if s.duration}:
+            raise ValueError("it has no passes that took time")
         return spans
 
 

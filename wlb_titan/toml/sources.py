@@ -7,9 +7,11 @@ tables are merged key by key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,12 @@ from wlb_titan.toml.values import shown
 Keys = tuple[str, ...]
 COMMAND_LINE = "command line"
 DEEPEST = 50  # files that extend each other
-STRONGEST = 1
-"""The command line's layer; the file that the user named is 0, the last one that it extends -1, and so on."""
+TOKENS = re.compile(
+    r""""{3}(?:\\.|[^\\])*?"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\])*"|'[^']*'|\#[^\n]*|[][{}\n]""", re.DOTALL
+)
+"""Of TOML: strings, comments, brackets and ends of lines. All that brackets or ends of lines can hide in."""
+STRONGEST = sys.maxsize
+"""The command line's layer; files have 0, 1, ... up to the one that the user named."""
 
 
 @dataclass(frozen=True)
@@ -84,25 +90,28 @@ def _merged(weaker: Any, stronger: Any) -> Any:
 def _file_layers(path: Path) -> list[Table]:
     """The file and all that it extends, the strongest first. Of several, the later ones are stronger; a file
     that is reached on two ways has its weaker place."""
-    files: dict[Path, tuple[dict[str, Any], Callable[[Keys], str]]] = {}
+    files: dict[Path, Table] = {}  # the weakest first
 
     def visit(path: Path, place: str, above: list[Path]) -> None:
         if path.resolve() in [link.resolve() for link in above]:
             circle = " -> ".join(str(link) for link in [*above, path])
             raise ConfigError(f"{place}: the files extend each other in a circle: {circle}.")
+        if path.resolve() in files:
+            return
         if len(above) == DEEPEST:
             raise ConfigError(f"{place}: more than {DEEPEST} files extend each other; put some together.")
-        files.pop(path.resolve(), None)
-        document, source = files[path.resolve()] = _read_file(path, place)
+        document, table = _read_file(path, place)
         extended = document.get("extends", [])
-        for name in reversed(extended if isinstance(extended, list) else [extended]):
-            written = f"{source(('extends',))}: extends = {shown(name)}"
+        source = table(0).children["extends"].source if "extends" in document else ""
+        for name in extended if isinstance(extended, list) else [extended]:
+            written = f"{source}: extends = {shown(name)}"
             if not isinstance(name, str) or "\0" in name:
                 raise ConfigError(f"{written}: expected the path of a TOML file, or a list of such paths.")
             visit(path.parent / name, written, [*above, path])
+        files[path.resolve()] = table(len(files))
 
     visit(path, str(path), [])
-    return [_to_node(document, source, -n) for n, (document, source) in enumerate(files.values())]
+    return list(reversed(files.values()))
 
 
 def string(node: Node, key: str, meaning: str) -> Leaf:
@@ -113,8 +122,8 @@ def string(node: Node, key: str, meaning: str) -> Leaf:
     raise ConfigError(f"{node.source}: {written}: expected a string, {meaning}.")
 
 
-def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[Keys], str]]:
-    """The document, and where each of its keys stands."""
+def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[int], Table]]:
+    """The document, and as nodes of a layer."""
     with reading(lambda reason: ConfigError(f"{place}: the file {path} cannot be read: {reason}.")):
         # Some editors begin a file with a byte-order mark.
         text = regular(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
@@ -122,51 +131,57 @@ def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[Keys],
             document = tomli.loads(text)
         except tomli.TOMLDecodeError as error:
             raise ConfigError(f"{path}:{error.lineno}: this is not valid TOML: {error}.") from error
-    lines = _line_numbers(text)
-    return document, lambda keys: f"{path}:{lines[keys]}"
+    statements = [(line, text.lstrip()[:1] == "[", tomli.loads(text)) for line, text in _statements(text)]
+    return document, partial(_table, path, statements)
 
 
-def _line_numbers(text: str) -> dict[Keys, int]:
-    """On which line each value and table of a valid TOML text starts.
-
-    tomli does not tell, so the text is parsed one line longer each time: what is new when it parses started
-    right after the last line at which it did. A text of 150 lines takes some 20 ms.
-    """
-    lines = text.split("\n")
-    numbers: dict[Keys, int] = {(): 1}
-    begin = 1
-    for end in range(1, len(lines) + 1):
-        try:
-            document = tomli.loads("\n".join(lines[:end]))
-        except tomli.TOMLDecodeError:
-            continue  # inside a value of several lines
-        for keys in _all_keys(document, ()):
-            numbers.setdefault(keys, begin)
-        begin = end + 1
-    return numbers
-
-
-def _all_keys(value: object, keys: Keys) -> Iterator[Keys]:
-    yield keys
-    for key, child in _children(value).items():
-        yield from _all_keys(child, (*keys, key))
+def _table(path: Path, statements: Iterable[tuple[int, bool, dict[str, Any]]], layer: int) -> Table:
+    """A file as nodes. tomli does not tell their lines, so each statement has been parsed by itself; its keys
+    go into the table whose header, a statement too, came last."""
+    root = Table({}, f"{path}:1", layer)
+    here: Any = root
+    for line, is_header, document in statements:
+        source = f"{path}:{line}"
+        if is_header:
+            here = root
+            while document:
+                ((key, inner),) = document.items()
+                here = here.children.setdefault(key, Table({}, source, layer, isinstance(inner, list)))
+                if isinstance(inner, list):
+                    here.children[str(len(here.children))] = Table({}, source, layer)
+                if here.array:
+                    here = here.children[str(len(here.children) - 1)]
+                document = inner if isinstance(inner, dict) else {}
+        _fill(here, document, source, layer)
+    return root
 
 
-def _children(value: object) -> dict[str, object]:
-    """Of a table or an array of tables; any other value has none."""
-    if isinstance(value, dict):
-        return value
-    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return {str(index): item for index, item in enumerate(value)}
-    return {}
+def _fill(table: Table, values: dict[str, Any], source: str, layer: int) -> None:
+    for key, value in values.items():
+        inner = table.children.get(key)
+        if isinstance(inner, Table):  # of which the key has several parts
+            _fill(inner, value, source, layer)
+        else:
+            table.children[key] = _to_node(value, source, layer)
 
 
-def _to_node(value: object, source: Callable[[Keys], str], layer: int, keys: Keys = ()) -> Any:
-    children = _children(value)
-    if not children and not isinstance(value, dict):
-        return Leaf(value, source(keys), layer)
-    nodes = {key: _to_node(child, source, layer, (*keys, key)) for key, child in children.items()}
-    return Table(nodes, source(keys), layer, array=isinstance(value, list))
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """The headers and the keys with values of a valid TOML text, each with the line on which it starts."""
+    line, start, depth = 1, 0, 0
+    for token in TOKENS.finditer(f"{text}\n"):
+        depth += (token[0] in "[{") - (token[0] in "]}")
+        if token[0] == "\n" and depth == 0:
+            statement = text[start : token.end()]
+            yield line, statement
+            line, start = line + statement.count("\n"), token.end()
+
+
+def _to_node(value: Any, source: str, layer: int) -> Node:
+    array = isinstance(value, list) and len(value) > 0 and all(isinstance(item, dict) for item in value)
+    if not array and not isinstance(value, dict):
+        return Leaf(value, source, layer)
+    inner = enumerate(value) if array else value.items()
+    return Table({str(key): _to_node(item, source, layer) for key, item in inner}, source, layer, array)
 
 
 def _command_line(overrides: Sequence[str]) -> list[Table]:
@@ -206,5 +221,5 @@ def _parse_word(text: str) -> Node:
         document = {}
     if list(document) != ["value"]:
         return Leaf(text, COMMAND_LINE, text=text)
-    node: Node = _to_node(document["value"], lambda keys: COMMAND_LINE, STRONGEST)
+    node: Node = _to_node(document["value"], COMMAND_LINE, STRONGEST)
     return replace(node, text=text) if isinstance(node, Leaf) else node

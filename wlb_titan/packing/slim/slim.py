@@ -12,7 +12,6 @@ least: a prediction ends no run.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,7 +21,7 @@ from annotated_types import Ge, Interval
 
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.errors import PlanError
+from wlb_titan.errors import PlanError, warn
 from wlb_titan.memory.rank import RankMemory, RankPeak
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, check_merging
@@ -197,13 +196,12 @@ class Slim(PackingPolicy):
 
     def _warn(self, peak: RankMemory) -> None:
         if not self._warned:
-            warnings.warn(
+            warn(
                 f"Step {self._arrivals.iteration} is predicted not to fit {self._job.fitting.room}, with "
                 f"{self.micropacks} MicroPacks a rank or with more, and runs with the number that needs "
                 f"least. Later steps may not fit either; this warning appears once.\n{peak.explain()}\n"
                 "If memory runs out, raise a degree of parallelism, save more with activation checkpointing, "
-                "or shorten the context window.",
-                stacklevel=3,
+                "or shorten the context window."
             )
         self._warned = True
 

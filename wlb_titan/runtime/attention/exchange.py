@@ -52,7 +52,7 @@ class AllGatherAttention:
         for (order, sent), mesh in reversed(list(levels)):  # the widest level's tokens come first
             if not len(order):
                 continue
-            count, rows = len(sent), len(order) // mesh.size()
+            rows = len(order) // mesh.size()
             first = torch.sym_min(begin, len(tokens_LW) - rows)
             with torch.no_grad():
                 rows_RW = DTensor.from_local(
@@ -60,12 +60,12 @@ class AllGatherAttention:
                 )
                 gathered = rows_RW.redistribute(mesh, (Replicate(),), async_op=True).to_local()
             under_way.append((gathered, order, mesh, begin - first))
-            sizes.append(count)
-            begin += count
+            sizes.append(sent)
+            begin += sent
         *parts, own = tokens_LW.split([*sizes, len(tokens_LW) - begin])
         # Each level's gathered rows are free once they are in order.
         keys = [_InDocumentOrder.apply(part, *under_way.pop(0)) for part in parts]
-        if len(exchange.kept):
+        if exchange.kept:
             keys.append(own)
         return keys[0] if len(keys) == 1 else torch.cat(keys)
 

@@ -36,11 +36,11 @@ from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import UserError
 from wlb_titan.plugins import load
 from wlb_titan.runtime.attention.module import DocumentAttention
-from wlb_titan.runtime.hugging_face import differences, read_description
 from wlb_titan.runtime.metrics import MetricsProcessor, drop_misleading_warnings
 from wlb_titan.runtime.models.adoption import adopt
 from wlb_titan.runtime.models.blocks import PairwiseRoPE
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
+from wlb_titan.runtime.models.description import differences, read_description
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.trainer import Trainer
 

@@ -1,29 +1,34 @@
 """Activation checkpointing of a transformer block with our attention; `memory/recompute.py` has the kinds.
 
 torchtitan applies a class of its own protocol to every block. Ours are kinds by themselves, and `AsNeededAC`.
+Under all of them experts count each token once, which their balance follows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed import activation_checkpoint as titan
+from torchtitan.protocols.model_spec import ModelSpec
 
 import wlb_titan.runtime.attention.kv_cache  # noqa: F401 - registers the ops named below
 from wlb_titan.runtime.attention.module import DocumentMask, attentions
-from wlb_titan.runtime.compat import ActivationWrapper, checkpoint_wrapper
+from wlb_titan.runtime.compat import ActivationWrapper, checkpoint_wrapper, in_backward_pass
 
 NEVER_KEPT = ("feed_forward.w2", "shared_experts.w2")
 """Linear layers whose output no backward pass needs, as it is added to the residual. It is as wide as the
 model, under tensor parallelism on every rank, before it is reduced."""
 
+INNER = "_checkpoint_wrapped_module"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.linear.default)
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
@@ -43,7 +48,7 @@ class SelectiveDocumentAC(titan.SelectiveAC):
 
     def __init__(self, config: Config, dump_folder: str = "") -> None:
         names = [*config.force_recompute_mm_shapes_by_fqns, *NEVER_KEPT]
-        super().__init__(dataclasses.replace(config, force_recompute_mm_shapes_by_fqns=names), dump_folder)
+        super().__init__(replace(config, force_recompute_mm_shapes_by_fqns=names), dump_folder)
 
     def get_save_ops(self) -> set[Any]:
         return super().get_save_ops() | {
@@ -90,12 +95,14 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
     divided = [name for name, layer in linear.items() if layer.weight.shape[1] < layer.in_features]
     wide = [*never, *(name for name in divided if name.endswith("attention.wo"))]
     shapes = {tuple(linear[name].weight.shape) for name in linear if any(part in name for part in wide)}
+    kept_ones = [layer for name, layer in linear.items() if not any(part in name for part in wide)]
+    alike = [layer for layer in kept_ones if tuple(layer.weight.shape) in shapes]
     sharing = attentions([block])
 
     def keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in PRODUCTS:
             weight = args[1].shape if op is PRODUCTS[1] else args[1].shape[::-1]
-            keep = tuple(weight) not in shapes
+            keep = tuple(weight) not in shapes or any(_same(args[1], layer.weight) for layer in alike)
         elif op is GATHER:
             keep = any(args[2] in attention.groups for attention in sharing)
         elif op is torch.ops.aten._to_copy.default:  # to the host, for which the host would wait again
@@ -105,6 +112,11 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return keeps
+
+
+def _same(weight: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they have the same memory, transposed or not."""
+    return StorageWeakRef(weight.untyped_storage()) == StorageWeakRef(other.untyped_storage())
 
 
 class AsNeededAC(SelectiveDocumentAC):
@@ -139,7 +151,7 @@ class AsNeededBlock(ActivationWrapper):
 
     def __call__(self, hidden: torch.Tensor, mask: DocumentMask, *rest: Any, **kwargs: Any) -> Any:
         if mask.kinds:
-            mask = dataclasses.replace(mask, kinds=(), kind=mask.kinds[self._number])
+            mask = replace(mask, kinds=(), kind=mask.kinds[self._number])
         return super().__call__(hidden, mask, *rest, **kwargs)
 
     def forward(self, hidden: torch.Tensor, mask: DocumentMask, *rest: Any, **kwargs: Any) -> Any:
@@ -147,3 +159,30 @@ class AsNeededBlock(ActivationWrapper):
         if mask.kind == "none":
             return block(hidden, mask, *rest, **kwargs)
         return self._calls[mask.kind](block, hidden, mask, *rest, **kwargs)
+
+
+def count_once(part: nn.Module) -> None:
+    """Has experts count their tokens as a layer runs, and not again as it is recomputed. Compiled code does
+    so by itself."""
+    for block in part.get_submodule("layers").children():
+        if getattr(block, "moe_enabled", False):
+            block.moe.register_forward_pre_hook(partial(_count, block))
+
+
+def _count(block: nn.Module, moe: nn.Module, inputs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        moe.training = block.training and not in_backward_pass()  # it counts in training alone
+
+
+def counted_once(spec: ModelSpec) -> ModelSpec:
+    """A model whose experts are balanced by layers without wrappers, as torchtitan halves the counts of
+    wrapped ones."""
+    if spec.post_optimizer_build_fn is not register_moe_load_balancing_hook:
+        return spec
+    return replace(spec, post_optimizer_build_fn=balance_experts)
+
+
+def balance_experts(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+    layers = [{n: getattr(b, INNER, b) for n, b in part.layers.items()} for part in model_parts]
+    bare = [nn.ModuleDict({"layers": nn.ModuleDict(one)}) for one in layers]
+    register_moe_load_balancing_hook(optimizers, bare, parallel_dims)

@@ -24,6 +24,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import device_type
 
 from wlb_titan.runtime.meshes import Axis, Dims
+from wlb_titan.runtime.models.checkpointing import count_once
 
 
 def parallelized(
@@ -45,6 +46,7 @@ def parallelized(
         for name, weight in module.named_parameters(recurse=False)
         if not weight.requires_grad
     ]
+    count_once(part)
     part = parallelize(part, parallel_dims=parallel_dims, **arguments)
     for module, name in frozen:
         getattr(module, name).requires_grad_(False)

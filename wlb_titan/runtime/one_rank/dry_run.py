@@ -58,7 +58,7 @@ class DryTrainer(OneRankTrainer):
         # Of the layers as they are, by which their account is known, and not of their stand-ins.
         self._job = job_of(config, parallel_dims(config, world_size))
         if device_bytes is not None:
-            self._job = self._job.on(replace(self._job.cluster, memory=device_bytes))
+            self._job = self._job.on(replace(self._job.cluster, kind="gpu", memory=device_bytes))
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
             changed = dry_config(config, lambda: stack.enter_context(self._fake))

@@ -48,19 +48,19 @@ def keys_of_stages(layers: int, stages: int) -> dict[str, object]:
 
 
 def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
-    """Raises ValueError if a module is in none of the user's stages, which torchtitan would leave out, or in
-    two, or if ranks cannot share the stages."""
+    """Raises ValueError unless the user's stages have the model's modules in its order, and ranks can share
+    them: torchtitan leaves out what is in none, and computes the stages in the order that they are named."""
     stages = parallelism.module_fqns_per_model_part
     if stages is None:
         return
     modules = modules_of_stages(1, len(model.layers), 1, 1)[0]
     schedule, ranks = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     single = SCHEDULES[canonical_name(schedule)].chunks == 1
-    each_once = sorted(itertools.chain(*stages)) == sorted(modules)
-    if not each_once or len(stages) % ranks or single == (len(stages) > ranks):
+    if [*itertools.chain(*stages)] != modules or len(stages) % ranks or single == (len(stages) > ranks):
         raise ValueError(
             f"{schedule} runs {'one stage' if single else 'two stages or more'} on each of {ranks} ranks, "
-            f"and each module must be in exactly one stage: {', '.join(modules)}"
+            "and each module must be in exactly one stage, in the model's order, as each stage goes on from "
+            f"the one before it: {', '.join(modules)}"
         )
 
 

@@ -1,0 +1,78 @@
+"""Experts count each token once, whatever layers recompute, and so their balance is the same."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from wlb_titan.runtime.attention.module import DocumentMask
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+from wlb_titan.runtime.models.bases import base_config
+from wlb_titan.runtime.models.checkpointing import (
+    AsNeededAC,
+    KeysAC,
+    SelectiveDocumentAC,
+    balance_experts,
+    count_once,
+)
+from wlb_titan.runtime.models.weights import build_optimizers
+
+pytestmark = pytest.mark.slow
+
+use_cpu_without_accelerator()
+
+KINDS = {"selective": SelectiveDocumentAC, "keys": KeysAC, "full": FullAC, "mix": AsNeededAC}
+MIXES = (("none", "full"), ("keys", "selective"))  # of two layers, by micro-batch
+LENGTH = 24
+
+
+def balanced(kind, *, compiled=False):
+    """Counts (2, experts) of two micro-batches and a validation, which counts nothing; the bias after a
+    step."""
+    config = base_config("torchtitan.models.qwen3.config_registry:qwen3_moe_debug")
+    model_config = replace(config.model_spec.model, layers=config.model_spec.model.layers[:2])
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = model_config.build()
+    model.init_weights()
+    count_once(model)
+    if kind:
+        KINDS[kind].Config().build().apply(model)
+    if compiled:
+        for block in model.layers.values():
+            block.compile(backend="aot_eager", fullgraph=True)
+    optimizers = build_optimizers(config.optimizer, [model])
+    alone = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, tp=1)
+    balance_experts(optimizers, [model], alone)
+    mask = DocumentMask(torch.tensor([[0, LENGTH, 0, LENGTH]], dtype=torch.int32))
+    for mix in MIXES:
+        ids = torch.randint(0, model_config.vocab_size, (1, LENGTH))
+        own = replace(mask, kinds=mix) if kind == "mix" else mask
+        model(ids, torch.arange(LENGTH)[None], own).float().square().mean().backward()
+    model.eval()
+    with torch.no_grad():
+        model(ids, torch.arange(LENGTH)[None], mask)
+    model.train()
+    experts = [block.moe for block in model.layers.values()]
+    counts = torch.stack([moe.tokens_per_expert_E.clone() for moe in experts])
+    optimizers.step()
+    return counts, torch.stack([moe.expert_bias_E for moe in experts]), experts[0].router.top_k
+
+
+@pytest.fixture(scope="module")
+def expected():
+    counts, bias, top_k = balanced(None)
+    assert counts.sum(dim=1).tolist() == [len(MIXES) * LENGTH * top_k] * 2 and bias.any()
+    assert (counts % 2 == 1).any(), "or halving loses nothing"
+    return counts, bias
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "compiled"]
+)
+def test_experts_are_balanced_as_if_nothing_was_recomputed(expected, kind, compiled):
+    counts, bias, _ = balanced(kind, compiled=compiled)
+    assert torch.equal(counts, expected[0]) and torch.equal(bias, expected[1])
