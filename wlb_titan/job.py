@@ -25,6 +25,7 @@ from wlb_titan.context.strategy import (
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.cost.passes import LayerSeconds
 from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_cluster
 from wlb_titan.cost.workload import CostModel, TokenSeconds, cost_model
 from wlb_titan.dimensions.degrees import Degrees
@@ -38,7 +39,7 @@ from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.packing.slim.dp_merge import group_sizes
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
-from wlb_titan.pipeline.schedule import KNOWN, PipelineShape, layers_of_stages
+from wlb_titan.pipeline.schedule import KNOWN, SCHEDULES, PipelineShape, layers_of_stages
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.planner import Planner
 from wlb_titan.progress import Report, counted, silent
@@ -99,9 +100,9 @@ class Job:
 
     stage_layers: tuple[int, ...] = ()  # layers of each stage; empty divides them as torchtitan does
     memory: MemorySettings = field(default_factory=MemorySettings)
-    accounts: Mapping[Shape, ModelAccount] = field(default_factory=dict)
+    accounts: Mapping[Shape, ModelAccount] = field(default_factory=dict, repr=False)
     """Of the layers, by the shapes of jobs; for models that no formula knows."""
-    memory_unknown: str = ""  # why memory cannot be predicted, such as "a model with experts"
+    memory_unknown: str = ""  # what of a layer no formula knows, such as "experts"; then it takes an account
     overlap: bool = True  # whether weights are gathered and gradients reduced while ranks compute
     tensor_overlap: float = 0.0
     """How much of tensor parallelism's collectives runs beside the layer's matrix products: 0 exposes all of
@@ -256,9 +257,19 @@ class Job:
 
     @property
     def layer_shape(self) -> Shape:
+        return self._shape(self.context)
+
+    @property
+    def layer_shapes(self) -> set[Shape]:
+        """Those that predictions may need: several where the context's policy is `auto`."""
+        if not self.context.owner.automatic:
+            return {self.layer_shape}
+        return {self._shape(self.context.named(name)) for name in STRATEGIES.candidates}
+
+    def _shape(self, context: ContextStrategy.Config) -> Shape:
         degrees = self.degrees
-        strategy = self.context.name if degrees.context > 1 else ""
-        return Shape(degrees.tensor, degrees.context, degrees.expert, strategy)
+        attention = context.owner.attention if degrees.context > 1 else ""
+        return Shape(degrees.tensor, degrees.context, degrees.expert, attention)
 
     def numbers_of_stage(self, stage: int) -> tuple[int, ...]:
         """The number of each of a stage's layers in the `account`."""
@@ -302,6 +313,10 @@ class Job:
         return TokenSeconds.of(self, measured_cluster(self.cluster, self.context.profile))
 
     @cached_property
+    def layer_seconds(self) -> LayerSeconds:
+        return LayerSeconds.of(self)
+
+    @cached_property
     def cost_model(self) -> CostModel:
         """The work of documents that packing balances."""
         return cost_model(self.packing.cost_model, self)
@@ -314,8 +329,10 @@ class Job:
 
     @property
     def memory_known(self) -> bool:
-        """Whether a prediction of memory may refuse the job or a policy."""
-        return not self.memory_unknown
+        """Whether a prediction of memory may refuse the job or a policy. No account tells what waits for the
+        gradients of weights."""
+        waits = self.shape.splits and SCHEDULES[self.schedule].splits
+        return not self.memory_unknown or (self.account is not None and not waits)
 
     @property
     def mixes(self) -> bool:
@@ -327,7 +344,7 @@ class Job:
     def checkpointing(self) -> str:
         """What layers recompute, in words."""
         if self.memory.checkpointing == AsNeeded.name and not self.mixes:
-            why = f": {self.memory_unknown}" if self.memory_unknown else ""
+            why = "" if self.memory_known else f" with {self.memory_unknown}"
             return f"selective checkpointing (as_needed has no prediction of memory to go by{why})"
         return f"{self.memory.checkpointing} checkpointing"
 

@@ -11,9 +11,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,12 +210,23 @@ json_option = click.option(
 class Asked:
     """What a command line names."""
 
+    file: Path
+    words: list[str]
     job: Job
     documents: Documents
     resolved: Resolved
     lengths: str | None
     typed: tuple[str, ...]
     """All of this as words of a command line, for other commands."""
+
+    def traced(self, jobs: Iterable[Job]) -> Asked:
+        """With the accounts of the layers of other jobs on this configuration, too."""
+        with progress() as report:
+            report("Tracing layers", 0, 0)
+            from wlb_titan.runtime.models.load import trace_layers
+
+            tell = trace_layers(self.file, self.words, self.resolved.config, jobs)
+            return replace(self, job=tell(self.job))
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -248,11 +259,11 @@ def load_job(
     wlb = resolved.config.wlb
     if lengths is None:
         documents = resolved.check(lambda config: training_documents(config.wlb))
-        return Asked(job, documents, resolved, None, (str(file), *words))
+        return Asked(file, words, job, documents, resolved, None, (str(file), *words))
     document_lengths, name = named_or_read(lengths)
     given = resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE
     documents = Documents(lengths=document_lengths, name=name, seed=wlb.corpus.seed if given else None)
-    return Asked(job, documents, resolved, lengths, (str(file), *words, "--lengths", lengths))
+    return Asked(file, words, job, documents, resolved, lengths, (str(file), *words, "--lengths", lengths))
 
 
 def load(file: Path, overrides: Sequence[str], world_size: int | None = None) -> Resolved:
@@ -268,19 +279,13 @@ def resolved_job(file: Path, overrides: Sequence[str], world_size: int | None) -
     """The job that a file with overrides describes, and its configuration. Without a world size, a
     data-parallel degree of -1 is 1."""
     resolved = load(file, overrides, world_size)
-    from wlb_titan.runtime import accounts
     from wlb_titan.runtime.configured import job_of, parallel_dims
+    from wlb_titan.runtime.models.load import trace_layers
 
-    def job(config: Any) -> Job:
-        return job_of(config, parallel_dims(config, world_size))
-
-    found = resolved.check(job)
-    if found.memory_unknown and not found.account:
-        with progress() as report:
-            report("Tracing layers", 0, 0)
-            accounts.trace(file, overrides, resolved.config, found.degrees.ranks, [found.layer_shape])
-        found = resolved.check(job)
-    return found, resolved
+    job = resolved.check(lambda config: job_of(config, parallel_dims(config, world_size)))
+    with progress() as report:
+        report("Tracing layers", 0, 0)
+        return trace_layers(file, overrides, resolved.config, [job])(job), resolved
 
 
 def describe_job(job: Job, documents: Documents) -> str:

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.choice import Scenario
-from wlb_titan.simulator.search import Search, pipeline_words, search
+from wlb_titan.simulator.search import Search, degrees_of, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.trace import Span, step_timeline, write_trace
 from wlb_titan.summary import Estimate
@@ -82,6 +83,11 @@ def simulate(
     degrees_fit = None if search else world_size
     asked = cli.load_job(file, overrides, lengths=lengths, cluster=cluster, world_size=degrees_fit)
     compared = list(dict.fromkeys(policies or [Policy(), asked.job.policy]))
+    jobs = [asked.job.under(policy) for policy in compared]
+    if search:
+        degrees = degrees_of(asked.job, world_size or asked.job.degrees.ranks)
+        jobs = [replace(job, degrees=each) for each in degrees for job in jobs]
+    asked = asked.traced(jobs)
     with asked.placed():
         if search:
             scenario = Scenario(asked.job, asked.documents)

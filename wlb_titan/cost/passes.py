@@ -11,6 +11,7 @@ Activation checkpointing repeats part of the forward pass (`memory/recompute.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
+from wlb_titan.cost.profile import measured_cluster
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.pipeline.graph import PassTimes
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
+    from wlb_titan.memory.recompute import Recompute
+    from wlb_titan.memory.told import LayerAccount, ModelAccount, Work
 
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
 EXPERT_COLLECTIVES = 2
@@ -61,15 +65,82 @@ class MicroBatches:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """Seconds of a layer for each token, float64 (stages,): the mean of a stage's layers; forward but for
+    `inputs`, `weights` and `elements_back`."""
+
+    matrices: Floats  # products
+    inputs: Floats  # products for gradients of inputs
+    weights: Floats  # and of weights
+    elements: Floats  # element-wise operators
+    elements_back: Floats
+    collectives: Floats  # of tensor and expert parallelism
+    repeated: Floats | None = None  # (stages, kinds), where an account tells it: all but attention
+
+    @classmethod
+    def of(cls, job: Job) -> LayerSeconds:
+        if job.account is not None:
+            return cls.told(job, job.account)
+        token, ones = job.token, np.ones(len(job.layers))
+        return cls(
+            matrices=ones * token.matrices,
+            inputs=ones * token.matrices,
+            weights=ones * token.matrices * (not job.model.frozen),
+            elements=ones * token.elements,
+            elements_back=ones * 2 * token.elements,
+            collectives=ones * (_tensor(job) + _experts(job)),
+        )
+
+    @classmethod
+    def told(cls, job: Job, account: ModelAccount) -> LayerSeconds:
+        cluster = measured_cluster(job.cluster, job.context.profile)
+        numbers = [job.numbers_of_stage(stage) or (0,) for stage in range(len(job.layers))]
+
+        def mean(of_layer: Callable[[LayerAccount], float]) -> Floats:
+            each = [of_layer(layer) for layer in account.layers]
+            return np.array([np.mean([each[number] for number in own]) for own in numbers])
+
+        def elements(work: Work) -> float:
+            return (work.fused if job.memory.compiled else work.elements) / cluster.memory_bandwidth
+
+        def collectives(work: Work) -> float:
+            return _collectives(job, work.sent.get("tp", 0.0), work.sent.get("ep", 0.0))
+
+        def all_of(work: Work) -> float:
+            return work.products / cluster.linear_flops + elements(work) + collectives(work)
+
+        def repeated(kind: str) -> Floats:
+            return mean(lambda layer: all_of(layer.repeated[kind]))
+
+        products = 1 / cluster.linear_flops
+        return cls(
+            matrices=mean(lambda layer: products * layer.forward.products),
+            inputs=mean(lambda layer: products * (layer.backward.products - layer.weight_products)),
+            weights=mean(lambda layer: products * layer.weight_products),
+            elements=mean(lambda layer: elements(layer.forward)),
+            elements_back=mean(lambda layer: elements(layer.backward)),
+            collectives=mean(lambda layer: collectives(layer.forward)),
+            repeated=np.stack(
+                [mean(lambda layer, k=kind.name: all_of(layer.repeated[k])) for kind in job.memory.kinds],
+                axis=1,
+            ),
+        )
+
+
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     """Seconds, float64 (stages, n, k), of micro-batches as arrays (n, k): k runs of n in order."""
-    token, tokens = job.token, micro_batches.tokens
+    token, tokens, layer = job.token, micro_batches.tokens, job.layer_seconds
+
+    def by_stage(seconds: Floats) -> Floats:
+        return seconds.reshape(-1, *[1] * tokens.ndim)
+
     forward = _forward(job, micro_batches)
-    linear = forward - (micro_batches.forward + micro_batches.moving)
-    backward = linear + tokens * token.elements + micro_batches.backward + micro_batches.moving
-    layers = np.array(job.layers, dtype=np.float64)[:, None, None]
+    back = by_stage(layer.inputs - layer.matrices + layer.elements_back - layer.elements)
+    backward = forward - micro_batches.forward + tokens * back + micro_batches.backward
+    layers = by_stage(np.array(job.layers, dtype=np.float64))
     if micro_batches.mix is None:
-        repeated = layers * job.memory.recompute.seconds(job, micro_batches, forward, _tensor(job))
+        repeated = layers * _repeated(job, job.memory.recompute, micro_batches, forward)
     else:
         repeated = (micro_batches.mix * repeated_seconds(job, micro_batches)).sum(axis=1)
     head = np.zeros_like(layers)
@@ -77,21 +148,43 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     return PassTimes(
         forward=layers * (forward + token.layer[0]) + head * tokens,
         inputs=layers * (backward + token.layer[1]) + repeated + head * tokens,
-        weights=layers * tokens * token.matrices + head * tokens,
+        weights=layers * tokens * by_stage(layer.weights) + head * tokens * (not job.model.frozen),
     )
 
 
 def repeated_seconds(job: Job, micro_batches: MicroBatches) -> Floats:
-    """float64 (kinds, ...), what a layer of each kind of recomputation repeats."""
-    forward, tensor = _forward(job, micro_batches), _tensor(job)
-    return np.array([kind.seconds(job, micro_batches, forward, tensor) for kind in job.memory.kinds])
+    """float64 (stages, kinds, ...), what a layer of each kind of recomputation repeats."""
+    forward = _forward(job, micro_batches)
+    each = [_repeated(job, kind, micro_batches, forward) for kind in job.memory.kinds]
+    return np.stack(each, axis=1)
+
+
+def _repeated(job: Job, kind: Recompute, micro_batches: MicroBatches, forward: Floats) -> Floats:
+    """float64 (stages, ...), what a layer repeats; `forward` are seconds of its forward pass."""
+    told = job.layer_seconds.repeated
+    if told is None or kind.kept_as != kind.name:
+        return np.broadcast_to(kind.seconds(job, micro_batches, forward, _tensor(job)), forward.shape)
+    number = [one.name for one in job.memory.kinds].index(kind.name)
+    linear = told[:, number].reshape(-1, *[1] * micro_batches.tokens.ndim) * micro_batches.tokens
+    if kind.repeats_all:
+        return np.asarray(linear + micro_batches.forward + micro_batches.moving + micro_batches.latency)
+    return np.asarray(linear + kind.repeats_moves * micro_batches.repeated)
 
 
 def _forward(job: Job, micro_batches: MicroBatches) -> Floats:
-    """Seconds of a layer's forward pass."""
-    token, links = job.token, _latencies(job) + micro_batches.latency
-    linear = micro_batches.tokens * (token.matrices + token.elements + _tensor(job) + _experts(job)) + links
+    """float64 (stages, ...), seconds of a layer's forward pass."""
+    layer, links = job.layer_seconds, _latencies(job) + micro_batches.latency
+    each = layer.matrices + layer.elements + layer.collectives
+    linear = micro_batches.tokens * each.reshape(-1, *[1] * micro_batches.tokens.ndim) + links
     return np.asarray(linear + (micro_batches.forward + micro_batches.moving))
+
+
+def _collectives(job: Job, tensor: float, expert: float) -> float:
+    """Seconds of collectives of so many bytes, the larger of input and output."""
+    degrees = job.degrees
+    seconds = tensor * (degrees.tensor - 1) / degrees.tensor / job.cluster.link(degrees.tensor).bandwidth
+    hidden = min(job.tensor_overlap * seconds, job.token.matrices)
+    return seconds - hidden + job.cluster.all_to_all(expert, degrees.expert)
 
 
 def _tensor(job: Job) -> float:

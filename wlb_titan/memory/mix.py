@@ -61,7 +61,7 @@ class Moments(NamedTuple):
                 in_flight[own] = 0
         base, own_chunk, forward, losses, slices = (np.array(column) for column in zip(*rows, strict=True))
         # A layer's mean of what its stage keeps, and the most of what one makes.
-        kept, made = [], []
+        of_kept, of_made = [], []
         for stage, place in chunks:
             pack, numbers = run.packs[place], rank.job.numbers_of_stage(stage) or (0,)
             each = [
@@ -69,10 +69,10 @@ class Moments(NamedTuple):
             ]
             shares = [numbers.count(number) / len(numbers) for number in {*numbers}]
             length = pack.length * pack.sharers
-            kept.append(length * (shares @ np.array([[b.kept for b in kinds] for kinds in each])))
+            of_kept.append(length * (shares @ np.array([[b.kept for b in kinds] for kinds in each])))
             most = [[(b.forward, b.backward, b.attention) for b in kinds] for kinds in each]
-            made.append(length * np.array(most).max(axis=0))
-        kept, made = np.array(kept), np.moveaxis(np.array(made), -1, 0)
+            of_made.append(length * np.array(most).max(axis=0))
+        kept, made = np.array(of_kept), np.moveaxis(np.array(of_made), -1, 0)
         layers = np.array([rank.job.layers[stage] for stage, _ in chunks])
         return cls(base, np.array(held), own_chunk, forward, losses, slices, kept, made, layers)
 

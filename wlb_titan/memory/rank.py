@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from wlb_titan.arrays import Ints
 from wlb_titan.context.strategy import ALL_KEYS, KeyShares
 from wlb_titan.memory.layer import FsdpWhole, RankWeights, TokenBytes
-from wlb_titan.memory.recompute import KINDS
+from wlb_titan.memory.recompute import KINDS, Recompute
 from wlb_titan.memory.slice_cache import CachedSlice, SliceCache
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Action, Flow
@@ -265,7 +265,8 @@ class RankPeak:
 
     def _of_layers(self, pack: PackSize, stage: int) -> list[TokenBytes]:
         """Those that keep most come last, and go backward first, before fuller repetitions need room."""
-        tokens, kinds = self.job.token_bytes_of, [None] * self._layers[stage]
+        tokens = self.job.token_bytes_of
+        kinds: list[Recompute | None] = [None] * self._layers[stage]
         if pack.mix is not None:
             kinds = [kind for kind, count in zip(KINDS, pack.mix[stage], strict=True) for _ in range(count)]
         numbers = self.job.numbers_of_stage(stage)

@@ -19,7 +19,7 @@ class Shape(NamedTuple):
     tensor: int
     context: int
     expert: int
-    strategy: str = ""  # of context parallelism, at a degree above 1
+    attention: str = ""  # of the context-parallel strategy (`ContextStrategy.attention`), above degree 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

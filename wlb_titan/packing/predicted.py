@@ -126,8 +126,10 @@ def with_mixes(
 
     @cache  # most of the time, and not needed where all fits
     def seconds() -> Floats:
-        repeated = np.zeros((each, len(KINDS)))
-        repeated[free] = repeated_seconds(job, passing([m for m in micro_batches if m.sharers == 1], job)).T
+        """float64 (stages, micro-batches, kinds), which a layer repeats."""
+        repeated = np.zeros((len(job.layers), each, len(KINDS)))
+        mixed_ones = passing([m for m in micro_batches if m.sharers == 1], job)
+        repeated[:, free] = repeated_seconds(job, mixed_ones).swapaxes(1, 2)
         return repeated
 
     @cache
@@ -154,7 +156,8 @@ def with_mixes(
             stages, room = len(rank.stages), FILLED * job.fitting.usable - there
             chosen = unmixed(moments, np.tile(free[run], stages))
             if free.any() and moments.bytes_of(chosen).max() > room:
-                repeated, waits = np.tile(seconds()[run], (stages, 1)), slack(first)[list(rank.stages)]
+                repeated = np.concatenate(seconds()[list(rank.stages), run])
+                waits = slack(first)[list(rank.stages)]
                 chosen = mixed(moments, chosen, repeated, waits.ravel(), room)
             mixes[run, rank.stages] = chosen.reshape(stages, -1, len(KINDS)).swapaxes(0, 1)
     return [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)]

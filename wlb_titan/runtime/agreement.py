@@ -50,6 +50,9 @@ def agreed_job(config: TrainerConfig, job: Job, documents: Documents) -> Job:
         if warning and dist.get_rank() == 0:
             logger.warning(warning)
         job = job.on(cluster)
+    told = [job.accounts]  # rank 0's are everybody's
+    dist.broadcast_object_list(told)
+    job = replace(job, accounts=told[0])
     check_same(_facts(job, documents))
     # A solver stopped by its time limit finds different packings on different ranks.
     shared = SharedAnswer() if job.undecided or (epochs and job.packing.planning_seconds) else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import fields
+from collections.abc import Iterable
+from dataclasses import fields, replace
 
 import torch
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -48,11 +49,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
     gpu = None if wlb.cluster else gpu_at_hand(wlb.device)
     cluster = cluster_of_gpu(*gpu) if gpu else load_cluster(wlb.cluster or "cpu")
     total = training.global_batch_size if training.global_batch_size > 0 else None
-    shape = Shape(dims.tp, dims.cp, job_degrees.expert, wlb.context.name if dims.cp > 1 else "")
-    unknown, told = unknown_parts(model), None
-    if unknown:
-        told = accounts.known(config, shape)
-    return Job(
+    job = Job(
         model=model_shape(model),
         degrees=job_degrees,
         cluster=cluster,
@@ -69,14 +66,22 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         run=run,
         stage_layers=stage_layers,
         memory=memory,
-        accounts={shape: told} if told else {},
-        memory_unknown="" if told else unknown,
+        memory_unknown=_unknown(model),
         # Without streams FSDP waits for each collective.
         overlap=wlb.device != "cpu" and cluster.kind != "cpu",
         implementation=wlb.attention.implementation,
         sm_margin=wlb.attention.sm_margin,
         tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,
     )
+    return told(config, job, job.layer_shapes)
+
+
+def told(config: TrainerConfig, job: Job, shapes: Iterable[Shape]) -> Job:
+    """The job with the accounts of its layers that are known, where the formulas do not know them."""
+    if not job.memory_unknown:
+        return job
+    found = {shape: account for shape in shapes if (account := accounts.known(config, shape))}
+    return replace(job, accounts=found)
 
 
 def configured_degrees(config: TrainerConfig) -> dict[str, int]:
@@ -168,17 +173,17 @@ def model_shape(model: Decoder.Config) -> ModelShape:
     )
 
 
-def unknown_parts(model: Decoder.Config) -> str:
+def _unknown(model: Decoder.Config) -> str:
     """What of a model the formulas of `memory/` do not know."""
     if has_experts(model):
-        return "a model with experts"
+        return "experts"
     if has_latent_attention(model):
-        return "multi-head latent attention"
+        return "latent attention"
     if has_adapters(model):
-        return "adapters beside frozen weights"  # which have neither gradients nor optimizer states
+        return "adapters"
     parts = {field.name for layer in model.layers for field in fields(layer)}
     others = sorted(parts - {field.name for field in fields(TransformerBlock.Config)})
-    return f"layers with {', '.join(others)}" if others else ""
+    return ", ".join(others)
 
 
 def has_experts(model: Decoder.Config) -> bool:

@@ -63,10 +63,10 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     import torch
 
-    from wlb_titan.runtime.checks import validate_inputs, validate_machine
-    from wlb_titan.runtime.configured import parallel_dims
+    from wlb_titan.runtime.checks import turns_of, validate_inputs, validate_machine
+    from wlb_titan.runtime.configured import job_of, parallel_dims
     from wlb_titan.runtime.metrics import start_log
-    from wlb_titan.runtime.models.load import load_config
+    from wlb_titan.runtime.models.load import load_config, trace_layers
 
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
@@ -81,7 +81,11 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         processes = 1  # the launcher shows each process its own GPU
     resolved.check(lambda config: validate_machine(config, world_size, processes))
     corpus = resolved.check(validate_inputs)
-    start_log(rank, parallel_dims(config, world_size), config.parallelism.pipeline_parallel_schedule)
+    dims = parallel_dims(config, world_size)
+    start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
+    if rank == 0:  # which tells the others
+        turns = [config, *turns_of(config).values()]
+        trace_layers(path, overrides, config, [job_of(turn, dims) for turn in turns])
     return _run(resolved, corpus, rank, alarm)
 
 

@@ -109,7 +109,7 @@ class Flows:
 
     def peak(self, step: Step, flow: Flow) -> RankMemory | None:
         """The predicted peak of a step's fullest GPU; None where memory is not predicted."""
-        if self._job.memory_unknown:
+        if not self._job.memory_known:
             return None
         peaks = []
         for rank in _candidates(step, flow):

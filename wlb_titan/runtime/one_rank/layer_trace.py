@@ -36,6 +36,7 @@ from torch.utils.flop_counter import flop_registry
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from wlb_titan.config.settings import CorpusSettings, WlbSettings
+from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.memory.recompute import KINDS
 from wlb_titan.memory.told import KindBytes, LayerAccount, ModelAccount, Shape, Weights, Work
@@ -273,7 +274,10 @@ def in_shape(
         "context_parallel_degree": shape.context,
         "expert_parallel_degree": shape.expert,
     }
-    context = config.wlb.context.named(shape.strategy) if shape.strategy else config.wlb.context
+    context = config.wlb.context
+    if shape.attention not in ("", context.owner.attention) or context.owner.automatic:
+        named = (STRATEGIES.configure(name, profile=context.profile) for name in STRATEGIES.candidates)
+        context = next(one for one in named if one.owner.attention == shape.attention)
     recomputation = AsNeededAC.Config()
     if isinstance(config.activation_checkpoint, SelectiveAC.Config):
         same = {f.name: getattr(config.activation_checkpoint, f.name) for f in fields(SelectiveAC.Config)}

@@ -2,8 +2,8 @@
 
     python -m wlb_titan.runtime.one_rank.process '{"run": "dryrun", "rank": 3, "world_size": 64, ...}'
 
-Its argument is JSON: "run" is "dryrun", "rehearse" or "layers", "file" and "overrides" name the job, and "result" the
-file to write. The rest are the trainer's own keywords.
+Its argument is JSON: "run" is "dryrun", "rehearse" or "layers", "file" and "overrides" name the job, and
+"result" the file to write. The rest are the trainer's own keywords.
 """
 
 from __future__ import annotations
