@@ -110,8 +110,8 @@ class LayerSeconds:
         def all_of(work: Work) -> float:
             return work.products / cluster.linear_flops + elements(work) + collectives(work)
 
-        def repeated(kind: str) -> Floats:
-            return mean(lambda layer: all_of(layer.repeated[kind]))
+        def repeated(kind: Recompute) -> Floats:
+            return mean(lambda layer: all_of(layer.repeated[kind.name]))
 
         products = 1 / cluster.linear_flops
         return cls(
@@ -121,10 +121,7 @@ class LayerSeconds:
             elements=mean(lambda layer: elements(layer.forward)),
             elements_back=mean(lambda layer: elements(layer.backward)),
             collectives=mean(lambda layer: collectives(layer.forward)),
-            repeated=np.stack(
-                [mean(lambda layer, k=kind.name: all_of(layer.repeated[k])) for kind in job.memory.kinds],
-                axis=1,
-            ),
+            repeated=np.stack([*map(repeated, job.memory.kinds)], axis=1),
         )
 
 
