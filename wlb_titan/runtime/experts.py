@@ -15,20 +15,22 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import MoE
 
+from wlb_titan.cost.models import ModelShape
 from wlb_titan.runtime.metrics import warn_once
 
 UNEVEN = 1.5  # times the mean, from which on a run warns
 
 
 class ExpertLoad:
-    """The tokens that each expert got in a step; `layers` are all of the model's."""
+    """The tokens that each expert of a `model` got in a step."""
 
-    def __init__(self, model_parts: Sequence[nn.Module], dims: ParallelDims, layers: int) -> None:
-        self._dims, self._layers = dims, layers
+    def __init__(
+        self, model: ModelShape, model_parts: Sequence[nn.Module], dims: ParallelDims, device: torch.device
+    ) -> None:
+        self._model, self._dims, self._device = model, dims, device
         modules = [pair for part in model_parts for pair in part.named_modules() if isinstance(pair[1], MoE)]
         self._numbers = [int(name.split(".")[1]) for name, _ in modules]  # of "layers.3. ... .moe"
         self._moes = [module for _, module in modules]
-        self._before = self._routed = None
 
     def begin(self) -> None:
         self._before = self._counts()
@@ -38,32 +40,29 @@ class ExpertLoad:
         self._routed = self._counts() - self._before
 
     def figures(self) -> dict[str, float]:
-        """`busiest_expert` and `busiest_expert_rank` of the step (docs/metrics.md); every rank calls it."""
-        dims, ratios = self._dims, torch.zeros(2, self._layers, device=self._routed.device)
+        """`busiest_expert` and `busiest_expert_rank` of the step (docs/metrics.md), where the model has
+        experts; every rank calls it."""
+        if not self._model.experts:
+            return {}
+        dims, routed = self._dims, self._routed
+        ratios = torch.ones(2, self._model.layers, device=self._device)
         if self._moes:
-            routed = self._routed
             if dims.ep_enabled:
                 each = _summed(routed, dims.get_mesh("ep")).unflatten(1, (dims.ep, -1)).sum(2)
-                ratios[1, self._numbers] = each.amax(1) / each.mean(1).clamp(min=1)
+                ratios[1, self._numbers] = each.amax(1) / each.mean(1)
             if dims.ep_enabled and dims.tp_enabled:  # which then share a sequence's tokens
                 routed = _summed(routed, dims.get_mesh("tp"))
             if (mesh := dims.get_optional_mesh("loss")) is not None:
                 routed = _summed(routed, mesh)
-            ratios[0, self._numbers] = routed.amax(1) / routed.mean(1).clamp(min=1)
+            ratios[0, self._numbers] = routed.amax(1) / routed.mean(1)
         dist.all_reduce(ratios, op=dist.ReduceOp.MAX)
-        experts, ranks = (row[row > 0].tolist() for row in ratios)
-        if not experts:
-            return {}
-        figures = {
-            "busiest_expert": max(experts),
-            "busiest_expert_rank": sum(ranks) / max(len(ranks), 1) or 1.0,
-        }
-        if figures["busiest_expert_rank"] >= UNEVEN:
+        expert, rank = ratios[0].max().item(), ratios[1].mean().item()
+        if rank >= UNEVEN:
             warn_once(
                 f"In the mean layer the busiest rank's experts get over {UNEVEN:g} times their share of the "
                 "tokens, and all ranks wait for it in each layer (busiest_expert_rank in docs/metrics.md)."
             )
-        return figures
+        return {"busiest_expert": expert, "busiest_expert_rank": rank}
 
     def _counts(self) -> torch.Tensor:
         """float32 (layers with experts, experts), of this rank's tokens, since some time."""
