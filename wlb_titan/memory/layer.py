@@ -190,8 +190,8 @@ class RankWeights:
     matrix: float  # the largest gradient of one weight
     table: float
     head: float  # 0 on other ranks than the last stage's
+    head_gradient: float
     ends: float  # of `gathered`, what is in no layer
-    ends_train: bool = True
     tied: bool  # embedding and head are one table, and this rank has both
 
     @classmethod
@@ -215,6 +215,7 @@ class RankWeights:
             matrix=model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor,
             table=table,
             head=table if last else 0.0,
+            head_gradient=table if last else 0.0,
             ends=sum(gathered.values()) - sum(layers[stage] for stage in stages) * layer,
             tied=model.tied and 0 in stages and last,
         )
@@ -224,39 +225,37 @@ class RankWeights:
         cls,
         account: ModelAccount,
         model: ModelShape,
-        degrees: Degrees,
         layers: Sequence[int],
         stages: Sequence[int],
     ) -> Self:
-        """By the account of the layers; the model's ends are as those of a dense decoder."""
-        tensor, last = degrees.tensor, len(layers) - 1 in stages
-        own = {stage: account.of_stage(layers, stage) for stage in stages}
-        every = [layer.weights for stage in stages for layer in own[stage]]
-        ends = {stage: rank_parameters(model, [0] * len(layers), [stage]) for stage in stages}
-        both = rank_parameters(model, [0] * len(layers), stages)
-        trains = account.ends.trained > 0
-        table = model.hidden * model.vocabulary / tensor
+        """By the account of the layers."""
+        first, last = 0 in stages, len(layers) - 1 in stages
+        own = {stage: [layer.weights for layer in account.of_stage(layers, stage)] for stage in stages}
+        every = [weights for of_stage in own.values() for weights in of_stage]
+        table, head = account.ends
+        ends = {0: [table], len(layers) - 1: [head, *[table] * (model.tied and not first)]}
+        if len(layers) == 1:
+            ends = {0: [table, head]}
+        outer = [weights for stage in stages for weights in ends.get(stage, ())]
+        matrix = table if model.tied else head  # of the head
 
-        def of_stages(name: str, with_ends: bool) -> dict[int, float]:
-            return {
-                stage: sum(getattr(layer.weights, name) for layer in own[stage])
-                + with_ends * ends[stage] / tensor
-                for stage in stages
-            }
+        def of_stages(name: str) -> dict[int, float]:
+            both = {stage: [*own[stage], *ends.get(stage, ())] for stage in stages}
+            return {stage: sum(getattr(w, name) for w in weights) for stage, weights in both.items()}
 
         return cls(
-            all=sum(weights.all for weights in every) + both,
-            trained=sum(weights.trained for weights in every) + trains * both,
-            gathered=of_stages("gathered", True),
-            gradients=of_stages("gradients", trains),
+            all=sum(weights.all for weights in [*every, *outer]),
+            trained=sum(weights.trained for weights in [*every, *outer]),
+            gathered=of_stages("gathered"),
+            gradients=of_stages("gradients"),
             layer=max((weights.gathered for weights in every), default=0),
             layer_gradients=max((weights.gradients for weights in every), default=0),
             matrix=max((weights.matrix for weights in every), default=0),
-            table=table,
-            head=table if last else 0.0,
-            ends=sum(ends.values()) / tensor,
-            ends_train=trains,
-            tied=model.tied and 0 in stages and last,
+            table=table.gathered,
+            head=matrix.gathered if last else 0.0,
+            head_gradient=matrix.matrix if last else 0.0,
+            ends=sum(weights.gathered for weights in outer),
+            tied=model.tied and first and last,
         )
 
 
@@ -287,7 +286,7 @@ class FsdpWhole:
         # A lone rank's shards are whole weights if they have the compute type.
         self._whole = self._compute if self._shards > 1 or self._compute != self._reduced else 0
         self._weights, self._table = weights, weights.table
-        head = weights.head if weights.ends_train else 0.0
+        head = weights.head_gradient
         self._chunked_head, self._plain_head = (head, 0.0) if settings.loss_chunks > 1 else (0.0, head)
         self._whole_head = weights.head
         self._tied = 0.0  # bytes of the table beside the first layer's

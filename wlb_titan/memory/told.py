@@ -80,7 +80,7 @@ class ModelAccount:
 
     layers: tuple[LayerAccount, ...]  # one of each configuration
     numbers: tuple[int, ...]  # of the model's layers in order: the place of each in `layers`
-    ends: Weights  # of embedding, head and last norm
+    ends: tuple[Weights, Weights]  # of the embedding, and of head and last norm; a tied table is the first's
     keys: KeyShares = ALL_KEYS  # of the micro-batch that was traced
 
     def of_stage(self, layers: Sequence[int], stage: int) -> list[LayerAccount]:

@@ -53,6 +53,7 @@ from wlb_titan.runtime.trainer import Trainer
 
 TOKENS = 1024  # of a context-parallel rank in the shorter trace, at least
 ROUTED = 1.5  # times its share, which this rank's experts get in a third trace
+FIRST, LAST = ("tok_embeddings",), ("norm", "lm_head")  # modules of a model beside its layers
 NAMES = [kind.name for kind in KINDS]
 aten = torch.ops.aten
 FUSED = {aten._to_copy, aten.clone, aten.copy_, aten.cat, aten.stack, aten.sum, aten.mean, aten._softmax}
@@ -318,9 +319,14 @@ class LayerTracer(DryTrainer):
         for place in range(0, len(layers), len(NAMES)):
             weights = weights_of(layers[place].parameters(), layers[place].buffers(), window)
             different.append(self._of_layer(place, weights, by_token, by_routed))
-        inside = {parameter for layer in layers for parameter in layer.parameters()}
-        ends = weights_of((p for p in model.parameters() if p not in inside), (), window)
-        return ModelAccount(layers=tuple(different), numbers=numbers, ends=ends, keys=self._keys)
+        named = [(name.partition(".")[0], p) for name, p in model.named_parameters()]
+        first, last = ([p for part, p in named if part in parts] for parts in (FIRST, LAST))
+        return ModelAccount(
+            layers=tuple(different),
+            numbers=numbers,
+            ends=(weights_of(first, (), window), weights_of(last, (), window)),
+            keys=self._keys,
+        )
 
     def _of_layer(self, place: int, weights: Weights, tokens: Slopes, routed: Slopes | None) -> LayerAccount:
         """Of the layer that stands from `place` on, once for each kind."""
