@@ -95,17 +95,11 @@ def test_what_is_not_known_is_not_refused(loaded, text):
     check_memory(loaded(text), 1)
 
 
-@pytest.mark.parametrize(
-    ("expert", "sequence", "multiple"), [(1, "false", 1), (2, "false", 2), (1, "true", 2), (2, "true", 2)]
-)
-def test_lengths_suit_what_tensor_parallel_ranks_divide(loaded, expert, sequence, multiple):
-    """Which experts in parallel do by themselves."""
-    degrees = f"tensor_parallel_degree = 2, expert_parallel_degree = {expert}, data_parallel_shard_degree = 2"
-    job = loaded(
-        f'base = "{QWEN3}moe_debug"\nloss.num_chunks = 1\n'
-        f"parallelism = {{ {degrees}, enable_sequence_parallel = {sequence} }}"
-    )
-    assert job.padded(131) == -(-131 // multiple) * multiple
+@pytest.mark.parametrize(("experts", "length"), [(1, 131), (2, 132)])
+def test_experts_in_parallel_divide_tokens_over_tensor_parallel_ranks(loaded, experts, length):
+    degrees = f"tensor_parallel_degree = 2, expert_parallel_degree = {experts}"
+    parallelism = f"parallelism = {{ {degrees}, enable_sequence_parallel = false }}"
+    assert loaded(f'base = "{QWEN3}moe_debug"\nloss.num_chunks = 1\n{parallelism}').padded(131) == length
 
 
 @pytest.mark.parametrize("base", ["llama3_debug", QWEN3 + "moe_debug", QWEN3 + "0_6b"])
