@@ -84,14 +84,10 @@ def test_a_slow_rank_is_named_with_what_it_takes(slow, documents):  # noqa: F811
     seconds *= 1 + 0.03 * random.standard_normal(len(seconds))
     stages = np.array([p.stage for p in passes])
     seconds[stages == slow] *= 1.3
-    ranks = [stages == stage for stage in range(4)]
     named = [f"rank {stage} on host b" for stage in range(4)]
     times = 1 if slow is None else 2 * JUDGED // len(seconds)  # more passes than it fits to
-    parts, seconds = (
-        [np.tile(parts[r], (times, 1)) for r in ranks],
-        [np.tile(seconds[r], times) for r in ranks],
-    )
-    said = slow_ranks(named, parts, seconds, as_predicted(job))
+    ranks = [np.tile(np.flatnonzero(stages == stage), times) for stage in range(4)]
+    said = slow_ranks(named, [parts[r] for r in ranks], [seconds[r] for r in ranks], as_predicted(job))
     assert [line.partition(" takes ")[0] for line in said] == ([] if slow is None else [named[slow]])
     assert all("x of what equal work takes elsewhere" in line for line in said)
 

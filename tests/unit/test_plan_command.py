@@ -123,12 +123,10 @@ def test_a_comparison_has_a_row_for_each_policy(lengths, on_terminal):
 
 def test_steps_may_have_different_numbers_of_micro_batches():
     """As under `slim` where a step needs more packs to fit, or has too few documents."""
-    packs = [
-        [MicroBatch(np.array([[0, 0, 4, 0, 0]]), length=4, workload=w) for w in works]
-        for works in ([3.0, 1.0], [2.0, 2.0, 2.0, 2.0])
-    ]
-    summary = Summary.of([Plan(number, tuple(step), 0.0) for number, step in enumerate(packs)], 8)
-    percent, works = _shares({"slim": summary})["slim"]
+    steps, document = ([3.0, 1.0], [2.0, 2.0, 2.0, 2.0]), np.array([[0, 0, 4, 0, 0]])
+    packs = [tuple(MicroBatch(document, length=4, workload=work) for work in works) for works in steps]
+    summary = Summary.of([Plan(number, step, 0.0) for number, step in enumerate(packs)], 8)
+    works = _shares({"slim": summary})["slim"][1]
     assert (works[0], works[50], works[-1]) == (1.5, 1.0, 0.5) and (np.diff(works) <= 0).all()
 
 
