@@ -74,7 +74,7 @@ def cpu_seconds(trainer: Trainer, length: int, documents: int = 2) -> float:
     lengths = np.full(documents, length // documents)
     lengths[-1] += length % documents
     documents = np.pad(lengths[:, None], ((0, 0), (LENGTH, 0)))
-    micro_batch = trainer.job.sharded(MicroBatch(documents, length=length))
+    micro_batch = trainer.job.sharded([MicroBatch(documents, length=length)])[0]
     tokens = np.ones(length, dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in lengths])
     rank = trainer.config.dataloader.context_rank

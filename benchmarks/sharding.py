@@ -18,6 +18,7 @@ import numpy as np
 from common import machine, save, show
 
 from wlb_titan.context.hybrid import Hybrid
+from wlb_titan.context.layout import Joined
 from wlb_titan.context.places import search
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.models import PAPER_MODELS
@@ -44,20 +45,21 @@ COLUMNS = {
 
 def searched(strategy: Hybrid, micro_batch: MicroBatch, steps: int) -> float:
     """Predicted seconds of a layer's attention and exchange after so many random steps."""
-    lengths, total, slices = micro_batch.lengths, micro_batch.length, micro_batch.elsewhere
-    large, places, share = strategy.large(lengths, total, slices), strategy.places, total // strategy.ranks
+    packs = Joined.of([(micro_batch.lengths, micro_batch.length, micro_batch.elsewhere)])
+    large, places, share = strategy.large(packs), strategy.places, packs.totals // strategy.ranks
+    lengths, everywhere = large.lengths[:, 0], large.everywhere[:, 0]
     last, spare = len(places.level) - 1, len(places.sizes) - 2
     rng = np.random.default_rng(0)
     found = []
-    for chosen in (search(places, large, share), np.full(len(large.rows), last)):
-        least = strategy.predicted(strategy.spread(lengths, total, large, chosen), slices)
+    for chosen in (search(places, large, share)[:, 0], np.full(len(lengths), last)):
+        least = float(strategy.predicted(packs, strategy.spread(packs, large, chosen[:, None]))[0])
         for _ in range(steps // 2):
             moved = chosen.copy()
             moved[rng.integers(len(chosen), size=rng.integers(1, 4))] = rng.integers(last + 1)
-            taken = places.has[:, moved] @ (large.lengths / places.sizes[places.level[moved]])
-            if (taken > share - spare).any() or (moved[large.everywhere] != last).any():
+            taken = places.has[:, moved] @ (lengths / places.sizes[places.level[moved]])
+            if (taken > share - spare).any() or (moved[everywhere] != last).any():
                 continue
-            seconds = strategy.predicted(strategy.spread(lengths, total, large, moved), slices)
+            seconds = float(strategy.predicted(packs, strategy.spread(packs, large, moved[:, None]))[0])
             if seconds <= least:
                 chosen, least = moved, seconds
         found.append(least)
@@ -87,8 +89,8 @@ def compared(context: int, tensor: int, name: str, count: int, steps: int) -> di
     seconds, layer, processor = [], [], 0.0
     for draft in drafts[:count]:
         begin = time.process_time()
-        candidates = strategy.candidates(draft.lengths, draft.length, draft.elsewhere)
-        predicted = [strategy.predicted(sharding, draft.elsewhere) for _, sharding in candidates]
+        packs = Joined.of([(draft.lengths, draft.length, draft.elsewhere)])
+        predicted = [float(strategy.predicted(packs, tried)[0]) for _, tried in strategy.candidates(packs)]
         processor += time.process_time() - begin
         seconds.append((min(predicted[:2]), min(predicted), searched(strategy, draft, steps)))
         token = job.token

@@ -8,7 +8,7 @@ names the cluster or they see the same GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import islice
@@ -186,13 +186,18 @@ class Job:
         padding = (length - tokens + place) // sharers  # shares differ by one token at most
         return replace(draft, length=length // sharers, padding=padding, dp_rank=dp_rank or 0, **fields)
 
-    def sharded(self, sized: MicroBatch) -> MicroBatch:
-        """The micro-batch divided over the context-parallel ranks of all its sharers."""
-        strategy = self.by_sharers[sized.sharers].strategy if sized.merged else self.strategy
-        if strategy is None:
-            return sized
-        sharding, ranks = strategy.shard(sized.lengths, sized.shared_length, sized.elsewhere)
-        return replace(sized, sharding=sharding, ranks=ranks)
+    def sharded(self, sized: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Micro-batches divided over the context-parallel ranks of all their sharers."""
+        result = list(sized)
+        for sharers in {m.sharers for m in sized}:
+            strategy = self.by_sharers[sharers].strategy if sharers > 1 else self.strategy
+            if strategy is not None:
+                places = [place for place, m in enumerate(sized) if m.sharers == sharers]
+                alike = [sized[place] for place in places]
+                packs = [(m.lengths, m.shared_length, m.elsewhere) for m in alike]
+                for place, (name, ranks) in zip(places, strategy.shard_all(packs), strict=True):
+                    result[place] = replace(sized[place], sharding=name, ranks=ranks)
+        return result
 
     @cached_property
     def latency(self) -> AttentionLatency:

@@ -158,7 +158,7 @@ class Planner:
                 for index, pack in enumerate(packs)
             ]
             if dp_rank in sharded:
-                of_rank = [self._job.sharded(sized) for sized in of_rank]
+                of_rank = self._job.sharded(of_rank)
                 if self._rules is not None:
                     for micro_batch in of_rank:
                         self._rules.check_sharding(micro_batch)

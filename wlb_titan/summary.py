@@ -24,7 +24,7 @@ class Summary:
 
     imbalance: Floats  # float64 (steps,), imbalance degree
     plan_ms: Floats  # float64 (steps,)
-    workloads: Floats  # float64 (steps, N), work of the micro-batches, descending
+    shares: Floats  # float64 (n,), work of every micro-batch over the mean of its step
     longest: int  # tokens of the longest micro-batch, padding included
     tokens: int
     padding: int
@@ -37,13 +37,14 @@ class Summary:
     @classmethod
     def of(cls, plans: Iterable[Plan], window: int) -> Summary:
         """Reads at least one plan, one by one."""
-        steps, workloads, gaps = [], [], []
+        steps, works, gaps = [], [], []
         delays = np.zeros(1, dtype=np.int64)
         for plan in plans:
             counts = (plan.longest, plan.tokens, plan.padding, plan.lost_tokens)
             shares = (plan.tokens * plan.cut_share(window), plan.tokens * plan.keys_per_token)
             steps.append((plan.imbalance, plan.plan_ms, *counts, *shares))
-            workloads.append(sorted((m.workload for m in plan.forward), reverse=True))
+            workloads = np.array([m.workload for m in plan.forward])
+            works.append(workloads / workloads.mean())
             if plan.gap is not None:
                 gaps.append(plan.gap)
             step = np.bincount(plan.documents[:, DELAY], plan.documents[:, LENGTH]).astype(np.int64)
@@ -54,7 +55,7 @@ class Summary:
         return cls(
             imbalance,
             plan_ms,
-            np.array(workloads),
+            np.concatenate(works),
             int(longest.max()),
             int(tokens),
             int(padding),

@@ -9,11 +9,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from click.testing import CliRunner
 from lab import CONFIG, layout, ranks
 from pipeline_reference import differences
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 from trainers import GRADIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
@@ -129,9 +131,14 @@ def test_a_checkpoint_is_exported_in_one_process_as_a_run_saves_it(lab, on_termi
         _, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
     config, other = str(runs["dp2"][1].folder / "config.toml"), str(run.folder / "other")
+    steps = runs["dp2"][1].folder / "checkpoint"
+    entries = FileSystemReader(steps / "step-1").read_metadata().state_dict_metadata.items()
+    nan = {name: torch.full(one.size, torch.nan) for name, one in entries if hasattr(one, "size")}
+    dcp.save(nan, checkpoint_id=steps / "step-9", no_dist=True)
     others = ("1", "--output", other, "--checkpoint.last_save_in_hf", "false", "--base")
     for words, told in {
         ("1",): "--output: .*step-1 already exists; name another",
+        ("9",): "STEP: .*step-9 cannot be exported: .* of its weights, such as .* are not finite. Name an",
         ("7",): "STEP: .*step-7 cannot be exported: it does not exist. In .* there is step-1, step-2",
         ("2",): "STEP: .*step-2 cannot be exported: it is in that format already",
         (*others, "bases:lora"): "base: .* such as LoRA's ",

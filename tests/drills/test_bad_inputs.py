@@ -133,6 +133,11 @@ parallelism.expert_parallel_degree = 2; parallelism.data_parallel_shard_degree =
     -> parallelism.expert_parallel_degree
 parallelism.pipeline_parallel_degree = 2; parallelism.module_fqns_per_model_part = [["norm"]] \
     -> parallelism.module_fqns_per_model_part
+parallelism.pipeline_parallel_degree = 2; parallelism.module_fqns_per_model_part = \
+    [["tok_embeddings", "layers.2", "layers.3"], ["layers.0", "layers.1", "norm", "lm_head"]] \
+    -> parallelism.module_fqns_per_model_part
+base = "bases:gpt_oss"; training.mixed_precision_param = "float32" -> training.mixed_precision_param
+base = "bases:qwen3_moe"; parallelism.data_parallel_shard_degree = 5 -> parallelism.data_parallel_shard_degree
 compile.components = ["modle"]                                     -> compile.components
 checkpoint.enable = true; checkpoint.load_step = 7                 -> checkpoint.load_step
 checkpoint.enable = true; checkpoint.initial_load_path = "/nowhere" -> checkpoint.initial_load_path

@@ -108,6 +108,13 @@ def test_what_is_not_known_is_not_refused(loaded, text):
     check_memory(loaded(text), 1)
 
 
+@pytest.mark.parametrize(("experts", "length"), [(1, 131), (2, 132)])
+def test_experts_in_parallel_divide_tokens_over_tensor_parallel_ranks(loaded, experts, length):
+    degrees = f"tensor_parallel_degree = 2, expert_parallel_degree = {experts}"
+    parallelism = f"parallelism = {{ {degrees}, enable_sequence_parallel = false }}"
+    assert loaded(f'base = "{QWEN3}moe_debug"\nloss.num_chunks = 1\n{parallelism}').padded(131) == length
+
+
 @pytest.mark.parametrize("base", ["llama3_debug", QWEN3 + "moe_debug", QWEN3 + "0_6b"])
 def test_the_weights_are_those_of_the_model(base):
     model = base_config(base).model_spec.model

@@ -7,7 +7,7 @@ import pytest
 from test_measured import documents, job_of  # noqa: F401
 
 from wlb_titan.packing.predicted import pass_seconds
-from wlb_titan.simulator.calibrate import as_predicted, calibrated, fit, pass_parts, slow_ranks
+from wlb_titan.simulator.calibrate import JUDGED, as_predicted, calibrated, fit, pass_parts, slow_ranks
 from wlb_titan.simulator.measured import Pass
 
 SLOWER = {"forward": 1.4, "backward": 0.7, "linear": 2.0, "layer": (2e-5, 5e-5)}
@@ -84,8 +84,9 @@ def test_a_slow_rank_is_named_with_what_it_takes(slow, documents):  # noqa: F811
     seconds *= 1 + 0.03 * random.standard_normal(len(seconds))
     stages = np.array([p.stage for p in passes])
     seconds[stages == slow] *= 1.3
-    ranks = [stages == stage for stage in range(4)]
     named = [f"rank {stage} on host b" for stage in range(4)]
+    times = 1 if slow is None else 2 * JUDGED // len(seconds)  # more passes than it fits to
+    ranks = [np.tile(np.flatnonzero(stages == stage), times) for stage in range(4)]
     said = slow_ranks(named, [parts[r] for r in ranks], [seconds[r] for r in ranks], as_predicted(job))
     assert [line.partition(" takes ")[0] for line in said] == ([] if slow is None else [named[slow]])
     assert all("x of what equal work takes elsewhere" in line for line in said)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 
 import datasets
@@ -21,6 +22,7 @@ from wlb_titan.runtime.hugging_face import (
     differing_tensors,
     exchanged,
     read_description,
+    untied,
 )
 from wlb_titan.runtime.models.bases import base_config
 
@@ -237,12 +239,25 @@ def test_a_folder_that_does_not_fit_is_refused(initial_load, folder, words):
     assert_refused(initial_load(**{"base": LLAMA, "description": LLAMA_3_1_8B, **folder}), words)
 
 
+def test_what_an_export_lacks_is_named_before_the_start(corpora, write, tmp_path):
+    tokenizer, config = tmp_path / "tokenizer", "tokenizer_config.json"
+    shutil.copytree(corpora / "corpus" / "tokenizer", tokenizer)
+    checkpoint = "checkpoint = { enable = true, last_save_in_hf = true, last_save_model_only = true }"
+    small = SMALL.replace("FOLDER/corpus/tokenizer", str(tokenizer))
+    path = write(f'{small}\nwlb.corpus.path = "FOLDER/short"\n{checkpoint}')
+    assert run("config", "check", path).exit_code == 0
+    (tokenizer / "generation_config.json").write_text("[1]")
+    assert_refused(path, "generation_config.json cannot be read")
+    (tokenizer / config).unlink()
+    assert_refused(path, f"{config} does not name the eos_token")
+
+
 QWEN_0_6B = "torchtitan.models.qwen3.config_registry:qwen3_0_6b"
 DEEPSEEK = "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_671b"
 GPT_OSS = "torchtitan.models.gpt_oss.config_registry:gpt_oss_20b"
 
 
-ROTARY = (*ROPE, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
+ROTARY = (*ROPE, "rope_theta", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
 
 
 @pytest.mark.parametrize(
@@ -310,6 +325,24 @@ def test_what_transformers_writes_of_published_models_fits(tmp_path):
             assert differences(base_config(base).model_spec.model, described_there) == []
 
 
+@pytest.mark.parametrize("base", [LLAMA, QWEN, QWEN_0_6B, DEEPSEEK, GPT_OSS])
+def test_a_key_that_is_left_out_has_the_value_that_transformers_gives_it(tmp_path, base):
+    from transformers import AutoConfig
+
+    model, file = base_config(base).model_spec.model, tmp_path / "config.json"
+    values = described(model)
+    rope = {name: values.pop(name) for name in ROTARY if name in values}
+    other = []
+    for name in values.keys() - {"model_type", "num_hidden_layers"}:
+        left = {key: value for key, value in values.items() if key != name}
+        file.write_text(json.dumps({**left, "rope_parameters": rope}))
+        theirs = getattr(AutoConfig.from_pretrained(tmp_path), name, values[name])
+        named = [words.split()[0] for words in differences(model, read_description(file))]
+        assert (name in named) == (theirs != values[name]), f"{name}: {theirs} of transformers, {named}"
+        other += [name] * (name in named)
+    assert ("norm_topk_prob" in other) == (base == QWEN)
+
+
 TWO = {"a": [2, 3], "b": [4]}
 
 
@@ -340,6 +373,16 @@ def test_every_tensor_of_a_folder_is_accounted_for(tmp_path, files, index, words
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     differ = differing_tensors(tmp_path, TWO, r"rotary_emb\.inv_freq$")
     assert not differ if words is None else re.search(words, *differ)
+
+
+def test_a_tied_matrix_that_is_another_is_named(tmp_path):
+    """Also where it lies in another file than the embedding."""
+    embedding = torch.arange(6.0).reshape(3, 2)
+    save_file({"model.embed_tokens.weight": embedding}, tmp_path / "0.safetensors")
+    assert untied(tmp_path) == []
+    for head in (embedding.clone(), embedding + 1e-6, embedding.bfloat16(), embedding[:2].clone()):
+        save_file({"lm_head.weight": head}, tmp_path / "1.safetensors")
+        assert bool(untied(tmp_path)) != (head.dtype == torch.float32 and torch.equal(head, embedding))
 
 
 def test_a_file_that_is_cut_off_is_named(tmp_path):

@@ -2,11 +2,12 @@
 through it, and then through what ranks do until their first step and their first validation begin."""
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from forking import Rank
 from rows import rows
 
 from wlb_titan.errors import UserError
@@ -26,12 +27,34 @@ base = "bases:llama"
 training = { local_batch_size = 1, mixed_precision_param = "bfloat16" }
 parallelism.data_parallel_shard_degree = 1
 """
-BASES = ("llama", "layers8", "qwen3", "lora", "qwen3_moe", "deepseek_v3", "gpt_oss")
+EXPERTS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+VALIDATED = (("every", 0), ("hold_out", 0.01, 0.2), ("path", "few1", "few5"))
+
+
+def main():
+    """In a process of its own: plans and micro-batches of the first step and validation, on two ranks, and
+    the last rank's model, its weights and stages divided, on fake tensors."""
+    config = load_config(sys.argv[1], sys.argv[2:]).config
+    ranks = degrees_product(config)
+    job, wlb = job_of(config, parallel_dims(config, ranks)), config.wlb
+    for data, context in {(0, 0), (job.degrees.data - 1, job.degrees.context - 1)}:
+        settings = PlannedDataLoader.Config(
+            corpus=wlb.corpus, job=job, context_rank=context, hold_out=wlb.validation.hold_out, alone=True
+        )
+        loader = settings.build(dp_world_size=job.degrees.data, dp_rank=data)
+        validator = Validator(Validator.Config(), dp_rank=data)
+        if wlb.validation.enabled:
+            validator.prepare(wlb, settings, 1, torch.device("cpu"))
+        for steps in (iter(loader), *(steps for _, steps in validator._sources.values())):
+            assert next(steps).items
+        loader.close()
+        validator.close()
+    DryTrainer(config, rank=ranks - 1, world_size=ranks).close()
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """Documents to train on, and few to validate on, of which one has two tokens alone."""
+    """Documents to train on, and few to validate on."""
     folder = tmp_path_factory.mktemp("corpora")
     write_synthetic_corpus(folder / "many", long_tailed_lengths(1 << 21, 4096))
     for few in (1, 5):
@@ -40,42 +63,20 @@ def corpora(tmp_path_factory):
 
 
 @pytest.fixture
-def begins(corpora, monkeypatch):
-    """Makes the plans of a first step and validation, their items on two ranks, and a rank's part of the
-    model on fake tensors; says whether the configuration is accepted. With `runs` it also runs the step."""
+def begins(fork_server, corpora, tmp_path):
+    """Whether a configuration is accepted; if it is, it has to begin."""
 
-    def begins(file, words, runs):
+    def begins(file, words):
+        words = [str(file), "--wlb.corpus.path", str(corpora / "many"), *words]
         try:
-            config = load_config(file, ["--wlb.corpus.path", str(corpora / "many"), *words]).config
+            config = load_config(words[0], words[1:]).config
             ranks = degrees_product(config)
             validate_files(config, ranks)
         except UserError:
             return False
-        job, wlb = job_of(config, parallel_dims(config, ranks)), config.wlb
-        degrees = job.degrees
-        for data, context in {(0, 0), (degrees.data - 1, degrees.context - 1)}:
-            settings = PlannedDataLoader.Config(
-                corpus=wlb.corpus, job=job, context_rank=context, hold_out=wlb.validation.hold_out, alone=True
-            )
-            loader = settings.build(dp_world_size=degrees.data, dp_rank=data)
-            validator = Validator(Validator.Config(), dp_rank=data)
-            if wlb.validation.enabled:
-                validator.prepare(wlb, settings, 1, torch.device("cpu"))
-            for steps in (iter(loader), *(steps for _, steps in validator._sources.values())):
-                lengths = [item.labels.shape[1] for item in next(steps).items]
-                # Experts in parallel, the loss in chunks and sequence parallelism divide them.
-                assert not any(length % (degrees.tensor if degrees.expert > 1 else 1) for length in lengths)
-            loader.close()
-            validator.close()
-        for name, value in {"RANK": ranks - 1, "LOCAL_RANK": 0, "WORLD_SIZE": ranks}.items():
-            monkeypatch.setenv(name, str(value))
-        trainer = DryTrainer(config, rank=ranks - 1, world_size=ranks)
-        try:
-            if runs:
-                trainer.run()
-        finally:
-            trainer.close()
-            dist.destroy_process_group()
+        place, log = {"RANK": str(ranks - 1), "WORLD_SIZE": str(ranks)}, tmp_path / "log"
+        job = fork_server.start([Rank(words, log)], "test_first_second", environment=place)
+        assert job.wait(300) == [0], f"{' '.join(words)}\n{log.read_text()}"
         return True
 
     return begins
@@ -85,14 +86,14 @@ def begins(corpora, monkeypatch):
 def test_a_shipped_configuration_begins(name, begins):
     words = ["--training.seq_len", "4096", "--checkpoint.initial_load_in_hf", "false"]
     words += ["--checkpoint.initial_load_path", "", "--checkpoint.last_save_in_hf", "false"]
-    assert begins(Path("train_configs") / f"{name}.toml", words, runs=False)
+    assert begins(Path("train_configs") / f"{name}.toml", words)
 
 
 def drawn(seed, corpora):
-    """Overrides of a layout, some of which are to be refused."""
+    """Overrides of a layout, which may have to be refused."""
     rng = random.Random(seed)
     one_of = lambda *values: str(rng.choice(values))  # noqa: E731
-    base = rng.choice(BASES)
+    base = rng.choice(("llama", "layers8", "qwen3", "lora", *EXPERTS, *EXPERTS))
     keys = {
         "base": f"bases:{base}",
         "training.seq_len": one_of(64, 256, 384),
@@ -105,27 +106,16 @@ def drawn(seed, corpora):
         "parallelism.data_parallel_shard_degree": one_of(1, 2, 3, 6),
         "parallelism.data_parallel_replicate_degree": one_of(1, 1, 2),
         "parallelism.enable_sequence_parallel": one_of("true", "false"),
+        "parallelism.expert_parallel_degree": one_of(1, 2, 4) if base in EXPERTS else "1",
     }
-    if base in BASES[-3:]:
-        keys["parallelism.expert_parallel_degree"] = one_of(1, 2, 4)
-    keys |= rng.choice(
-        [
-            {},
-            {"wlb.validation.hold_out": one_of(0.01, 0.2)},
-            {"wlb.validation.path": str(corpora / one_of("few1", "few5"))},
-        ]
-    )
+    key, *values = rng.choice(VALIDATED)
+    keys[f"wlb.validation.{key}"] = one_of(*values).replace("few", str(corpora / "few"))
     return [word for key, value in keys.items() for word in (f"--{key}", value)]
 
 
-@pytest.mark.parametrize("seeds", rows(("0:4", "4:16", "16:28", "28:40"), {"4:16", "16:28", "28:40"}))
+@pytest.mark.parametrize("seeds", rows(("0:6", "6:18", "18:30", "30:42"), {"6:18", "18:30", "30:42"}))
 def test_layouts_that_are_accepted_begin(seeds, begins, corpora, tmp_path):
     (tmp_path / "small.toml").write_text(SMALL)
-    drawn_words = {seed: drawn(seed, corpora) for seed in range(*map(int, seeds.split(":")))}
-    begun = []
-    for seed, words in drawn_words.items():
-        try:
-            begun.append(begins(tmp_path / "small.toml", words, runs=True))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {' '.join(words)}") from error
+    seeds = range(*map(int, seeds.split(":")))
+    begun = [begins(tmp_path / "small.toml", drawn(seed, corpora)) for seed in seeds]
     assert any(begun) and not all(begun)

@@ -22,8 +22,9 @@ def learned(corpus):
         whole, half = corpus.learned(row, 0, length), length // 2
         pieces = [corpus.learned(row, 0, half), corpus.learned(row, half, length - half)]
         assert np.concatenate(pieces).tolist() == whole.tolist()
-        counted = corpus.count_learned(np.array([row, row]), np.array([0, half]), np.array([half, length]))
-        assert counted.tolist() == [piece.sum() for piece in pieces]
+        starts, stops = np.array([0, half, min(1, length)]), np.array([half, length, length])
+        counted = corpus.count_learned(np.full(3, row), starts, stops)
+        assert counted.tolist() == [*(piece.sum() for piece in pieces), whole[1:].sum()]
         result.append(whole.astype(int).tolist())
     return result
 
@@ -38,6 +39,18 @@ def test_a_column_says_what_is_learned(tmp_path, column):
     assert learned(Corpus.open(path)) == MASKS
     unmasked = Corpus.open(path, mask="none")
     assert learned(unmasked) == [[1] * len(tokens) for tokens in DOCUMENTS] and not unmasked.masked
+
+
+def test_masks_are_read_whole_when_labels_are_first_counted_and_once(tmp_path, monkeypatch):
+    corpus = Corpus.open(save_dataset(tmp_path / "chat", loss_mask=MASKS))
+    corpus.check_learned(corpus.lengths)
+    (shard,), read = corpus.shards, []
+    gathered = shard.mask._values.gathered
+    monkeypatch.setattr(shard.mask._values, "gathered", lambda *of: read.append(len(of[0])) or gathered(*of))
+    rows, lengths = np.arange(len(corpus)), np.asarray(corpus.lengths)
+    for _ in range(3):
+        counts = corpus.count_learned(rows, np.minimum(1, lengths), lengths)
+        assert counts.tolist() == [sum(mask[1:]) for mask in MASKS] and sum(read) == len(corpus)
 
 
 def test_two_columns_that_say_what_is_learned_are_refused_by_name(tmp_path):

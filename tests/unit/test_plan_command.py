@@ -11,6 +11,9 @@ from corpora import write_prepared
 
 from wlb_titan.commands.command_line import show_table
 from wlb_titan.commands.main import main
+from wlb_titan.commands.plan import _shares
+from wlb_titan.plan import MicroBatch, Plan
+from wlb_titan.summary import Summary
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +119,15 @@ def test_a_comparison_has_a_row_for_each_policy(lengths, on_terminal):
     }
     assert imbalance["plain"] > 1.1 > imbalance["wlb_lazy"] >= 1
     assert imbalance["plain"] > imbalance["wlb"]
+
+
+def test_steps_may_have_different_numbers_of_micro_batches():
+    """As under `slim` where a step needs more packs to fit, or has too few documents."""
+    steps, document = ([3.0, 1.0], [2.0, 2.0, 2.0, 2.0]), np.array([[0, 0, 4, 0, 0]])
+    packs = [tuple(MicroBatch(document, length=4, workload=work) for work in works) for works in steps]
+    summary = Summary.of([Plan(number, step, 0.0) for number, step in enumerate(packs)], 8)
+    works = _shares({"slim": summary})["slim"][1]
+    assert (works[0], works[50], works[-1]) == (1.5, 1.0, 0.5) and (np.diff(works) <= 0).all()
 
 
 def test_how_good_a_solver_is_and_few_steps_are_told(lengths):

@@ -265,14 +265,15 @@ def test_hybrid_fills_every_rank_whichever_documents_are_cut(lengths, ranks, ext
     hybrid = STRATEGIES.configure("hybrid").make(ranks, LATENCY)
     sizes, places = hybrid.levels, hybrid.places
     assert all(large % small == 0 for small, large in pairwise(sizes)) and sizes[-1] == ranks
-    large = hybrid.large(lengths, total, None)
+    packs = layout.Joined.of([(lengths, total, None)])
+    large = hybrid.large(packs)
     chosen, room = [], np.full(ranks, total // ranks - max(len(sizes) - 1, 0), dtype=float)
-    for length in large.lengths:
+    for length in large.lengths[:, 0]:
         place = data.draw(st.integers(0, len(places.level) - 1))
         taken = places.has[:, place] * length / places.sizes[places.level[place]]
         chosen.append(place if (room >= taken).all() else len(places.level) - 1)
         room -= taken * (chosen[-1] == place)
-    result = hybrid.spread(lengths, total, large, np.array(chosen))
+    result = hybrid.spread(packs, large, np.array(chosen)[:, None])
     assert sum(int(rank[:, COUNT].sum()) for rank in result) == lengths.sum()
     assert max(int(rank[:, COUNT].sum()) for rank in result) <= total // ranks
 
@@ -290,15 +291,16 @@ def test_a_search_is_never_far_from_the_best_of_all_places(lengths, ranks, price
     lengths, total = padded([64 * length for length in lengths[: 3 if ranks > 2 else 5]], ranks)
     moves = [MoveSeconds(*prices)] * len(levels_of(ranks))
     hybrid = STRATEGIES.configure("hybrid").make(ranks, LATENCY, moves)
-    large, places = hybrid.large(lengths, total, None), hybrid.places
+    packs, places = layout.Joined.of([(lengths, total, None)]), hybrid.places
+    large = hybrid.large(packs)
     best = np.inf
     for chosen in product(range(len(places.level)), repeat=len(lengths)):
-        taken = places.has[:, list(chosen)] @ (large.lengths / places.sizes[places.level[list(chosen)]])
+        taken = places.has[:, list(chosen)] @ (large.lengths[:, 0] / places.sizes[places.level[list(chosen)]])
         if (taken <= total // ranks - len(levels_of(ranks)) + 1).all():
-            sharding = hybrid.spread(lengths, total, large, np.array(chosen))
-            best = min(best, hybrid.predicted(sharding, None))
+            sharding = hybrid.spread(packs, large, np.array(chosen)[:, None])
+            best = min(best, float(hybrid.predicted(packs, sharding)[0]))
     _, sharding = hybrid.divide(lengths, total, None)
-    assert hybrid.predicted(sharding, None) <= 1.25 * best
+    assert hybrid.predicted(packs, sharding)[0] <= 1.25 * best
 
 
 def test_a_micro_batch_with_fewer_tokens_than_ranks_is_refused():

@@ -52,6 +52,28 @@ def test_arrive_gives_what_begins_within_the_budget(lengths, budgets, window):
     assert last[LENGTH] == window or last[START] + last[LENGTH] == stream.lengths_of(pieces[-1:, ID])[0]
 
 
+@given(
+    st.lists(st.sampled_from([1, 1, 1, 2, 30]), min_size=1, max_size=40).map(lambda lengths: [*lengths, 2]),
+    *(st.integers(0, 30), st.integers(1, 30), st.integers(0, 5)),
+)
+def test_what_is_read_until_enough_or_to_a_label_is_as_if_read_one_by_one(lengths, tokens, wanted, seed):
+    """Where most documents have one token, and some were given back; in few steps however many that are."""
+    stream, alone = (DocumentStream(Mixture(np.array(lengths), seed=seed), 8) for _ in range(2))
+    for each in (stream, alone):
+        each.give_back(each.arrive(seed))
+    asked = []
+    pieces = stream.arrive(tokens, lambda read: asked.append(1) or (read[:, LENGTH] > 1).sum() >= wanted)
+    naive = alone.arrive(tokens)
+    while (naive[:, LENGTH] > 1).sum() < wanted:
+        naive = np.concatenate([naive, alone.arrive(1)])
+    assert pieces.tolist() == naive.tolist() and len(asked) <= 6 + 3 * len(pieces).bit_length()
+    skipped, state = 0, alone.state_dict()
+    while not alone.has_label(alone.fill(1)).any():
+        skipped, state = skipped + 1, alone.state_dict()
+    assert stream.skip_unlabelled() == skipped
+    assert str(stream.state_dict()) == str(state)
+
+
 def test_arrive_reads_on_until_enough_pieces_have_a_label():
     stream = DocumentStream(Mixture(np.array([1, 1, 1, 5, 1, 4]), seed=None), 4)
     pieces = stream.arrive(2, lambda pieces: stream.has_label(pieces).sum() >= 2)

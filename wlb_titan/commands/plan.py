@@ -172,7 +172,4 @@ SHARES = "work over the mean of its step, from the heaviest micro-batch to the l
 def _shares(summaries: Mapping[str, Summary]) -> page.Curves:
     """Every micro-batch's work over the mean of its step, by the share of all that have more."""
     percent = np.linspace(0, 100, 101)
-    return {
-        name: (percent, np.percentile(summary.workloads.T / summary.workloads.mean(axis=1), 100 - percent))
-        for name, summary in summaries.items()
-    }
+    return {name: (percent, np.percentile(each.shares, 100 - percent)) for name, each in summaries.items()}

@@ -18,7 +18,11 @@ import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.layout import (
+    Joined,
     Sharding,
+    apart,
+    document_chunks,
+    from_runs,
     per_document,
     per_sequence,
     segments_among,
@@ -28,10 +32,17 @@ from wlb_titan.context.layout import (
     widest_first,
     with_prefix,
 )
-from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, KeyShares, all_gather_exchange
-from wlb_titan.cost.attention_latency import slowest
+from wlb_titan.context.strategy import (
+    ContextMask,
+    ContextStrategy,
+    Exchange,
+    KeyShares,
+    Unsharded,
+    all_gather_exchange,
+)
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.plan import DOCUMENT, Slices
+from wlb_titan.plugins import is_ours
 
 
 class AllGather(ContextStrategy):
@@ -105,28 +116,51 @@ class Adaptive(AllGather):
     """For each micro-batch the one of these two whose slowest rank is predicted faster (section 5.3)."""
 
     def divide(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
-        tried = self.candidates(lengths, total, slices)
-        return min(tried, key=lambda named: self.predicted(named[1], slices))
+        return self._divided([(lengths, total, slices)])[0]
 
-    def candidates(self, lengths: Ints, total: int, slices: Slices | None) -> list[tuple[str, Sharding]]:
+    def shard_all(self, packs: Sequence[Unsharded]) -> list[tuple[str, Sharding]]:
+        if not is_ours(type(self)):  # it may have a `divide` of its own
+            return super().shard_all(packs)
+        for lengths, total, _ in packs:
+            self.check_tokens(lengths, total)
+        return self._divided(packs)
+
+    def _divided(self, packs: Sequence[Unsharded]) -> list[tuple[str, Sharding]]:
+        together = Joined.of(packs)
+        names, tried = zip(*self.candidates(together), strict=True)
+        best = np.argmin([self.predicted(together, sharding) for sharding in tried], axis=0).tolist()
+        owners = [range(first, first + self.ranks) for first in range(0, len(tried[0]), self.ranks)]
+        sharding = tuple(tried[way][rank] for way, own in zip(best, owners, strict=True) for rank in own)
+        sharding = widest_first(sharding, spans(sharding, self.levels, together.slices))
+        parts = apart(sharding, together.firsts[:-1])
+        return [(names[way], own) for way, own in zip(best, parts, strict=True)]
+
+    def candidates(self, packs: Joined) -> list[tuple[str, Sharding]]:
         """Shardings to choose from, with their names; the first of equally fast ones is taken."""
+        lengths, stops, ranks = packs.lengths, packs.stops, self.ranks * len(packs.totals)
+        firsts, begins = np.arange(0, ranks, self.ranks), stops - np.diff(stops, prepend=0)
+        owner, begin, end = document_chunks(begins, packs.totals, self.ranks, firsts)
+        end = np.minimum(end, stops[owner // self.ranks])  # padding
+        begins = np.cumsum(lengths) - lengths
+        chunks = document_chunks(begins, lengths, self.ranks, packs.micro_batch * self.ranks)
         return [
-            ("per_sequence", per_sequence(lengths, total, self.ranks)),
-            ("per_document", per_document(lengths, total, self.ranks)),
+            ("per_sequence", from_runs(owner, begin, end, lengths, ranks)),
+            ("per_document", from_runs(*chunks, lengths, ranks)),
         ]
 
-    def predicted(self, sharding: Sharding, slices: Slices | None) -> float:
-        """Seconds of a layer's attention on the slowest rank, and of gathering its keys."""
-        sent, seen = self._sent(sharding), sharding
+    def predicted(self, packs: Joined, sharding: Sharding) -> Floats:
+        """float64 (micro-batches,), seconds of a layer's attention on the slowest rank, and of gathering its
+        keys."""
+        slices, sent, seen = packs.slices, self._sent(sharding), sharding
         held = held_keys(sent, self.levels)
         if slices is not None:
             sent, seen = self._sent(sharding, slices), with_prefix(sharding, slices.prefix)
-        moved = sum(
-            move.token * size * int(tokens.max()) + move.each
-            for tokens, size, move in zip(sent, self.levels, self.moves, strict=False)
-            if tokens.any()
-        )
-        return slowest(self.latency.seconds(seen, held)) + moved
+        most = sent.reshape(len(sent), -1, self.ranks).max(axis=2)
+        moved = np.zeros(len(packs.totals))
+        for tokens, size, move in zip(most, self.levels, self.moves, strict=False):
+            moved += np.where(tokens > 0, move.token * size * tokens + move.each, 0.0)
+        seconds = self.latency.seconds(seen, held).reshape(-1, self.ranks, 2)
+        return np.asarray(seconds.max(axis=1).sum(axis=1) + moved)
 
 
 class Level(NamedTuple):

@@ -18,15 +18,15 @@ chunks, and each rank keeps one short one whole.
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from wlb_titan.arrays import Ints
 from wlb_titan.bins import REMAINS, Bins
 from wlb_titan.context.all_gather import Adaptive
-from wlb_titan.context.layout import Sharding, document_chunks, from_runs
+from wlb_titan.context.layout import Joined, Sharding, document_chunks, from_runs
 from wlb_titan.context.places import Large, Places, fill, search
-from wlb_titan.plan import Slices
 
 SEARCHED = 40  # documents, the heaviest; more if more are long or have to go over all ranks
 
@@ -61,69 +61,96 @@ class Hybrid(Adaptive):
         token[1:] += attention
         return Places.of(sizes, token * sizes, start)
 
-    def candidates(self, lengths: Ints, total: int, slices: Slices | None) -> list[tuple[str, Sharding]]:
-        large = self.large(lengths, total, slices)
-        hybrid = self.spread(lengths, total, large, search(self.places, large, total // self.ranks))
-        return [*super().candidates(lengths, total, slices), ("hybrid", hybrid)]
+    def candidates(self, packs: Joined) -> list[tuple[str, Sharding]]:
+        large = self.large(packs)
+        chosen = search(self.places, large, packs.totals // self.ranks)
+        return [*super().candidates(packs), ("hybrid", self.spread(packs, large, chosen))]
 
-    def large(self, lengths: Ints, total: int, slices: Slices | None) -> Large:
+    def large(self, packs: Joined) -> Large:
         """The documents that are worth a search; attention is that of a group's first chunk and its last, as
         the two of any other rank have about the same work together."""
-        share, sizes = total // self.ranks, np.array(self.levels)[:, None]
-        prefix, cached = (np.zeros_like(lengths), lengths < 0) if slices is None else slices
+        lengths, of, firsts = packs.lengths, packs.micro_batch, packs.firsts
+        prefix, cached = packs.slices or (np.zeros_like(lengths), lengths < 0)
+        sizes, bounds = np.array(self.levels)[:, None], list(pairwise(firsts.tolist()))
         work = self.latency.work(lengths, lengths + prefix).sum(axis=0)
-        searched = max(SEARCHED, 2 * self.ranks, int((cached | (lengths > share // 2)).sum()))
-        rows = np.lexsort((-work, ~cached))[:searched]
-        chunks = np.maximum(lengths[rows] // (2 * sizes), 1)
-        ends = np.stack([prefix[rows] + chunks, np.broadcast_to((prefix + lengths)[rows], chunks.shape)])
+        long = cached | (lengths > (packs.totals // self.ranks)[of] // 2)
+        searched = np.maximum(np.bincount(of, long, len(bounds)), max(SEARCHED, 2 * self.ranks))
+        order = np.lexsort((-work, ~cached, of))
+        number = np.arange(len(of)) - firsts[of]  # within the micro-batch
+        picked = number < searched[of]
+        found, place = order[picked], (number[picked], of[picked])
+        chunks = np.maximum(lengths[found] // (2 * sizes), 1)
+        ends = np.stack([prefix[found] + chunks, np.broadcast_to((prefix + lengths)[found], chunks.shape)])
         pairs = self.latency.work(np.broadcast_to(chunks, ends.shape).ravel(), ends.ravel()).sum(axis=0)
-        attention = np.vstack([work[rows], pairs.reshape(ends.shape).sum(axis=0)])
-        return Large(rows, lengths[rows], attention, cached[rows], work)
+        rows = np.full((int(place[0].max()) + 1, len(bounds)), -1)
+        rows[place] = found
+        attention = np.zeros((1 + len(sizes), *rows.shape))
+        attention[:, *place] = np.vstack([work[found], pairs.reshape(ends.shape).sum(axis=0)])
+        there = rows >= 0
+        whole = np.array([work[first:stop].sum() for first, stop in bounds])
+        rest = whole - [work[own[own >= 0]].sum() for own in rows.T]
+        return Large(rows, lengths[rows] * there, attention, cached[rows] & there, work, whole, rest)
 
-    def spread(self, lengths: Ints, total: int, large: Large, chosen: Ints) -> Sharding:
-        """The sharding with each of the `large` documents in its chosen place."""
-        begins, share, places = np.cumsum(lengths) - lengths, total // self.ranks, self.places
-        last = len(places.level) - 1
-        runs = [np.zeros((3, 0), dtype=np.int64)]  # owner, begin and end, as of `from_runs`
-        for place in np.unique(chosen[chosen != last]).tolist():
-            members = np.sort(large.rows[chosen == place])
-            size, first = int(places.sizes[places.level[place]]), int(places.has[:, place].argmax())
-            owner, begin, end = document_chunks(begins[members], lengths[members], size)
-            runs.append(np.stack([owner + first, begin, end]))
+    def spread(self, packs: Joined, large: Large, chosen: Ints) -> Sharding:
+        """The sharding with each of the large documents in its chosen place."""
+        lengths, of, places, ranks = packs.lengths, packs.micro_batch, self.places, self.ranks
+        begins, last = np.cumsum(lengths) - lengths, len(places.level) - 1
+        picked = np.nonzero(large.rows.T >= 0)[::-1]  # micro-batch by micro-batch
+        rows, chosen, share = large.rows[picked], chosen[picked], packs.totals // ranks
+        level, runs = places.level[chosen], [np.zeros((3, 0), dtype=np.int64)]  # as of `from_runs`
+        for number, size in enumerate(places.sizes[:-1].tolist()):
+            (own,) = np.nonzero(level == number)
+            first = of[rows[own]] * ranks + places.has.argmax(axis=0)[chosen[own]]
+            order = np.lexsort((rows[own], first))
+            members = rows[own[order]]
+            runs.append(np.stack(document_chunks(begins[members], lengths[members], size, first[order])))
         owner, begin, end = np.concatenate(runs, axis=1)
-        room = share - np.bincount(owner, end - begin, self.ranks).astype(np.int64)
-        filling = np.sort(large.rows[chosen == last])
-        filled = fill(int(lengths[filling].sum()), room)
-        runs += _in_halves(begins[filling], lengths[filling], filled)
+        counts = np.bincount(owner, end - begin, ranks * len(share)).astype(np.int64)
+        room = share - counts.reshape(-1, ranks).T
+        filling = np.sort(rows[chosen == last])
+        tokens = np.bincount(of[filling], lengths[filling], len(share)).astype(np.int64)
+        filled = fill(tokens, room)
+        runs += _in_halves(begins[filling], lengths[filling], of[filling], filled.copy())
 
-        attention = large.attention[places.level[chosen], np.arange(len(chosen))]
-        load = (attention * places.has[:, chosen]).sum(axis=1)
-        load += attention[chosen == last].sum() * filled / max(filled.mean(), 1)
-        bins = Bins(self.ranks, share, load.tolist())
-        bins.lengths = (share - room + filled).tolist()
-        others = np.argsort(-large.work, kind="stable")
-        others = others[~np.isin(others, large.rows)]
-        dealt = bins.place(lengths[others], large.work[others])
-        fits = dealt != REMAINS
-        runs.append(np.stack([dealt, begins[others], begins[others] + lengths[others]])[:, fits])
-        cut, left = others[~fits], share - np.array(bins.lengths)
-        runs.append(_fill(begins[cut], begins[cut] + lengths[cut], left, total - int(lengths.sum())))
+        work, attention = large.work, large.attention[level, *picked]
+        others = np.ones(len(of), dtype=np.bool_)
+        others[rows] = False
+        order = np.lexsort((-work, of))
+        order = order[others[order]]
+        padding = packs.totals - np.bincount(of, lengths).astype(np.int64)
+        for number, own in enumerate(np.split(order, np.searchsorted(of[order], np.arange(1, len(share))))):
+            mine = of[rows] == number
+            load = (attention[mine] * places.has[:, chosen[mine]]).sum(axis=1)
+            most = max(filled[:, number].mean(), 1)
+            load += attention[mine & (chosen == last)].sum() * filled[:, number] / most
+            bins = Bins(ranks, int(share[number]), load.tolist())
+            bins.lengths = (share[number] - room[:, number] + filled[:, number]).tolist()
+            dealt = bins.place(lengths[own], work[own])
+            fits = dealt != REMAINS
+            begin = begins[own[fits]]
+            runs.append(np.stack([dealt[fits] + number * ranks, begin, begin + lengths[own[fits]]]))
+            if not fits.all():
+                cut, left = own[~fits], share[number] - np.array(bins.lengths)
+                filled_up = _fill(begins[cut], begins[cut] + lengths[cut], left, int(padding[number]))
+                runs.append(filled_up + np.array([[number * ranks], [0], [0]]))
         owner, begin, end = np.concatenate(runs, axis=1)
-        return from_runs(owner, begin, end, lengths, self.ranks)
+        return from_runs(owner, begin, end, lengths, ranks * len(share))
 
 
-def _in_halves(begins: Ints, lengths: Ints, tokens: Ints) -> list[Ints]:
-    """Documents over all ranks in proportion to `tokens`: each int64 (3, 2 ranks), as of `from_runs`."""
-    there_and_back = np.concatenate([np.arange(len(tokens)), np.arange(len(tokens))[::-1]])
-    runs = []
-    for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
-        exact = length * tokens / tokens.sum()
+def _in_halves(begins: Ints, lengths: Ints, of: Ints, tokens: Ints) -> list[Ints]:
+    """Documents over all ranks of their micro-batch, `of`, in proportion to its `tokens`, (ranks, P): each
+    int64 (3, 2 ranks), as of `from_runs`."""
+    ranks, runs = np.arange(len(tokens)), []
+    there_and_back = np.concatenate([ranks, ranks[::-1]])
+    for begin, length, number in zip(begins.tolist(), lengths.tolist(), of.tolist(), strict=True):
+        own = tokens[:, number]
+        exact = length * own / own.sum()
         taken = np.floor(exact).astype(np.int64)
         taken[np.argsort(taken - exact, kind="stable")[: length - int(taken.sum())]] += 1
-        tokens = tokens - taken
+        tokens[:, number] -= taken
         chunks = np.concatenate([taken // 2, (taken - taken // 2)[::-1]])
         ends = begin + np.cumsum(chunks)
-        runs.append(np.stack([there_and_back, ends - chunks, ends]))
+        runs.append(np.stack([there_and_back + number * len(tokens), ends - chunks, ends]))
     return runs
 
 

@@ -11,6 +11,8 @@ more than one token ahead, and padding makes them equal (docs/context_parallel.m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,61 @@ from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 Sharding = tuple[Ints, ...]
 """For each rank its runs of tokens: int64 (m, 3), columns DOCUMENT, OFFSET, COUNT, in order."""
+
+
+class Joined(NamedTuple):
+    """Micro-batches one behind the other, so that the same array operations divide them all: documents and
+    ranks are numbered through, rank r of micro-batch m is m x ranks + r."""
+
+    lengths: Ints  # int64 (documents,), tokens
+    micro_batch: Ints  # int64 (documents,), of each document, rising
+    totals: Ints  # int64 (micro-batches,), tokens with padding
+    slices: Slices | None
+
+    @classmethod
+    def of(cls, packs: Sequence[tuple[Ints, int, Slices | None]]) -> Joined:
+        """Lengths, total and slices of each, as of `ContextStrategy.shard`."""
+        lengths, totals, slices = zip(*packs, strict=True)
+        cut = [each for each in slices if each is not None]
+        return cls(
+            np.concatenate(lengths),
+            np.repeat(np.arange(len(packs)), [len(own) for own in lengths]),
+            np.array(totals),
+            Slices(*map(np.concatenate, zip(*cut, strict=True))) if cut else None,
+        )
+
+    @property
+    def firsts(self) -> Ints:
+        """int64 (micro-batches + 1,), the first document of each, and how many there are."""
+        return np.searchsorted(self.micro_batch, np.arange(len(self.totals) + 1))
+
+    @property
+    def stops(self) -> Ints:
+        """int64 (micro-batches,), the position behind each one's last token."""
+        return np.cumsum(self.lengths)[self.firsts[1:] - 1]
+
+
+def joined(shardings: Sequence[Sharding], documents: Sequence[int]) -> Sharding:
+    """Shardings of micro-batches with these numbers of documents as one, numbered as in `Joined`."""
+    shards = [shard for sharding in shardings for shard in sharding]
+    runs = np.concatenate(shards)
+    first = np.cumsum(documents) - documents
+    runs[:, DOCUMENT] += np.repeat(first, [sum(map(len, sharding)) for sharding in shardings])
+    return _of_ranks(runs, np.cumsum([0] + [len(shard) for shard in shards]))
+
+
+def apart(sharding: Sharding, firsts: Ints) -> list[Sharding]:
+    """The inverse of `joined`, by the first document of each micro-batch."""
+    runs, ranks = np.concatenate(sharding), len(sharding) // len(firsts)
+    counts = np.array([len(shard) for shard in sharding])
+    runs[:, DOCUMENT] -= np.repeat(firsts, counts.reshape(-1, ranks).sum(axis=1))
+    shards = _of_ranks(runs, np.cumsum(np.append(0, counts)))
+    return [shards[first : first + ranks] for first in range(0, len(shards), ranks)]
+
+
+def _of_ranks(runs: Ints, cuts: Ints) -> Sharding:
+    """The runs of each rank, from one of the cuts to the next."""
+    return tuple(runs[first:stop] for first, stop in pairwise(cuts.tolist()))
 
 
 def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:
@@ -44,15 +101,21 @@ def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
     return from_runs(*document_chunks(np.cumsum(lengths) - lengths, lengths, ranks), lengths, ranks)
 
 
-def document_chunks(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
+def document_chunks(
+    begins: Ints, lengths: Ints, ranks: int, first: Ints | int = 0
+) -> tuple[Ints, Ints, Ints]:
     """The 2 x ranks chunks of each document: owner, begin and end as of `from_runs`, each int64
     (ranks x documents x 2,), sorted by rank, document and place.
 
     Args:
         begins: int64 (documents,), where they begin in the sequence.
+        first: the first of the ranks that share each document; rising, with longer chunks dealt among those
+            of the same ranks.
     """
+    first = np.broadcast_to(first, lengths.shape)
     floor, longer = np.divmod(lengths, 2 * ranks)
     dealt = np.cumsum(longer) - longer  # longer chunks of earlier documents
+    dealt = dealt - dealt[np.searchsorted(first, first)]
     early = np.arange(ranks)
     late = 2 * ranks - 1 - early
     turn = np.concatenate([early, late])[:, None]  # when each chunk is next to be longer
@@ -60,7 +123,7 @@ def document_chunks(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints
     ends = begins + np.cumsum(sizes, axis=0)
     pairs = np.stack([early, late], axis=1)
     begin, end = (of_chunk[pairs].transpose(0, 2, 1).ravel() for of_chunk in (ends - sizes, ends))
-    return np.repeat(early, 2 * len(lengths)), begin, end
+    return (early[:, None] + np.repeat(first, 2)).ravel(), begin, end
 
 
 def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) -> Sharding:
@@ -90,8 +153,7 @@ def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) ->
     start = (ends - lengths)[document]
     low, high = np.maximum(begin[run], start), np.minimum(end[run], ends[document])
     rows = np.stack([document, low - start, high - low], axis=1)
-    cuts = np.searchsorted(owner[run], np.arange(ranks + 1))
-    return tuple(rows[cuts[rank] : cuts[rank + 1]] for rank in range(ranks))
+    return _of_ranks(rows, np.searchsorted(owner[run], np.arange(ranks + 1)))
 
 
 def segments(shard: Ints, lengths: Ints) -> NDArray[np.int32]:
@@ -143,8 +205,9 @@ def spans(sharding: Sharding, levels: Sequence[int], slices: Slices | None = Non
 
 def widest_first(sharding: Sharding, span: Ints) -> Sharding:
     """The sharding with each rank's runs sorted by the `spans` of their documents, widest first."""
-    key = (-span).astype(np.int8)  # int8 sorts in linear time
-    return tuple(shard[np.argsort(key[shard[:, DOCUMENT]], kind="stable")] for shard in sharding)
+    runs, counts = np.concatenate(sharding), [len(shard) for shard in sharding]
+    order = np.lexsort((-span[runs[:, DOCUMENT]], np.repeat(np.arange(len(sharding)), counts)))
+    return _of_ranks(runs[order], np.cumsum([0, *counts]))
 
 
 def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
@@ -162,10 +225,9 @@ def with_prefix(sharding: Sharding, prefix: Ints | None) -> Sharding:
     elsewhere and which its queries see."""
     if prefix is None:
         return sharding
-    shifted = tuple(shard.copy() for shard in sharding)
-    for shard in shifted:
-        shard[:, OFFSET] += prefix[shard[:, DOCUMENT]]
-    return shifted
+    runs = np.concatenate(sharding)
+    runs[:, OFFSET] += prefix[runs[:, DOCUMENT]]
+    return _of_ranks(runs, np.cumsum([0] + [len(shard) for shard in sharding]))
 
 
 def segments_after(seen: NDArray[np.int32], lengths: Ints, prefix: Ints) -> NDArray[np.int32]:

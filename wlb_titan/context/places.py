@@ -6,9 +6,9 @@ least the mean, since documents that have no place yet may still make the ranks 
 each size of group, which takes as long as the group with most tokens.
 
 Heaviest first, each document goes where this time rises least; then the heaviest move again. A maximum often
-falls only after several documents have moved, so there are several beginnings, side by side in the same array
-operations: with all places; without the groups of each size; and with the narrowest groups that keep a
-document's share of a rank below a bound. The second time all places are open.
+falls only after several documents have moved, so there are several beginnings: with all places; without the
+groups of each size; and with the narrowest groups that keep a document's share of a rank below a bound. The
+second time all places are open. Beginnings and micro-batches lie side by side in the same array operations.
 """
 
 from __future__ import annotations
@@ -47,97 +47,115 @@ class Places:
 
 
 class Large(NamedTuple):
-    """The documents of a micro-batch that are worth a search, heaviest first."""
+    """The documents of P micro-batches that are worth a search, at most n of each, heaviest first; 0 where a
+    micro-batch has fewer."""
 
-    rows: Ints  # int64 (n,), which they are
-    lengths: Ints  # int64 (n,), tokens
-    attention: Floats  # float64 (levels, n), seconds on each rank of a group over which they are divided
-    everywhere: Bools  # bool (n,), those that have to go over all ranks
-    work: Floats  # float64 (documents,), seconds of attention of each document of the micro-batch, whole
+    rows: Ints  # int64 (n, P), which they are; -1 for none
+    lengths: Ints  # int64 (n, P), tokens
+    attention: Floats  # float64 (levels, n, P), seconds on each rank of a group over which they are divided
+    everywhere: Bools  # bool (n, P), those that have to go over all ranks
+    work: Floats  # float64 (documents,), seconds of attention of each document of all micro-batches, whole
+    total: Floats  # float64 (P,), of all documents of a micro-batch together
+    rest: Floats  # float64 (P,), of those that are not worth a search
 
 
-def search(places: Places, large: Large, share: int) -> Ints:
-    """int64 (n,), the place of each large document; `share` is the tokens for which a rank has room."""
+def search(places: Places, large: Large, share: Ints) -> Ints:
+    """int64 (n, P), the place of each large document; `share`, int64 (P,), is the tokens for which a rank of
+    each micro-batch has room."""
     state = _Beginnings(places, large, share)
     closed = _closed(places, large, share)
-    for document in range(len(large.rows)):
-        state.move(document, (state.costs(document) + closed[:, document]).argmin(axis=1))
-    cost = np.zeros((1, 1))
-    for document in np.flatnonzero(~large.everywhere)[:AGAIN]:
-        state.move(document, state.chosen[document].copy(), -1)
-        cost = state.costs(document)
-        state.move(document, cost.argmin(axis=1))
-    return state.chosen[:, cost.min(axis=1).argmin()]
+    for document, shut in enumerate(closed):
+        documents = np.full(len(share), document)
+        state.move(documents, (state.costs(documents) + shut).argmin(axis=1))
+    least = np.zeros(state.columns.shape)
+    movable = (large.lengths > 0) & ~large.everywhere
+    numbers = np.cumsum(movable, axis=0)
+    for number in range(1, min(AGAIN, int(numbers.max(initial=0))) + 1):
+        documents = (numbers >= number).argmax(axis=0)
+        moves = (numbers[-1] >= number)[state.columns]
+        was = state.chosen[documents[state.columns], np.arange(len(moves))]
+        state.move(documents, was, -moves.astype(np.int64))
+        cost = state.costs(documents)
+        state.move(documents, np.where(moves, cost.argmin(axis=1), was), moves.astype(np.int64))
+        least = np.where(moves, cost.min(axis=1), least)
+    best = least.reshape(len(share), -1).argmin(axis=1)
+    return np.asarray(
+        state.chosen.reshape(len(large.lengths), len(share), -1)[:, np.arange(len(share)), best]
+    )
 
 
-def _closed(places: Places, large: Large, share: int) -> Floats:
-    """float64 (beginnings, n, places), CLOSED where a document may not go at first."""
-    levels, mean = len(places.sizes), large.work.sum() / places.sizes[-1]
-    part = np.maximum(large.lengths / places.sizes[:, None] / share, large.attention / mean)
+def _closed(places: Places, large: Large, share: Ints) -> Floats:
+    """float64 (n, P x beginnings, places), CLOSED where a document may not go at first."""
+    levels, mean = len(places.sizes), large.total / places.sizes[-1]
+    part = np.maximum(large.lengths / places.sizes[:, None, None] / share, large.attention / mean)
     part[-1] = 0
-    narrowest = (part <= np.array(BOUNDS)[:, None, None]).argmax(axis=1)
-    lacking = np.arange(levels)[:, None, None]  # 0 for none
-    closed = [places.level != narrowest[:, :, None]]
-    closed += [np.repeat((places.level == lacking) & (lacking > 0), len(large.rows), axis=1)]
-    everywhere = large.everywhere[:, None] & (np.arange(len(places.level)) < len(places.level) - 1)
-    return np.where(everywhere, 2 * CLOSED, CLOSED * np.concatenate(closed))
+    narrowest = (part <= np.array(BOUNDS)[:, None, None, None]).argmax(axis=1)
+    lacking = np.arange(levels)[:, None]  # 0 for none
+    closed = np.empty((*large.lengths.shape, len(BOUNDS) + levels, len(places.level)), dtype=np.bool_)
+    closed[:, :, : len(BOUNDS)] = places.level != np.moveaxis(narrowest, 0, -1)[..., None]
+    closed[:, :, len(BOUNDS) :] = (places.level == lacking) & (lacking > 0)
+    everywhere = large.everywhere[..., None, None] & (np.arange(len(places.level)) < len(places.level) - 1)
+    return np.where(everywhere, 2 * CLOSED, CLOSED * closed).reshape(len(closed), -1, len(places.level))
 
 
 class _Beginnings:
-    """What is placed so far. Arrays have a row or column for each of the beginnings."""
+    """What is placed so far. Arrays have a column for each beginning of each micro-batch."""
 
-    def __init__(self, places: Places, large: Large, share: int) -> None:
-        self.places, self.lengths, self.attention = places, large.lengths, large.attention
-        (ranks, count), levels = places.has.shape, len(places.sizes)
-        beginnings = len(BOUNDS) + levels
-        self.last = np.arange(count) == count - 1
-        self.first_of_level = np.searchsorted(places.level, np.arange(levels))
-        # Of each document in each place: tokens that a rank sends, and a rank's tokens and seconds.
-        self.sent = np.where(self.last, 0.0, large.lengths[:, None] / places.sizes[places.level])
-        self.tokens = self.sent[:, None] * places.has
-        self.seconds = large.attention.T[:, None, places.level] * places.has
-        self.room, self.load = np.full((ranks, beginnings), float(share)), np.zeros((ranks, beginnings))
-        self.sending = np.zeros((beginnings, count))
-        self.filling, self.filling_seconds = np.zeros((2, beginnings))  # over all ranks
-        self.rest = np.full(beginnings, large.work.sum())  # seconds of what has no place
-        work, tokens = large.work.sum() - large.work[large.rows].sum(), share * ranks - large.lengths.sum()
-        self.rate = max(work / max(tokens, 1), 0.0)  # of other documents, which fill the rest of the room
-        self.chosen = np.zeros((len(large.rows), beginnings), dtype=np.int64)
+    def __init__(self, places: Places, large: Large, share: Ints) -> None:
+        self.places, ranks, beginnings = places, len(places.has), len(BOUNDS) + len(places.sizes)
+        self.columns = np.repeat(np.arange(len(share)), beginnings)  # the micro-batch of each
+        self.last = np.arange(len(places.level)) == len(places.level) - 1
+        self.first_of_level = np.searchsorted(places.level, np.arange(len(places.sizes)))
+        self.lengths = large.lengths.astype(np.float64)
+        # Of each document in each place: tokens that a rank sends, and a rank's seconds.
+        self.sent = np.where(self.last, 0.0, self.lengths[..., None] / places.sizes[places.level])
+        self.seconds = np.moveaxis(large.attention[places.level], 0, -1)
+        columns = len(self.columns)
+        self.room = np.broadcast_to(share[self.columns].astype(np.float64), (ranks, columns))
+        self.load = np.zeros((ranks, columns))
+        self.sending = np.zeros((columns, len(places.level)))
+        self.filling, self.filling_seconds = np.zeros((2, columns))  # over all ranks
+        self.rest = large.total[self.columns]  # seconds of what has no place
+        tokens = share * ranks - large.lengths.sum(axis=0)
+        rate = np.maximum(large.rest / np.maximum(tokens, 1), 0.0)
+        self.rate = rate[self.columns, None]  # of other documents, which fill the rest of the room
+        self.chosen = np.zeros((len(self.lengths), columns), dtype=np.int64)
 
-    def move(self, document: int, to: Ints, sign: int = 1) -> None:
-        """Puts a document into a place, or takes it out with the sign -1."""
-        self.chosen[document] = to
-        self.room = self.room - sign * self.tokens[document][:, to]
-        self.load = self.load + sign * self.seconds[document][:, to]
-        self.sending[np.arange(len(to)), to] += sign * self.sent[document, to]
-        fills = sign * self.last[to]
-        self.filling = self.filling + fills * self.lengths[document]
-        self.filling_seconds = self.filling_seconds + fills * self._divided(document)
-        self.rest = self.rest - sign * self.attention[0, document]
+    def move(self, documents: Ints, to: Ints, sign: Ints | int = 1) -> None:
+        """Puts a document of each micro-batch into places, or takes it out with the sign -1."""
+        documents, column = documents[self.columns], np.arange(len(to))
+        sent, seconds = (sign * of[documents, self.columns, to] for of in (self.sent, self.seconds))
+        alone, everywhere = self.seconds[documents, self.columns][:, [0, -1]].T
+        has, fills = self.places.has[:, to], sign * self.last[to]
+        self.chosen[documents, column] = to
+        self.room = self.room - sent * has
+        self.load = self.load + seconds * has
+        self.sending[column, to] += sent
+        self.filling = self.filling + fills * self.lengths[documents, self.columns]
+        self.filling_seconds = self.filling_seconds + fills * (everywhere * len(has))
+        self.rest = self.rest - sign * alone
 
-    def _divided(self, document: int) -> float:
-        """Seconds on all ranks together of a document over all ranks."""
-        return float(self.attention[-1, document] * len(self.room))
-
-    def costs(self, document: int) -> Floats:
-        """float64 (beginnings, places), seconds of the layer with the document in each place."""
-        places, ranks = self.places, len(self.room)
-        room = self.room[:, :, None] - self.tokens[document][:, None]
-        load = self.load[:, :, None] + self.seconds[document][:, None]
-        filling = self.filling[:, None] + self.last * self.lengths[document]
-        seconds = self.filling_seconds[:, None] + self.last * self._divided(document)
+    def costs(self, documents: Ints) -> Floats:
+        """float64 (columns, places), seconds of the layer with a micro-batch's document in each place."""
+        places, ranks, documents = self.places, len(self.room), documents[self.columns]
+        sent, of_rank = self.sent[documents, self.columns], self.seconds[documents, self.columns]
+        has = places.has[:, None]
+        room = self.room[:, :, None] - sent * has
+        load = self.load[:, :, None] + of_rank * has
+        filling = self.filling[:, None] + self.last * self.lengths[documents, self.columns][:, None]
+        seconds = self.filling_seconds[:, None] + self.last * (of_rank[:, -1:] * ranks)
         # Exact but for ranks that have less room with the document than without.
-        height = _height(np.hstack([self.room, self.room]), np.concatenate([self.filling, filling[:, -1]]))
-        height = np.where(self.last, height[len(filling) :, None], height[: len(filling), None])
+        height = _height(self.room[:, :, None], filling[:, [0, -1]])
+        height = np.where(self.last, height[:, 1:], height[:, :1])
         full = (room < height).astype(np.float64)
         height = (filling - (room * full).sum(axis=0)) / np.maximum(ranks - full.sum(axis=0), 1)
         filled = np.minimum(room, height)
         load = load + seconds / np.maximum(filling, 1.0) * filled
-        mean = (load.sum(axis=0) + (self.rest - self.attention[0, document])[:, None]) / ranks
+        mean = (load.sum(axis=0) + (self.rest - of_rank[:, 0])[:, None]) / ranks
         slowest = (load + self.rate * (room - filled)).max(axis=0)
 
         most = np.maximum.reduceat(self.sending, self.first_of_level, axis=1)
-        before, after = most[:, places.level], self.sending + self.sent[document]
+        before, after = most[:, places.level], self.sending + sent
         token, start = places.token[places.level], places.start[places.level]
         moved = (places.token * most + places.start * (most > 0)).sum(axis=1)[:, None]
         moved = moved + token * np.maximum(after - before, 0.0) + start * ((before == 0) & (after > 0))
@@ -149,15 +167,16 @@ class _Beginnings:
 
 
 def _height(room: Floats, tokens: Floats) -> Floats:
-    """float64 (n,), most tokens on a rank where `tokens` (n,) go as evenly as `room` (ranks, n) allows."""
+    """float64, most tokens on a rank where `tokens` (...) go as evenly as `room` (ranks, ...) allows."""
     rising = np.sort(room, axis=0)
-    height = (tokens - (np.cumsum(rising, axis=0) - rising)) / np.arange(len(room), 0, -1)[:, None]
-    return np.asarray(height[(height <= rising).argmax(axis=0), np.arange(len(tokens))])
+    left = np.arange(len(room), 0, -1).reshape(-1, *[1] * tokens.ndim)
+    height = (tokens - (np.cumsum(rising, axis=0) - rising)) / left
+    return np.asarray(np.take_along_axis(height, (height <= rising).argmax(axis=0)[None], axis=0)[0])
 
 
-def fill(tokens: int, room: Ints) -> Ints:
-    """int64 (ranks,), `tokens` divided as evenly as the ranks' `room` allows."""
-    height = _height(room[:, None].astype(np.float64), np.array([float(tokens)]))
+def fill(tokens: Ints, room: Ints) -> Ints:
+    """int64 (ranks, n), `tokens` (n,) divided as evenly as `room` (ranks, n) allows."""
+    height = _height(room.astype(np.float64), tokens.astype(np.float64))
     result = np.minimum(room, np.floor(height).astype(np.int64))
-    result[np.flatnonzero(result < room)[: tokens - int(result.sum())]] += 1
-    return result
+    free = result < room
+    return np.asarray(result + (free & (np.cumsum(free, axis=0) <= tokens - result.sum(axis=0))))

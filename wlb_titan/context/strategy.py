@@ -157,6 +157,10 @@ class ExchangeCost:
         return self.seconds([float(move.always) for move in self.moves])
 
 
+Unsharded = tuple[Ints, int, Slices | None]
+"""A micro-batch's lengths, total and slices, as of `ContextStrategy.shard`."""
+
+
 class ContextStrategy(Plugin, ABC):
     """Divides micro-batches over context-parallel ranks.
 
@@ -217,6 +221,15 @@ class ContextStrategy(Plugin, ABC):
             The name of the sharding chosen, for reports; and each rank's runs. The rest of a rank's
             total / ranks tokens is padding.
         """
+        self.check_tokens(lengths, total)
+        return self.divide(lengths, total, slices)
+
+    def shard_all(self, packs: Sequence[Unsharded]) -> list[tuple[str, Sharding]]:
+        """`shard` of several micro-batches, which some strategies divide together."""
+        return [self.shard(*pack) for pack in packs]
+
+    def check_tokens(self, lengths: Ints, total: int) -> None:
+        """Raises PlanError for a micro-batch of too few tokens."""
         tokens = int(lengths.sum())
         if tokens < self.ranks:
             raise PlanError(
@@ -225,7 +238,6 @@ class ContextStrategy(Plugin, ABC):
                 "documents."
             )
         assert tokens <= total and total % self.divisor == 0, f"{total} tokens are not padded"
-        return self.divide(lengths, total, slices)
 
     @abstractmethod
     def divide(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:

@@ -247,9 +247,9 @@ class Corpus:
         if not self.masked:
             return
         for start in range(0, len(self), SPOTS):
-            rows = np.arange(start, min(start + SPOTS, len(self)))
-            stops = np.asarray(lengths[rows])
-            if self.count_learned(rows, np.minimum(1, stops), stops).any():  # the first is no label
+            rows = range(start, min(start + SPOTS, len(self)))
+            stops = np.asarray(lengths[np.array(rows)]).tolist()
+            if any(self.learned(row, 0, stop)[1:].any() for row, stop in zip(rows, stops, strict=True)):
                 return
         raise CorpusError(
             f"The label mask of {self} leaves no token of these documents to be learned. Correct the mask, "

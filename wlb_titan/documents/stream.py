@@ -12,6 +12,7 @@ begin within the next 4 tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -106,15 +107,34 @@ class DocumentStream:
             parts.append(pieces)
         return np.concatenate(parts)
 
+    def skip_unlabelled(self) -> int:
+        """Moves on to the next token that has a label; returns the tokens skipped."""
+        skipped = 0
+        while True:  # each time as much again
+            start, pieces = self.state_dict(), self.fill(skipped + self.window)
+            labelled = self.has_label(pieces)
+            if labelled.any():
+                before = int(pieces[: labelled.argmax(), LENGTH].sum())
+                self.load_state_dict(start)
+                self.fill(before)
+                return skipped + before
+            skipped += skipped + self.window
+
     def arrive(self, tokens: int, enough: Callable[[Pieces], bool] = lambda pieces: True) -> Pieces:
-        """Whole pieces that begin within the next `tokens` tokens, and more until they are `enough`.
+        """Whole pieces that begin within the next `tokens` tokens, and more until they are `enough`; more
+        pieces are never less so.
 
         The last one may reach past `tokens`; the caller subtracts the excess from its next budget.
         """
-        pieces = self._arrive(tokens)
-        while not enough(pieces):
-            pieces = np.concatenate([pieces, self._arrive(1)])
-        return pieces
+        start, pieces = self.state_dict(), self._arrive(tokens)
+        if enough(pieces):
+            return pieces
+        least = len(pieces)
+        while not enough(pieces):  # each time as much again
+            pieces = np.concatenate([pieces, self._arrive(max(int(pieces[:, LENGTH].sum()), 1))])
+        before = bisect_left(range(least, len(pieces)), True, key=lambda last: enough(pieces[: last + 1]))
+        self.load_state_dict(start)
+        return self._arrive(int(pieces[: least + before, LENGTH].sum()) + 1)
 
     def _arrive(self, tokens: int) -> Pieces:
         parts = [self._take_returned(tokens)]

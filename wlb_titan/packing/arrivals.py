@@ -39,9 +39,17 @@ class Least:
     def filled(self, lengths: Ints) -> int:
         """How many micro-batches documents of these lengths fill at least, however they are packed: one for
         each that can lead one, and as many as the shorter ones would fill twice."""
+        return self.filled_by(self.counts(lengths))
+
+    def counts(self, lengths: Ints) -> Ints:
+        """int64 (2,), how many documents can lead one, and tokens of the shorter ones; they add up."""
         tokens = _counted(lengths)
         leads = tokens >= self.tokens
-        return int(leads.sum()) + int(tokens[~leads].sum()) // (2 * self.tokens)
+        return np.array([leads.sum(), tokens[~leads].sum()])
+
+    def filled_by(self, counts: Ints) -> int:
+        leads, shorter = counts.tolist()
+        return int(leads + shorter // (2 * self.tokens))
 
     def leading_first(self, lengths: Ints) -> Ints:
         """int64 (n,), an order of the documents: the first N that can lead a micro-batch, then all others."""
@@ -82,11 +90,10 @@ def next_window(stream: DocumentStream) -> tuple[Pieces, int]:
     token sees them.
     """
     pieces = stream.fill(stream.window)
-    left_out = 0
-    while not stream.has_label(pieces).any():
-        left_out += int(pieces[-1, LENGTH])
-        pieces = np.concatenate([pieces[:-1], stream.fill(1)])
-    return pieces, left_out
+    if stream.has_label(pieces).any():
+        return pieces, 0
+    left_out = int(pieces[-1, LENGTH]) + stream.skip_unlabelled()
+    return np.concatenate([pieces[:-1], stream.fill(1)]), left_out
 
 
 class Arrivals:

@@ -98,13 +98,14 @@ class FixedGreedy(PackingPolicy):
     def _read(self) -> Waiting:
         """The documents that remained, and as much of the stream as fills the packs."""
         window = self._stream.window
-        documents = self._remained
-        budget = self._packs * window - int(documents[:, LENGTH].sum())
-        while budget > 0 or self._least.filled(documents[:, LENGTH]) < self._packs:
+        parts, counts = [self._remained], self._least.counts(self._remained[:, LENGTH])
+        budget = self._packs * window - int(self._remained[:, LENGTH].sum())
+        while budget > 0 or self._least.filled_by(counts) < self._packs:
             pieces = self._stream.fill(min(window, budget) if budget > 0 else window)
-            documents = np.concatenate([documents, arrived(pieces, self._iteration)])
+            parts.append(arrived(pieces, self._iteration))
+            counts += self._least.counts(pieces[:, LENGTH])
             budget -= window
-        return documents
+        return np.concatenate(parts)
 
     @property
     def waiting(self) -> Waiting:

@@ -173,8 +173,8 @@ class Finite:
             return
         trainer.checkpointer.maybe_wait_for_saving()
         raise UserError(
-            f"From step {begun} on (this is step {step}) the loss, the gradients or the weights are not "
-            "finite numbers, and not saved. Lower optimizer.param_groups.N.optimizer_kwargs.lr, raise "
+            f"From step {begun} on (this is step {step}) the loss, gradients or weights are not finite "
+            "numbers, and not saved. Lower optimizer.param_groups.N.optimizer_kwargs.lr, raise "
             f"lr_scheduler.warmup_steps, or look for bad documents, and start again: {_continues(config)}"
         )
 

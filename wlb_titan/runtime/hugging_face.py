@@ -36,7 +36,6 @@ from wlb_titan.runtime.models.description import FIXED, ROPE, described, differe
 KEY = "checkpoint.initial_load_path"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 POSITIONS = "max_position_embeddings"
-ROWS = 8192  # of tensors that are compared at a time
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 LONGEST_HEADER = 100_000_000  # bytes, as of the format
 ROUTER_BIAS = "moe.expert_bias_E"  # by which torchtitan evens out what experts get, beside the loss
@@ -157,13 +156,10 @@ def untied(folder: Path) -> list[str]:
     wrong = f"{KEY}: the tensors in {str(folder)!r} cannot be read"
     with reading(lambda reason: UserError(f"{wrong}: {reason}.")), ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, "pt")) for file in folder.glob("*.safetensors")]
-        both = {name: file.get_slice(name) for file in files for name in {HEAD, EMBEDDING} & {*file.keys()}}
-        head, embedding = both.get(HEAD), both[EMBEDDING]
-        if head is None:
-            return []
-        one, other = ((matrix.get_dtype(), matrix.get_shape()) for matrix in (head, embedding))
-        parts = [slice(row, row + ROWS) for row in range(0, one[1][0], ROWS)]
-        same = one == other and all(torch.equal(head[part], embedding[part]) for part in parts)
+        stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        names = (HEAD, EMBEDDING) if HEAD in stored else (EMBEDDING, EMBEDDING)
+        head, embedding = (stored[name].get_tensor(name) for name in names)
+        same = head.dtype == embedding.dtype and torch.equal(head, embedding)
     return [] if same else [f"{HEAD} is not {EMBEDDING}, though config.json ties them (tie_word_embeddings)"]
 
 

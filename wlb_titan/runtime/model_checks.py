@@ -64,19 +64,31 @@ def check_model(config: TrainerConfig, dims: ParallelDims) -> Weights:
         )
     model = on_meta(spec)
     weights = dict(model.named_parameters())
-    _check_gpt_oss(config, spec, dims)
-    _check_shares(spec, weights, dims)
+    _check_shares(config, spec, weights, dims)
     # What is loaded in that format is checked with the folder of weights.
     if config.checkpoint.last_save_in_hf and not config.checkpoint.initial_load_in_hf:
         check_exchange("last_save_in_hf", spec, model)
     return weights
 
 
-def _check_shares(spec: ModelSpec, weights: Weights, dims: ParallelDims) -> None:
-    """Refuses weights that ranks of tensor or expert parallelism, or FSDP's, cannot share equally."""
+def _check_shares(config: TrainerConfig, spec: ModelSpec, weights: Weights, dims: ParallelDims) -> None:
+    """Refuses weights that ranks of tensor or expert parallelism, or FSDP's, cannot share equally, or whose
+    results would add up wrongly."""
     degrees = {"tp": ("tensor", dims.tp), "ep": ("expert", dims.ep)}
     sharers = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1) // dims.ep  # FSDP's, of an expert
     for place, node, _, _ in spec.model.traverse(Module.Config, recurse=True):
+        gpt_oss = full_name(owner_of(node)) == GPT_OSS_EXPERTS
+        if gpt_oss and dims.ep == 1 < dims.tp:
+            raise UserError(
+                f"parallelism.expert_parallel_degree: tensor-parallel ranks would add the second bias of "
+                f"{place} {dims.tp} times, as torchtitan does not divide it; set it to {dims.tp}, so that "
+                "they share whole experts."
+            )
+        if gpt_oss and config.training.mixed_precision_param != "bfloat16":
+            raise UserError(
+                f"training.mixed_precision_param: {place} gives bfloat16 whatever it takes, which cannot be "
+                'added to other numbers; set it to "bfloat16".'
+            )
         across = isinstance(node, GroupedExperts.Config) and sharers * dims.ep > node.num_experts
         for name, layout in node.sharding_config.state_shardings.items() if node.sharding_config else ():
             if (weight := weights.get(f"{place}.{name}")) is None:
@@ -100,24 +112,6 @@ def _check_shares(spec: ModelSpec, weights: Weights, dims: ParallelDims) -> None
                     f"{sizes[1]:,} entries of {place}.{name} equally; lower this degree, and raise "
                     f"data_parallel_replicate_degree, until ranks are no more than experts or divide them."
                 )
-
-
-def _check_gpt_oss(config: TrainerConfig, spec: ModelSpec, dims: ParallelDims) -> None:
-    """Refuses what torchtitan's experts of gpt-oss add up wrongly, or not at all."""
-    for place, node, _, _ in spec.model.traverse(GroupedExperts.Config):
-        if full_name(owner_of(node)) != GPT_OSS_EXPERTS:
-            continue
-        if dims.ep == 1 < dims.tp:
-            raise UserError(
-                f"parallelism.expert_parallel_degree: tensor-parallel ranks would add the second bias of "
-                f"{place} {dims.tp} times, as torchtitan does not divide it; set it to {dims.tp}, so that "
-                "they share whole experts."
-            )
-        if config.training.mixed_precision_param != "bfloat16":
-            raise UserError(
-                f"training.mixed_precision_param: {place} gives bfloat16 whatever it takes, which cannot be "
-                'added to other numbers; set it to "bfloat16".'
-            )
 
 
 def check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:

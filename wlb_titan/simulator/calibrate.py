@@ -23,6 +23,7 @@ from wlb_titan.simulator.measured import ROWS, Pass, without_waiting
 FACTORS = 5  # c_f, c_b, a, b_f, b_b
 DIFFERS = 0.1  # of the predicted passes: a run says so
 SLOWER = 1.15  # than equal work elsewhere: the rank is named
+JUDGED = 2000  # passes of all ranks to which `slow_ranks` fits: while it does, all ranks wait
 OUTLIER = 0.05  # relative error from which a pass counts less
 TINY = 1e-9  # instead of a factor of 0, in a denominator
 PRIOR = 0.01  # of the weight that all passes give a factor
@@ -93,7 +94,9 @@ def slow_ranks(
     names: Sequence[str], parts: Sequence[Floats], seconds: Sequence[Floats], prior: Floats
 ) -> list[str]:
     """What is said of ranks whose passes take longer than equal work on the others."""
-    factors = fit(np.concatenate(parts), np.concatenate(seconds), prior)
+    known, took = np.concatenate(parts), np.concatenate(seconds)
+    some = np.random.default_rng(0).permutation(len(took))[:JUDGED]
+    factors = fit(known[some], took[some], prior)
     pairs = zip(parts, seconds, strict=True)
     ratios = [took[own.any(axis=1)].sum() / (own @ [*factors, 1.0]).sum() for own, took in pairs]
     said = []

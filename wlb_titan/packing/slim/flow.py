@@ -100,7 +100,7 @@ class Flows:
     def _seconds(self, packing: Packing, packs: Ints) -> dict[str, Floats]:
         """For each kind of pass float64 (n,), seconds of these packs through all stages."""
         sized = [self._job.sized(packing.packs[number]) for number in packs.tolist()]
-        forward, inputs, weights = pass_seconds(self._job, list(map(self._job.sharded, sized)))
+        forward, inputs, weights = pass_seconds(self._job, self._job.sharded(sized))
         return {"F": forward.sum(axis=0), "B": (inputs + weights).sum(axis=0)}
 
     def seconds(self, steps: Sequence[Step], slack: int) -> float:
