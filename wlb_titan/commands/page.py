@@ -1,8 +1,8 @@
 """The HTML pages: an answer, cards, what to try next, sections of tables and pictures.
 
-A page is one file that opens without a network, drawn by the macros of `page.html`. Pictures are SVG, as wide
-as there is room; what stands under the pointer is a box's title. Their colours of text and lines are the
-page's own variables, so they follow its light and dark look.
+A page is one file that opens without a network, drawn by the macros of `templates/page.html`. Pictures are SVG,
+as wide as there is room; what stands under the pointer is a box's title. Their colours of text and lines are
+the page's own variables, so they follow its light and dark look.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from wlb_titan.commands.command_line import Rows, describe_job, writing
+from wlb_titan.commands.template import template
 from wlb_titan.simulator.trace import Span
 from wlb_titan.summary import Estimate
 
@@ -41,20 +40,9 @@ Curves = Mapping[str, tuple[Iterable[float], Iterable[float]]]
 """By name, the places on the axis and the values."""
 
 
-@cache
-def _templates() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-
-
 def _drawn(macro: str, *values: object) -> str:
     """HTML, escaped and not to be escaped again: what a macro of `page.html` makes of values."""
-    drawn: str = getattr(_templates().get_template("page.html").module, macro)(*values)
+    drawn: str = getattr(template("page.html").module, macro)(*values)
     return drawn
 
 
