@@ -25,8 +25,7 @@ def config() -> None:
     """
 
 
-@config.command(cls=cli.OfFile, context_settings=cli.OVERRIDABLE)
-@cli.of_file
+@config.command(cls=cli.OfFile)
 @cli.world_size_option
 @click.option(
     "--device-gib",
@@ -50,8 +49,7 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     click.echo(f"OK {file}: {summary(resolved.config, job, world_size)}")
 
 
-@config.command(cls=cli.OfFile, context_settings=cli.OVERRIDABLE)
-@cli.of_file
+@config.command(cls=cli.OfFile)
 @click.option("--changed", is_flag=True, help="Only values from files and the command line.")
 @click.option("--explain", is_flag=True, help="Explain each key above its value.")
 def show(file: Path, overrides: tuple[str, ...], changed: bool, explain: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.command_line import NUMBER, POSITIVE, command_of_file, of_file
+from wlb_titan.commands.command_line import NUMBER, POSITIVE, OfFile
 from wlb_titan.commands.compare import show_bench
 from wlb_titan.commands.template import template
 from wlb_titan.errors import EXIT_AGAIN, UserError
@@ -25,8 +25,7 @@ OURS = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-r
 """Options of sbatch on which the script depends."""
 
 
-@command_of_file()
-@of_file
+@click.command(cls=OfFile)
 @click.option(
     "--nproc-per-node",
     "processes",
@@ -125,8 +124,7 @@ def whole_nodes(given: Mapping[str, str]) -> dict[str, str]:
     return {"exclusive": ""} | ({} if any(name.startswith("mem") for name in given) else {"mem": "0"})
 
 
-@command_of_file()
-@of_file
+@click.command(cls=OfFile)
 @click.option(
     "--nproc-per-node",
     "processes",
@@ -157,8 +155,7 @@ def train(file: Path, overrides: tuple[str, ...], processes: int, max_restarts: 
     sys.exit(status)
 
 
-@command_of_file()
-@of_file
+@click.command(cls=OfFile)
 @click.option(
     "--policies",
     required=True,

@@ -1,8 +1,8 @@
 """The HTML pages: an answer, cards, what to try next, sections of tables and pictures.
 
-A page is one file that opens without a network, drawn by the macros of `templates/page.html`. Pictures are SVG,
-as wide as there is room; what stands under the pointer is a box's title. Their colours of text and lines are
-the page's own variables, so they follow its light and dark look.
+A page is one file that opens without a network, drawn by the macros of `templates/page.html`. Pictures are
+SVG, as wide as there is room; what stands under the pointer is a box's title. Their colours of text and lines
+are the page's own variables, so they follow its light and dark look.
 """
 
 from __future__ import annotations
