@@ -36,7 +36,7 @@ CGROUP = Path("/sys/fs/cgroup")
 LARGEST = 8  # groups of tensors that are named
 
 
-@cli.command_of_file()
+@click.command(cls=cli.OfFile)
 @of_ranks
 @click.option(
     "--device-gib",
