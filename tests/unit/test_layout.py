@@ -13,7 +13,7 @@ import tomli
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    *("errors", "progress", "arrays", "plugins", "plan", "bins", "toml"),
+    *("errors", "progress", "arrays", "plugins", "plan", "bins", "toml", "files"),
     *("documents", "pipeline", "cost", "dimensions"),
     *("context", "memory", "balancing", "packing"),
     *("sampler", "planner", "job", "summary"),
@@ -29,6 +29,7 @@ MAY_USE = {
     "prepare": {"numpy", "pyarrow", "datasets", "filelock", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},
     "toml": {"tomli", "pydantic"},
+    "files": {"pydantic"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "transformers", "wlb_titan.kernels"},
     "commands": {
         *("torch", "triton", "numpy", "tomli", "click", "jinja2", "rich", "tokenizers"),

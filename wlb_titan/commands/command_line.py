@@ -6,7 +6,6 @@ torch, torchtitan and rich are imported where they are needed: `--help` and mist
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import sys
@@ -24,6 +23,7 @@ from wlb_titan.cost.cluster import shipped
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
+from wlb_titan.files import save
 from wlb_titan.job import Job, Policy
 from wlb_titan.progress import Report
 from wlb_titan.toml.sources import COMMAND_LINE
@@ -120,7 +120,7 @@ def writing(what: str) -> Iterator[None]:
 
 def write_json(output: Path, results: Any) -> None:
     with writing(f"--output: {output}"):
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        save(output, results, indent=1)
 
 
 class OfFile(click.Command):

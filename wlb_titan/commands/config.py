@@ -12,6 +12,7 @@ import click
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands.template import template
 from wlb_titan.errors import UserError
+from wlb_titan.files import save
 from wlb_titan.job import Job
 from wlb_titan.toml.values import to_text
 
@@ -93,7 +94,7 @@ def init(file: Path, corpus: str) -> None:
 
     text = experiment(str(file), corpus, torch.accelerator.device_count(), os.cpu_count() or 1)
     with cli.writing(str(file)):
-        file.write_text(text, encoding="utf-8")
+        save(file, text)
     click.echo(f"{file} is written. Next:\n")
     if not Path(corpus).exists():
         click.echo(f"  wlb-titan prepare {corpus} --max-tokens 4000000    # this machine's Python files")
