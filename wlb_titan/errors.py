@@ -58,7 +58,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8: {error.reason} at byte {error.start}"
     text = str(error).partition("\n")[0]
-    if type(error) is ValueError and text:
+    if isinstance(error, ValueError) and text:
         return text
     last = traceback.extract_tb(error.__traceback__)[-1]  # who looks for a defect of ours begins there
     return f"{type(error).__name__} {text}".rstrip() + f", {Path(last.filename).name}:{last.lineno}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from wlb_titan.runtime.one_rank.dry_trace import CallLog, kind_of
-from wlb_titan.simulator.calls import RankCalls, unmet
+from wlb_titan.simulator.calls import unmet
 
 HOOK = 4711  # any number that torch's own hooks do not have
 
@@ -59,13 +59,13 @@ class Recorder:
 
     def met(self):
         """The number of calls of all ranks since the last time, and what does not meet; on rank 0."""
-        mine = vars(self._log.of_rank())
+        mine = self._log.of_rank()
         self._log.calls.clear()
         everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everything)
         if everything is None:
             return None
-        ranks = {rank: RankCalls.from_json(one) for rank, one in enumerate(everything)}
+        ranks = dict(enumerate(everything))
         calls = sum(len(one.calls) for one in ranks.values())
         return {"calls": calls, "unmet": unmet(ranks, queue_per_edge=False)}
 

@@ -97,10 +97,10 @@ SIMULATE = """
 --training.global_batch_size 3 | --training.seq_len HUGE | --training.seq_len many | --wlb.corpus.seed -1
 --wlb.policy wlb --wlb.packing.max_length 1
 --cluster tpu -> cluster file tpu cannot be read
---cluster empty_cluster.toml -> [gpu] memory is missing
---cluster broken_cluster.toml -> is not TOML
---cluster worded_cluster.toml -> [node] gpus is 'many'
---cluster huge_cluster.toml -> [node] gpus is HUGE
+--cluster empty_cluster.toml -> gpu is missing
+--cluster broken_cluster.toml -> Invalid statement (at line 1, column 1)
+--cluster worded_cluster.toml -> node.gpus is "many"
+--cluster huge_cluster.toml -> node.gpus is 1
 """
 OTHERS = """
 simluate good.toml -> Did you mean 'simulate'? | train good.toml --max-restart 3 -> '--max-restarts'

@@ -1,6 +1,5 @@
 """Calls of all ranks that meet are found to, and each fault in them is found, with the rank that has it."""
 
-import json
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -9,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
 
+from wlb_titan.files import checked
 from wlb_titan.simulator.calls import RECEIVE, SEND, Call, RankCalls, unmet
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast")
@@ -60,7 +60,7 @@ def assert_found(job, rank, edges, calls=None):
 def test_what_meets_is_found_to_meet_and_survives_json(job, edges):
     assert unmet(job, queue_per_edge=edges) is None
     for own in job.values():
-        read = RankCalls.from_json(json.loads(json.dumps(vars(own))))
+        read = checked(RankCalls, vars(own))
         assert read == replace(own, calls=list(own.calls))
 
 

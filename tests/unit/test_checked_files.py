@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from wlb_titan.commands.main import main
+from wlb_titan.errors import UserError
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.hugging_face import (
@@ -226,7 +227,7 @@ def test_weights_of_another_model_are_refused(initial_load, base, changes, words
         ({"tensors": False}, r"with \*.safetensors"),
         (
             {"index": {"lm_head.weight": "model-2.safetensors"}},
-            "weights/model-2.safetensors cannot be read .FileNotFoundError",
+            "weights/model-2.safetensors cannot be read: No such file",
         ),
         (
             {"description": LLAMA_3_1_8B | {"quantization_config": {"quant_method": "fp8"}}},
@@ -355,7 +356,7 @@ TWO = {"a": [2, 3], "b": [4]}
         (
             [{"a": [2, 3]}],
             {"a": "0.safetensors", "b": "1.safetensors"},
-            "1.safetensors cannot be read .FileNotFoundError",
+            "1.safetensors cannot be read: No such file",
         ),
         ([{"a": [2, 3]}], None, "b is missing there"),
         ([{"a": [2, 3], "b": [5]}], None, r"b is \[5\] there and \[4\] in the base"),
@@ -371,7 +372,10 @@ def test_every_tensor_of_a_folder_is_accounted_for(tmp_path, files, index, words
         )
     if index is not None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    differ = differing_tensors(tmp_path, TWO, r"rotary_emb\.inv_freq$")
+    try:
+        differ = differing_tensors(tmp_path, TWO, r"rotary_emb\.inv_freq$")
+    except UserError as error:
+        differ = [str(error)]
     assert not differ if words is None else re.search(words, *differ)
 
 
@@ -388,5 +392,5 @@ def test_a_tied_matrix_that_is_another_is_named(tmp_path):
 def test_a_file_that_is_cut_off_is_named(tmp_path):
     save_file({"a": torch.zeros(9)}, file := tmp_path / "model.safetensors")
     file.write_bytes(file.read_bytes()[:-4])
-    (words,) = differing_tensors(tmp_path, {"a": [9]}, "^$")
-    assert str(file) in words and "cannot be read" in words
+    with pytest.raises(UserError, match=f"{file} cannot be read"):
+        differing_tensors(tmp_path, {"a": [9]}, "^$")

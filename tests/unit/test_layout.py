@@ -13,7 +13,7 @@ import tomli
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    *("errors", "progress", "arrays", "plugins", "plan", "bins", "toml"),
+    *("errors", "progress", "arrays", "plugins", "plan", "bins", "toml", "files"),
     *("documents", "pipeline", "cost", "dimensions"),
     *("context", "memory", "balancing", "packing"),
     *("sampler", "planner", "job", "summary"),
@@ -29,9 +29,10 @@ MAY_USE = {
     "prepare": {"numpy", "pyarrow", "datasets", "filelock", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},
     "toml": {"tomli", "pydantic"},
+    "files": {"pydantic"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "transformers", "wlb_titan.kernels"},
     "commands": {
-        *("torch", "triton", "numpy", "tomli", "click", "rich", "tokenizers"),
+        *("torch", "triton", "numpy", "tomli", "click", "jinja2", "rich", "tokenizers"),
         *("wlb_titan.kernels", "wlb_titan.launch"),
     },
 }
@@ -43,7 +44,7 @@ name, it is loaded where it trains, and planning imports no torch."""
 
 THIRD_PARTY = {
     *("torch", "triton", "numpy", "scipy", "torchtitan", "torchx", "datasets", "tokenizers", "pyarrow"),
-    *("filelock", "transformers"),
+    *("filelock", "jinja2", "transformers"),
     *("click", "rich", "tomli", "highspy", "pydantic", "pandas", "wlb_titan"),
 }
 
@@ -165,7 +166,7 @@ def test_every_dependency_is_declared():
         for file in (ROOT / room).rglob("*.py"):
             names = {name.split(".")[0] for name in imports(ast.walk(tree_of(file)))}
             for name in names - set(sys.stdlib_module_names):
-                found = {one.replace("-", "_") for one in distributions[name]}
+                found = {one.replace("-", "_").lower() for one in distributions[name]}
                 assert declared & found, f"{file.relative_to(ROOT)} imports {name}"
 
 

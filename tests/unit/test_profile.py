@@ -135,12 +135,12 @@ def test_times_are_those_of_the_backward_that_a_gpu_takes():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("{", "", "JSONDecodeError"),
+        ("{", "", "Extra data"),
         ('"schema": 3', '"schema": 2', "schema is 2, not 3"),
-        ('"tile"', '"tiles"', "TypeError .*'tile"),
-        ('"layer": [0.0, 0.0]', '"layer": ["a", "b"]', "could not convert string to float: 'a'"),
-        ('"layer": [0.0, 0.0]', '"layer": [-1.0, 0.0]', "some of its figures are not times"),
-        ('"linear_flops": ', '"linear_flops": -', "some of its figures are not times"),
+        ('"tile"', '"tiles"', "entries.0.cost.tile is missing"),
+        ('"layer": [0.0, 0.0]', '"layer": ["a", "b"]', 'layer.0 is "a", but should be a valid number'),
+        ('"layer": [0.0, 0.0]', '"layer": [-1.0, 0.0]', "layer.0 is -1.0, but should be"),
+        ('"linear_flops": ', '"linear_flops": -', "linear_flops is -4.*, but should be greater"),
     ],
 )
 def test_files_that_are_no_profile_are_named(profile, tmp_path, old, new, message):
@@ -149,7 +149,7 @@ def test_files_that_are_no_profile_are_named(profile, tmp_path, old, new, messag
         Profile.load(path)
     replace(profile, linear=LINEAR).save(path)
     text = path.read_text()
-    for spoilt, said in ((text.replace(old, new, 1), message), ("[]", "TypeError")):
+    for spoilt, said in ((text.replace(old, new, 1), message), ("[]", "it is .*should be a table")):
         assert spoilt != text
         path.write_text(spoilt)
         with pytest.raises(PlanError, match=rf"profile\.json is not a profile .*{said}.*again"):

@@ -6,8 +6,6 @@ torch, torchtitan and rich are imported where they are needed: `--help` and mist
 from __future__ import annotations
 
 import difflib
-import functools
-import json
 import math
 import os
 import sys
@@ -25,6 +23,7 @@ from wlb_titan.cost.cluster import shipped
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
+from wlb_titan.files import save
 from wlb_titan.job import Job, Policy
 from wlb_titan.progress import Report
 from wlb_titan.toml.sources import COMMAND_LINE
@@ -121,11 +120,20 @@ def writing(what: str) -> Iterator[None]:
 
 def write_json(output: Path, results: Any) -> None:
     with writing(f"--output: {output}"):
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        save(output, results, indent=1)
 
 
 class OfFile(click.Command):
-    """A command about a TOML file, which may come as `--config FILE` too, as `wlb.train` has it."""
+    """A command about a TOML file, which may come as `--config FILE` too, as `wlb.train` has it. After all
+    arguments, options unknown to click are overrides of the configuration; `--help` shows defaults."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.context_settings = {"ignore_unknown_options": True, "show_default": True}
+        file = click.Argument(["file"], type=TomlFile(path_type=Path), metavar="FILE")
+        metavar = "[--SECTION.KEY VALUE]..."
+        words = click.Argument(["overrides"], nargs=-1, type=click.UNPROCESSED, metavar=metavar)
+        self.params = [file, *self.params, words]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         options = [name for parameter in self.params for name in parameter.opts]
@@ -141,23 +149,6 @@ class OfFile(click.Command):
         return super().parse_args(ctx, args)
 
 
-OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}
-command_of_file = functools.partial(click.command, cls=OfFile, context_settings=OVERRIDABLE)
-"""Decorates a command of `of_file`. Options unknown to click pass through as overrides of the configuration;
-`--help` shows defaults."""
-
-
-file_argument = click.argument("file", type=TomlFile(path_type=Path), metavar="FILE")
-overrides_argument = click.argument(
-    "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]..."
-)
-
-
-def of_file(command: Command) -> Command:
-    """The arguments `file` and `overrides`."""
-    return file_argument(overrides_argument(command))
-
-
 world_size_option = click.option(
     "--world-size",
     type=MANY,
@@ -167,7 +158,7 @@ world_size_option = click.option(
 
 
 def of_job(command: Command) -> Command:
-    """Arguments and options that `load_job` takes."""
+    """Options that `load_job` takes."""
     lengths = click.option(
         "--lengths",
         metavar="|".join([*NAMED, "FILE"]),
@@ -179,7 +170,7 @@ def of_job(command: Command) -> Command:
         metavar="NAME|FILE.toml",
         help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster]",
     )
-    return of_file(world_size_option(lengths(cluster(command))))
+    return world_size_option(lengths(cluster(command)))
 
 
 def policies_option(default: str) -> Callable[[Command], Command]:
@@ -193,10 +184,11 @@ def policies_option(default: str) -> Callable[[Command], Command]:
     return click.option("--policies", callback=parsed, metavar="POLICY,...", help=about)
 
 
-PAGE = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-"""How every page begins."""
 report_option = click.option(
-    "--report", type=Output(PAGE, file="report.html"), metavar="DIR", help="Write the page DIR/report.html."
+    "--report",
+    type=Output('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">', file="report.html"),
+    metavar="DIR",
+    help="Write the page DIR/report.html.",
 )
 json_option = click.option(
     "--output",

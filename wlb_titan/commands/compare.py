@@ -23,6 +23,7 @@ from wlb_titan.commands import page
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
 from wlb_titan.errors import UserError, reading, regular
+from wlb_titan.files import load
 from wlb_titan.runtime.dump_folder import BENCH_FILE, CONFIG_FILE, METRICS_FILE, TRACES, VALIDATION_FILE
 from wlb_titan.simulator.trace import Span, read_trace
 from wlb_titan.summary import Estimate, bench_rows, best_in_turns
@@ -66,7 +67,7 @@ def bench_of(folder: Path) -> tuple[Rows, str]:
     """A bench's table, and its answer."""
     path = folder / BENCH_FILE
     with reading(lambda reason: UserError(f"{path} is not what a bench writes: {reason}.")):
-        records = json.loads(regular(path).read_text(encoding="utf-8"))["policies"]
+        records = load(dict[str, list[dict[str, Any]]], path)["policies"]
         return bench_rows(records), best_in_turns(records)
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from wlb_titan.commands import command_line as cli
+from wlb_titan.commands.template import template
 from wlb_titan.errors import UserError
+from wlb_titan.files import save
 from wlb_titan.job import Job
 from wlb_titan.toml.values import to_text
 
@@ -24,8 +26,7 @@ def config() -> None:
     """
 
 
-@config.command(cls=cli.OfFile, context_settings=cli.OVERRIDABLE)
-@cli.of_file
+@config.command(cls=cli.OfFile)
 @cli.world_size_option
 @click.option(
     "--device-gib",
@@ -49,8 +50,7 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     click.echo(f"OK {file}: {summary(resolved.config, job, world_size)}")
 
 
-@config.command(cls=cli.OfFile, context_settings=cli.OVERRIDABLE)
-@cli.of_file
+@config.command(cls=cli.OfFile)
 @click.option("--changed", is_flag=True, help="Only values from files and the command line.")
 @click.option("--explain", is_flag=True, help="Explain each key above its value.")
 def show(file: Path, overrides: tuple[str, ...], changed: bool, explain: bool) -> None:
@@ -78,35 +78,6 @@ def summary(config: Any, job: Job, world_size: int | None) -> str:
     )
 
 
-EXPERIMENT = """\
-# Every key: `wlb-titan config show {file}`. What they mean: docs/configuration.md.
-base = "{base}" # {base_note}
-dump_folder = "outputs/first" # metrics, checkpoints, traces
-
-[wlb]
-policy = "wlb_lazy" # micro-batches of equal work; "plain": of equal token counts
-
-[wlb.corpus]
-path = {corpus} # made by `wlb-titan prepare`; formats of others are read as they are
-
-[training]
-seq_len = {window} # the longest document that the model sees; longer ones are cut
-global_batch_size = 8 # micro-batches of a step
-local_batch_size = 1 # of them at a time, on each data-parallel rank
-steps = 20
-{training}
-[parallelism]
-data_parallel_shard_degree = {processes} # a process each{devices}
-
-[checkpoint]
-enable = true
-interval = 10 # steps; a run that is stopped saves besides
-
-[metrics]
-log_freq = 1 # steps
-"""
-
-
 @click.command()
 @click.argument("file", type=cli.Place(path_type=Path), default=Path("job.toml"))
 @click.option(
@@ -123,7 +94,7 @@ def init(file: Path, corpus: str) -> None:
 
     text = experiment(str(file), corpus, torch.accelerator.device_count(), os.cpu_count() or 1)
     with cli.writing(str(file)):
-        file.write_text(text, encoding="utf-8")
+        save(file, text)
     click.echo(f"{file} is written. Next:\n")
     if not Path(corpus).exists():
         click.echo(f"  wlb-titan prepare {corpus} --max-tokens 4000000    # this machine's Python files")
@@ -135,15 +106,4 @@ def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
     """The text of a first experiment; `cores` count where there is no GPU."""
     # A step's 8 micro-batches divide over 1, 2, 4 or 8 processes.
     processes = max(number for number in (1, 2, 4, 8) if number <= max(gpus or min(cores, 4), 1))
-    on_gpu = ("llama2_550m", "the WLB-LLM paper's smallest model; it fits a GPU of 24 GiB", 16384)
-    base, note, window = on_gpu if gpus else ("llama3_debug", "1.8 M parameters, for CPUs", 2048)
-    return EXPERIMENT.format(
-        file=file,
-        corpus=to_text(corpus),
-        processes=processes,
-        base=base,
-        base_note=note,
-        window=window,
-        training='mixed_precision_param = "bfloat16"\n' if gpus else "",
-        devices=", with a GPU" if gpus else "",
-    )
+    return template("first.toml").render(file=file, corpus=to_text(corpus), processes=processes, gpus=gpus)

@@ -24,6 +24,7 @@ from wlb_titan.commands.lone_ranks import (
     rank_numbers,
 )
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device, cluster_of_gpu
+from wlb_titan.files import checked
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import MicroBatch
@@ -36,7 +37,7 @@ CGROUP = Path("/sys/fs/cgroup")
 LARGEST = 8  # groups of tensors that are named
 
 
-@cli.command_of_file()
+@click.command(cls=cli.OfFile)
 @of_ranks
 @click.option(
     "--device-gib",
@@ -93,7 +94,7 @@ def dryrun(
             numbers = sorted(set(same.values()))
         device_bytes = job.cluster.memory if job.cluster.kind == "gpu" else None
         results = lone.run("dryrun", numbers, at_once(), step=step, device_bytes=device_bytes)
-    calls = {r["rank"]: RankCalls.from_json(r.pop("calls")) for r in results if "calls" in r}
+    calls = {r["rank"]: checked(RankCalls, r.pop("calls")) for r in results if "calls" in r}
     if output is not None:
         cli.write_json(output, results)
     for result in results:

@@ -21,10 +21,8 @@ from wlb_titan.progress import Report, counted
 PARTS = 20  # of the weights, read one after the other
 
 
-@cli.command_of_file()
-@cli.file_argument
+@click.command(cls=cli.OfFile)
 @click.argument("step", type=cli.NUMBER, metavar="STEP")
-@cli.overrides_argument
 @click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="New folder to write.")
 def export(file: Path, step: int, overrides: tuple[str, ...], output: Path | None) -> None:
     """Write the checkpoint of STEP as a model that transformers and vLLM open.

@@ -12,31 +12,11 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.command_line import NUMBER, POSITIVE, command_of_file, of_file
+from wlb_titan.commands.command_line import NUMBER, POSITIVE, OfFile
 from wlb_titan.commands.compare import show_bench
+from wlb_titan.commands.template import template
 from wlb_titan.errors import EXIT_AGAIN, UserError
 
-SCRIPT = """\
-#!/bin/bash
-{comments}
-
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 10000))
-
-srun {srun} \\
-    {agent} \\
-    --rdzv_backend c10d --rdzv_endpoint "$head:$port" \\
-    --rdzv_id "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" \\
-    {program}
-status=$?
-{again}exit "$status"
-"""
-AGAIN = f"""
-# {EXIT_AGAIN}: time was up, and the run has saved. Back in the queue, the job goes on from there.
-if [ "$status" -eq {EXIT_AGAIN} ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-"""
 PATIENCE = 120
 """Seconds that srun gives other tasks when one has ended; they end by themselves sooner."""
 LONGEST_NOTICE = 65535  # seconds, of sbatch
@@ -45,8 +25,7 @@ OURS = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-r
 """Options of sbatch on which the script depends."""
 
 
-@command_of_file()
-@of_file
+@click.command(cls=OfFile)
 @click.option(
     "--nproc-per-node",
     "processes",
@@ -115,16 +94,15 @@ def slurm(
     agent += ["--nproc_per_node", str(hosts.processes), *hosts.restart_words(max_restarts)]
     comments = [f"# Written by: {shlex.join(['wlb-titan', *sys.argv[1:]])}"]
     comments += [f"#SBATCH --{name}{value and f'={shlex.quote(value)}'}" for name, value in options.items()]
-    click.echo(
-        SCRIPT.format(
-            comments="\n".join(line.replace("\n", " ") for line in comments),  # what follows a \n would run
-            srun=f"--kill-on-bad-exit=0 --wait={0 if survives else PATIENCE}{' --no-kill' * survives}",
-            agent=shlex.join(agent),
-            program=shlex.join(["-m", PROGRAM, "--config", str(file), *overrides]),
-            again=AGAIN if hosts.resumes else "",
-        ),
-        nl=False,
+    script = template("job.sbatch").render(
+        comments=[line.replace("\n", " ") for line in comments],  # what follows a \n would run
+        srun=f"--kill-on-bad-exit=0 --wait={0 if survives else PATIENCE}{' --no-kill' * survives}",
+        agent=shlex.join(agent),
+        program=shlex.join(["-m", PROGRAM, "--config", str(file), *overrides]),
+        resumes=hosts.resumes,
+        exit_again=EXIT_AGAIN,
     )
+    click.echo(script, nl=False)
 
 
 def _option(text: str) -> tuple[str, str]:
@@ -146,8 +124,7 @@ def whole_nodes(given: Mapping[str, str]) -> dict[str, str]:
     return {"exclusive": ""} | ({} if any(name.startswith("mem") for name in given) else {"mem": "0"})
 
 
-@command_of_file()
-@of_file
+@click.command(cls=OfFile)
 @click.option(
     "--nproc-per-node",
     "processes",
@@ -178,8 +155,7 @@ def train(file: Path, overrides: tuple[str, ...], processes: int, max_restarts: 
     sys.exit(status)
 
 
-@command_of_file()
-@of_file
+@click.command(cls=OfFile)
 @click.option(
     "--policies",
     required=True,

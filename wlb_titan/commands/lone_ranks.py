@@ -42,7 +42,7 @@ SHARED = ("tp", "dp_replicate", "dp_shard")
 
 
 def of_ranks(command: cli.Command) -> cli.Command:
-    """The arguments `file` and `overrides`, and the options `ranks`, `world_size`, `step` and `output`."""
+    """The options `ranks`, `world_size`, `step` and `output`."""
     rank = click.option(
         "--rank",
         "ranks",
@@ -52,7 +52,7 @@ def of_ranks(command: cli.Command) -> cli.Command:
         "pipeline stage), all.",
     )
     step = click.option("--step", type=cli.POSITIVE, metavar="N", help="First step of the plan to run.")
-    return cli.of_file(rank(cli.world_size_option(step(cli.json_option(command)))))
+    return rank(cli.world_size_option(step(cli.json_option(command))))
 
 
 @dataclass(frozen=True)

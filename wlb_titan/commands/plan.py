@@ -26,7 +26,7 @@ FEW_STEPS = 100  # fewer carry their standard error in the table
 NEAR = 0.01  # imbalances this close count as the same
 
 
-@cli.command_of_file()
+@click.command(cls=cli.OfFile)
 @cli.of_job
 @cli.policies_option("the file's")
 @click.option("--steps", type=cli.MANY, default=100, help="Steps to plan.")

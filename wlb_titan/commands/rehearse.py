@@ -48,7 +48,7 @@ class Rehearsal:
         return simulate(self.job, self.plans)
 
 
-@cli.command_of_file()
+@click.command(cls=cli.OfFile)
 @of_ranks
 @cli.policies_option("the file's")
 @click.option("--steps", type=cli.POSITIVE, default=3, help="Steps to measure.")

@@ -35,7 +35,7 @@ Plans = dict[Policy, list[Plan]]
 Predictions = dict[Policy, Prediction]
 
 
-@cli.command_of_file()
+@click.command(cls=cli.OfFile)
 @cli.of_job
 @cli.policies_option("plain, the file's")
 @click.option("--steps", type=cli.MANY, default=20, help="Steps to simulate.")
@@ -217,27 +217,25 @@ def write_report(
     sections: Sequence[str],
 ) -> Path:
     """The baseline is the first of the policies."""
-    named = {str(policy): prediction for policy, prediction in predictions.items()}
-    base = next(iter(named))
-    gains = {name: speedup(prediction, named[base]) for name, prediction in named.items()}
-    fitting = [name for name, prediction in named.items() if prediction.fits] or list(named)
-    best = max(fitting, key=lambda name: gains[name].value)
-    prediction = named[best]
-    degrees, policy = prediction.job.degrees, prediction.job.policy
-    waited = None  # by nobody on one replica
+    base = next(iter(predictions))
+    gains = {policy: speedup(prediction, predictions[base]) for policy, prediction in predictions.items()}
+    fitting = [policy for policy, prediction in predictions.items() if prediction.fits] or list(gains)
+    best = max(fitting, key=lambda policy: gains[policy].value)
+    degrees, waited = predictions[best].job.degrees, None  # by nobody on one replica
     if degrees.pipeline * degrees.data > 1:
-        waited = float(np.mean([plan.imbalance for plan in plans[policy]]))
+        waited = float(np.mean([plan.imbalance for plan in plans[best]]))
     tries = [
         ("Other degrees and schedules of as many GPUs:", page.command("simulate", asked.typed, "--search"))
     ]
     if asked.lengths is None:
-        dryrun = page.command("dryrun", asked.typed, "--wlb.policy", str(policy))
+        dryrun = page.command("dryrun", asked.typed, "--wlb.policy", str(best))
         tries.append((f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
     corpus, about = page.described(asked.job, asked.documents)
     return page.write_page(
         folder,
         title=f"What balance is worth: {corpus}",
-        answer=f"{page.gained(best, gains[best], base)}; {page.cost(prediction.bubble, waited)}",
+        answer=f"{page.gained(str(best), gains[best], str(base))}; "
+        f"{page.cost(predictions[best].bubble, waited)}",
         about=about,
         cards=cards,
         figure="speedup",

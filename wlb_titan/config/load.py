@@ -217,28 +217,22 @@ def _with_policy(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 
 def _document(entries: Iterable[Entry]) -> str:
     """Entries as TOML, one a line, with their sources; those that TOML cannot express become comments."""
-    root: dict[str | int, Any] = {}
+    tables: dict[tuple[str | int, ...], list[str]] = {}
     for entry in entries:
-        table = root
-        for key in entry.path[:-1]:
-            table = table.setdefault(key, {})
-        table[entry.path[-1]] = entry
-    return "\n".join(_lines(root, "", "")) + "\n"
+        for depth in range(len(entry.path)):  # a table's own values stand before the tables in it
+            tables.setdefault(entry.path[:depth], [])
+        tables[entry.path[:-1]].append(_line(entry))
+    lines = tables.pop(())
+    for path, values in tables.items():
+        # The number of an element in a new list is not written: each [[list]] starts the next one.
+        name = ".".join(key_text(key) for key in path if not isinstance(key, int))
+        header = f"[[{name}]]" if isinstance(path[-1], int) else f"[{name}]"
+        lines += ["", header, *values] if values else []
+    return "\n".join(lines) + "\n"
 
 
-def _lines(table: dict[str | int, Any], name: str, header: str) -> list[str]:
-    """A table's own values, then the tables in it, as TOML requires."""
-    values = [_line(key, entry) for key, entry in table.items() if isinstance(entry, Entry)]
-    lines = ["", header, *values] if values and header else values
-    for key, child in table.items():
-        if isinstance(child, dict):
-            # The number of an element in a new list is not written: each [[list]] starts the next one.
-            inner = name if isinstance(key, int) else f"{name}.{key_text(key)}".lstrip(".")
-            lines += _lines(child, inner, f"[[{inner}]]" if isinstance(key, int) else f"[{inner}]")
-    return lines
-
-
-def _line(key: str | int, entry: Entry) -> str:
+def _line(entry: Entry) -> str:
+    key = entry.path[-1]
     about = "".join(f"# {line}\n" for line in textwrap.wrap(entry.meaning, 108, break_long_words=False))
     if entry.text is None:
         described = type(entry.value).__qualname__

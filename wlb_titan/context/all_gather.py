@@ -23,6 +23,7 @@ from wlb_titan.context.layout import (
     apart,
     document_chunks,
     from_runs,
+    joined,
     per_document,
     per_sequence,
     segments_among,
@@ -36,7 +37,9 @@ from wlb_titan.context.strategy import (
     ContextMask,
     ContextStrategy,
     Exchange,
+    Figures,
     KeyShares,
+    Placed,
     Unsharded,
     all_gather_exchange,
 )
@@ -81,6 +84,19 @@ class AllGather(ContextStrategy):
 
     def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
         return key_shares(sharding, total, self.levels, slices)
+
+    def figures(self, packs: Sequence[Placed]) -> list[Figures]:
+        if not is_ours(type(self)):
+            return super().figures(packs)
+        shardings, totals, slices = zip(*packs, strict=True)
+        cut = Slices(*map(np.concatenate, zip(*slices, strict=True))) if slices[0] else None
+        sharding = joined(shardings)
+        seconds = self.seconds(with_prefix(sharding, cut and cut.prefix)).reshape(len(packs), -1, 2)
+        sent = self._sent(sharding, cut)
+        most = sent[:-1].reshape(len(self.levels), len(packs), -1).max(axis=2).T * np.array(self.levels)
+        gathered, held = shares_of_keys(sent, np.array(totals), self.levels)
+        keys = map(KeyShares, gathered.tolist(), held.tolist())
+        return [*map(Figures, seconds, map(tuple, most.tolist()), keys)]
 
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
@@ -236,11 +252,17 @@ def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) 
 def key_shares(sharding: Sharding, total: int, levels: Sequence[int], slices: Slices | None) -> KeyShares:
     """The largest shares of the keys that a rank gathers and has; arguments as of `gathered_mask`."""
     sent = sent_tokens(sharding, spans(sharding, levels, slices), len(levels))
-    held = held_keys(sent, levels)
+    return KeyShares(*(float(share[0]) for share in shares_of_keys(sent, np.array([total]), levels)))
+
+
+def shares_of_keys(sent: Ints, totals: Ints, levels: Sequence[int]) -> tuple[Floats, Floats]:
+    """float64 (micro-batches,) each, the largest shares of the keys that a rank gathers and has."""
+    held, ranks = held_keys(sent, levels), levels[-1]
     gathered = held - sent[-1]
     keeps = (sent[-1] > 0) | (gathered == 0)
-    padding = np.where(keeps, total // len(sharding) - sent.sum(axis=0), 0)
-    return KeyShares(float(gathered.max()) / total, float((held + padding).max()) / total)
+    padding = np.where(keeps, np.repeat(totals // ranks, ranks) - sent.sum(axis=0), 0)
+    most = np.stack([gathered, held + padding]).reshape(2, -1, ranks).max(axis=2) / totals
+    return most[0], most[1]
 
 
 def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:

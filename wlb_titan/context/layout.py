@@ -56,12 +56,13 @@ class Joined(NamedTuple):
         return np.cumsum(self.lengths)[self.firsts[1:] - 1]
 
 
-def joined(shardings: Sequence[Sharding], documents: Sequence[int]) -> Sharding:
-    """Shardings of micro-batches with these numbers of documents as one, numbered as in `Joined`."""
+def joined(shardings: Sequence[Sharding]) -> Sharding:
+    """Shardings of micro-batches as one, numbered as in `Joined`."""
     shards = [shard for sharding in shardings for shard in sharding]
     runs = np.concatenate(shards)
-    first = np.cumsum(documents) - documents
-    runs[:, DOCUMENT] += np.repeat(first, [sum(map(len, sharding)) for sharding in shardings])
+    ends = np.cumsum([sum(map(len, sharding)) for sharding in shardings])
+    documents = np.maximum.reduceat(runs[:, DOCUMENT], np.append(0, ends[:-1])) + 1
+    runs[:, DOCUMENT] += np.repeat(np.cumsum(documents) - documents, np.diff(ends, prepend=0))
     return _of_ranks(runs, np.cumsum([0] + [len(shard) for shard in shards]))
 
 

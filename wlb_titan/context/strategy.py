@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context.layout import Sharding, segments, whole_sequence
+from wlb_titan.context.layout import Sharding, segments, whole_sequence, with_prefix
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster
 from wlb_titan.cost.models import ModelShape
@@ -157,8 +157,17 @@ class ExchangeCost:
         return self.seconds([float(move.always) for move in self.moves])
 
 
+class Figures(NamedTuple):
+    """What predictions need of a micro-batch's sharding; see the methods of `ContextStrategy`."""
+
+    seconds: Floats
+    travelling: tuple[int, ...]
+    keys: KeyShares
+
+
 Unsharded = tuple[Ints, int, Slices | None]
 """A micro-batch's lengths, total and slices, as of `ContextStrategy.shard`."""
+Placed = tuple[Sharding, int, Slices | None]
 
 
 class ContextStrategy(Plugin, ABC):
@@ -258,6 +267,17 @@ class ContextStrategy(Plugin, ABC):
     def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
         """The share of a micro-batch's keys that ranks have."""
         return ALL_KEYS
+
+    def figures(self, packs: Sequence[Placed]) -> list[Figures]:
+        """Of several micro-batches, which some strategies work out together."""
+        return [
+            Figures(
+                self.seconds(with_prefix(sharding, slices.prefix if slices else None)),
+                self.travelling(sharding, total, slices),
+                self.keys(sharding, total, slices),
+            )
+            for sharding, total, slices in packs
+        ]
 
     @abstractmethod
     def mask(

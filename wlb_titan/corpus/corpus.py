@@ -20,6 +20,7 @@ from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.formats import fingerprint_of, open_shards
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
 from wlb_titan.errors import CorpusError, command, reading, regular
+from wlb_titan.files import load, save
 
 TOKENIZER_FOLDER = "tokenizer"
 UNREADABLE_FILE = "unreadable.txt"
@@ -29,8 +30,6 @@ ADVICE = "Name a folder on this machine; `hf download NAME --local-dir FOLDER` b
 
 SAMPLE_TOKENS = 1 << 24
 SPOTS = 256
-
-KINDS = {"end_of_text": str, "settings": dict, "tokenizer_sha256": str}  # of `Preparation`; others count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class Preparation:
         tokenizer = TokenizerFacts.of(folder / TOKENIZER_FOLDER, self.vocab_size)
         facts = dataclasses.asdict(self) | {"tokenizer_sha256": tokenizer.sha256}
         text = json.dumps(facts, indent=2, ensure_ascii=False)
-        (folder / PREPARATION_FILE).write_text(text + "\n", encoding="utf-8")
+        save(folder / PREPARATION_FILE, text + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Preparation | None":
@@ -62,10 +61,7 @@ class Preparation:
         if not file.is_file():
             return None
         with reading(lambda reason: _damaged(folder, f"{file.name} cannot be read ({reason})")):
-            preparation = cls(**json.loads(file.read_text(encoding="utf-8")))
-            for name, value in vars(preparation).items():
-                if not isinstance(value, KINDS.get(name, int | None)):
-                    raise ValueError(f"{name} is {value!r}")
+            preparation: Preparation = load(cls, file)
             return preparation
 
     def check(self, corpus: "Corpus", changed: bool) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ class Tiling:
     key_block: int  # keys that a tile reads at a time; a multiple or a divisor of `query_tile`
     merge_keys: int = 0  # neighbouring segments with up to this many keys share tiles; 0: none do
     heads_per_tile: int = 1  # query heads that one tile computes (packed GQA)
+    tiles_of: Literal["queries", "keys"] = "queries"
 
     def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """float64 (3, n): tiles, blocks of keys, and masked blocks of each segment, per query head. Averages
@@ -118,6 +119,7 @@ def _sum_of_ceilings(n: Floats, ratio: int) -> Floats:
     return (full + 1) * (n - ratio / 2 * full)
 
 
+@dataclass(frozen=True, slots=True)
 class KeyTiling(Tiling):
     """How a kernel with tiles of keys divides its work, like our backward pass on Hopper.
 
@@ -133,7 +135,7 @@ class KeyTiling(Tiling):
         [[2.0], [3.96875], [0.0]]
     """
 
-    __slots__ = ()
+    tiles_of: Literal["keys"] = "keys"
 
     def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """Pairs of segment and tile, their blocks, and 0, as masking hides behind products."""
@@ -197,7 +199,7 @@ class KeyTiling(Tiling):
 class KernelCost:
     """Costs of one pass in seconds; all but `launch` for one query head on one unit."""
 
-    tiling: Tiling
+    tiling: KeyTiling | Tiling
     launch: float  # the whole pass
     key: float  # that the rank has
     segment: float

@@ -1,37 +1,34 @@
 """The hardware that a prediction is for, from a TOML file: the one home of its figures.
 
-The fields of `Cluster` and `Link` name the sections and keys of the file (docs/simulator.md has an example):
-bytes, FLOP/s and bytes/s of one GPU, and seconds of one collective. All rates but the peak are achieved ones,
-not those of the data sheet. Ranks are laid out with tensor parallelism innermost, then context, data and
-pipeline parallelism, so that inner groups fill nodes (section 6.1).
+The fields of `Gpu`, `Link` and `_Node` are the keys of the file's sections (docs/simulator.md has an
+example). All rates but the peak are achieved ones, not those of the data sheet. Ranks are laid out with
+tensor parallelism innermost, then context, data and pipeline parallelism, so that inner groups fill nodes
+(section 6.1).
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from wlb_titan.errors import PlanError, reading, regular
+from annotated_types import Interval
+
+from wlb_titan.errors import PlanError, reading
+from wlb_titan.files import load
 
 CLUSTERS = Path(__file__).with_name("clusters")
 UNKNOWN = "h100_roce"  # whose rates stand for those of a GPU without a shipped cluster
-
-
-def _figure(key: str, low: float, high: float, unit: str, **default: Any) -> Any:
-    """A field that is a number in the file, from `low` to `high`."""
-    return field(metadata={"key": key, "range": (low, high), "unit": unit}, **default)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """What a group of ranks communicates over: bytes/s of one rank, seconds of one collective."""
 
-    bandwidth: float = _figure("bandwidth", 1e6, 1e15, "bytes/s")
-    latency: float = _figure("latency", 0, 1, "seconds")
+    bandwidth: Annotated[float, Interval(ge=1e6, le=1e15)]  # bytes/s
+    latency: Annotated[float, Interval(ge=0, le=1)]  # seconds
 
     def collective(self, bytes_: float, ranks: int) -> float:
         """Seconds of an all-gather or reduce-scatter of `bytes_` in total over `ranks`."""
@@ -40,24 +37,28 @@ class Link:
         return bytes_ * (ranks - 1) / ranks / self.bandwidth + self.latency
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    memory: Annotated[float, Interval(ge=1e6, le=1e14)]  # bytes
+    peak_flops: Annotated[float, Interval(ge=1e8, le=1e18)]  # FLOP/s
+    linear_flops: Annotated[float, Interval(ge=1e8, le=1e18)]
+    attention_flops: Annotated[float, Interval(ge=1e7, le=1e18)]
+    attention_backward_flops: Annotated[float, Interval(ge=1e7, le=1e18)]
+    memory_bandwidth: Annotated[float, Interval(ge=1e7, le=1e15)]  # bytes/s
+    units: Annotated[int, Interval(ge=1, le=100000)] = 132  # multiprocessors
+    capability: Annotated[float, Interval(ge=8, le=99)] = 9.0  # major.minor
+    device: str = ""  # part of the name of its GPUs
+    attention_profile: str = ""  # path of a profile of the GPU; empty for the attention of H100 and H200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Gpu):
     name: str
     kind: Literal["gpu", "cpu"] = "gpu"  # on a CPU nothing overlaps, and memory bounds no micro-batch
-    memory: float = _figure("[gpu] memory", 1e6, 1e14, "bytes")
-    peak_flops: float = _figure("[gpu] peak_flops", 1e8, 1e18, "FLOP/s")
-    linear_flops: float = _figure("[gpu] linear_flops", 1e8, 1e18, "FLOP/s")
-    attention_flops: float = _figure("[gpu] attention_flops", 1e7, 1e18, "FLOP/s")
-    attention_backward_flops: float = _figure("[gpu] attention_backward_flops", 1e7, 1e18, "FLOP/s")
-    memory_bandwidth: float = _figure("[gpu] memory_bandwidth", 1e7, 1e15, "bytes/s")
-    gpus_per_node: int = _figure("[node] gpus", 1, 65536, "GPUs")
+    gpus_per_node: int
     node: Link
     network: Link
-    attention_profile: str = ""  # path of a profile of the GPU; empty for the attention of H100 and H200
     layer: tuple[float, float] = (0.0, 0.0)  # seconds, as of `Profile.layer`
-    device: str = ""  # part of the name of its GPUs
-    units: int = _figure("[gpu] units", 1, 100000, "multiprocessors", default=132)
-    capability: float = _figure("[gpu] capability", 8, 99, "major.minor", default=9.0)
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The link of ranks that are `stride` GPUs apart. Across nodes each GPU's network card carries a
@@ -75,11 +76,18 @@ class Cluster:
         return max(near, bytes_ * (ranks - inside) / ranks / self.network.bandwidth)
 
 
-TEXTS = ("name", "kind", "[gpu] attention_profile", "[gpu] device")
-FIGURES: dict[str, Field[Any]] = {
-    **{f.metadata["key"]: f for f in fields(Cluster) if f.metadata},
-    **{f"[{name}] {f.metadata['key']}": f for name in ("node", "network") for f in fields(Link)},
-}
+@dataclass(frozen=True)
+class _Node(Link):
+    gpus: Annotated[int, Interval(ge=1, le=65536)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    gpu: Gpu
+    node: _Node
+    network: Link
+    name: str = ""
+    kind: Literal["gpu", "cpu"] = "gpu"
 
 
 @cache
@@ -107,8 +115,10 @@ def load_cluster(name: str) -> Cluster:
     """A shipped cluster by its name, or one from the path of a TOML file."""
     if name in shipped():
         return _shipped(name)
-    ships = f"Name a TOML file, or one of the shipped clusters {', '.join(shipped())}."
-    with reading(lambda reason: _wrong(f"The cluster file {name} cannot be read: {reason}. {ships}")):
+    known = f"Mend it, or name one of the shipped clusters {', '.join(shipped())}"
+    wrong = f"The cluster file {name} cannot be read"
+    units = f"{UNKNOWN}.toml in {CLUSTERS} has every key with its unit"
+    with reading(lambda why: PlanError(f"{wrong}: {why}. {known}; {units}.", setting="wlb.cluster")):
         return _read(Path(name))
 
 
@@ -118,45 +128,13 @@ def _shipped(name: str) -> Cluster:
 
 
 def _read(path: Path) -> Cluster:
-    try:
-        record = tomllib.loads(regular(path).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise _wrong(f"The cluster file {path} is not TOML: {error}.") from error
-    given: dict[str, Any] = {}
-    for section, value in record.items():
-        if isinstance(value, dict):
-            given |= {f"[{section}] {key}": figure for key, figure in value.items()}
-        else:
-            given[section] = value
-    for key in given:
-        if key not in FIGURES and key not in TEXTS:
-            raise _wrong(f"{path}: {key} is not known. A cluster file has {', '.join([*TEXTS, *FIGURES])}.")
-    if (kind := given.get("kind", "gpu")) not in ("gpu", "cpu"):
-        raise _wrong(f'{path}: kind is {kind!r}; it must be "gpu" or "cpu".')
-    figures = {key: _figure_of(given.get(key), key, path) for key in FIGURES}
-    profile = given.get("[gpu] attention_profile", "")
+    file: _File = load(_File, path, toml=True)
+    profile, node = file.gpu.attention_profile, file.node
     return Cluster(
-        name=str(given.get("name", path)),
-        kind=kind,
-        attention_profile=str(path.parent / profile) if profile else "",
-        device=str(given.get("[gpu] device", "")),
-        node=Link(figures["[node] bandwidth"], figures["[node] latency"]),
-        network=Link(figures["[network] bandwidth"], figures["[network] latency"]),
-        **{f.name: figures[f.metadata["key"]] for f in fields(Cluster) if f.metadata},
+        **vars(file.gpu) | {"attention_profile": str(path.parent / profile) if profile else ""},
+        name=file.name or str(path),
+        kind=file.kind,
+        gpus_per_node=node.gpus,
+        node=Link(node.bandwidth, node.latency),
+        network=file.network,
     )
-
-
-def _figure_of(value: Any, key: str, path: Path) -> Any:
-    figure = FIGURES[key]
-    (low, high), unit = figure.metadata["range"], figure.metadata["unit"]
-    if value is None and figure.default is not MISSING:
-        return figure.default
-    kinds, text = ((int,), "a whole number") if figure.type == "int" else ((int, float), "a number")
-    if type(value) not in kinds or not low <= value <= high:
-        said = "missing" if value is None else repr(value)
-        raise _wrong(f"{path}: {key} is {said}; it must be {text} of {unit}, from {low:g} to {high:g}.")
-    return kinds[-1](value)
-
-
-def _wrong(message: str) -> PlanError:
-    return PlanError(message, setting="wlb.cluster")

@@ -20,26 +20,28 @@ operators read and write. Planning takes the slopes, as rates; launches are shor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_kernels import SLOWER, Point, fit, hopper, non_negative, predict, taken
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError, command, reading, regular, warn
+from wlb_titan.errors import PlanError, command, reading, warn
+from wlb_titan.files import checked, load, save
 from wlb_titan.kernels.fastest import HOPPER_FAMILY
 
 SCHEMA = 3
 PASSES = ("forward", "backward")
 TILES_OF = {"queries": Tiling, "keys": KeyTiling}
 
+Seconds = Annotated[float, Ge(0)]
 Line = Sequence[Sequence[float]]  # (size, seconds) of each measurement; at least two sizes
 
 
@@ -98,27 +100,20 @@ class Entry:
         """float64 (points,), predicted over measured time minus 1."""
         return predict(self.cost, self.points, units) / [point.seconds for point in self.points] - 1
 
-    def to_json(self) -> dict[str, Any]:
-        record = asdict(self)
-        cost = record.pop("cost")
-        record["pass"] = record.pop("direction")
-        record["tiles_of"] = "keys" if isinstance(self.cost.tiling, KeyTiling) else "queries"
-        record |= cost.pop("tiling") | cost
-        return record
 
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Entry:
-        tiling = TILES_OF[record["tiles_of"]](**_fields_of(Tiling, record))
-        facts = {
-            "direction": record["pass"],
-            "cost": KernelCost(tiling, **_fields_of(KernelCost, record)),
-            "points": tuple(Point(*point) for point in record["points"]),
-        }
-        return cls(**_fields_of(cls, record) | facts)
+def _flat(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry as the file has it."""
+    cost = entry.pop("cost")
+    return {"pass": entry.pop("direction"), **entry, **cost.pop("tiling"), **cost}
 
 
-def _fields_of(kind: type, record: dict[str, Any]) -> dict[str, Any]:
-    return {field.name: record[field.name] for field in fields(kind) if field.name in record}
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """An entry of a file as `Entry` has it."""
+    tiling, cost = (
+        {field.name: flat.pop(field.name) for field in fields(kind) if field.name in flat}
+        for kind in (Tiling, KernelCost)
+    )
+    return {"direction": flat.pop("pass"), "cost": cost | {"tiling": tiling}, **flat}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +122,8 @@ class LinearProfile:
     bits on other processors, and all ranks plan alike."""
 
     dtype: str  # of the operands, as torch names it
-    linear_flops: float  # FLOP/s of matrix products
-    memory_bandwidth: float  # bytes/s of element-wise operators
+    linear_flops: Annotated[float, Gt(0)]  # FLOP/s of matrix products
+    memory_bandwidth: Annotated[float, Gt(0)]  # bytes/s of element-wise operators
 
 
 def rate(points: Line) -> float:
@@ -148,11 +143,11 @@ def rate(points: Line) -> float:
 @dataclass(frozen=True, slots=True)
 class Profile:
     device: str
-    units: int  # programs that it runs side by side
+    units: Annotated[int, Gt(0)]  # programs that it runs side by side
     software: str  # versions
     entries: tuple[Entry, ...]  # one for each pass and kind of attention
     linear: LinearProfile | None = None  # None where only attention was measured
-    layer: tuple[float, float] = (0.0, 0.0)
+    layer: tuple[Seconds, Seconds] = (0.0, 0.0)
     """Seconds of a layer's forward and backward pass whatever its tokens: launches, Python."""
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
@@ -175,39 +170,24 @@ class Profile:
         )
 
     def save(self, path: Path) -> None:
-        entries = [entry.to_json() for entry in self.entries]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self), "entries": entries}), encoding="utf-8")
+        record = asdict(self)
+        save(path, {"schema": SCHEMA, **record, "entries": [_flat(entry) for entry in record["entries"]]})
 
     @classmethod
     def load(cls, path: Path, setting: str = "") -> Profile:
         what = f"{path} is not a profile that this wlb_titan reads"
         again = f"Measure it again with {command('profile')}."
         with reading(lambda reason: PlanError(f"{what}: {reason}. {again}", setting=setting)):
-            record = json.loads(regular(path).read_text(encoding="utf-8"))
-            if record["schema"] != SCHEMA:
-                raise ValueError(f"its schema is {record['schema']}, not {SCHEMA}")
-            linear = record.get("linear")
-            forward, backward = map(float, record.get("layer", (0.0, 0.0)))
-            profile = cls(
-                device=record["device"],
-                units=int(record["units"]),
-                software=record["software"],
-                entries=tuple(map(Entry.from_json, record["entries"])),
-                linear=LinearProfile(**_fields_of(LinearProfile, linear)) if linear else None,
-                layer=(forward, backward),
-            )
-            figures = [profile.units]
+            record = load(dict[str, Any], path)
+            if (schema := record.pop("schema")) != SCHEMA:
+                raise ValueError(f"its schema is {schema}, not {SCHEMA}")
+            record["entries"] = list(map(_nested, record["entries"]))
+            profile: Profile = checked(cls, record)
             for entry in profile.entries:
                 profile.latency(entry.shape)
-                figures += [*(entry.errors(profile.units) + 1)] if entry.points else []
-            figures += [linear["linear_flops"], linear["memory_bandwidth"]] if linear else []
-            if (
-                min(figures) <= 0
-                or min(profile.layer) < 0
-                or not np.isfinite([*figures, *profile.layer]).all()
-            ):
-                raise ValueError("some of its figures are not times or sizes")
+                errors = entry.errors(profile.units) if entry.points else 0.0
+                if not np.all(np.isfinite(errors) & (errors > -1)):
+                    raise ValueError("some of its figures are not times or sizes")
             return profile
 
 

@@ -184,11 +184,10 @@ class RankPeak:
             else:
                 moments = self._backward(pass_)
             for moment in moments:
-                now = moment._replace(
-                    activations=held + pass_.ends + moment.activations, cache=pass_.cached + moment.cache
-                )
-                total = sum(now) + pass_.gradients
+                live, cache = held + pass_.ends + moment.activations, pass_.cached + moment.cache
+                total = live + moment.backward + moment.loss + moment.gathered + cache + pass_.gradients
                 if total > most:
+                    now = moment._replace(activations=live, cache=cache)
                     most, fullest = total, (now, pass_.gradients, in_flight)
             if kind in ("B", "W"):  # I frees nothing that counts
                 held -= kept
@@ -292,14 +291,14 @@ class RankPeak:
         count = max(len(layers), 1)
         ends = length * self._output(token, pass_.stage) if self._alone else 0.0  # free by then
         gathered = 0.0 if self._alone else self._whole.in_pipeline(pass_.went_back)
-        freed = 0.0
-        for number in reversed(range(count)):
+        freed = [0.0, *itertools.accumulate(layer.kept for layer in reversed(layers))]
+        fullest = {count - 1, max(count - 2, 0), 0}
+        if pass_.pack.mix is not None:
+            changes = (n for n in range(1, count) if layers[n - 1] is not layers[n])
+            fullest.update(number for n in changes for number in (n - 1, n))
+        for number in sorted(fullest, reverse=True):
             layer = layers[number] if layers else token
-            around = layers[max(number - 1, 0) : number + 2]
-            live = -ends - length * freed
-            freed += layer.kept
-            if number not in (count - 1, count - 2, 0) and all(other is layer for other in around):
-                continue
+            live = -ends - length * freed[count - 1 - number]
             before, after = (made * done / count for done in (count - 1 - number, count - number))
             if self._alone:
                 gathered = pass_.whole(number, behind=False)

@@ -14,7 +14,7 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.context.layout import whole_sequence, with_prefix
-from wlb_titan.context.strategy import ALL_KEYS, KeyShares
+from wlb_titan.context.strategy import ALL_KEYS, Figures, KeyShares
 from wlb_titan.cost.passes import MicroBatches, repeated_seconds
 from wlb_titan.memory.mix import UNCHOSEN, Moments, mixed, unmixed
 from wlb_titan.memory.rank import Moment, PackSize, Passes, RankMemory
@@ -46,20 +46,30 @@ def pass_seconds(job: Job, micro_batches: Sequence[MicroBatch], context_rank: in
 
 def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | None = None) -> MicroBatches:
     """Tokens, attention and exchange of micro-batches, as arrays (n,)."""
-    attention = np.array([_on_rank(attention_seconds(m, job), m, context_rank) for m in micro_batches])
+    figures = figures_of(micro_batches, job)
+    pairs = zip(figures, micro_batches, strict=True)
+    attention = np.array([_on_rank(of.seconds, m, context_rank) for of, m in pairs])
     tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
-    exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
+    exchange = np.array([job.exchanging.seconds(of.travelling) for of in figures])
     mixes = [m.mix for m in micro_batches if m.mix is not None]
     mix = np.stack(mixes, axis=-1).astype(np.float64) if len(mixes) == len(micro_batches) else None
     moving, repeated, latency = exchange.T
     return MicroBatches(tokens, attention[:, 0], attention[:, 1], moving, repeated, latency, mix)
 
 
+def figures_of(micro_batches: Sequence[MicroBatch], job: Job) -> list[Figures]:
+    """Of micro-batches that are divided by the job's strategy, or not at all."""
+    if job.strategy is not None and all(m.ranks is not None for m in micro_batches):
+        return job.strategy.figures([(m.ranks or (), m.shared_length, m.elsewhere) for m in micro_batches])
+    whole = [with_prefix((whole_sequence(m.lengths),), m.prefix) for m in micro_batches]
+    held = np.array([m.lengths.sum() for m in micro_batches])
+    seconds = job.latency.seconds([shard for (shard,) in whole], held)
+    return [Figures(each[None], (), ALL_KEYS) for each in seconds]
+
+
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
     """float64 (ranks, 2), forward and backward seconds of one layer's attention on each rank."""
-    if job.strategy is None or micro_batch.ranks is None:
-        return job.latency.seconds(with_prefix((whole_sequence(micro_batch.lengths),), micro_batch.prefix))
-    return job.strategy.seconds(with_prefix(micro_batch.ranks, micro_batch.prefix))
+    return figures_of([micro_batch], job)[0].seconds
 
 
 def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | None) -> Floats:
@@ -69,18 +79,15 @@ def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | Non
     return np.asarray(attention[first * (len(attention) // micro_batch.sharers) + context_rank])
 
 
-def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
-    if job.strategy is None or micro_batch.ranks is None:
-        return ()
-    return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
-
-
-def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
-    """Shares of a micro-batch's keys; all of them for a draft."""
-    strategy = job.by_sharers[micro_batch.sharers].strategy
-    if strategy is None or micro_batch.ranks is None:
-        return ALL_KEYS
-    return strategy.keys(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
+def keys_of(micro_batches: Sequence[MicroBatch], job: Job) -> list[KeyShares]:
+    """Shares of micro-batches' keys; all of them for drafts."""
+    result = [ALL_KEYS] * len(micro_batches)
+    for sharers in {m.sharers for m in micro_batches if m.ranks is not None}:
+        places = [place for place, m in enumerate(micro_batches) if m.sharers == sharers]
+        figures = figures_of([micro_batches[place] for place in places], job.by_sharers[sharers])
+        for place, of in zip(places, figures, strict=True):
+            result[place] = of.keys
+    return result
 
 
 def pack_sizes(job: Job, micro_batches: Sequence[MicroBatch]) -> list[PackSize]:
@@ -91,8 +98,8 @@ def pack_sizes(job: Job, micro_batches: Sequence[MicroBatch]) -> list[PackSize]:
             for rows in cache_rows(micro_batches)
         ]
     return [
-        PackSize(m.length, m.sharers, keys_of(m, job), slices, m.mix)
-        for m, slices in zip(micro_batches, cached, strict=True)
+        PackSize(m.length, m.sharers, keys, slices, m.mix)
+        for m, keys, slices in zip(micro_batches, keys_of(micro_batches, job), cached, strict=True)
     ]
 
 

@@ -64,22 +64,24 @@ def piece_numbers(packs: Sequence[MicroBatch]) -> list[Ints]:
     """
     documents = np.concatenate([pack.documents for pack in packs])
     prefixes = np.concatenate([pack.slices[:, PREFIX] for pack in packs if pack.slices is not None])
-    pieces = np.stack([documents[:, ID], documents[:, START] - prefixes], axis=1)
-    _, numbers = np.unique(pieces, axis=0, return_inverse=True)
-    return np.split(numbers.reshape(-1), np.cumsum([len(pack.documents) for pack in packs])[:-1])
+    pieces = documents[:, ID], documents[:, START] - prefixes
+    order = np.lexsort(pieces[::-1])
+    differs = np.any([np.diff(column[order], prepend=-1) != 0 for column in pieces], axis=0)
+    numbers = np.empty(len(documents), dtype=np.int64)
+    numbers[order] = np.cumsum(differs) - 1
+    return np.split(numbers, np.cumsum([len(pack.documents) for pack in packs])[:-1])
 
 
 def cache_rows(packs: Sequence[MicroBatch]) -> list[Ints]:
     """For each pack of a data-parallel rank int64 (n, 4): the document's number, or -1 if it is not cut and
     need not be cached; PREFIX, LENGTH and TOTAL."""
-    numbers = piece_numbers(packs)
-    slices = [pack.slices for pack in packs if pack.slices is not None]
-    per_pack = list(zip(packs, slices, numbers, strict=True))
-    cut = np.unique(np.concatenate([ids[s[:, TOTAL] > pack.lengths] for pack, s, ids in per_pack]))
-    return [
-        np.stack([np.where(np.isin(ids, cut), ids, -1), s[:, PREFIX], pack.lengths, s[:, TOTAL]], axis=1)
-        for pack, s, ids in per_pack
-    ]
+    numbers, lengths = piece_numbers(packs), np.concatenate([pack.lengths for pack in packs])
+    prefix, total = np.concatenate([pack.slices for pack in packs if pack.slices is not None]).T
+    ids, ends = np.concatenate(numbers), np.cumsum([len(own) for own in numbers])
+    cut = np.zeros(len(ids), dtype=np.bool_)
+    cut[ids[total > lengths]] = True
+    rows = np.stack([np.where(cut[ids], ids, -1), prefix, lengths, total], axis=1)
+    return np.split(rows, ends[:-1])
 
 
 def last_needed(packs: Sequence[MicroBatch]) -> Ints:

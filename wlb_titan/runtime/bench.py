@@ -8,7 +8,6 @@ Each policy reads the stream of documents that a run of its own would read.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
+from wlb_titan.files import save
 from wlb_titan.job import Job
 from wlb_titan.runtime.agreement import agreed_job, timeout
 from wlb_titan.runtime.attention.implementation import compile_attention
@@ -157,7 +157,7 @@ class BenchTrainer(Trainer):
             rates.append(nan if slow else predicted(turn.job, turn.job.policy, *steps).flops_per_second)
         records = bench_records({turn.policy: np.array(turn.taken) for turn in self.turns}, rates)
         path = Path(self.config.dump_folder) / BENCH_FILE
-        path.write_text(json.dumps({"policies": records}, indent=1) + "\n", encoding="utf-8")
+        save(path, {"policies": records}, indent=1)
         for row in bench_rows(records):
             logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
         logger.info(f"{best_in_turns(records)} Wrote {path}")

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from wlb_titan.errors import UserError
+from wlb_titan.files import save
 
 LOCK_FILE = ".lock"
 CONFIG_FILE = "config.toml"
@@ -94,9 +95,7 @@ def note_beginning(folder: Path, config: str, step: int) -> None:
     try:
         if step == 0:
             _move_former_aside(folder)
-        writing = folder / f".{CONFIG_FILE}.writing"
-        writing.write_text(config, encoding="utf-8")
-        writing.replace(folder / CONFIG_FILE)
+        save(folder / CONFIG_FILE, config)
     except OSError as error:
         raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
 

@@ -27,7 +27,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.errors import UserError, reading
+from wlb_titan.errors import UserError, reading, regular
+from wlb_titan.files import load
 from wlb_titan.prepare.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
 from wlb_titan.runtime.checkpoints import HUGGING_FACE_INDEX, METADATA
 from wlb_titan.runtime.config import TrainerConfig
@@ -37,7 +38,6 @@ KEY = "checkpoint.initial_load_path"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 POSITIONS = "max_position_embeddings"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
-LONGEST_HEADER = 100_000_000  # bytes, as of the format
 ROUTER_BIAS = "moe.expert_bias_E"  # by which torchtitan evens out what experts get, beside the loss
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 """Models whose config.json is written here."""
@@ -136,14 +136,13 @@ def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str
     stored: dict[str, list[int]] = {}
     twice = []
     file = folder / HUGGING_FACE_INDEX
-    try:
-        named = json.loads(file.read_text())["weight_map"].values() if file.is_file() else ()
+    with reading(lambda reason: UserError(f"{KEY}: {file} cannot be read: {reason}.")):
+        named = load(dict[str, Any], file)["weight_map"].values() if file.is_file() else ()
         for file in sorted({*folder.glob("*.safetensors"), *(folder / name for name in named)}):
-            more = shapes_in(file)
+            with safe_open(regular(file), "np") as opened:
+                more = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
             twice += [f"{name} is in {file.name} and in another file" for name in more if name in stored]
             stored |= more
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return [f"{file} cannot be read ({error!r})"]
     return twice + [
         f"{name} is {stored.get(name, 'missing')} there and {shapes.get(name, 'read by nothing')} in the base"
         for name in shapes | stored
@@ -161,18 +160,6 @@ def untied(folder: Path) -> list[str]:
         head, embedding = (stored[name].get_tensor(name) for name in names)
         same = head.dtype == embedding.dtype and torch.equal(head, embedding)
     return [] if same else [f"{HEAD} is not {EMBEDDING}, though config.json ties them (tie_word_embeddings)"]
-
-
-def shapes_in(file: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors in a *.safetensors file, by name, read from its header alone."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(min(length, LONGEST_HEADER)))
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if (size := file.stat().st_size) < end:
-        raise ValueError(f"it has {size:,} bytes instead of {end:,}")
-    return {name: entry["shape"] for name, entry in header.items()}
 
 
 def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:

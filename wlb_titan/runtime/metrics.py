@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
+from wlb_titan.files import save
 from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.runtime.compat import metrics_rank_of
 from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
@@ -197,12 +198,8 @@ class JsonLines:
 
     def _opened(self, step: int) -> TextIO:
         """The file, with the lines of earlier steps."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-            writing = self._path.with_name(self._path.name + ".tmp")
-            writing.write_text("".join(f"{line}\n" for line in lines if _is_before(line, step)))
-            writing.replace(self._path)
+        known = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
+        save(self._path, "".join(f"{line}\n" for line in known.splitlines() if _is_before(line, step)))
         return self._path.open("a", buffering=1, encoding="utf-8")
 
     def close(self) -> None:

@@ -150,7 +150,6 @@ class StepTrace:
             return {}
         ranks.sort(key=lambda rank: (rank.dp, rank.pp, rank.cp, rank.tp))
         try:
-            os.makedirs(self.folder, exist_ok=True)
             write_trace(spans(ranks, plan, fingerprint(job)), os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
             warn_once(f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues.")

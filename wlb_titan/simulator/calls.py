@@ -20,7 +20,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SEND, RECEIVE, MAKING = "send", "receive", "making of the process group"
 OTHER_SIDE = {SEND: RECEIVE, RECEIVE: SEND}
@@ -50,11 +50,6 @@ class RankCalls:
     made: int  # process groups that it helped to make, as a member or not
     groups: Sequence[tuple[int, ...]]  # global ranks of each of its groups, in the order of making
     calls: Sequence[Call]  # in order
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> RankCalls:
-        """Of what `json` makes of `vars`."""
-        return cls(record["made"], [*map(tuple, record["groups"])], [*map(Call._make, record["calls"])])
 
 
 def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None:

@@ -5,7 +5,6 @@ The file is JSON in Chrome's trace event format, for ui.perfetto.dev and chrome:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from wlb_titan.errors import UserError, reading, regular
+from wlb_titan.errors import UserError, reading
+from wlb_titan.files import load, save
 from wlb_titan.job import Job
 from wlb_titan.packing.slices import kind
 from wlb_titan.plan import MicroBatch, Plan
@@ -49,15 +49,12 @@ def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
         events.append({**place, **times, "args": dict(span.args)})
     names = [_name("process_name", number, 0, name) for name, number in processes.items()]
     names += [_name("thread_name", processes[p], number, name) for (p, name), number in tracks.items()]
-    new = f"{os.fspath(path)}.new"  # readers never find half a file
-    with open(new, "w") as file:
-        json.dump({"displayTimeUnit": "ms", "traceEvents": names + events}, file)
-    os.replace(new, path)
+    save(path, {"displayTimeUnit": "ms", "traceEvents": names + events})
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:
     with reading(lambda reason: UserError(f"{path}: this is not a trace that wlb_titan wrote: {reason}.")):
-        events = json.loads(regular(path).read_text(encoding="utf-8"))["traceEvents"]
+        events = load(dict[str, Any], path)["traceEvents"]
         names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
         spans = [
             Span(

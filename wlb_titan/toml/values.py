@@ -84,7 +84,7 @@ def convert(value: object, hint: object, guide: object = None) -> Any:
     try:
         result = _adapter(hint).validate_json(json.dumps(value))
     except ValidationError as error:
-        rules = dict.fromkeys(map(_rule, error.errors()))
+        rules = dict.fromkeys(map(rule, error.errors()))
         none = f' or be "{NONE}"' if allows_none(hint) else ""
         raise Mismatch(f"{' or '.join(rules)}{none}") from None
     return tuple(result) if isinstance(result, list) and isinstance(guide, tuple) else result
@@ -114,7 +114,7 @@ def _with_tables(hint: Any) -> Any:
     return dict if isinstance(hint, type) and is_dataclass(hint) else hint
 
 
-def _rule(error: Mapping[str, Any]) -> str:
+def rule(error: Mapping[str, Any]) -> str:
     """An error of pydantic's in our words: `should be a valid integer`, `element 1: should be a table`."""
     if error["type"] == "needs_python_object":
         return "should be a Python object, which only a base can give"

@@ -27,7 +27,7 @@ from torchtitan.protocols.module import Module
 
 from wlb_titan.errors import UserError
 from wlb_titan.memory.rank import GIB
-from wlb_titan.packing.predicted import travelling
+from wlb_titan.packing.predicted import figures_of
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache, attend, gradients
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from wlb_titan.runtime.configured import job_of, parallel_dims
@@ -102,7 +102,7 @@ class DryTrainer(OneRankTrainer):
         return {
             **self._facts(),
             "lengths": [m.length for m in mine],
-            "travelling": [list(travelling(m, self.job.by_sharers[m.sharers])) for m in mine],
+            "travelling": [list(figures_of([m], self.job.by_sharers[m.sharers])[0].travelling) for m in mine],
             "traced_gib": max(self._passes_peak + sum(beside.values()), trace.highest) / GIB,
             "traced": {term: size / GIB for term, size in traced.items()},
             "largest": [

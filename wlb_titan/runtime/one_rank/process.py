@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb_titan.errors import UserError
+from wlb_titan.files import save
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         found = {"rank": asked["rank"], "error": said, "traceback": traceback.format_exc()}
-    path.write_text(json.dumps(found), encoding="utf-8")
+    save(path, found)
     sys.exit("error" in found)
 
 
