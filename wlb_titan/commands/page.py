@@ -137,18 +137,11 @@ def pipelines(timelines: Mapping[str, Sequence[Span]]) -> str:
         tracks = sorted({s.track for s in step}, key=lambda track: (len(track), track))  # pp 2 before pp 10
         kinds = [s.name.rstrip("0123456789") for s in step]
         passes = [
-            (
-                PASSES[kind][0],
-                s.name.removeprefix(kind),
-                tracks.index(s.track),
-                s.start / seconds,
-                s.duration / seconds,
-                {"ms": f"{s.duration * 1e3:.4g}", **s.args},
-            )
+            (PASSES[kind][0], s.name.removeprefix(kind), tracks.index(s.track), s)
             for kind, s in zip(kinds, step, strict=True)
         ]
         colors = dict(PASSES[kind] for kind in kinds)
-        pictures.append((f"{name}: {1 - 1 / ends[name]:.1%} bubble", tracks, colors, passes))
+        pictures.append((f"{name}: {1 - 1 / ends[name]:.1%} bubble", seconds, tracks, colors, passes))
     return _drawn("pipelines", pictures)
 
 
