@@ -253,9 +253,7 @@ def main():
         results[name] = KINDS[case.pop("kind")](name=name, **case)
         dist.barrier()
         if dist.get_rank() == 0:
-            with open(f"{written}.new", "w") as file:
-                json.dump(results, file)
-            os.replace(f"{written}.new", written)
+            save(written, results)
     # Meshes keep the process groups of all cases alive, and their threads would go on while the interpreter
     # and the C++ library are taken down under them, which may abort.
     sys.stdout.flush()
