@@ -24,6 +24,7 @@ from wlb_titan.cost.cluster import CLUSTERS, load_cluster
 from wlb_titan.cost.profile import Profile
 from wlb_titan.documents.lengths import named_or_read
 from wlb_titan.errors import UserError
+from wlb_titan.files import save
 from wlb_titan.prepare.chat import ChatTemplate
 from wlb_titan.prepare.sources import SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
@@ -169,3 +170,23 @@ def test_a_pipe_is_refused_and_not_waited_for(whole, tmp_path, name):
     os.mkfifo(folder / name)
     with pytest.raises(UserError):
         READERS[name](folder / name)
+
+
+def test_a_file_is_the_former_one_or_all_of_the_new(tmp_path, monkeypatch):
+    save(tmp_path / "folder" / "file", {"whole": [1]}, indent=1)
+    monkeypatch.setattr(os, "fsync", lambda _: os.write(-1, b""))  # fails when all is written beside the file
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        save(tmp_path / "folder" / "file", "new")
+    assert json.loads((tmp_path / "folder" / "file").read_text()) == {"whole": [1]}
+    assert os.listdir(tmp_path / "folder") == ["file"]
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    save(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDWR)
+    save(tmp_path / "pipe", "text")
+    assert os.read(end, 9) == b"text" and (tmp_path / "pipe").is_fifo()
+    os.close(end)

@@ -210,7 +210,7 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
 
 def _table(file: Path | None) -> dict[str, Any]:
     with reading(lambda reason: UserError(f"{file} cannot be read: {reason}.")):
-        return dict(json.loads(file.read_bytes())) if file else {}
+        return dict(load(dict[str, Any], file)) if file else {}
 
 
 def _written(values: dict[str, Any]) -> bytes:
