@@ -193,8 +193,7 @@ class Job:
             strategy = self.by_sharers[sharers].strategy if sharers > 1 else self.strategy
             if strategy is not None:
                 places = [place for place, m in enumerate(sized) if m.sharers == sharers]
-                alike = [sized[place] for place in places]
-                packs = [(m.lengths, m.shared_length, m.elsewhere) for m in alike]
+                packs = [(m.lengths, m.shared_length, m.elsewhere) for m in map(sized.__getitem__, places)]
                 for place, (name, ranks) in zip(places, strategy.shard_all(packs), strict=True):
                     result[place] = replace(sized[place], sharding=name, ranks=ranks)
         return result

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from trainers import WorkerTrainer, gathered
 
+from wlb_titan.files import save
 from wlb_titan.plan import LENGTH, ROW, START, MicroBatch
 from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.models.load import load_config
@@ -253,9 +254,7 @@ def main():
         results[name] = KINDS[case.pop("kind")](name=name, **case)
         dist.barrier()
         if dist.get_rank() == 0:
-            with open(f"{written}.new", "w") as file:
-                json.dump(results, file)
-            os.replace(f"{written}.new", written)
+            save(written, results)
     # Meshes keep the process groups of all cases alive, and their threads would go on while the interpreter
     # and the C++ library are taken down under them, which may abort.
     sys.stdout.flush()

@@ -76,8 +76,8 @@ HEAD = pa.schema({"input_ids": pa.list_(pa.int32()), "source": pa.string()}).ser
         ("d", {"d/state.json": b"{}"}, r"state\.json is damaged"),
         ("d", {"d/state.json": b'{"_data_files": [], "_fingerprint": ""}'}, r"state\.json is damaged"),
         ("p", {"p/tokenizer/tokenizer.json": b"{"}, "tokenizer.json is not the tokenizer that made it"),
-        ("p", {"p/corpus.json": ('"documents": 7', '"documents": "7"')}, "documents is '7'"),
-        ("p", {"p/corpus.json": ('"settings": {}', '"settings": null')}, "settings is None"),
+        ("p", {"p/corpus.json": ('"documents": 7', '"documents": "7"')}, 'documents is "7", but should'),
+        ("p", {"p/corpus.json": ('"settings": {}', '"settings": null')}, "settings is null, but should be"),
         ("p", {"p/corpus.json": ('"tokenizer_sha256": "', '"tokenizer_sha256": "0')}, "not the tokenizer"),
         (
             "p",

@@ -24,6 +24,7 @@ from wlb_titan.cost.cluster import CLUSTERS, load_cluster
 from wlb_titan.cost.profile import Profile
 from wlb_titan.documents.lengths import named_or_read
 from wlb_titan.errors import UserError
+from wlb_titan.files import save
 from wlb_titan.prepare.chat import ChatTemplate
 from wlb_titan.prepare.sources import SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
@@ -169,3 +170,20 @@ def test_a_pipe_is_refused_and_not_waited_for(whole, tmp_path, name):
     os.mkfifo(folder / name)
     with pytest.raises(UserError):
         READERS[name](folder / name)
+
+
+def test_a_file_is_the_former_one_or_all_of_the_new(tmp_path, monkeypatch):
+    save(tmp_path / "file", {"whole": [1]})
+    monkeypatch.setattr(os, "fsync", lambda _: os.write(-1, b""))  # fails when all is written beside the file
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        save(tmp_path / "file", "new")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == '{"whole": [1]}\n'
+
+
+def test_pipes_and_links_to_them_are_written_to_directly(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDWR), "rb", buffering=0) as end:
+        for name in ("pipe", "link"):
+            save(tmp_path / name, "text")
+            assert end.read(9) == b"text"

@@ -42,7 +42,7 @@ def test_cuts_come_nearest_to_the_shares_that_the_grain_allows(length, grain, da
     k = data.draw(st.integers(1, min(most, 6)))
     shares = np.array(data.draw(st.lists(st.integers(1, 9), min_size=k, max_size=k)), dtype=float)
     shares *= work(length) / shares.sum()
-    cuts = table.cuts(length, shares)
+    cuts = table.cuts(length, float(table.work_of(np.array([length]))[0]), shares)
     assert len(cuts) == k + 1 and cuts[0] == 0 and cuts[-1] == length
     assert all(a < b for a, b in itertools.pairwise(cuts))
     assert all(cut % grain == 0 for cut in cuts[:-1])

@@ -66,21 +66,25 @@ def write_page(
         figure, facts: the heading of what matters most in a row, and those of what stands below it.
         tries: what to do next and why, and the command or the lines of TOML for it.
     """
+    text = _drawn("page", title, answer, about, cards, figure, facts, tries, sections)
     path = folder / "report.html"
     with writing(f"--report: {path}"):
         folder.mkdir(parents=True, exist_ok=True)
-        text = _drawn("page", title, answer, about, cards, figure, facts, tries, sections)
         path.write_text(text, encoding="utf-8")
     return path
 
 
 def write_turns(folder: Path, bench: tuple[Rows, str], turns: Sequence[str]) -> Path:
     """The page of benches without runs, with the cards and the answer of the first."""
-    facts = ("tokens/s", "imbalance", "bubble", "predicted")
     rows, answer = bench
-    title = "Policies in turns"
     return write_page(
-        folder, title=title, answer=answer, cards=rows, figure="TFLOP/s", facts=facts, sections=turns
+        folder,
+        title="Policies in turns",
+        answer=answer,
+        cards=rows,
+        figure="TFLOP/s",
+        facts=("tokens/s", "imbalance", "bubble", "predicted"),
+        sections=turns,
     )
 
 
@@ -133,18 +137,11 @@ def pipelines(timelines: Mapping[str, Sequence[Span]]) -> str:
         tracks = sorted({s.track for s in step}, key=lambda track: (len(track), track))  # pp 2 before pp 10
         kinds = [s.name.rstrip("0123456789") for s in step]
         passes = [
-            (
-                PASSES[kind][0],
-                s.name.removeprefix(kind),
-                tracks.index(s.track),
-                s.start / seconds,
-                s.duration / seconds,
-                {"ms": f"{s.duration * 1e3:.4g}", **s.args},
-            )
+            (PASSES[kind][0], s.name.removeprefix(kind), tracks.index(s.track), s)
             for kind, s in zip(kinds, step, strict=True)
         ]
         colors = dict(PASSES[kind] for kind in kinds)
-        pictures.append((f"{name}: {1 - 1 / ends[name]:.1%} bubble", tracks, colors, passes))
+        pictures.append((f"{name}: {1 - 1 / ends[name]:.1%} bubble", seconds, tracks, colors, passes))
     return _drawn("pipelines", pictures)
 
 

@@ -316,7 +316,7 @@ def _no_corpus(path: Path) -> str:
 def _damaged(path: Path, what: str) -> CorpusError:
     words = []
     with suppress(Exception):  # it may be the damaged file
-        settings = json.loads((path / PREPARATION_FILE).read_text(encoding="utf-8"))["settings"]
+        settings = load(dict[str, Any], path / PREPARATION_FILE)["settings"]
         for name, value in settings.items():
             if value not in (None, False):
                 words += [f"--{name.replace('_', '-')}", *([str(value)] if value is not True else [])]

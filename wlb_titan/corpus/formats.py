@@ -8,12 +8,11 @@ token is never a label, whatever its mask says: nothing comes before it.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +30,7 @@ from wlb_titan.corpus.shards import (
     Tokens,
 )
 from wlb_titan.errors import CorpusError, reading
+from wlb_titan.files import load
 
 SWITCH = re.compile(r"(^|_)(weights?|train(able|ed|ing)?|loss|masks?|masked|learn(ed)?)(_|$)")
 """Keys and columns by whose names data say how much of it is learned."""
@@ -82,7 +82,7 @@ def _visible(folder: Path, pattern: str) -> list[Path]:
 def _dataset(folder: Path, column: str, mask: str) -> Opened:
     state = folder / "state.json"
     with reading(lambda reason: CorpusError(f"{state} is damaged ({reason}); save the dataset again.")):
-        facts = json.loads(state.read_text(encoding="utf-8"))
+        facts = load(dict[str, Any], state)
         files, noted = [folder / entry["filename"] for entry in facts["_data_files"]], facts["_fingerprint"]
         if not files:
             raise ValueError("it names no files")

@@ -115,10 +115,10 @@ def load_cluster(name: str) -> Cluster:
     """A shipped cluster by its name, or one from the path of a TOML file."""
     if name in shipped():
         return _shipped(name)
-    known = f"Mend it, or name one of the shipped clusters {', '.join(shipped())}"
+    like = f"{UNKNOWN}.toml in {CLUSTERS}, which has all keys with their units"
+    known = f"Name a TOML file like {like}, or one of the shipped clusters {', '.join(shipped())}"
     wrong = f"The cluster file {name} cannot be read"
-    units = f"{UNKNOWN}.toml in {CLUSTERS} has every key with its unit"
-    with reading(lambda why: PlanError(f"{wrong}: {why}. {known}; {units}.", setting="wlb.cluster")):
+    with reading(lambda reason: PlanError(f"{wrong}: {reason}. {known}.", setting="wlb.cluster")):
         return _read(Path(name))
 
 

@@ -34,9 +34,9 @@ with a trace of the program itself (docs/dryrun.md).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from wlb_titan.arrays import Ints
@@ -137,7 +137,7 @@ class Pass(NamedTuple):
     beside: float  # as of `SliceCache.begin`
     made: float
     gradients: float  # bytes of those that earlier passes have reduced
-    went_back: Collection[int]  # stages that have gradients
+    went_back: frozenset[int]  # stages that have gradients
     whole: Callable[..., float]  # `FsdpWhole.in_backward`, for a backward pass
 
 
@@ -168,6 +168,7 @@ class RankPeak:
             every = [layer for stage in self.stages for layer in job.account.of_stage(self._layers, stage)]
             self._tables = sum(layer.weights.tables for layer in every)
         self._whole = FsdpWhole(self._weights, job.degrees, job.memory, self._layers)
+        self._in_pipeline = cache(self._whole.in_pipeline)
 
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
         """Memory at the fullest moment of one run; `reduced`: there are gradients of earlier runs."""
@@ -180,7 +181,7 @@ class RankPeak:
                 in_flight += pass_.pack.length
                 moments = self._forward(pass_)
             elif kind == "W":
-                moments = iter([Moment(gathered=self._whole.in_pipeline(pass_.went_back))])
+                moments = iter([Moment(gathered=self._in_pipeline(pass_.went_back))])
             else:
                 moments = self._backward(pass_)
             for moment in moments:
@@ -201,7 +202,7 @@ class RankPeak:
         # Token ids, positions and labels, which are there throughout.
         ends = sum(tokens(p.sharers, p.keys).inputs * p.sharers * p.length for p in passes.packs)
         handed_back = 0.0
-        went_back: set[int] = set()
+        went_back: frozenset[int] = frozenset()
         if passes.flow is None:
             actions = list(rank_actions(self.job.shape, len(passes.packs), self._number))
         else:
@@ -238,7 +239,7 @@ class RankPeak:
                 ends -= waiting
             if kind in ("B", "W"):
                 ends -= output
-                went_back.add(stage)
+                went_back |= {stage}
                 if self._alone:
                     reduced = True
                 elif stage == self._last and self.loss_in_forward:
@@ -248,7 +249,7 @@ class RankPeak:
     def most_gathered(self, pass_: Pass) -> float:
         """Most bytes of whole weights and gradients in any layer of a pass."""
         if not self._alone:
-            return self._whole.in_pipeline(pass_.went_back)
+            return self._in_pipeline(pass_.went_back)
         if pass_.action.kind == "F":
             return self._whole.weights(1)
         layers = range(max(self._own_layers, 1))
@@ -273,7 +274,7 @@ class RankPeak:
 
     def _forward(self, pass_: Pass) -> Iterator[Moment]:
         """The fullest moments of a forward pass: in the last layer of a kind, and in the loss."""
-        gathered = self._whole.weights(1) if self._alone else self._whole.in_pipeline(pass_.went_back)
+        gathered = self._whole.weights(1) if self._alone else self._in_pipeline(pass_.went_back)
         later = 0.0  # bytes a token that later layers will keep
         for layer, alike in itertools.groupby(reversed(pass_.layers)):
             yield Moment(-pass_.length * later, pass_.length * layer.forward, 0.0, gathered)
@@ -290,7 +291,7 @@ class RankPeak:
         made, beside = pass_.made, pass_.beside
         count = max(len(layers), 1)
         ends = length * self._output(token, pass_.stage) if self._alone else 0.0  # free by then
-        gathered = 0.0 if self._alone else self._whole.in_pipeline(pass_.went_back)
+        gathered = 0.0 if self._alone else self._in_pipeline(pass_.went_back)
         freed = [0.0, *itertools.accumulate(layer.kept for layer in reversed(layers))]
         fullest = {count - 1, max(count - 2, 0), 0}
         if pass_.pack.mix is not None:

@@ -132,13 +132,14 @@ class PrefixWork:
                 "MicroPacks."
             )
 
-    def places(self, lengths: Ints, wanted: Floats) -> Ints:
-        """Where to cut a line of documents so that about the work `wanted`, rising, lies before each cut.
+    def places(self, lengths: Ints, works: Floats, wanted: Floats) -> Ints:
+        """Where to cut a line of documents, with the works of each, so that about the work `wanted`, rising,
+        lies before each cut.
 
         Returns:
             int64 (k,), in grains from the start of the line; no piece is empty.
         """
-        units, works = self.most_slices(lengths), self.work_of(lengths)
+        units = self.most_slices(lengths)
         ends = np.cumsum(works)
         document = np.minimum(np.searchsorted(ends, wanted, side="right"), len(lengths) - 1)
         within = wanted - (ends - works)[document]
@@ -151,10 +152,10 @@ class PrefixWork:
         places = np.maximum.accumulate(np.maximum(places, room + 1) - room) + room
         return np.minimum(places, int(units.sum()) - len(places) + room)
 
-    def cuts(self, length: int, shares: Floats) -> list[int]:
-        """Where to cut a document into k slices of about the work `shares`: k + 1 numbers from 0 on.
+    def cuts(self, length: int, work: float, shares: Floats) -> list[int]:
+        """Where to cut a document of this work into k slices of about the `shares`: k + 1 numbers from 0 on.
 
         The last slice gets the rest.
         """
-        places = self.places(np.array([length]), np.cumsum(shares[:-1]))
+        places = self.places(np.array([length]), np.array([work]), np.cumsum(shares[:-1]))
         return [0, *(places * self.grain).tolist(), length]

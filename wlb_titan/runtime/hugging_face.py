@@ -156,10 +156,13 @@ def untied(folder: Path) -> list[str]:
     with reading(lambda reason: UserError(f"{wrong}: {reason}.")), ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, "pt")) for file in folder.glob("*.safetensors")]
         stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        names = (HEAD, EMBEDDING) if HEAD in stored else (EMBEDDING, EMBEDDING)
-        head, embedding = (stored[name].get_tensor(name) for name in names)
-        same = head.dtype == embedding.dtype and torch.equal(head, embedding)
-    return [] if same else [f"{HEAD} is not {EMBEDDING}, though config.json ties them (tie_word_embeddings)"]
+        if HEAD not in stored:
+            return []
+        head, embedding = (stored[name].get_tensor(name) for name in (HEAD, EMBEDDING))
+        if head.dtype == embedding.dtype and torch.equal(head, embedding):
+            return []
+    untie = "to keep it, set tie_word_embeddings to false there, and choose a base that does not tie them"
+    return [f"{HEAD} is not {EMBEDDING}, as config.json says ({untie})"]
 
 
 def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
@@ -210,7 +213,7 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
 
 def _table(file: Path | None) -> dict[str, Any]:
     with reading(lambda reason: UserError(f"{file} cannot be read: {reason}.")):
-        return dict(json.loads(file.read_bytes())) if file else {}
+        return dict(load(dict[str, Any], file)) if file else {}
 
 
 def _written(values: dict[str, Any]) -> bytes:

@@ -31,7 +31,7 @@ from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Moment, Pass, RankPeak
 from wlb_titan.packing.policy import Pack, Packing
 from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice, piece_numbers
-from wlb_titan.packing.slim.dp_merge import Packer, draft
+from wlb_titan.packing.slim.dp_merge import Packer, drafts_of
 from wlb_titan.packing.slim.flow import Flows
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL, MicroBatch
@@ -47,8 +47,9 @@ def cut_line(table: PrefixWork, lengths: Ints, count: int) -> list[MicroPack]:
     """
     table.check(lengths, count)
     units = table.most_slices(lengths)
-    shares = table.work_of(lengths).sum() * np.arange(1, count) / count
-    places = [*table.places(lengths, shares).tolist(), int(units.sum())]
+    works = table.work_of(lengths)
+    shares = works.sum() * np.arange(1, count) / count
+    places = [*table.places(lengths, works, shares).tolist(), int(units.sum())]
     pieces: list[MicroPack] = [[] for _ in places]
     start, number = 0, 0  # of the document, in grains from the start of the line
     for document, (length, own) in enumerate(zip(lengths.tolist(), units.tolist(), strict=True)):
@@ -81,9 +82,9 @@ class AsymmetricPacker(Packer):
             line = batch[own[np.argsort(-works[own], kind="stable")]]
             back = line[::-1]
             pieces = cut_line(forward, line[:, LENGTH], count)
-            packs += [draft(line, piece, passes="F") for piece in pieces]
+            packs += drafts_of(line, pieces, passes="F")
             pieces = cut_line(backward, back[:, LENGTH], count)
-            packs += [draft(back, piece[::-1], passes="B") for piece in reversed(pieces)]
+            packs += drafts_of(back, [piece[::-1] for piece in reversed(pieces)], passes="B")
         return Packing(packs, assigned=in_order(len(packs), job.replicas))
 
 
@@ -201,7 +202,7 @@ class RegroupedRank(RankPeak):
     def _forward(self, pass_: Pass) -> Iterator[Moment]:
         token, stage = pass_.token, pass_.stage
         made = pass_.length * (token.forward + self._output(token, stage))
-        yield Moment(backward=made, gathered=self._whole.in_pipeline(pass_.went_back))
+        yield Moment(backward=made, gathered=self._in_pipeline(pass_.went_back))
 
     def _backward(self, pass_: Pass) -> Iterator[Moment]:
         """A backward pass with tokens of several forward passes, and with the loss."""
@@ -211,7 +212,7 @@ class RegroupedRank(RankPeak):
         at_hand, loss = length * (ends + token.backward), 0.0
         if stage == self._last and token.loss > token.backward:
             at_hand, loss = length * ends, length * token.loss
-        gathered = self._whole.in_pipeline(pass_.went_back, in_loss=loss > 0)
+        gathered = self._in_pipeline(pass_.went_back, in_loss=loss > 0)
         yield Moment(0, at_hand, loss, gathered, made / layers)
         if made:
             freed = length * self._in_layers(pass_) * (layers - 1) / layers

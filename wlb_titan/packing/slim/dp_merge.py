@@ -198,13 +198,13 @@ class Packer:
         for merge, pack in self._merged(batch, works, phase_1, count):
             for rank in merge.ranks:
                 assigned[rank].append(len(packs))
-            packs.append(draft(batch, pack, merged=merge.ranks))
+            packs += drafts_of(batch, [pack], merged=merge.ranks)
         for rows, numbers in zip(phase_1.own, assigned, strict=True):
             documents, room = batch[rows], count - len(numbers)
             if room:
                 made = micropacks(documents[:, LENGTH], works[rows], self._tables[1], room, place)
                 numbers.extend(range(len(packs), len(packs) + room))
-                packs.extend(draft(documents, pack) for pack in made)
+                packs += drafts_of(documents, made)
         return Packing(packs, assigned=assigned)
 
     def _merged(
@@ -219,16 +219,19 @@ class Packer:
         most = [max(length // (2 * table.grain), 1) for length, table in zip(lengths, tables, strict=True)]
         numbers = numbers_of_packs(works, most, phase_1, count)
         for merge, length, table, number in zip(phase_1.merges, lengths, tables, numbers, strict=True):
-            cuts = table.cuts(length, np.full(number, works[merge.document] / number))
+            work = works[merge.document]
+            cuts = table.cuts(length, work, np.full(number, work / number))
             for start, stop in itertools.pairwise(cuts):
                 yield merge, [Slice(merge.document, start, stop)]
 
 
-def draft(documents: Pack, pack: MicroPack, **others: Any) -> MicroBatch:
-    """A pack of these documents as a draft; `others` are fields of `MicroBatch`."""
-    which, starts, stops = np.array(pack, dtype=np.int64).T
+def drafts_of(documents: Pack, packs: Sequence[MicroPack], **others: Any) -> list[MicroBatch]:
+    """Packs of these documents as drafts; `others` are fields of `MicroBatch`."""
+    which, starts, stops = np.array([each for pack in packs for each in pack], dtype=np.int64).T
     rows = documents[which]
     slices = np.stack([starts, rows[:, LENGTH]], axis=1)
     rows[:, START] += starts
     rows[:, LENGTH] = stops - starts
-    return MicroBatch(rows, slices, **others)
+    ends = np.cumsum([len(pack) for pack in packs])[:-1]
+    pairs = zip(np.split(rows, ends), np.split(slices, ends), strict=True)
+    return [MicroBatch(own, cut, **others) for own, cut in pairs]

@@ -120,7 +120,8 @@ class Flows:
 
 def pack_tokens(packing: Packing) -> Ints:
     """int64 (packs,), tokens of documents."""
-    return np.array([pack.lengths.sum() for pack in packing.packs])
+    firsts = np.cumsum([0] + [len(pack.documents) for pack in packing.packs[:-1]])
+    return np.add.reduceat(np.concatenate([pack.lengths for pack in packing.packs]), firsts)
 
 
 def _candidates(step: Step, flow: Flow) -> list[int]:

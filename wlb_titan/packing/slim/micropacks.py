@@ -156,7 +156,8 @@ def _packs(
     for number, document in enumerate(order[parts > 1].tolist()):
         size = int(slots.size[number])
         level = (float(works[document]) + beside[number]) / size
-        cuts = prefix_work.cuts(int(lengths[document]), np.full(size, level))  # the last slice gets the rest
+        shares = np.full(size, level)  # the last slice gets the rest
+        cuts = prefix_work.cuts(int(lengths[document]), float(works[document]), shares)
         packs.extend([Slice(document, start, stop)] for start, stop in itertools.pairwise(cuts))
         packs[-1].extend(Slice(other, 0, int(lengths[other])) for other in riders[number])
     cut = int((parts > 1).sum())

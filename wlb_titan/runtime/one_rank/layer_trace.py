@@ -350,7 +350,7 @@ class LayerTracer(DryTrainer):
         """A step of one document of so many tokens, in one micro-batch."""
         job = self.job
         documents = np.array([[0, 0, length, 0, 0]], dtype=np.int64)
-        micro_batch = job.sharded(MicroBatch(documents, length=length))
+        (micro_batch,) = job.sharded([MicroBatch(documents, length=length)])
         self._keys = keys_of(micro_batch, job)
         zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
         item = Item.of(micro_batch, job, self.config.dataloader.context_rank, zeros, zeros, positions)
