@@ -30,6 +30,7 @@ def checked(hint: Any, value: object) -> Any:
 
 
 def _wrong(error: Mapping[str, Any]) -> str:
+
     found = f"is {json.dumps(error['input'], default=str)[:80]}, but {rule(dict(error, loc=()))}"
     known = {"missing": "is missing", "unexpected_keyword_argument": "is not known"}
     return f"{'.'.join(map(str, error['loc'])) or 'it'} {known.get(error['type'], found)}"
