@@ -32,6 +32,7 @@ class ModelShape:
     windows: tuple[tuple[int, int], ...] = ()  # (keys, layers) of each; keys that a query sees, with its own
     tied: bool = False  # embedding and head are one table
     qk_norm: bool = False  # queries and keys are normalized before they are rotated
+    frozen: bool = False  # only adapters are trained, whose products are too small to count
 
     @property
     def head_dims(self) -> int:
@@ -67,11 +68,11 @@ class ModelShape:
 
     def flops(self, lengths: NDArray[Any]) -> float:
         """FLOPs of forward and backward passes over documents of these lengths, without recomputation and
-        masked pairs of tokens, so that MFU rewards no work on those."""
+        masked pairs of tokens, so that MFU rewards no work on those. Frozen weights have no gradients."""
         d = np.asarray(lengths, dtype=np.float64)
         linear = 2.0 * self.linear_weights * d.sum()
         attention = self.heads * self.head_dims * self.squares(d).sum()
-        return float(3.0 * (linear + attention))
+        return float((3.0 - self.frozen) * linear + 3.0 * attention)
 
 
 def layer_parameters(model: ModelShape) -> int:

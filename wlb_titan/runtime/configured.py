@@ -157,6 +157,7 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         windows=tuple((window, layers) for window, layers in windows.items() if window is not None),
         tied=model.enable_weight_tying,
         qk_norm=getattr(attention, "qk_norm", None) is not None,
+        frozen=has_adapters(model),
     )
 
 
@@ -166,7 +167,7 @@ def _memory_unknown(model: Decoder.Config) -> str:
         return "a model with experts"
     if has_latent_attention(model):
         return "multi-head latent attention"
-    if any(hasattr(linear, "alpha") for _, linear, _, _ in model.traverse(Linear.Config)):
+    if has_adapters(model):
         return "adapters beside frozen weights"  # which have neither gradients nor optimizer states
     parts = {field.name for layer in model.layers for field in fields(layer)}
     others = sorted(parts - {field.name for field in fields(TransformerBlock.Config)})
@@ -175,6 +176,11 @@ def _memory_unknown(model: Decoder.Config) -> str:
 
 def has_experts(model: Decoder.Config) -> bool:
     return any(layer.moe is not None for layer in model.layers)
+
+
+def has_adapters(model: Decoder.Config) -> bool:
+    """Whether LoRA's adapters stand beside frozen weights; torchtitan freezes them as it builds the model."""
+    return any(hasattr(linear, "alpha") for _, linear, _, _ in model.traverse(Linear.Config))
 
 
 def has_latent_attention(model: Decoder.Config) -> bool:

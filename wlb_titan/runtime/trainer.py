@@ -36,6 +36,7 @@ from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step, Tokenizer
+from wlb_titan.runtime.experts import ExpertLoad
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
 from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
@@ -72,6 +73,7 @@ class Trainer(TorchtitanTrainer):
         self.finite = Finite(self.device)
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
         self.step_trace = StepTrace(self.timer, config, self.parallel_dims)
+        self.expert_load = ExpertLoad(self.job.model, self.model_parts, self.parallel_dims, self.device)
         if config.compile.enable:
             prepare_compiling(self.job)
         prepare_attention(self.model_parts, self.job, self._meshes)
@@ -177,12 +179,17 @@ class Trainer(TorchtitanTrainer):
         step = next(data_iterator)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         self.step_trace.begin(self.step)
+        logs = self.metrics_processor.should_log(self.step)
+        if logs:
+            self.expert_load.begin()
         learning_rates = self.lr_schedulers.get_metrics()
         loss = self.gradients(step)
+        if logs:
+            self.expert_load.end()
         grad_norm = self.update()
         self.finite.note(self.step, loss, grad_norm)
         self.metrics_processor.count(step.plan.tokens, step.flops)
-        logs, last = self.metrics_processor.should_log(self.step), self.step == self.config.training.steps
+        last = self.step == self.config.training.steps
         saved = saves(self.checkpointer, self.step, last)
         if logs or saved:
             self.finite.check(self, saves=saved)
@@ -311,6 +318,7 @@ class Trainer(TorchtitanTrainer):
             **step.figures(self.job),
             **self.step_trace.end(self.step, step.plan, self.job),
             **measured_memory(self.parallel_dims, self.device, step, step.repeated),
+            **self.expert_load.figures(),
         }
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 

@@ -107,8 +107,8 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
             keep = any(args[2] in attention.groups for attention in sharing)
         elif op is torch.ops.aten._to_copy.default:  # to the host, for which the host would wait again
             keep = kwargs.get("device") == torch.device("cpu") != args[0].device
-        else:
-            keep = op in kept
+        else:  # experts' products keep w2's, too: the gradient of a token's scores needs its outputs
+            keep = op in kept or op is torch.ops.aten._grouped_mm.default
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return keeps

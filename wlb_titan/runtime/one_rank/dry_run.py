@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import RMSNorm
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.module import Module
@@ -143,6 +146,8 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
             module.param_init = dict.fromkeys(module.param_init, skip_param_init)
     _replace(model, RMSNorm.Config, FusedRMSNorm.Config)
     _replace(model, AllToAllTokenDispatcher.Config, EvenTokenDispatcher.Config)
+    for _, router, _, _ in model.traverse(TokenChoiceTopKRouter.Config):
+        _replace(router, Linear.Config, Float32Linear.Config)
     pipelined = config.parallelism.pipeline_parallel_degree > 1
     changed = "pipelining_fn" if pipelined else "parallelize_fn"
     parallelise = getattr(spec, changed)
@@ -183,6 +188,18 @@ class EvenTokenDispatcher(AllToAllTokenDispatcher):
         each, more = divmod(self._routed, ep_size)
         splits = [each + (rank < more) for rank in range(ep_size)]
         return theirs_EP_e.reshape(-1), splits, [each] * ep_size
+
+
+class Float32Linear(Linear):
+    """A router's gate as CUDA's autocast computes it, in float32, which that of CPUs does not know."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(input.float(), self.weight.float(), bias)
 
 
 class FusedRMSNorm(RMSNorm):
