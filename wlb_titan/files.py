@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from wlb_titan.errors import regular
-from wlb_titan.toml.values import rule
 
 
 def load(hint: Any, path: str | os.PathLike[str], *, toml: bool = False) -> Any:
@@ -30,6 +29,8 @@ def checked(hint: Any, value: object) -> Any:
 
 
 def _wrong(error: Mapping[str, Any]) -> str:
+    from wlb_titan.toml.values import rule  # with tomli, which planning does without
+
     found = f"is {json.dumps(error['input'], default=str)[:80]}, but {rule(dict(error, loc=()))}"
     known = {"missing": "is missing", "unexpected_keyword_argument": "is not known"}
     return f"{'.'.join(map(str, error['loc'])) or 'it'} {known.get(error['type'], found)}"

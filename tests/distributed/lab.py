@@ -322,7 +322,7 @@ def tight(given: Sequence[str], processes: int, folder: Path) -> list[str]:
         for kind in ("none", "full")
     )
     memory = (most + least) / 2 / usable_share(job.packing.owner.slices)
-    text = (CLUSTERS / "cpu.toml").read_text()
+    text = (CLUSTERS / "cpu.toml").read_text().replace('kind = "cpu"', 'kind = "gpu"')  # memory bounds it
     cluster = folder / f"{memory:.0f}.toml"
     text = text.replace("cpu_attention.json", str(CLUSTERS / "cpu_attention.json"))
     cluster.write_text(re.sub("memory = .*", f"memory = {memory}", text, count=1))

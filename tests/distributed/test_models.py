@@ -3,6 +3,7 @@
 import bases
 import pytest
 import torch
+from lab import Lab, layout
 from pipeline_reference import without_meshes
 
 from wlb_titan.runtime.attention.module import DocumentMask
@@ -36,3 +37,13 @@ def test_the_output_is_that_of_torchtitan_s_attention(name):
             for model, mask in zip(models, masks, strict=True)
         )
     assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+def test_a_router_that_prefers_experts_is_seen(fork_server, tmp_path):
+    """Two of four experts get all tokens, and both are one rank's."""
+    lab = Lab(tmp_path, fork_server, base="trainers:lopsided")
+    run = lab.experiment("lopsided", *layout("dp2 ep2"), "--training.steps", "1")
+    lab.run(2, [run])
+    (record,) = run.metrics()
+    assert record["busiest_expert"] == record["busiest_expert_rank"] == 2
+    assert "over 1.5 times their share" in run.log.read_text()

@@ -1,5 +1,6 @@
 """Trainers of the tests, as bases: `trainers:probed` writes gradients, `trainers:watched` what a step waits
 for, `trainers:failing` fails on rank 1, `trainers:diverging` has a norm there that is NaN from step 5 on,
+`trainers:lopsided` routes all tokens to two of four experts,
 `trainers:asked` is asked to stop in a validation, `trainers:apart` divides micro-batches by rank,
 `trainers:still` learns nothing, and `trainers:clocked` has a clock of its own."""
 
@@ -22,6 +23,7 @@ from triton import knobs
 
 from wlb_titan.runtime import metrics, validator
 from wlb_titan.runtime.compat import process_groups
+from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.trainer import Trainer
 
 GRADIENTS = "gradients.pt"
@@ -145,6 +147,19 @@ class AskedTrainer(Trainer):
 
 def asked():
     return trained_by(AskedTrainer, llama())
+
+
+class LopsidedTrainer(Trainer):
+    def __init__(self, config, corpus=None):
+        super().__init__(config, corpus)
+        for part in self.model_parts:
+            for name, bias in part.named_buffers():
+                if name.endswith("expert_bias_E"):
+                    bias[:2] = 100
+
+
+def lopsided():
+    return trained_by(LopsidedTrainer, base_config("bases:qwen3_moe"))
 
 
 class ClockedTrainer(Trainer):

@@ -100,7 +100,7 @@ SIMULATE = """
 --cluster empty_cluster.toml -> gpu is missing
 --cluster broken_cluster.toml -> Invalid statement (at line 1, column 1)
 --cluster worded_cluster.toml -> node.gpus is "many"
---cluster huge_cluster.toml -> node.gpus is 1
+--cluster huge_cluster.toml -> node.gpus is HUGE
 """
 OTHERS = """
 simluate good.toml -> Did you mean 'simulate'? | train good.toml --max-restart 3 -> '--max-restarts'

@@ -250,7 +250,7 @@ def test_what_an_export_lacks_is_named_before_the_start(corpora, write, tmp_path
     (tokenizer / "generation_config.json").write_text("[1]")
     assert_refused(path, "generation_config.json cannot be read")
     (tokenizer / config).unlink()
-    assert_refused(path, f"{config} does not name the eos_token")
+    assert_refused(path, f"{config} names no eos_token")
 
 
 QWEN_0_6B = "torchtitan.models.qwen3.config_registry:qwen3_0_6b"

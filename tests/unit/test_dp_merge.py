@@ -219,7 +219,7 @@ def test_auto_asks_for_the_times_of_few_packs(monkeypatch):
     exact = flows.timed(packing, len(packs)).forward
     assert step.forward.sum() == pytest.approx(exact.sum(), rel=0.25)
     assert (step.backward > step.forward).all()
-    np.testing.assert_array_equal(exact, pass_seconds(made, list(map(made.sharded, packs)))[0].sum(axis=0))
+    np.testing.assert_array_equal(exact, pass_seconds(made, made.sharded(packs))[0].sum(axis=0))
 
 
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():

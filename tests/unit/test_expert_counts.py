@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from wlb_titan.runtime.attention.module import DocumentMask
@@ -28,27 +29,31 @@ MIXES = (("none", "full"), ("keys", "selective"))  # of two layers, by micro-bat
 LENGTH = 24
 
 
-def balanced(kind, *, compiled=False):
-    """Counts (2, experts) of two micro-batches and a validation, which counts nothing; the bias after a
-    step."""
+def built(kind):
     config = base_config("torchtitan.models.qwen3.config_registry:qwen3_moe_debug")
-    model_config = replace(config.model_spec.model, layers=config.model_spec.model.layers[:2])
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = model_config.build()
+    model = replace(config.model_spec.model, layers=config.model_spec.model.layers[:2]).build()
     model.init_weights()
     count_once(model)
     if kind:
         KINDS[kind].Config().build().apply(model)
+    return model
+
+
+def balanced(kind, *, compiled=False):
+    """Counts (2, experts) of two micro-batches and a validation, which counts nothing; the bias after a
+    step."""
+    torch._dynamo.reset()
+    model = built(kind)
     if compiled:
         for block in model.layers.values():
             block.compile(backend="aot_eager", fullgraph=True)
-    optimizers = build_optimizers(config.optimizer, [model])
+    optimizers = build_optimizers(base_config("llama3_debug").optimizer, [model])
     alone = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, tp=1)
     balance_experts(optimizers, [model], alone)
     mask = DocumentMask(torch.tensor([[0, LENGTH, 0, LENGTH]], dtype=torch.int32))
     for mix in MIXES:
-        ids = torch.randint(0, model_config.vocab_size, (1, LENGTH))
+        ids = torch.randint(0, 100, (1, LENGTH))
         own = replace(mask, kinds=mix) if kind == "mix" else mask
         model(ids, torch.arange(LENGTH)[None], own).float().square().mean().backward()
     model.eval()
@@ -76,3 +81,27 @@ def expected():
 def test_experts_are_balanced_as_if_nothing_was_recomputed(expected, kind, compiled):
     counts, bias, _ = balanced(kind, compiled=compiled)
     assert torch.equal(counts, expected[0]) and torch.equal(bias, expected[1])
+
+
+class Products(TorchDispatchMode):
+    """Counts products of experts."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops.aten._grouped_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def repeated_products(kind):
+    """Of experts, in a backward pass beside the six for gradients of a layer."""
+    model, mask = built(kind), DocumentMask(torch.tensor([[0, LENGTH, 0, LENGTH]], dtype=torch.int32))
+    ids = torch.randint(0, 100, (1, LENGTH))
+    loss = model(ids, torch.arange(LENGTH)[None], mask).float().square().mean()
+    with Products() as products:
+        loss.backward()
+    return products.number - 6 * len(model.layers)
+
+
+def test_keys_repeats_no_product_of_experts():
+    assert [repeated_products(kind) for kind in (None, "keys", "full")] == [0, 0, 6]

@@ -10,6 +10,7 @@ import torch
 from forking import Rank
 from rows import rows
 
+from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.errors import UserError
 from wlb_titan.prepare.prepare import long_tailed_lengths, write_synthetic_corpus
 from wlb_titan.runtime.checks import validate_files
@@ -37,9 +38,11 @@ def main():
     config = load_config(sys.argv[1], sys.argv[2:]).config
     ranks = degrees_product(config)
     job, wlb = job_of(config, parallel_dims(config, ranks)), config.wlb
+    corpus = open_corpus(wlb.corpus)
+    documents = training_documents(wlb, corpus)
     for data, context in {(0, 0), (job.degrees.data - 1, job.degrees.context - 1)}:
         settings = PlannedDataLoader.Config(
-            corpus=wlb.corpus, job=job, context_rank=context, hold_out=wlb.validation.hold_out, alone=True
+            corpus=corpus, documents=documents, job=job, context_rank=context, alone=True
         )
         loader = settings.build(dp_world_size=job.degrees.data, dp_rank=data)
         validator = Validator(Validator.Config(), dp_rank=data)

@@ -1,9 +1,16 @@
 """What the workload model reads off torchtitan's configurations."""
 
-import pytest
+from dataclasses import replace
 
+import numpy as np
+import pytest
+import torch
+
+from wlb_titan.cost.passes import MicroBatches, pass_times
+from wlb_titan.job import Job
 from wlb_titan.runtime.configured import model_shape
 from wlb_titan.runtime.models.bases import base_config
+from wlb_titan.runtime.one_rank.dry_run import Float32Linear
 
 pytestmark = pytest.mark.slow
 
@@ -36,3 +43,24 @@ def test_weights_heads_windows_and_experts_are_those_of_the_published_models(bas
     weights, facts = MODELS[base]
     assert weights is None or shape.linear_weights == pytest.approx(weights, rel=0.02)
     assert {name: getattr(shape, name) for name in facts} == facts
+
+
+def test_frozen_weights_have_no_gradients():
+    """LoRA's forward pass and its gradients of inputs are the model's."""
+    whole, frozen = (model_shape(base_config(f"bases:{name}").model_spec.model) for name in ("llama", "lora"))
+    assert frozen == replace(whole, frozen=True)
+    assert whole.flops([100]) - frozen.flops([100]) == pytest.approx(2 * whole.linear_weights * 100)
+    tokens, nothing = np.ones((1, 1)), np.zeros((1, 1))
+    micro_batch = MicroBatches(tokens, *[nothing] * 5)
+    passes = [pass_times(Job(window=64, micro_batches=1, model=m), micro_batch) for m in (whole, frozen)]
+    assert passes[0].forward == passes[1].forward and passes[1].weights == 0 < passes[0].weights
+
+
+def test_a_dry_run_s_router_computes_in_float32():
+    """As under CUDA's autocast, of which that of CPUs warns that it does nothing."""
+    gate = Float32Linear.Config(in_features=8, out_features=4).build().bfloat16()
+    hidden = torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    scores = gate(hidden)
+    assert scores.dtype == torch.float32
+    scores.sum().backward()
+    assert hidden.grad.dtype == gate.weight.grad.dtype == torch.bfloat16

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan.context import layout
-from wlb_titan.context.hybrid import levels_of
+from wlb_titan.context.all_gather import Adaptive
+from wlb_titan.context.hybrid import Hybrid, levels_of
 from wlb_titan.context.layout import per_document, sequence_positions, spans, widest_first
 from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.cost.attention_kernels import hopper
@@ -301,6 +302,35 @@ def test_a_search_is_never_far_from_the_best_of_all_places(lengths, ranks, price
             best = min(best, float(hybrid.predicted(packs, sharding)[0]))
     _, sharding = hybrid.divide(lengths, total, None)
     assert hybrid.predicted(packs, sharding)[0] <= 1.25 * best
+
+
+class Turned(Hybrid):
+    """Somebody else's, with a `divide` and seconds of its own."""
+
+    def divide(self, lengths, total, slices):
+        return "turned", super().divide(lengths, total, slices)[1][::-1]
+
+    def seconds(self, sharding):
+        return 2 * super().seconds(sharding)
+
+
+@pytest.mark.parametrize("kind", [Adaptive, Hybrid, Turned])
+@given(packs=st.lists(ragged, min_size=2, max_size=5), ranks=degrees, cut=st.booleans())
+@settings(max_examples=25)
+def test_micro_batches_together_are_divided_and_predicted_as_each_alone(kind, packs, ranks, cut):
+    strategy = kind(None, ranks, LATENCY, [MoveSeconds(1e-8, 1e-6)] * len(levels_of(ranks)))
+    sizes = [padded([ranks, *pack], ranks) for pack in packs]
+    slices = [Slices(lengths // 2 * 7, lengths % 3 == 0) if cut else None for lengths, _ in sizes]
+    packs = [(*size, of_pack) for size, of_pack in zip(sizes, slices, strict=True)]
+    together = strategy.shard_all(packs)
+    placed = [(sharding, *pack[1:]) for (_, sharding), pack in zip(together, packs, strict=True)]
+    rows = zip(together, strategy.figures(placed), packs, placed, strict=True)
+    for (name, found), figures, pack, one in rows:
+        expected, alone = strategy.shard(*pack)
+        assert name == expected and [rank.tolist() for rank in found] == [rank.tolist() for rank in alone]
+        before = None if pack[2] is None else pack[2].prefix
+        assert (figures.seconds == strategy.seconds(layout.with_prefix(found, before))).all()
+        assert figures[1:] == (strategy.travelling(*one), strategy.keys(*one))
 
 
 def test_a_micro_batch_with_fewer_tokens_than_ranks_is_refused():

@@ -156,7 +156,7 @@ def _from_run(folder: Path, output: Path) -> None:
     job, _ = resolved_job(folder / CONFIG_FILE, (), None)
     steps = run.traced[1:] or run.traced  # the first has caches to fill
     passes = [span for step in steps for span in read_trace(folder / TRACES / f"step-{step}.json")]
-    if not all(PARTS in span.args for span in passes):
+    if not passes or not all(PARTS in span.args for span in passes):
         raise UserError(f"{folder}: no traces to fit. Train some steps with wlb.trace_every = 2.")
     if any(span.args.get("job") != fingerprint(job) for span in passes):
         raise UserError(

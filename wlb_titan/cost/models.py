@@ -72,7 +72,7 @@ class ModelShape:
         d = np.asarray(lengths, dtype=np.float64)
         linear = 2.0 * self.linear_weights * d.sum()
         attention = self.heads * self.head_dims * self.squares(d).sum()
-        return float((2.0 if self.frozen else 3.0) * linear + 3.0 * attention)
+        return float((3.0 - self.frozen) * linear + 3.0 * attention)
 
 
 def layer_parameters(model: ModelShape) -> int:

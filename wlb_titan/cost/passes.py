@@ -2,7 +2,7 @@
 
     F = layers x (c + tokens x (matrices + elements + TP + CP + EP) + attention of the slowest CP rank) + head
     I = layers x (c + tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + repeated) + head
-    W = layers x tokens x matrices + head
+    W = layers x tokens x matrices + head, or nothing where weights are frozen
 
 The constants c are those of a profile that was fitted to a run (`simulator/calibrate.py`), or else 0. A
 backward pass multiplies twice as much as a forward pass: for the gradients of inputs (I) and of weights (W).

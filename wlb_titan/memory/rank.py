@@ -34,7 +34,7 @@ with a trace of the program itself (docs/dryrun.md).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -138,7 +138,7 @@ class Pass(NamedTuple):
     made: float
     gradients: float  # bytes of those that earlier passes have reduced
     went_back: frozenset[int]  # stages that have gradients
-    whole: Callable[..., float]  # `FsdpWhole.in_backward`, for a backward pass
+    whole: partial[float]  # of `FsdpWhole.in_backward`, for a backward pass
 
 
 class RankPeak:
@@ -168,7 +168,14 @@ class RankPeak:
             every = [layer for stage in self.stages for layer in job.account.of_stage(self._layers, stage)]
             self._tables = sum(layer.weights.tables for layer in every)
         self._whole = FsdpWhole(self._weights, job.degrees, job.memory, self._layers)
-        self._in_pipeline = cache(self._whole.in_pipeline)
+        self._in_pipeline, self._in_backward = cache(self._whole.in_pipeline), cache(self._whole.in_backward)
+        layers = range(max(self._own_layers, 1))
+
+        def most_whole(first: bool, last: bool) -> float:
+            behind = [(layer, behind) for layer in layers for behind in (False, True)]
+            return max(self._in_backward(n, behind=b, first=first, last=last) for n, b in behind)
+
+        self._most_whole = cache(most_whole)
 
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
         """Memory at the fullest moment of one run; `reduced`: there are gradients of earlier runs."""
@@ -182,6 +189,8 @@ class RankPeak:
                 moments = self._forward(pass_)
             elif kind == "W":
                 moments = iter([Moment(gathered=self._in_pipeline(pass_.went_back))])
+            elif held + pass_.ends + pass_.cached + pass_.gradients + self._at_most(pass_) < most - 1:
+                moments = iter(())  # it cannot be fuller
             else:
                 moments = self._backward(pass_)
             for moment in moments:
@@ -216,7 +225,7 @@ class RankPeak:
             pack = passes.packs[place]
             token, length = tokens(pack.sharers, pack.keys), pack.length * pack.sharers
             beside, made = slice_cache.begin(action, pack.slices, length)
-            whole = partial(self._whole.in_backward, first=not reduced, last=number == len(actions))
+            whole = partial(self._in_backward, first=not reduced, last=number == len(actions))
             output, waiting = length * self._kept_output(token, stage), length * token.waiting * layers[stage]
             ends += output if kind == "F" else waiting if kind == "I" else 0.0
             yield Pass(
@@ -250,10 +259,15 @@ class RankPeak:
         """Most bytes of whole weights and gradients in any layer of a pass."""
         if not self._alone:
             return self._in_pipeline(pass_.went_back)
-        if pass_.action.kind == "F":
-            return self._whole.weights(1)
-        layers = range(max(self._own_layers, 1))
-        return max(pass_.whole(layer, behind=behind) for layer in layers for behind in (False, True))
+        return (
+            self._whole.weights(1) if pass_.action.kind == "F" else self._most_whole(**pass_.whole.keywords)
+        )
+
+    def _at_most(self, pass_: Pass) -> float:
+        """A bound for the sum of any of `_backward`'s moments."""
+        alike = {id(layer): layer for layer in pass_.layers or [pass_.token]}
+        most = max(max(layer.backward, layer.attention, layer.hidden) for layer in alike.values())
+        return pass_.length * most + pass_.beside + pass_.made + self.most_gathered(pass_)
 
     def in_loss(self, pass_: Pass) -> float:
         """Most bytes of the loss behind a forward pass, with whole weights and gradients, if there is one."""

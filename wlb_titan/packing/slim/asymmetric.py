@@ -204,6 +204,9 @@ class RegroupedRank(RankPeak):
         made = pass_.length * (token.forward + self._output(token, stage))
         yield Moment(backward=made, gathered=self._in_pipeline(pass_.went_back))
 
+    def _at_most(self, pass_: Pass) -> float:
+        return np.inf
+
     def _backward(self, pass_: Pass) -> Iterator[Moment]:
         """A backward pass with tokens of several forward passes, and with the loss."""
         token, stage, length, made = pass_.token, pass_.stage, pass_.length, pass_.made

@@ -17,6 +17,7 @@ the mix: levels (9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -115,8 +116,13 @@ def _numbers_of_slices(works: Floats, most: Ints, count: int) -> Iterator[Ints]:
         parts = np.minimum(np.maximum(np.ceil(works / target * (1 - 1e-9)).astype(np.int64), 1), most)
         if int(parts[parts > 1].sum()) > count:
             continue
-        while int(parts.sum()) < min(count, int(most.sum())):
-            parts[np.where(parts < most, works / np.maximum(parts, 1), -np.inf).argmax()] += 1
+        heaviest = [(-works[one] / parts[one], one) for one in np.flatnonzero(parts < most).tolist()]
+        heapq.heapify(heaviest)
+        for _ in range(min(count, int(most.sum())) - int(parts.sum())):
+            _, one = heapq.heappop(heaviest)
+            parts[one] += 1
+            if parts[one] < most[one]:
+                heapq.heappush(heaviest, (-works[one] / parts[one], one))
         ways += 1
         if ways <= TRIED or wider == np.inf:
             yield parts
