@@ -37,6 +37,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from wlb_titan.config.settings import CorpusSettings, WlbSettings
 from wlb_titan.context.strategy import STRATEGIES
+from wlb_titan.cost.cluster import UNKNOWN
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.memory.recompute import KINDS
 from wlb_titan.memory.told import KindBytes, LayerAccount, ModelAccount, Shape, Weights, Work
@@ -289,7 +290,12 @@ def in_shape(
         parallelism=replace(config.parallelism, **degrees),
         training=replace(config.training, local_batch_size=1, global_batch_size=-1),
         activation_checkpoint=recomputation,
-        wlb=WlbSettings(corpus=CorpusSettings(path=corpus), context=context, attention=config.wlb.attention),
+        wlb=WlbSettings(
+            corpus=CorpusSettings(path=corpus),
+            context=context,
+            attention=config.wlb.attention,
+            cluster=config.wlb.cluster or UNKNOWN,
+        ),
     )
     return changed, sharing * data
 
@@ -351,7 +357,7 @@ class LayerTracer(DryTrainer):
         job = self.job
         documents = np.array([[0, 0, length, 0, 0]], dtype=np.int64)
         (micro_batch,) = job.sharded([MicroBatch(documents, length=length)])
-        self._keys = keys_of(micro_batch, job)
+        (self._keys,) = keys_of([micro_batch], job)
         zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
         item = Item.of(micro_batch, job, self.config.dataloader.context_rank, zeros, zeros, positions)
         (model,) = self.model_parts
