@@ -257,7 +257,8 @@ class Job:
     @cached_property
     def account(self) -> ModelAccount | None:
         """The account of the layers in this job's shape, if there is one."""
-        return self.accounts.get(self.layer_shape)
+        account = self.accounts.get(self.layer_shape)
+        return None if account is None else account.at(self.measured_cluster.experts)
 
     @property
     def layer_shape(self) -> Shape:
@@ -265,10 +266,11 @@ class Job:
 
     @property
     def layer_shapes(self) -> set[Shape]:
-        """Those that predictions may need: several where the context's policy is `auto`."""
-        if not self.context.owner.automatic:
-            return {self.layer_shape}
-        return {self._shape(self.context.named(name)) for name in STRATEGIES.candidates}
+        """Those that predictions may need: several where the context's policy is `auto`, or where ranks share
+        micro-batches."""
+        if self.context.owner.automatic:
+            return {self._shape(self.context.named(name)) for name in STRATEGIES.candidates}
+        return {job.layer_shape for job in self.by_sharers.values()}
 
     def _shape(self, context: ContextStrategy.Config) -> Shape:
         degrees = self.degrees
@@ -294,7 +296,7 @@ class Job:
             sharers: int, keys: KeyShares, kind: Recompute | None = None, number: int = 0
         ) -> TokenBytes:
             job = self if sharers == 1 else self.by_sharers[sharers]
-            told = None if self.account is None else self.account.layers[number]
+            told = None if job.account is None else job.account.layers[number].work
             return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys, kind, told)
 
         return cache(token_bytes)
@@ -313,8 +315,13 @@ class Job:
         return ExchangeCost(moves, self.cluster, self.degrees.strides["cp"], element, repeats)
 
     @cached_property
+    def measured_cluster(self) -> Cluster:
+        """The cluster at the rates of the profile, if there is one."""
+        return measured_cluster(self.cluster, self.context.profile)
+
+    @cached_property
     def token(self) -> TokenSeconds:
-        return TokenSeconds.of(self, measured_cluster(self.cluster, self.context.profile))
+        return TokenSeconds.of(self, self.measured_cluster)
 
     @cached_property
     def layer_seconds(self) -> LayerSeconds:

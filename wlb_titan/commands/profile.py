@@ -168,12 +168,15 @@ def _from_run(folder: Path, output: Path) -> None:
     before = as_predicted(job)
     factors, known = fit(parts, seconds, before), parts.any(axis=1)
     off = [np.median(np.abs((parts @ [*f, 1.0] / seconds - 1)[known])) for f in (before, factors)]
-    calibrated(job, factors, f"torch {torch.__version__}, wlb_titan {__version__}").save(output)
+    experts = max(run.mean("busiest_expert_rank") or 1.0, 1.0)
+    calibrated(job, factors, f"torch {torch.__version__}, wlb_titan {__version__}", experts).save(output)
     forward, backward, *times = factors.tolist()
     say(
         f"A layer's pass takes {forward * 1e3:.3g} ms forward and {backward * 1e3:.3g} backward whatever its "
         f"tokens; attention {times[1]:.2f}x and {times[2]:.2f}x, all else {times[0]:.2f}x of predictions."
     )
+    if experts > 1:
+        say(f"The busiest rank's experts get {experts:.2f}x their share of the tokens; all wait for it.")
     say(f"Passes are off by {off[0]:.1%} before and {off[1]:.1%} now, at the median of {known.sum():,}.")
     say(f'Wrote {output}; predictions follow it with wlb.context.profile = "{output}"')
 

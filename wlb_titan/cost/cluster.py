@@ -59,6 +59,7 @@ class Cluster(Gpu):
     node: Link
     network: Link
     layer: tuple[float, float] = (0.0, 0.0)  # seconds, as of `Profile.layer`
+    experts: float = 1.0  # as of `Profile.experts`
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The link of ranks that are `stride` GPUs apart. Across nodes each GPU's network card carries a

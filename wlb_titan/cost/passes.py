@@ -19,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.profile import measured_cluster
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.pipeline.graph import PassTimes
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
     from wlb_titan.memory.recompute import Recompute
-    from wlb_titan.memory.told import LayerAccount, ModelAccount, Work
+    from wlb_titan.memory.told import LayerWork, ModelAccount, Work
 
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
 EXPERT_COLLECTIVES = 2
@@ -94,26 +93,29 @@ class LayerSeconds:
 
     @classmethod
     def told(cls, job: Job, account: ModelAccount) -> LayerSeconds:
-        cluster = measured_cluster(job.cluster, job.context.profile)
+        cluster, degrees = job.measured_cluster, job.degrees
         numbers = [job.numbers_of_stage(stage) or (0,) for stage in range(len(job.layers))]
+        products = 1 / cluster.linear_flops
 
-        def mean(of_layer: Callable[[LayerAccount], float]) -> Floats:
-            each = [of_layer(layer) for layer in account.layers]
+        def mean(of_layer: Callable[[LayerWork], float]) -> Floats:
+            each = [of_layer(layer.work) for layer in account.layers]
             return np.array([np.mean([each[number] for number in own]) for own in numbers])
 
         def elements(work: Work) -> float:
             return (work.fused if job.memory.compiled else work.elements) / cluster.memory_bandwidth
 
         def collectives(work: Work) -> float:
-            return _collectives(job, work.sent.get("tp", 0.0), work.sent.get("ep", 0.0))
+            moved = work.tensor * (degrees.tensor - 1) / degrees.tensor
+            seconds = moved / cluster.link(degrees.tensor).bandwidth
+            hidden = min(job.tensor_overlap * seconds, job.token.matrices)
+            return seconds - hidden + cluster.all_to_all(work.expert, degrees.expert)
 
         def all_of(work: Work) -> float:
-            return work.products / cluster.linear_flops + elements(work) + collectives(work)
+            return work.products * products + elements(work) + collectives(work)
 
-        def repeated(kind: Recompute) -> Floats:
-            return mean(lambda layer: all_of(layer.repeated[kind.name]))
+        def repeated(kind: str) -> Floats:
+            return mean(lambda layer: all_of(layer.kinds[kind].repeated))
 
-        products = 1 / cluster.linear_flops
         return cls(
             matrices=mean(lambda layer: products * layer.forward.products),
             inputs=mean(lambda layer: products * (layer.backward.products - layer.weight_products)),
@@ -121,7 +123,7 @@ class LayerSeconds:
             elements=mean(lambda layer: elements(layer.forward)),
             elements_back=mean(lambda layer: elements(layer.backward)),
             collectives=mean(lambda layer: collectives(layer.forward)),
-            repeated=np.stack([*map(repeated, job.memory.kinds)], axis=1),
+            repeated=np.stack([repeated(kind.name) for kind in job.memory.kinds], axis=1),
         )
 
 
@@ -174,14 +176,6 @@ def _forward(job: Job, micro_batches: MicroBatches) -> Floats:
     each = layer.matrices + layer.elements + layer.collectives
     linear = micro_batches.tokens * each.reshape(-1, *[1] * micro_batches.tokens.ndim) + links
     return np.asarray(linear + (micro_batches.forward + micro_batches.moving))
-
-
-def _collectives(job: Job, tensor: float, expert: float) -> float:
-    """Seconds of collectives of so many bytes, the larger of input and output."""
-    degrees = job.degrees
-    seconds = tensor * (degrees.tensor - 1) / degrees.tensor / job.cluster.link(degrees.tensor).bandwidth
-    hidden = min(job.tensor_overlap * seconds, job.token.matrices)
-    return seconds - hidden + job.cluster.all_to_all(expert, degrees.expert)
 
 
 def _tensor(job: Job) -> float:

@@ -149,6 +149,8 @@ class Profile:
     linear: LinearProfile | None = None  # None where only attention was measured
     layer: tuple[Seconds, Seconds] = (0.0, 0.0)
     """Seconds of a layer's forward and backward pass whatever its tokens: launches, Python."""
+    experts: Annotated[float, Ge(1)] = 1.0
+    """Times their share of the tokens that the busiest rank's experts get, in the mean layer."""
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
         entries = {entry.direction: entry for entry in self.entries if entry.shape.kind == shape.kind}
@@ -223,6 +225,7 @@ def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
     measured = _named(cluster, profile)
     if measured is None or (linear := measured.linear) is None:
         return cluster
+    cluster = replace(cluster, experts=measured.experts)
     flops, bandwidth = linear.linear_flops, linear.memory_bandwidth
     return replace(cluster, layer=measured.layer, linear_flops=flops, memory_bandwidth=bandwidth)
 

@@ -26,7 +26,7 @@ from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.memory.recompute import CHECKPOINTING, KINDS, Moments, Recompute
-from wlb_titan.memory.told import LayerAccount, ModelAccount
+from wlb_titan.memory.told import LayerWork, ModelAccount
 
 FLOAT32 = 4
 
@@ -96,7 +96,7 @@ class TokenBytes:
         exchange: Exchange | None = None,
         keys: KeyShares = ALL_KEYS,
         kind: Recompute | None = None,
-        told: LayerAccount | None = None,
+        told: LayerWork | None = None,
     ) -> TokenBytes:
         """By default all context-parallel ranks gather keys and values. `keys` are a rank's shares of a
         micro-batch's; of documents in slices all are cached. `kind` stands in for the settings' own, and
@@ -110,7 +110,8 @@ class TokenBytes:
             kept, moments = recompute.kept(layer), recompute.moments(layer)
         else:
             own = told.kinds[recompute.kept_as]
-            kept, moments = own.kept - recompute.less_keys(layer), Moments(*own[1:])
+            kept = own.kept - recompute.less_keys(layer)
+            moments = Moments(own.forward, own.backward, own.attention)
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
         logits = model.vocabulary / (cp * tp * settings.loss_chunks)

@@ -7,8 +7,8 @@ of plain numbers, for each token of a micro-batch (on all context-parallel ranks
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from wlb_titan.context.strategy import ALL_KEYS, KeyShares
 
@@ -22,32 +22,24 @@ class Shape(NamedTuple):
     attention: str = ""  # of the context-parallel strategy (`ContextStrategy.attention`), above degree 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What one pass of a layer does for a token."""
 
     products: float  # FLOPs
     elements: float  # bytes that element-wise operators read and write, one after the other
     fused: float  # the same in compiled code
-    sent: Mapping[str, float]  # bytes of collectives, the larger of input and output, by axis of the mesh
-
-    def __sub__(self, other: Work) -> Work:
-        sent = {axis: bytes_ - other.sent.get(axis, 0.0) for axis, bytes_ in self.sent.items()}
-        return Work(
-            products=self.products - other.products,
-            elements=self.elements - other.elements,
-            fused=self.fused - other.fused,
-            sent=sent,
-        )
+    tensor: float  # bytes of tensor parallelism's collectives, the larger of input and output
+    expert: float  # of expert parallelism's
 
 
-class KindBytes(NamedTuple):
-    """A layer's bytes under one kind of recomputation, as of `TokenBytes`."""
+class KindWork(NamedTuple):
+    """A layer under one kind of recomputation: bytes as of `TokenBytes`, and what it does again."""
 
     kept: float
     forward: float
     backward: float
     attention: float
+    repeated: Work
 
 
 class Weights(NamedTuple):
@@ -61,17 +53,22 @@ class Weights(NamedTuple):
     tables: float  # bytes of buffers, such as rotary factors, for each position of the window
 
 
+class LayerWork(NamedTuple):
+    """A layer's passes."""
+
+    forward: Work
+    backward: Work  # under `none`
+    weight_products: float  # FLOPs of weights' gradients, within `backward`
+    kinds: Mapping[str, KindWork]  # by the names of `recompute.KINDS`
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerAccount:
     """One layer, as all of its configuration."""
 
     weights: Weights
-    forward: Work
-    backward: Work  # under `none`
-    weight_products: float  # FLOPs of weights' gradients, within `backward`
-    kinds: Mapping[str, KindBytes]  # by the names of `recompute.KINDS`
-    routed: Mapping[str, KindBytes]  # more of them where the rank's experts get twice their share
-    repeated: Mapping[str, Work]
+    work: LayerWork  # where the experts of all ranks get equally many tokens
+    uneven: LayerWork | None = None  # what is added where this rank's get twice as many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +80,23 @@ class ModelAccount:
     ends: tuple[Weights, Weights]  # of the embedding, and of head and last norm; a tied table is the first's
     keys: KeyShares = ALL_KEYS  # of the micro-batch that was traced
 
+    def at(self, experts: float) -> ModelAccount:
+        """Where this rank's experts get so many times their share of the tokens."""
+        layers = (
+            replace(layer, work=_plus(layer.work, layer.uneven, experts - 1)) if layer.uneven else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
     def of_stage(self, layers: Sequence[int], stage: int) -> list[LayerAccount]:
         """Those of a stage, in order, where stages have so many layers."""
         first = sum(layers[:stage])
         return [self.layers[number] for number in self.numbers[first : first + layers[stage]]]
+
+
+def _plus(work: Any, more: Any, times: float) -> Any:
+    if isinstance(work, Mapping):
+        return {name: _plus(value, more[name], times) for name, value in work.items()}
+    if isinstance(work, tuple):
+        return type(work)(*(_plus(*pair, times) for pair in zip(work, more, strict=True)))
+    return work + times * more

@@ -14,7 +14,9 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_kernels import non_negative
-from wlb_titan.cost.profile import Entry, LinearProfile, Profile, measured_cluster
+from wlb_titan.cost.passes import JobCost
+from wlb_titan.cost.profile import Entry, LinearProfile, Profile
+from wlb_titan.cost.workload import workload
 from wlb_titan.job import Job
 from wlb_titan.packing.predicted import pass_seconds
 from wlb_titan.plan import MicroBatch
@@ -107,8 +109,9 @@ def slow_ranks(
     return said
 
 
-def calibrated(job: Job, factors: Floats, software: str) -> Profile:
-    """The job's predictions times the factors, as a profile."""
+def calibrated(job: Job, factors: Floats, software: str, experts: float = 1.0) -> Profile:
+    """The job's predictions times the factors, as a profile; the busiest rank's `experts` had so many times
+    their share of the tokens."""
     *layer, linear, forward, backward = map(float, factors)
     shape, latency = job.attention_shape, job.latency
     facts = (shape.head_dim, shape.group, shape.dtype)
@@ -116,10 +119,13 @@ def calibrated(job: Job, factors: Floats, software: str) -> Profile:
         Entry(*facts, "forward", latency.forward.slower(forward), (), "as trained", shape.v_head_dim),
         Entry(*facts, "backward", latency.backward.slower(backward), (), "as trained", shape.v_head_dim),
     ]
-    cluster = measured_cluster(job.cluster, job.context.profile)
-    slower = max(linear, TINY)
+    cluster, alone = job.measured_cluster, replace(job, context=replace(job.context, profile=""))
+    even, uneven = (
+        workload(JobCost(alone.on(replace(cluster, experts=times))), np.ones(1)).sum()
+        for times in (cluster.experts, experts)
+    )
+    slower = max(linear * even / uneven, TINY)
     rates = LinearProfile(job.dtype, cluster.linear_flops / slower, cluster.memory_bandwidth / slower)
     units = latency.units + job.sm_margin
-    return Profile(
-        f"{cluster.name}, as trained", units, software, tuple(entries), rates, (layer[0], layer[1])
-    )
+    name, fixed = f"{cluster.name}, as trained", (layer[0], layer[1])
+    return Profile(name, units, software, tuple(entries), rates, fixed, experts)

@@ -40,7 +40,7 @@ from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.cluster import UNKNOWN
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.memory.recompute import KINDS
-from wlb_titan.memory.told import KindBytes, LayerAccount, ModelAccount, Shape, Weights, Work
+from wlb_titan.memory.told import KindWork, LayerAccount, LayerWork, ModelAccount, Shape, Weights, Work
 from wlb_titan.packing.predicted import keys_of
 from wlb_titan.plan import MicroBatch
 from wlb_titan.prepare.prepare import write_synthetic_corpus
@@ -191,38 +191,58 @@ class Slopes:
             )
         }
 
-    def bytes_of(
-        self, forward: str, backward: str, arriving: float, fullest: Slopes | None = None
-    ) -> KindBytes:
-        """Bytes of a layer's passes, by their marks.
+    def of_layer(self, place: int, axes: Mapping[str, str], fullest: Slopes | None = None) -> LayerWork:
+        """Of a layer that stands from `place` on, once for each kind.
 
         Args:
-            arriving: bytes of the gradient that the backward pass begins with.
-            fullest: slopes that say where passes are fullest; None: these.
+            axes: of process groups, by name.
+            fullest: the slopes that say where passes are fullest; None: these.
         """
-        by = fullest or self
-        of_forward, begin, left = self._parts[forward]
-        of_backward, there, _ = self._parts[backward]
-        highest = [part.start + int(by._each["alive"][part].argmax()) for part in (of_forward, of_backward)]
-        in_forward, in_backward = self._each["alive"][highest]
-        return KindBytes(
-            kept=left - begin,
-            forward=in_forward - left,
-            backward=in_backward - there + arriving,
-            attention=self._each["alive"][self._attention[backward]] - there + arriving,
+        passes = {name: (f"F{place + k}", f"B{place + k}") for k, name in enumerate(NAMES)}
+        forward, backward = passes["none"]
+        plain = self._work(backward, axes)
+        input_ = 0.0 if fullest else self._left(passes["full"][0])  # all that `full` keeps
+
+        def of_kind(forward: str, backward: str) -> KindWork:
+            again = (more - less for more, less in zip(self._work(backward, axes), plain, strict=True))
+            return KindWork(*self._bytes(forward, backward, input_, fullest or self), Work(*again))
+
+        return LayerWork(
+            forward=self._work(forward, axes),
+            backward=plain,
+            weight_products=self._weight_products(backward),
+            kinds={name: of_kind(*both) for name, both in passes.items()},
         )
 
-    def work(self, name: str, axes: Mapping[str, str]) -> Work:
-        """Of a pass, with the `axes` of process groups by name."""
+    def _left(self, forward: str) -> float:
+        _, begin, end = self._parts[forward]
+        return end - begin
+
+    def _bytes(self, forward: str, backward: str, arriving: float, by: Slopes) -> tuple[float, ...]:
+        """Bytes of `KindWork`; a backward pass begins with `arriving` bytes of its output's gradient."""
+        of_forward, _, left = self._parts[forward]
+        of_backward, there, _ = self._parts[backward]
+        alive = self._each["alive"]
+        in_forward, in_backward = (
+            alive[part.start + int(by._each["alive"][part].argmax())] for part in (of_forward, of_backward)
+        )
+        at_attention = alive[self._attention[backward]]
+        before = there - arriving
+        return self._left(forward), in_forward - left, in_backward - before, at_attention - before
+
+    def _work(self, name: str, axes: Mapping[str, str]) -> Work:
+        """Of a pass."""
         part, _, _ = self._parts[name]
         sent = Counter[str]()
         for group, bytes_ in zip(self._groups[part], self._each["sent"][part], strict=True):
             if bytes_:
                 sent[axes[group]] += bytes_
-        sums = {field: float(self._each[field][part].sum()) for field in ("products", "elements", "fused")}
-        return Work(**sums, sent=dict(sent))
+        products, elements, fused = (
+            float(self._each[field][part].sum()) for field in ("products", "elements", "fused")
+        )
+        return Work(products, elements, fused, float(sent["tp"]), float(sent["ep"]))
 
-    def weight_products(self, name: str) -> float:
+    def _weight_products(self, name: str) -> float:
         """FLOPs of a pass for the gradients of weights, which are as large whatever the tokens."""
         part, _, _ = self._parts[name]
         return float(self._each["products"][part][self._constant[part]].sum())
@@ -319,12 +339,16 @@ class LayerTracer(DryTrainer):
                 dispatcher.share = ROUTED
             by_routed = Slopes(long, self._traced(2 * tokens), 2 * tokens * (ROUTED - 1))
         (model,) = self.model_parts
-        layers = list(model.layers.values())
         window = self.config.training.seq_len
         different = []
-        for place in range(0, len(layers), len(NAMES)):
-            weights = weights_of(layers[place].parameters(), layers[place].buffers(), window)
-            different.append(self._of_layer(place, weights, by_token, by_routed))
+        for place, layer in list(enumerate(model.layers.values()))[:: len(NAMES)]:
+            different.append(
+                LayerAccount(
+                    weights=weights_of(layer.parameters(), layer.buffers(), window),
+                    work=by_token.of_layer(place, self._axes),
+                    uneven=by_routed and by_routed.of_layer(place, self._axes, by_token),
+                )
+            )
         named = [(name.partition(".")[0], p) for name, p in model.named_parameters()]
         first, last = ([p for part, p in named if part in parts] for parts in (FIRST, LAST))
         return ModelAccount(
@@ -332,24 +356,6 @@ class LayerTracer(DryTrainer):
             numbers=numbers,
             ends=(weights_of(first, (), window), weights_of(last, (), window)),
             keys=self._keys,
-        )
-
-    def _of_layer(self, place: int, weights: Weights, tokens: Slopes, routed: Slopes | None) -> LayerAccount:
-        """Of the layer that stands from `place` on, once for each kind."""
-        passes = {name: (f"F{place + k}", f"B{place + k}") for k, name in enumerate(NAMES)}
-        (forward, backward), *_ = passes.values()
-        plain = tokens.work(backward, self._axes)
-        input_ = tokens.bytes_of(*passes["full"], 0.0).kept  # all that `full` keeps
-        return LayerAccount(
-            weights=weights,
-            forward=tokens.work(forward, self._axes),
-            backward=plain,
-            weight_products=tokens.weight_products(backward),
-            kinds={name: tokens.bytes_of(*both, input_) for name, both in passes.items()},
-            routed={name: routed.bytes_of(*both, 0.0, tokens) for name, both in passes.items()}
-            if routed
-            else {},
-            repeated={name: tokens.work(both[1], self._axes) - plain for name, both in passes.items()},
         )
 
     def _traced(self, length: int) -> LayerLog:
