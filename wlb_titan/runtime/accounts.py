@@ -29,7 +29,7 @@ from wlb_titan.runtime.models.words import words_of
 SHIPPED = Path(__file__).parents[1] / "memory" / "accounts"
 KEPT = Path.home() / ".cache" / "wlb_titan" / "accounts"
 PROCESS = "wlb_titan.runtime.one_rank.process"
-FORMAT = 2  # of what a trace tells
+FORMAT = 3  # of what a trace tells
 ACCOUNT = TypeAdapter(ModelAccount)
 
 _traced: dict[str, ModelAccount] = {}  # by this process, for a machine on which nothing can be kept

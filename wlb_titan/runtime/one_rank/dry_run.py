@@ -13,7 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import spmd_types as spmd
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,6 +68,7 @@ class DryTrainer(OneRankTrainer):
 
     def start_group(self) -> None:
         dist_utils.init_fake_mode(self._world_size, rank=self._rank)
+        spmd.set_dist(dist)  # a fake group exchanges lists of tensors as NCCL does, without copies
         self.job = self._job
 
     def run(self) -> dict[str, Any]:

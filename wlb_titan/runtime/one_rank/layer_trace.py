@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.moe import RoutedExperts
 
 from wlb_titan.config.settings import CorpusSettings, WlbSettings
 from wlb_titan.context.strategy import STRATEGIES
@@ -48,7 +49,7 @@ from wlb_titan.runtime.compat import FakeTensor, FakeTensorMode
 from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.models.words import numbers_of
-from wlb_titan.runtime.one_rank.dry_run import DryTrainer, EvenTokenDispatcher, gathered_shape
+from wlb_titan.runtime.one_rank.dry_run import DryTrainer, gathered_shape
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of, group_of, kind_of, local_tensor, tensors_in
 from wlb_titan.runtime.trainer import Trainer
 
@@ -330,15 +331,13 @@ class LayerTracer(DryTrainer):
         self._traced(tokens)
         short, long = self._traced(tokens), self._traced(2 * tokens)
         by_token = Slopes(short, long, tokens)
-        dispatchers = [
-            m for part in self.model_parts for m in part.modules() if isinstance(m, EvenTokenDispatcher)
-        ]
+        (model,) = self.model_parts
+        dispatchers = [m.token_dispatcher for m in model.modules() if isinstance(m, RoutedExperts)]
         by_routed = None
         if degrees.expert > 1 and dispatchers:
             for dispatcher in dispatchers:
                 dispatcher.share = ROUTED
             by_routed = Slopes(long, self._traced(2 * tokens), 2 * tokens * (ROUTED - 1))
-        (model,) = self.model_parts
         window = self.config.training.seq_len
         different = []
         for place, layer in list(enumerate(model.layers.values()))[:: len(NAMES)]:
