@@ -54,7 +54,7 @@ def hosts_of(
     use_cpu_without_accelerator()
     from wlb_titan.runtime.checks import validate_files, validate_machine
     from wlb_titan.runtime.configured import degrees_product, job_of, parallel_dims
-    from wlb_titan.runtime.models.load import load_config, trace_layers
+    from wlb_titan.runtime.models.load import load_config, tracing
 
     if processes < 0:
         raise UserError(f"--nproc-per-node: at least 0 (as many as are needed); got {processes}.")
@@ -64,7 +64,7 @@ def hosts_of(
         overrides = [*overrides, "--wlb.cluster", UNKNOWN]
     resolved = load_config(config, overrides, world_size=world_size or None)
     dims = parallel_dims(resolved.config, world_size or None)
-    trace_layers(config, overrides, resolved.config, [job_of(resolved.config, dims)])
+    tracing(config, overrides, resolved.config)(job_of(resolved.config, dims))
     if is_here:
         resolved.check(lambda config: validate_files(config, world_size or None))
     if not world_size:

@@ -262,19 +262,8 @@ class Job:
 
     @property
     def layer_shape(self) -> Shape:
-        return self._shape(self.context)
-
-    @property
-    def layer_shapes(self) -> set[Shape]:
-        """Those that predictions may need: several where the context's policy is `auto`, or where ranks share
-        micro-batches."""
-        if self.context.owner.automatic:
-            return {self._shape(self.context.named(name)) for name in STRATEGIES.candidates}
-        return {job.layer_shape for job in self.by_sharers.values()}
-
-    def _shape(self, context: ContextStrategy.Config) -> Shape:
         degrees = self.degrees
-        attention = context.owner.attention if degrees.context > 1 else ""
+        attention = self.context.owner.attention if degrees.context > 1 else ""
         return Shape(degrees.tensor, degrees.context, degrees.expert, attention)
 
     def numbers_of_stage(self, stage: int) -> tuple[int, ...]:

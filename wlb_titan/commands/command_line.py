@@ -9,9 +9,9 @@ import difflib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,23 +202,13 @@ json_option = click.option(
 class Asked:
     """What a command line names."""
 
-    file: Path
-    words: list[str]
     job: Job
     documents: Documents
     resolved: Resolved
     lengths: str | None
+    told: Callable[..., Job]  # as of `runtime.models.load.tracing`
     typed: tuple[str, ...]
     """All of this as words of a command line, for other commands."""
-
-    def traced(self, jobs: Iterable[Job]) -> Asked:
-        """With the accounts of the layers of other jobs on this configuration, too."""
-        with progress() as report:
-            report("Tracing layers", 0, 0)
-            from wlb_titan.runtime.models.load import trace_layers
-
-            tell = trace_layers(self.file, self.words, self.resolved.config, jobs)
-            return replace(self, job=tell(self.job))
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -245,17 +235,18 @@ def load_job(
 ) -> Asked:
     """What a command's arguments name. `lengths` and `cluster` replace the file's."""
     from wlb_titan.config.documents import training_documents
+    from wlb_titan.runtime.models.load import tracing
 
     words = [*overrides, *(("--wlb.cluster", cluster) if cluster is not None else ())]
     job, resolved = resolved_job(file, words, world_size)
-    wlb = resolved.config.wlb
+    wlb, told = resolved.config.wlb, tracing(file, words, resolved.config)
     if lengths is None:
         documents = resolved.check(lambda config: training_documents(config.wlb))
-        return Asked(file, words, job, documents, resolved, None, (str(file), *words))
+        return Asked(job, documents, resolved, None, told, (str(file), *words))
     document_lengths, name = named_or_read(lengths)
     given = resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE
     documents = Documents(lengths=document_lengths, name=name, seed=wlb.corpus.seed if given else None)
-    return Asked(file, words, job, documents, resolved, lengths, (str(file), *words, "--lengths", lengths))
+    return Asked(job, documents, resolved, lengths, told, (str(file), *words, "--lengths", lengths))
 
 
 def load(file: Path, overrides: Sequence[str], world_size: int | None = None) -> Resolved:
@@ -272,12 +263,10 @@ def resolved_job(file: Path, overrides: Sequence[str], world_size: int | None) -
     data-parallel degree of -1 is 1."""
     resolved = load(file, overrides, world_size)
     from wlb_titan.runtime.configured import job_of, parallel_dims
-    from wlb_titan.runtime.models.load import trace_layers
+    from wlb_titan.runtime.models.load import tracing
 
     job = resolved.check(lambda config: job_of(config, parallel_dims(config, world_size)))
-    with progress() as report:
-        report("Tracing layers", 0, 0)
-        return trace_layers(file, overrides, resolved.config, [job])(job), resolved
+    return tracing(file, overrides, resolved.config)(job), resolved
 
 
 def describe_job(job: Job, documents: Documents) -> str:

@@ -21,7 +21,7 @@ from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.choice import Scenario
-from wlb_titan.simulator.search import Search, degrees_of, pipeline_words, search
+from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.trace import Span, step_timeline, write_trace
 from wlb_titan.summary import Estimate
@@ -83,15 +83,11 @@ def simulate(
     degrees_fit = None if search else world_size
     asked = cli.load_job(file, overrides, lengths=lengths, cluster=cluster, world_size=degrees_fit)
     compared = list(dict.fromkeys(policies or [Policy(), asked.job.policy]))
-    jobs = [asked.job.under(policy) for policy in compared]
-    if search:
-        degrees = degrees_of(asked.job, world_size or asked.job.degrees.ranks)
-        jobs = [replace(job, degrees=each) for each in degrees for job in jobs]
-    asked = asked.traced(jobs)
     with asked.placed():
+        asked = replace(asked, job=asked.told(asked.job, compared))
         if search:
             scenario = Scenario(asked.job, asked.documents)
-            print_search(scenario, asked.resolved, compared, steps, world_size)
+            print_search(scenario, asked, compared, steps, world_size)
             return
         with cli.progress() as tell:
             scenario = Scenario(asked.job, asked.documents, tell)
@@ -246,16 +242,17 @@ def write_report(
 
 
 def print_search(
-    scenario: Scenario, resolved: Resolved, policies: list[Policy], steps: int, world_size: int | None
+    scenario: Scenario, asked: cli.Asked, policies: list[Policy], steps: int, world_size: int | None
 ) -> None:
     """Searches degrees of so many GPUs (None: as many as the job's own), and prints what came of it."""
     end = time.monotonic() + SEARCH_SECONDS
     gpus = world_size or scenario.job.degrees.ranks
     with cli.progress() as report:
-        result = search(scenario, gpus, policies, steps, lambda what: time.monotonic() < end, report)
+        goes_on = lambda what: time.monotonic() < end  # noqa: E731
+        result = search(scenario, gpus, policies, steps, goes_on, report, asked.told)
     cli.show_table(search_rows(result)[:SHOWN])
     cli.say(gain(result))
-    if words := winner_words(result.found[0].job, resolved):
+    if words := winner_words(result.found[0].job, asked.resolved):
         cli.say(f"To run it: {shlex.join(words)}")
 
 

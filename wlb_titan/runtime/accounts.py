@@ -18,39 +18,63 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-from wlb_titan.errors import UserError
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.files import checked, load, save
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.told import ModelAccount, Shape
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.words import words_of
+from wlb_titan.simulator.choice import candidates_of
 
 SHIPPED = Path(__file__).parents[1] / "memory" / "accounts"
 KEPT = Path.home() / ".cache" / "wlb_titan" / "accounts"
 PROCESS = "wlb_titan.runtime.one_rank.process"
-FORMAT = 3  # of what a trace tells
-ACCOUNT = TypeAdapter(ModelAccount)
+TRACED_BY = ("one_rank", "models", "attention")  # folders with what an account follows from, besides a job
 
-_traced: dict[str, ModelAccount] = {}  # by this process, for a machine on which nothing can be kept
+_found: dict[str, ModelAccount] = {}  # also by traces on a machine where nothing can be kept
 
 
-def known(config: TrainerConfig, shape: Shape) -> ModelAccount | None:
-    """The account of the configuration's layers in a shape, if it need not be traced."""
-    key = key_of(config, shape)
-    if key not in _traced:
-        for folder in (SHIPPED, KEPT):
-            with suppress(OSError, ValueError):
-                _traced[key] = ACCOUNT.validate_json((folder / f"{key}.json").read_bytes())
+def shapes_of(job: Job, policies: Iterable[Policy] = ()) -> list[Shape]:
+    """Those in which predictions for a job need an account, under policies (none: its own) and each that
+    `auto` may stand for in them."""
+    shapes = set[Shape]()
+    if job.memory_unknown and job.cluster.kind == "gpu":
+        for policy in [*policies] or [job.policy]:
+            with suppress(PlanError):  # the policy cannot run, as its plans will say
+                for decided in candidates_of(under := job.under(policy)):
+                    shapes |= {each.layer_shape for each in under.under(decided).by_sharers.values()}
+    return sorted(shapes)
+
+
+def known(config: TrainerConfig, shapes: Iterable[Shape]) -> dict[Shape, ModelAccount]:
+    """Accounts of the configuration's layers that need not be traced."""
+    pairs = ((shape, _known(key_of(config, shape))) for shape in shapes)
+    return {shape: account for shape, account in pairs if account is not None}
+
+
+def _known(key: str) -> ModelAccount | None:
+    if key not in _found:
+        for path in (SHIPPED / f"{key}.json", _kept(key)):
+            with suppress(OSError, ValueError, UserError):
+                _found[key] = load(ModelAccount, path)
                 break
-    return _traced.get(key)
+    return _found.get(key)
+
+
+def _kept(key: str) -> Path:
+    """Where an account of this version is kept."""
+    folders = [Path(__file__).parent / name for name in TRACED_BY]
+    sources = sorted(path for folder in folders for path in folder.glob("*.py"))
+    version = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
+    return KEPT / version / f"{key}.json"
 
 
 def key_of(config: TrainerConfig, shape: Shape) -> str:
     """A name for all that an account follows from."""
     recomputation = config.activation_checkpoint
     facts = [
-        FORMAT,
         torch.__version__.partition("+")[0],
         *shape,
         words_of(config.model_spec.model),
@@ -66,17 +90,14 @@ def trace(
     overrides: Sequence[str],
     config: TrainerConfig,
     world_size: int,
-    shapes: Iterable[Shape],
+    shapes: Sequence[Shape],
 ) -> None:
-    """Traces the shapes that are not known, of the configuration that the file with overrides gives for so
-    many processes; UserError says what a trace ended with."""
-    missing = [shape for shape in shapes if known(config, shape) is None]
-    if not missing:
-        return
+    """Traces shapes of the configuration that the file with overrides gives for so many processes, and keeps
+    their accounts; UserError says what a trace ended with."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "accounts.json"
-        asked = {"run": "layers", "file": str(file), "overrides": [*overrides], "world_size": world_size}
-        asked |= {"rank": 0, "shapes": missing, "result": str(result)}
+        asked = {"run": "layers", "file": str(file), "overrides": [*overrides], "rank": 0}
+        asked |= {"world_size": world_size, "shapes": shapes, "result": str(result)}
         done = subprocess.run(
             [sys.executable, "-m", PROCESS, json.dumps(asked)],
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -84,15 +105,15 @@ def trace(
             text=True,
         )
         if not result.exists():
-            raise UserError(f"The process that traces the layers ended: {done.stderr.strip()[-2000:]}")
+            raise UserError(
+                f"The process that traces the model's layers ended: {done.stderr.strip()[-2000:]}."
+            )
         told: Any = json.loads(result.read_bytes())
     if "error" in told:
-        raise UserError(f"The model's layers cannot be traced: {told['error']}")
-    for shape, account in zip(missing, told["accounts"], strict=True):
+        raise UserError(f"The model's layers cannot be traced: {told['error']}.")
+    for shape, account in zip(shapes, told["accounts"], strict=True):
         key = key_of(config, shape)
-        _traced[key] = ACCOUNT.validate_python(account)
+        _found[key] = checked(ModelAccount, account)
         with suppress(OSError):  # another start traces it again
-            KEPT.mkdir(parents=True, exist_ok=True)
-            partial = KEPT / f"{key}.{os.getpid()}"
-            partial.write_text(json.dumps(account), encoding="utf-8")
-            partial.replace(KEPT / f"{key}.json")
+            _kept(key).parent.mkdir(parents=True, exist_ok=True)
+            save(_kept(key), account)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import fields, replace
 
 import torch
@@ -24,7 +23,6 @@ from wlb_titan.dimensions.degrees import Degrees, own_dimensions
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
-from wlb_titan.memory.told import Shape
 from wlb_titan.runtime import accounts
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
@@ -73,15 +71,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         sm_margin=wlb.attention.sm_margin,
         tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,
     )
-    return told(config, job, job.layer_shapes)
-
-
-def told(config: TrainerConfig, job: Job, shapes: Iterable[Shape]) -> Job:
-    """The job with the accounts of its layers that are known, where the formulas do not know them."""
-    if not job.memory_unknown:
-        return job
-    found = {shape: account for shape in shapes if (account := accounts.known(config, shape))}
-    return replace(job, accounts=found)
+    return replace(job, accounts=accounts.known(config, accounts.shapes_of(job)))
 
 
 def configured_degrees(config: TrainerConfig) -> dict[str, int]:

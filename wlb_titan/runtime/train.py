@@ -66,7 +66,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     from wlb_titan.runtime.checks import turns_of, validate_inputs, validate_machine
     from wlb_titan.runtime.configured import job_of, parallel_dims
     from wlb_titan.runtime.metrics import start_log
-    from wlb_titan.runtime.models.load import load_config, trace_layers
+    from wlb_titan.runtime.models.load import load_config, tracing
 
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
@@ -84,8 +84,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     dims = parallel_dims(config, world_size)
     start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
     if rank == 0:  # which tells the others
-        turns = [config, *turns_of(config).values()]
-        trace_layers(path, overrides, config, [job_of(turn, dims) for turn in turns])
+        for turn in (config, *turns_of(config).values()):
+            tracing(path, overrides, config)(job_of(turn, dims))
     return _run(resolved, corpus, rank, alarm)
 
 

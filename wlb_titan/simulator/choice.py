@@ -121,14 +121,7 @@ def choose(
     job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally, *, report: Report = silent
 ) -> Choice:
     """Predicts the policies that a job may have instead of `auto`, on one rank for all."""
-    # Without context parallelism all strategies are alike.
-    strategies = _names(job.context)[: None if job.degrees.context > 1 else 1]
-    policies = [
-        Policy(packing, context, job.order.name)
-        for packing in _names(job.packing)
-        if not job.packing.named(packing).planning_seconds
-        for context in strategies
-    ]
+    policies = candidates_of(job)
     if not policies:
         raise PlanError(
             f"wlb.policy: auto plans many steps to compare strategies, and {job.packing.name} takes up to "
@@ -152,6 +145,18 @@ def choose(
         reasons = "; ".join(f"{candidate.policy}: {candidate.problem}" for candidate in candidates)
         raise PlanError(f"auto finds no policy to choose: {reasons}")
     return Choice(job, tuple(candidates))
+
+
+def candidates_of(job: Job) -> list[Policy]:
+    """The policies that `auto` may stand for; a job's own without it."""
+    # Without context parallelism all strategies are alike.
+    strategies = _names(job.context)[: None if job.degrees.context > 1 else 1]
+    return [
+        Policy(packing, context, job.order.name)
+        for packing in _names(job.packing)
+        if not (job.undecided and job.packing.named(packing).planning_seconds)
+        for context in strategies
+    ]
 
 
 def predicted(

@@ -44,8 +44,10 @@ def search(
     steps: int,
     goes_on: Callable[[str], bool] = lambda what: True,
     report: Report = silent,
+    told: Callable[[Job, list[Policy]], Job] = lambda job, policies: job,
 ) -> Search:
-    """Tries the ways to run a job; `goes_on`, asked with a way's name, says if there is time to plan it."""
+    """Tries the ways to run a job; `goes_on`, asked with a way's name, says if there is time to plan it, and
+    `told` gives it the accounts of its layers."""
     window = _average_window(scenario)
     bounds: list[tuple[float, Job]] = []
     for job in candidates(scenario.job, gpus):
@@ -62,7 +64,7 @@ def search(
             break
         likely = sum(bound >= fastest for bound, _ in bounds)
         report("Trying ways to run the job", number, max(likely, number + LEAST - fitting))
-        tried = _tried(scenario.on(job), policies, steps)
+        tried = _tried(scenario.on(told(job, policies)), policies, steps)
         fitting += bool(tried)
         predictions += tried
         fastest = max([fastest, *(prediction.flops_per_second for prediction in tried)])

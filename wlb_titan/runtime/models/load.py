@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wlb_titan.config.load import Resolved, resolve
 from wlb_titan.errors import UserError, warn
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
@@ -28,19 +33,22 @@ def _base_config(name: str) -> Any:
     return base_config(name)
 
 
-def trace_layers(
-    path: str | Path, overrides: Sequence[str], config: Any, jobs: Iterable[Job]
-) -> Callable[[Job], Job]:
-    """Traces the layers of jobs of a configuration, as far as predictions need it and they are not known yet.
-    Returns what gives a job their accounts; a job whose layers cannot be traced is predicted without."""
+def tracing(path: str | Path, overrides: Sequence[str], config: Any) -> Callable[..., Job]:
+    """Gives a job of this configuration, and optionally policies, the accounts of its layers under them.
+    Those that are not known yet are traced; where that fails it warns, and memory is not predicted."""
     from wlb_titan.runtime import accounts
-    from wlb_titan.runtime.configured import degrees_product, told
+    from wlb_titan.runtime.configured import degrees_product
 
-    asking = [job for job in jobs if job.memory_unknown and job.cluster.kind == "gpu"]
-    shapes = sorted({shape for job in asking for shape in job.layer_shapes})
-    if shapes:
-        try:
-            accounts.trace(path, overrides, config, degrees_product(config), shapes)
-        except UserError as error:
-            warn(f"{error}. Their memory is not predicted.")
-    return lambda job: told(config, job, shapes)
+    def told(job: Job, policies: Iterable[Policy] = ()) -> Job:
+        shapes = accounts.shapes_of(job, policies)
+        if missing := sorted(set(shapes) - set(accounts.known(config, shapes))):
+            begin = time.monotonic()
+            try:
+                accounts.trace(path, overrides, config, degrees_product(config), missing)
+                seconds = time.monotonic() - begin
+                logger.info(f"Traced the model's layers in {seconds:.0f} s; kept in {accounts.KEPT}")
+            except UserError as error:
+                warn(f"{error} Memory is not predicted, and times are a dense model's.")
+        return replace(job, accounts=accounts.known(config, shapes))
+
+    return told
