@@ -285,8 +285,8 @@ class Job:
             sharers: int, keys: KeyShares, kind: Recompute | None = None, number: int = 0
         ) -> TokenBytes:
             job = self if sharers == 1 else self.by_sharers[sharers]
-            told = None if job.account is None else job.account.layers[number].work
-            return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys, kind, told)
+            settings = job.model, job.degrees, job.memory, job.exchange
+            return TokenBytes.of(*settings, keys, kind, job.account, number)
 
         return cache(token_bytes)
 

@@ -26,7 +26,7 @@ from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.memory.recompute import CHECKPOINTING, KINDS, Moments, Recompute
-from wlb_titan.memory.told import LayerWork, ModelAccount
+from wlb_titan.memory.told import ModelAccount, Weights
 
 FLOAT32 = 4
 
@@ -96,20 +96,21 @@ class TokenBytes:
         exchange: Exchange | None = None,
         keys: KeyShares = ALL_KEYS,
         kind: Recompute | None = None,
-        told: LayerWork | None = None,
+        account: ModelAccount | None = None,
+        number: int = 0,
     ) -> TokenBytes:
         """By default all context-parallel ranks gather keys and values. `keys` are a rank's shares of a
         micro-batch's; of documents in slices all are cached. `kind` stands in for the settings' own, and
-        what is `told` of a layer for its formulas."""
+        the account's layer of this `number` for the formulas."""
         cp, tp = degrees.context, degrees.tensor
         exchange = exchange or all_gather_exchange(model, tp, cp)
         layer = LayerBytes(model, degrees, settings, exchange, keys)
         cached = exchange.keys * settings.compute_bytes
         recompute = kind or settings.recompute
-        if told is None:
+        if account is None:
             kept, moments = recompute.kept(layer), recompute.moments(layer)
         else:
-            own = told.kinds[recompute.kept_as]
+            own = account.layers[number].work.kinds[recompute.kept_as]
             kept = own.kept - recompute.less_keys(layer)
             moments = Moments(own.forward, own.backward, own.attention)
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
@@ -119,6 +120,8 @@ class TokenBytes:
         if settings.loss_chunks > 1:
             states = FLOAT32 * model.hidden / cp
             loss, head = states + max(loss, layer.g), states + head
+        if account is not None:
+            loss, head = account.loss
         return cls(
             hidden=layer.s,
             hidden_gathered=layer.g,
@@ -186,9 +189,7 @@ class RankWeights:
     trained: int  # those of them with gradients
     gathered: Mapping[int, float]  # of each stage
     gradients: Mapping[int, float]
-    layer: float  # the largest
-    layer_gradients: float
-    matrix: float  # the largest gradient of one weight
+    layers: Sequence[Weights]  # each, in order
     table: float
     head: float  # 0 on other ranks than the last stage's
     head_gradient: float
@@ -205,15 +206,14 @@ class RankWeights:
         less = experts / tensor - experts / degrees.expert
         layer = layer_parameters(model) / tensor - less
         gathered = {s: rank_parameters(model, layers, [s]) / tensor - layers[s] * less for s in stages}
+        matrix = model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor
         everything = rank_parameters(model, layers, stages)
         return cls(
             all=everything,
             trained=everything,
             gathered=gathered,
             gradients=gathered,
-            layer=layer,
-            layer_gradients=layer,
-            matrix=model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor,
+            layers=[Weights(0, layer, 0, layer, matrix, 0)] * sum(layers[stage] for stage in stages),
             table=table,
             head=table if last else 0.0,
             head_gradient=table if last else 0.0,
@@ -245,13 +245,11 @@ class RankWeights:
             return {stage: sum(getattr(w, name) for w in weights) for stage, weights in both.items()}
 
         return cls(
-            all=sum(weights.all for weights in [*every, *outer]),
-            trained=sum(weights.trained for weights in [*every, *outer]),
+            all=sum(int(weights.all) for weights in [*every, *outer]),
+            trained=sum(int(weights.trained) for weights in [*every, *outer]),
             gathered=of_stages("gathered"),
             gradients=of_stages("gradients"),
-            layer=max((weights.gathered for weights in every), default=0),
-            layer_gradients=max((weights.gradients for weights in every), default=0),
-            matrix=max((weights.matrix for weights in every), default=0),
+            layers=every,
             table=table.gathered,
             head=matrix.gathered if last else 0.0,
             head_gradient=matrix.matrix if last else 0.0,
@@ -287,6 +285,10 @@ class FsdpWhole:
         # A lone rank's shards are whole weights if they have the compute type.
         self._whole = self._compute if self._shards > 1 or self._compute != self._reduced else 0
         self._weights, self._table = weights, weights.table
+        self._layer, self._matrix = (
+            max((getattr(layer, name) for layer in weights.layers), default=0.0)
+            for name in ("gathered", "matrix")
+        )
         head = weights.head_gradient
         self._chunked_head, self._plain_head = (head, 0.0) if settings.loss_chunks > 1 else (0.0, head)
         self._whole_head = weights.head
@@ -297,7 +299,7 @@ class FsdpWhole:
     def in_pipeline(self, went_back: Collection[int], *, in_loss: bool = False) -> float:
         """In a pass through a pipeline's stage; `went_back` has the stages with gradients."""
         weights = self._weights
-        result = weights.matrix * (self._compute + self._reduced)
+        result = self._matrix * (self._compute + self._reduced)
         head = self._chunked_head * self._reduced
         result += head * (1 + in_loss + 2 / self._shards)
         result += sum(weights.gradients[stage] for stage in went_back) * self._reduced
@@ -306,7 +308,7 @@ class FsdpWhole:
         if not self._reshards:
             return result + sum(weights.gathered.values()) * self._whole
         # The layer at hand, the one fetched ahead, and the model's ends.
-        return result + (2 * weights.layer + weights.ends) * self._whole
+        return result + (2 * self._layer + weights.ends) * self._whole
 
     def in_loss(self, token: TokenBytes, went_back: Collection[int]) -> Iterator[tuple[float, float]]:
         """Bytes a token of the loss, and of weights and gradients: at softmax and at the head's gradient."""
@@ -316,7 +318,7 @@ class FsdpWhole:
             # A chunk's gradient of the head, in both types, is added to the others'; no layer's is there.
             yield (
                 token.head,
-                whole + (self._chunked_head - self._weights.matrix) * (self._compute + self._reduced),
+                whole + (self._chunked_head - self._matrix) * (self._compute + self._reduced),
             )
             return
         head = self._chunked_head or self._plain_head
@@ -329,25 +331,20 @@ class FsdpWhole:
         """Without a pipeline: the layer at hand and what is fetched meanwhile, the embedding for layer 0."""
         if not self._reshards:
             return sum(self._weights.gathered.values()) * self._whole
-        fetched = (self._weights.layer if layer else self._table) if self._shards > 1 else 0.0
-        return (self._weights.layer + fetched) * self._whole
+        fetched = (self._weights.layers[layer - 1].gathered if layer else self._table) * (self._shards > 1)
+        return (self._weights.layers[layer].gathered + fetched) * self._whole
 
     def in_backward(self, layer: int, *, behind: bool, first: bool, last: bool) -> float:
         """Without a pipeline: at the fullest moment of a layer's backward pass or, `behind` it, while
         gradients are copied or added up; in a step's `first` or `last` backward pass."""
+        of_layers = self._weights.layers
+        at_hand = of_layers[layer].gradients if behind else of_layers[layer].matrix
         if self._shards > 1 or last:  # gradients are reduced
-            if behind:
-                return self.weights(layer) + self._weights.layer_gradients * (self._compute + self._reduced)
-            before = (
-                self._plain_head if layer == self._layers - 1 else self._weights.layer_gradients
-            )  # what is being reduced
-            return self.weights(layer) + self._weights.matrix * self._compute + before * self._reduced
+            # Of what is being reduced.
+            before = self._plain_head if layer == self._layers - 1 else of_layers[layer + 1].gradients
+            reduced = of_layers[layer].gradients if behind else before
+            return self.weights(layer) + at_hand * self._compute + reduced * self._reduced
         # Weights of this and all later layers, and in the first pass their gradients.
-        later = self._layers - layer
-        kept = later * self._weights.layer * self._whole if self._reshards else self.weights(layer)
-        added = (
-            (later if behind else later - 1) * self._weights.layer_gradients * self._reduced if first else 0.0
-        )
-        return (
-            kept + (self._weights.layer_gradients if behind else self._weights.matrix) * self._compute + added
-        )
+        kept = self._whole * sum(weights.gathered for weights in of_layers[layer:])
+        added = self._reduced * sum(weights.gradients for weights in of_layers[layer + (not behind) :])
+        return (kept if self._reshards else self.weights(layer)) + at_hand * self._compute + added * first

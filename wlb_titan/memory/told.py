@@ -45,11 +45,11 @@ class KindWork(NamedTuple):
 class Weights(NamedTuple):
     """Numbers of weights, of all ranks and as this rank gathers them, after tensor and expert parallelism."""
 
-    all: int
-    gathered: int
-    trained: int  # of `all`
-    gradients: int  # those of `gathered` that are trained
-    matrix: int  # the largest one of `gradients`
+    all: float
+    gathered: float
+    trained: float  # of `all`
+    gradients: float  # those of `gathered` that are trained
+    matrix: float  # the largest one of `gradients`
     tables: float  # bytes of buffers, such as rotary factors, for each position of the window
 
 
@@ -77,6 +77,7 @@ class ModelAccount:
 
     layers: tuple[LayerAccount, ...]  # one of each configuration
     numbers: tuple[int, ...]  # of the model's layers in order: the place of each in `layers`
+    loss: tuple[float, float]  # bytes as of `TokenBytes.loss` and `TokenBytes.head`
     ends: tuple[Weights, Weights]  # of the embedding, and of head and last norm; a tied table is the first's
     keys: KeyShares = ALL_KEYS  # of the micro-batch that was traced
 

@@ -78,6 +78,7 @@ def key_of(config: TrainerConfig, shape: Shape) -> str:
         torch.__version__.partition("+")[0],
         *shape,
         words_of(config.model_spec.model),
+        words_of(config.loss),
         config.training.mixed_precision_param,
         config.parallelism.enable_sequence_parallel,
         words_of(recomputation) if isinstance(recomputation, SelectiveAC.Config) else "",

@@ -180,7 +180,8 @@ class Slopes:
             for log in (less, more)
         )
         self._each = dict(zip(Operation._fields, ((second - first) / number).T, strict=False))
-        self._constant = (first == second)[:, Operation._fields.index("made")]
+        made = Operation._fields.index("made")
+        self._constant = np.where(first == second, first, 0.0)[:, made]  # bytes that it makes of no token
         self._groups = [operation.group for operation in less.operations]
         self._attention = less.attention
         names, begins, before = zip(*less.marks, strict=True)
@@ -215,6 +216,13 @@ class Slopes:
             kinds={name: of_kind(*both) for name, both in passes.items()},
         )
 
+    def of_loss(self, normed: float) -> tuple[float, float]:
+        """Bytes of the loss beside the last norm's output: at its fullest moment, and where the head's
+        gradient is copied, which is the largest that follows from no token."""
+        part, before, _ = self._parts["loss"]
+        alive, constant = self._each["alive"][part] - before - normed, self._constant[part]
+        return float(alive.max()), float(alive[constant == constant.max()].max())
+
     def _left(self, forward: str) -> float:
         _, begin, end = self._parts[forward]
         return end - begin
@@ -246,7 +254,7 @@ class Slopes:
     def _weight_products(self, name: str) -> float:
         """FLOPs of a pass for the gradients of weights, which are as large whatever the tokens."""
         part, _, _ = self._parts[name]
-        return float(self._each["products"][part][self._constant[part]].sum())
+        return float(self._each["products"][part][self._constant[part] > 0].sum())
 
 
 def accounts(config: Trainer.Config, shapes: Sequence[Sequence[Any]]) -> Iterator[ModelAccount]:
@@ -353,6 +361,7 @@ class LayerTracer(DryTrainer):
         return ModelAccount(
             layers=tuple(different),
             numbers=numbers,
+            loss=by_token.of_loss(self.job.token_bytes.hidden_gathered),
             ends=(weights_of(first, (), window), weights_of(last, (), window)),
             keys=self._keys,
         )
