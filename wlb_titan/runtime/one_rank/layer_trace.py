@@ -277,6 +277,7 @@ def accounts(config: Trainer.Config, shapes: Sequence[Sequence[Any]]) -> Iterato
 
 
 def _send_account(config: Trainer.Config, shape: Shape, end: Connection) -> None:
+    torch.set_num_threads(1)  # mends torch's pool after a fork, over which autograd's threads would fail
     numbers = numbers_of(config.model_spec.model.layers)
     try:
         with tempfile.TemporaryDirectory() as folder:
