@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.files import checked, load, save
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.told import ModelAccount, Shape
 from wlb_titan.runtime.config import TrainerConfig
+from wlb_titan.runtime.models.checkpointing import mixable
 from wlb_titan.runtime.models.words import words_of
 from wlb_titan.simulator.choice import candidates_of
 
@@ -73,7 +73,6 @@ def _kept(key: str) -> Path:
 
 def key_of(config: TrainerConfig, shape: Shape) -> str:
     """A name for all that an account follows from."""
-    recomputation = config.activation_checkpoint
     facts = [
         torch.__version__.partition("+")[0],
         *shape,
@@ -81,7 +80,7 @@ def key_of(config: TrainerConfig, shape: Shape) -> str:
         words_of(config.loss),
         config.training.mixed_precision_param,
         config.parallelism.enable_sequence_parallel,
-        words_of(recomputation) if isinstance(recomputation, SelectiveAC.Config) else "",
+        words_of(mixable(config.activation_checkpoint)),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 

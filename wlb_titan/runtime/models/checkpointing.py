@@ -138,6 +138,13 @@ class AsNeededAC(SelectiveDocumentAC):
         return AsNeededBlock(module, int(base_fqn.rpartition(".")[2]), calls)
 
 
+def mixable(other: titan.ActivationCheckpointing.Config | None) -> AsNeededAC.Config:
+    """`AsNeededAC` with the settings of another class, as far as that has them."""
+    shared = isinstance(other, titan.SelectiveAC.Config)
+    names = [field.name for field in dataclasses.fields(titan.SelectiveAC.Config)]
+    return AsNeededAC.Config(**{name: getattr(other, name) for name in names if shared})
+
+
 class AsNeededBlock(ActivationWrapper):
     """A block of which each call keeps what the micro-batch names for the layer.
 

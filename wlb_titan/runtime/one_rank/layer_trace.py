@@ -20,7 +20,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
@@ -33,7 +33,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.moe import RoutedExperts
 
 from wlb_titan.config.settings import CorpusSettings, WlbSettings
@@ -47,7 +46,7 @@ from wlb_titan.plan import MicroBatch
 from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.compat import FakeTensor, FakeTensorMode
 from wlb_titan.runtime.inputs import Item
-from wlb_titan.runtime.models.checkpointing import AsNeededAC
+from wlb_titan.runtime.models.checkpointing import mixable
 from wlb_titan.runtime.models.words import numbers_of
 from wlb_titan.runtime.one_rank.dry_run import DryTrainer, gathered_shape
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of, group_of, kind_of, local_tensor, tensors_in
@@ -310,16 +309,12 @@ def in_shape(
     if shape.attention not in ("", context.owner.attention) or context.owner.automatic:
         named = (STRATEGIES.configure(name, profile=context.profile) for name in STRATEGIES.candidates)
         context = next(one for one in named if one.owner.attention == shape.attention)
-    recomputation = AsNeededAC.Config()
-    if isinstance(config.activation_checkpoint, SelectiveAC.Config):
-        same = {f.name: getattr(config.activation_checkpoint, f.name) for f in fields(SelectiveAC.Config)}
-        recomputation = AsNeededAC.Config(**same)
     changed = replace(
         config,
         model_spec=replace(config.model_spec, model=model),
         parallelism=replace(config.parallelism, **degrees),
         training=replace(config.training, local_batch_size=1, global_batch_size=-1),
-        activation_checkpoint=recomputation,
+        activation_checkpoint=mixable(config.activation_checkpoint),
         wlb=WlbSettings(
             corpus=CorpusSettings(path=corpus),
             context=context,
