@@ -8,6 +8,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from forking import ForkServer
@@ -17,6 +18,7 @@ from hypothesis import settings
 # for the core that the other worker has, or another process of the job.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "accounts")
 
 # The same examples in every run, so that a change is judged by itself; others in `make counterexamples`. No
 # deadlines: on a busy machine any example may be slow.

@@ -256,8 +256,9 @@ class Job:
 
     @cached_property
     def account(self) -> ModelAccount | None:
-        """The account of the layers in this job's shape, if there is one."""
-        account = self.accounts.get(self.layer_shape)
+        """The account of the layers in this job's shape, if there is one; of GPUs only, as a trace is made
+        for them."""
+        account = self.accounts.get(self.layer_shape) if self.cluster.kind == "gpu" else None
         return None if account is None else account.at(self.measured_cluster.experts)
 
     @property

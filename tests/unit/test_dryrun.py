@@ -55,6 +55,17 @@ training = { seq_len = 1024, local_batch_size = 4 }
 parallelism = { pipeline_parallel_degree = 2, pipeline_parallel_schedule = "1F1B" }
 """
 TIED = ALONE.replace("llama2_550m", "torchtitan.models.qwen3.config_registry:qwen3_debugmodel")
+TOLD = """
+wlb.cluster = "h100_roce"
+wlb.corpus.path = "not_here"
+training = { seq_len = 4096, mixed_precision_param = "bfloat16", local_batch_size = 2 }
+base = "%s"
+"""
+MOE = TOLD % "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"
+LATENT = TOLD % "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_debugmodel"
+OSS = TOLD % "torchtitan.models.gpt_oss.config_registry:gpt_oss_debugmodel"
+MUSE = TOLD % "torchtitan.models.muse_glimmer.config_registry:muse_glimmer_debugmodel"
+ADAPTED = TOLD % "bases:lora"
 EXPERTS = """
 base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"
 wlb.corpus.path = "not_here"
@@ -171,6 +182,8 @@ ASYMMETRIC = (*SLICES, PP, 2, "--training.global_batch_size", 2, *FULL, "--wlb.p
 FIRST_STEP = ("--rank", "first", "--step", 1)
 LAST_STEP = ("--rank", "last", "--step", 1)
 NORMED = ("--training.seq_len", 4096, *FIRST_STEP)
+KEYS = ("--activation_checkpoint.class", "KeysAC")
+EP = "--parallelism.expert_parallel_degree"
 CASES = {  # a job, what changes it, how near the prediction is, and what else is known of its ranks
     "plain": (TABLE_1, ("--step", 9, *GPU), 0.05, a_stage(even=True, sends=1)),
     # Of two stages a rank all but the last send hidden states on, all but the first gradients back.
@@ -203,13 +216,23 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     "tied": (TIED, FIRST_STEP, 0.02, None),  # embedding and head share one table
     # Queries and keys are normalized, and rotated by cos and sin.
     "normed_none": (TIED, (*NONE, *NORMED), 0.015, None),
-    "normed_keys": (TIED, ("--activation_checkpoint.class", "KeysAC", *NORMED), 0.01, None),
+    "normed_keys": (TIED, (*KEYS, *NORMED), 0.01, None),
     "last_tensor": (LAST, (TP, 2, *NONE, *LAST_STEP), 0.05, None),
     "last_none": (LAST, (*NONE, *LAST_STEP), 0.01, None),
     "last_full": (LAST, (*FULL, *LAST_STEP), 0.05, None),
     "last_gpipe": (LAST, (SCHEDULE, "GPipe", *NONE, *LAST_STEP), 0.05, None),
     "last_zbv": (LAST, (SCHEDULE, "ZBVZeroBubble", *NONE, *LAST_STEP), 0.05, None),
     "last_slim": (LAST, (*SLIM, *NONE, *LAST_STEP), 0.05, None),
+    # Layers told by a trace.
+    "experts_none": (MOE, (*NONE, CP, 2, EP, 2, *HYBRID, *FIRST_STEP), 0.01, None),
+    "experts_keys": (MOE, (*KEYS, SHARD, 4, EP, 2, *FIRST_STEP), 0.01, None),
+    "experts_tensor": (MOE, (TP, 2, SHARD, 2, EP, 2, *FIRST_STEP), 0.01, None),
+    "latent_full": (LATENT, (*FULL, SHARD, 2, EP, 2, *FIRST_STEP), 0.01, None),
+    "latent_pipeline": (LATENT, (PP, 2, SHARD, 2, EP, 2, SCHEDULE, "1F1B", *LAST_STEP), 0.01, None),
+    "oss_none": (OSS, (*NONE, SHARD, 2, EP, 2, *FIRST_STEP), 0.01, None),
+    "muse": (MUSE, (CP, 2, *FIRST_STEP), 0.01, None),
+    "adapters_none": (ADAPTED, (*NONE, *FIRST_STEP), 0.01, None),
+    "adapters_full": (ADAPTED, (*FULL, SHARD, 2, *FIRST_STEP), 0.01, None),
     # The synthetic corpus does not have the mask that is named.
     "masked": (SMALL, ("--wlb.corpus.mask", "loss_mask", *FIRST_STEP), 0.03, None),
 }

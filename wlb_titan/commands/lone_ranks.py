@@ -86,13 +86,16 @@ class LoneRanks:
         """Those of the file's job. If its corpus is not here, one of synthetic lengths takes its place for
         so many `steps`. `policy` and `memory` replace the file's and the cluster's bytes."""
         from wlb_titan.config.documents import training_documents
+        from wlb_titan.runtime.models.load import tracing
         from wlb_titan.simulator.choice import choose
 
         # A lone rank does not validate, so the documents for it need not be here.
         words = [*overrides, *_under(policy), "--dump_folder", str(folder), "--wlb.validation.every", "0"]
         job, resolved = cli.resolved_job(file, words, world_size)
         if memory is not None:
-            job = job.on(replace(job.cluster, kind="gpu", memory=memory))
+            job = tracing(file, words, resolved.config)(
+                job.on(replace(job.cluster, kind="gpu", memory=memory))
+            )
         if synthetic := _synthetic_corpus(resolved, job.micro_batches, steps, folder):
             words += synthetic
             resolved = cli.load(file, words, world_size)

@@ -207,17 +207,18 @@ class RankWeights:
         layer = layer_parameters(model) / tensor - less
         gathered = {s: rank_parameters(model, layers, [s]) / tensor - layers[s] * less for s in stages}
         matrix = model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor
+        own = sum(layers[stage] for stage in stages)
         everything = rank_parameters(model, layers, stages)
         return cls(
             all=everything,
             trained=everything,
             gathered=gathered,
             gradients=gathered,
-            layers=[Weights(0, layer, 0, layer, matrix, 0)] * sum(layers[stage] for stage in stages),
+            layers=[Weights(0, layer, 0, layer, matrix, 0, 0)] * own,
             table=table,
             head=table if last else 0.0,
             head_gradient=table if last else 0.0,
-            ends=sum(gathered.values()) - sum(layers[stage] for stage in stages) * layer,
+            ends=sum(gathered.values()) - own * layer,
             tied=model.tied and 0 in stages and last,
         )
 
@@ -228,10 +229,11 @@ class RankWeights:
         model: ModelShape,
         layers: Sequence[int],
         stages: Sequence[int],
+        kinds: Sequence[str],
     ) -> Self:
-        """By the account of the layers."""
+        """By the account of the layers, which may be of these kinds of recomputation."""
         first, last = 0 in stages, len(layers) - 1 in stages
-        own = {stage: [layer.weights for layer in account.of_stage(layers, stage)] for stage in stages}
+        own = {stage: [layer.under(kinds) for layer in account.of_stage(layers, stage)] for stage in stages}
         every = [weights for of_stage in own.values() for weights in of_stage]
         table, head = account.ends
         ends = {0: [table], len(layers) - 1: [head, *[table] * (model.tied and not first)]}
@@ -285,6 +287,7 @@ class FsdpWhole:
         # A lone rank's shards are whole weights if they have the compute type.
         self._whole = self._compute if self._shards > 1 or self._compute != self._reduced else 0
         self._weights, self._table = weights, weights.table
+        self._experts_are_whole = degrees.expert == degrees.sharding_ranks * degrees.tensor > 1
         self._layer, self._matrix = (
             max((getattr(layer, name) for layer in weights.layers), default=0.0)
             for name in ("gathered", "matrix")
@@ -331,18 +334,25 @@ class FsdpWhole:
         """Without a pipeline: the layer at hand and what is fetched meanwhile, the embedding for layer 0."""
         if not self._reshards:
             return sum(self._weights.gathered.values()) * self._whole
-        fetched = (self._weights.layers[layer - 1].gathered if layer else self._table) * (self._shards > 1)
+        fetched = (self._ahead(layer - 1) if layer else self._table) * (self._shards > 1)
         return (self._weights.layers[layer].gathered + fetched) * self._whole
+
+    def _ahead(self, layer: int) -> float:
+        """A layer's weights that are fetched ahead: no experts where a rank has theirs whole, as expert
+        parallelism takes all sharding ranks."""
+        weights = self._weights.layers[layer]
+        return weights.gathered - weights.experts * self._experts_are_whole
 
     def in_backward(self, layer: int, *, behind: bool, first: bool, last: bool) -> float:
         """Without a pipeline: at the fullest moment of a layer's backward pass or, `behind` it, while
         gradients are copied or added up; in a step's `first` or `last` backward pass."""
-        of_layers = self._weights.layers
-        at_hand = of_layers[layer].gradients if behind else of_layers[layer].matrix
+        of_layers, own = self._weights.layers, self._weights.layers[layer]
+        at_hand = own.gradients if behind else own.matrix
         if self._shards > 1 or last:  # gradients are reduced
             # Of what is being reduced.
-            before = self._plain_head if layer == self._layers - 1 else of_layers[layer + 1].gradients
-            reduced = of_layers[layer].gradients if behind else before
+            last_layer = layer == self._layers - 1
+            before = self._plain_head if last_layer else of_layers[layer + 1].gradients
+            reduced = at_hand if behind else before
             return self.weights(layer) + at_hand * self._compute + reduced * self._reduced
         # Weights of this and all later layers, and in the first pass their gradients.
         kept = self._whole * sum(weights.gathered for weights in of_layers[layer:])

@@ -157,10 +157,11 @@ class RankPeak:
         self._last = len(self._layers) - 1
         self._alone = job.degrees.pipeline == 1
         self._own_layers = sum(self._layers[stage] for stage in self.stages)
+        kinds = [kind.name for kind in KINDS] if job.mixes else [job.memory.recompute.kept_as]
         if job.account is None:
             self._weights = RankWeights.of(job.model, job.degrees, self._layers, self.stages)
         else:
-            self._weights = RankWeights.told(job.account, job.model, self._layers, self.stages)
+            self._weights = RankWeights.told(job.account, job.model, self._layers, self.stages, kinds)
         # Bytes of a weight's share on this GPU.
         self._share = job.memory.parameter_bytes / (job.degrees.tensor * job.degrees.sharding_ranks)
         self._tables = float(self._own_layers * job.memory.rotary_bytes * job.model.head_dim)

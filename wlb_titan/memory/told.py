@@ -39,6 +39,7 @@ class KindWork(NamedTuple):
     forward: float
     backward: float
     attention: float
+    gradients: float  # of weights, which are there at the fullest moment of the backward pass
     repeated: Work
 
 
@@ -49,7 +50,10 @@ class Weights(NamedTuple):
     gathered: float
     trained: float  # of `all`
     gradients: float  # those of `gathered` that are trained
-    matrix: float  # the largest one of `gradients`
+    matrix: (
+        float  # the largest one of `gradients`, or those that a layer has at its backward's fullest moment
+    )
+    experts: float  # those of `gathered` in routed experts
     tables: float  # bytes of buffers, such as rotary factors, for each position of the window
 
 
@@ -69,6 +73,10 @@ class LayerAccount:
     weights: Weights
     work: LayerWork  # where the experts of all ranks get equally many tokens
     uneven: LayerWork | None = None  # what is added where this rank's get twice as many
+
+    def under(self, kinds: Sequence[str]) -> Weights:
+        """The weights, with the gradients at a backward pass's fullest moment under any of these kinds."""
+        return self.weights._replace(matrix=max(self.work.kinds[kind].gradients for kind in kinds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

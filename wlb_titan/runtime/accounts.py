@@ -29,7 +29,7 @@ from wlb_titan.runtime.models.words import words_of
 from wlb_titan.simulator.choice import candidates_of
 
 SHIPPED = Path(__file__).parents[1] / "memory" / "accounts"
-KEPT = Path.home() / ".cache" / "wlb_titan" / "accounts"
+KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wlb_titan" / "accounts"
 PROCESS = "wlb_titan.runtime.one_rank.process"
 TRACED_BY = ("one_rank", "models", "attention")  # folders with what an account follows from, besides a job
 
@@ -40,7 +40,7 @@ def shapes_of(job: Job, policies: Iterable[Policy] = ()) -> list[Shape]:
     """Those in which predictions for a job need an account, under policies (none: its own) and each that
     `auto` may stand for in them."""
     shapes = set[Shape]()
-    if job.memory_unknown and job.cluster.kind == "gpu":
+    if job.memory_unknown:
         for policy in [*policies] or [job.policy]:
             with suppress(PlanError):  # the policy cannot run, as its plans will say
                 for decided in candidates_of(under := job.under(policy)):

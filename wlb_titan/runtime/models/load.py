@@ -41,7 +41,8 @@ def tracing(path: str | Path, overrides: Sequence[str], config: Any) -> Callable
 
     def told(job: Job, policies: Iterable[Policy] = ()) -> Job:
         shapes = accounts.shapes_of(job, policies)
-        if missing := sorted(set(shapes) - set(accounts.known(config, shapes))):
+        missing = sorted(set(shapes) - set(accounts.known(config, shapes)))
+        if missing and job.cluster.kind == "gpu":
             begin = time.monotonic()
             try:
                 accounts.trace(path, overrides, config, degrees_product(config), missing)

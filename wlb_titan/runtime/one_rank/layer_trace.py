@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -172,7 +173,8 @@ class LayerLog(TorchDispatchMode):
 class Slopes:
     """Two traces of the same operations: what each does more in the second, over the more tokens it has."""
 
-    def __init__(self, less: LayerLog, more: LayerLog, number: float) -> None:
+    def __init__(self, less: LayerLog, more: LayerLog, number: float, size: int) -> None:
+        """`size` has bytes of a gradient's element."""
         assert [mark[:2] for mark in less.marks] == [mark[:2] for mark in more.marks], "other operations"
         first, second = (
             np.array([operation[:-1] for operation in log.operations], dtype=np.float64)
@@ -181,6 +183,7 @@ class Slopes:
         self._each = dict(zip(Operation._fields, ((second - first) / number).T, strict=False))
         made = Operation._fields.index("made")
         self._constant = np.where(first == second, first, 0.0)[:, made]  # bytes that it makes of no token
+        self._size = size
         self._groups = [operation.group for operation in less.operations]
         self._attention = less.attention
         names, begins, before = zip(*less.marks, strict=True)
@@ -227,16 +230,26 @@ class Slopes:
         return end - begin
 
     def _bytes(self, forward: str, backward: str, arriving: float, by: Slopes) -> tuple[float, ...]:
-        """Bytes of `KindWork`; a backward pass begins with `arriving` bytes of its output's gradient."""
+        """All of `KindWork` but `repeated`; a backward pass begins with `arriving` bytes of its output's
+        gradient."""
         of_forward, _, left = self._parts[forward]
         of_backward, there, _ = self._parts[backward]
-        alive = self._each["alive"]
-        in_forward, in_backward = (
-            alive[part.start + int(by._each["alive"][part].argmax())] for part in (of_forward, of_backward)
+        alive, before = self._each["alive"], there - arriving
+        in_forward, in_backward = (by._fullest(part) for part in (of_forward, of_backward))
+        made = self._constant[of_backward.start : in_backward + 1]
+        gradients = made[self._each["products"][of_backward.start : in_backward + 1] > 0].sum() / self._size
+        return (
+            self._left(forward),
+            alive[in_forward] - left,
+            alive[in_backward] - before,
+            alive[self._attention[backward]] - before,
+            float(gradients),
         )
-        at_attention = alive[self._attention[backward]]
-        before = there - arriving
-        return self._left(forward), in_forward - left, in_backward - before, at_attention - before
+
+    def _fullest(self, part: slice) -> int:
+        """The last operation of a part after which most is alive."""
+        alive = self._each["alive"][part]
+        return part.start + int(np.flatnonzero(alive >= alive.max() - 0.5)[-1])
 
     def _work(self, name: str, axes: Mapping[str, str]) -> Work:
         """Of a pass."""
@@ -330,35 +343,35 @@ class LayerTracer(DryTrainer):
 
     def account(self, numbers: tuple[int, ...]) -> ModelAccount:
         """The account of a model with layers of these numbers; a step for what FSDP does once comes first."""
-        degrees, divisor = self.job.degrees, self.job.divisor
+        degrees, divisor, size = self.job.degrees, self.job.divisor, self.job.memory.compute_bytes
         tokens = -(-TOKENS * degrees.context // divisor) * divisor
         self._traced(tokens)
         short, long = self._traced(tokens), self._traced(2 * tokens)
-        by_token = Slopes(short, long, tokens)
+        by_token = Slopes(short, long, tokens, size)
         (model,) = self.model_parts
         dispatchers = [m.token_dispatcher for m in model.modules() if isinstance(m, RoutedExperts)]
         by_routed = None
         if degrees.expert > 1 and dispatchers:
             for dispatcher in dispatchers:
                 dispatcher.share = ROUTED
-            by_routed = Slopes(long, self._traced(2 * tokens), 2 * tokens * (ROUTED - 1))
+            uneven = self._traced(2 * tokens)
+            by_routed = Slopes(long, uneven, 2 * tokens * (ROUTED - 1), size)
         window = self.config.training.seq_len
         different = []
         for place, layer in list(enumerate(model.layers.values()))[:: len(NAMES)]:
             different.append(
                 LayerAccount(
-                    weights=weights_of(layer.parameters(), layer.buffers(), window),
+                    weights=weights_of([layer], window),
                     work=by_token.of_layer(place, self._axes),
                     uneven=by_routed and by_routed.of_layer(place, self._axes, by_token),
                 )
             )
-        named = [(name.partition(".")[0], p) for name, p in model.named_parameters()]
-        first, last = ([p for part, p in named if part in parts] for parts in (FIRST, LAST))
+        first, last = ([getattr(model, name) for name in names] for names in (FIRST, LAST))
         return ModelAccount(
             layers=tuple(different),
             numbers=numbers,
             loss=by_token.of_loss(self.job.token_bytes.hidden_gathered),
-            ends=(weights_of(first, (), window), weights_of(last, (), window)),
+            ends=(weights_of(first, window), weights_of(last, window)),
             keys=self._keys,
         )
 
@@ -408,16 +421,23 @@ class LayerTracer(DryTrainer):
         return [*hooks, layer.register_forward_hook(partial(log.mark, "loss"))]
 
 
-def weights_of(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], window: int) -> Weights:
-    sizes = [(p.numel(), math.prod(gathered_shape(p)), p.requires_grad) for p in parameters]
-    trained = [pair for *pair, trains in sizes if trains]
+def weights_of(modules: Sequence[nn.Module], window: int) -> Weights:
+    parameters = [p for module in modules for p in module.parameters()]
+    inside = [inner for module in modules for inner in module.modules()]
+    experts = [p for inner in inside if isinstance(inner, RoutedExperts) for p in inner.parameters()]
+
+    def mine(chosen: Iterable[torch.Tensor]) -> int:
+        return sum(math.prod(gathered_shape(p)) for p in chosen)
+
+    trained = [p for p in parameters if p.requires_grad]
     return Weights(
-        all=sum(size for size, *_ in sizes),
-        gathered=sum(mine for _, mine, _ in sizes),
-        trained=sum(size for size, _ in trained),
-        gradients=sum(mine for _, mine in trained),
-        matrix=max((mine for _, mine in trained), default=0),
-        tables=bytes_of(buffers) / window,
+        all=sum(p.numel() for p in parameters),
+        gathered=mine(parameters),
+        trained=sum(p.numel() for p in trained),
+        gradients=mine(trained),
+        matrix=max((mine([p]) for p in trained), default=0),
+        experts=mine(experts),
+        tables=bytes_of(b for module in modules for b in module.buffers()) / window,
     )
 
 
