@@ -78,6 +78,7 @@ class TokenBytes:
     waiting: float  # gradients of linear layers' and norms' outputs, between a split backward pass's halves
     loss: float  # besides its hidden states, at the softmax's fullest moment
     head: float  # the same at the head's gradient
+    embedded: float  # kept of the embedding besides its output
     inputs: float  # token ids, positions and labels, int64, and the order of the keys
     cached: float  # K and V, which a slice leaves to those behind it
     cached_gradients: float  # in float32
@@ -130,6 +131,7 @@ class TokenBytes:
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f + layer.normed,
             loss=loss,
             head=head,
+            embedded=0.0 if account is None else account.embedded,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
             cached=cached,
             cached_gradients=cached * FLOAT32 / settings.compute_bytes,

@@ -85,7 +85,8 @@ class ModelAccount:
 
     layers: tuple[LayerAccount, ...]  # one of each configuration
     numbers: tuple[int, ...]  # of the model's layers in order: the place of each in `layers`
-    loss: tuple[float, float]  # bytes as of `TokenBytes.loss` and `TokenBytes.head`
+    embedded: float  # bytes that the embedding keeps besides its output
+    loss: tuple[float, float]  # as of `TokenBytes.loss` and `TokenBytes.head`
     ends: tuple[Weights, Weights]  # of the embedding, and of head and last norm; a tied table is the first's
     keys: KeyShares = ALL_KEYS  # of the micro-batch that was traced
 

@@ -205,7 +205,7 @@ class Slopes:
         passes = {name: (f"F{place + k}", f"B{place + k}") for k, name in enumerate(NAMES)}
         forward, backward = passes["none"]
         plain = self._work(backward, axes)
-        input_ = 0.0 if fullest else self._left(passes["full"][0])  # all that `full` keeps
+        input_ = 0.0 if fullest else self.left(passes["full"][0])  # all that `full` keeps
 
         def of_kind(forward: str, backward: str) -> KindWork:
             again = (more - less for more, less in zip(self._work(backward, axes), plain, strict=True))
@@ -225,7 +225,8 @@ class Slopes:
         alive, constant = self._each["alive"][part] - before - normed, self._constant[part]
         return float(alive.max()), float(alive[constant == constant.max()].max())
 
-    def _left(self, forward: str) -> float:
+    def left(self, forward: str) -> float:
+        """Bytes of a part that are there when it is over."""
         _, begin, end = self._parts[forward]
         return end - begin
 
@@ -239,7 +240,7 @@ class Slopes:
         made = self._constant[of_backward.start : in_backward + 1]
         gradients = made[self._each["products"][of_backward.start : in_backward + 1] > 0].sum() / self._size
         return (
-            self._left(forward),
+            self.left(forward),
             alive[in_forward] - left,
             alive[in_backward] - before,
             alive[self._attention[backward]] - before,
@@ -370,6 +371,7 @@ class LayerTracer(DryTrainer):
         return ModelAccount(
             layers=tuple(different),
             numbers=numbers,
+            embedded=max(by_token.left("start") - self.job.token_bytes.hidden, 0.0),
             loss=by_token.of_loss(self.job.token_bytes.hidden_gathered),
             ends=(weights_of(first, window), weights_of(last, window)),
             keys=self._keys,
