@@ -1,57 +1,140 @@
-"""Predicted beside traced peak memory: every file of Table 1, plain and balanced, first and last rank.
+"""Predicted beside traced peaks of memory: models, what layers recompute, and ways to divide them.
 
-    python benchmarks/memory_traced.py
+    python benchmarks/memory_traced.py [BASE ...]
 
-Runs `wlb-titan dryrun` on train_configs/llama2_*.toml, as they are and balanced. Without the files' corpus,
-lengths are synthetic.
+A dry run is rank 0's first step of two micro-batches (four in a pipeline) of 16K tokens, with the base's own
+widths and vocabulary but its first layers alone, on H100s with memory for all; under `as_needed` with 5/6
+of what `none` takes. The files of Table 1 (`table_1`) run as they are, plain and balanced, at their ninth
+step, on the first and the last rank.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import save, show
 
 ROOT = Path(__file__).parents[1]
-BALANCED = [
-    "--wlb.policy",
-    "wlb_lazy/hybrid/best",
-    "--parallelism.pipeline_parallel_schedule",
-    "Interleaved1F1B",
-]
-FILES = [f"llama2_{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")]
+KINDS = {
+    "none": ["--activation_checkpoint", "none"],
+    "keys": ["--activation_checkpoint.class", "KeysAC"],
+    "selective": ["--activation_checkpoint.class", "SelectiveDocumentAC"],
+    "full": ["--activation_checkpoint.class", "FullAC"],
+    "as_needed": ["--activation_checkpoint.class", "AsNeededAC"],
+}
+LAYERS = {  # the first of each base; one after the dense ones, whole patterns of windows
+    "llama3.llama3_8b": 8,
+    "llama3.llama3_8b+lora": 8,
+    "qwen3.qwen3_30b_a3b": 8,
+    "gpt_oss.gpt_oss_20b": 8,
+    "deepseek_v3.deepseek_v3_16b": 6,
+    "muse_glimmer.muse_glimmer_30b": 8,
+}
+EXPERTS = ("a3b", "oss", "deepseek")
+DEGREES = {"DP": "data_parallel_shard_degree"} | {
+    name: f"{axis}_parallel_degree"
+    for name, axis in {"TP": "tensor", "CP": "context", "PP": "pipeline", "EP": "expert"}.items()
+}
+LAYOUTS = {  # degrees, and other words
+    "DP 8": [],
+    "TP 2 DP 4": [],
+    "CP 2 DP 4": ["--wlb.policy", "wlb_lazy/hybrid"],
+    "CP 8": ["--wlb.policy", "wlb_lazy/hybrid"],
+    "PP 2 DP 4": ["--parallelism.pipeline_parallel_schedule", "1F1B", "--training.local_batch_size", "4"],
+    "CP 2 DP 4 slices": ["--wlb.policy", "slim/hybrid"],
+}
+TABLE_1 = [f"llama2_{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")]
+BALANCED = "--wlb.policy wlb_lazy/hybrid/best --parallelism.pipeline_parallel_schedule Interleaved1F1B"
 
 
-def dry_run(name: str, kind: str) -> list[dict[str, Any]]:
-    """What `wlb-titan dryrun` finds of the first and the last rank of a file of Table 1."""
-    path, words = ROOT / "train_configs" / f"{name}.toml", BALANCED if kind == "balanced" else []
+def __getattr__(name: str) -> Any:
+    """A base of LAYERS, cut, as `memory_traced:NAME`."""
+    if name not in LAYERS:
+        raise AttributeError(name)
+    return partial(_cut, name)
+
+
+def _cut(name: str) -> Any:
+    from torchtitan.components.lora import LoRAConverter
+
+    from wlb_titan.runtime.models.bases import base_config
+
+    published, _, adapted = name.partition("+")
+    package, function = published.split(".")
+    config = base_config(f"torchtitan.models.{package}.config_registry:{function}")
+    if adapted:
+        converter = LoRAConverter(LoRAConverter.Config(rank=16, alpha=32.0))
+        config.model_spec.model = converter.convert(config.model_spec.model)
+    config.model_spec.model.layers = config.model_spec.model.layers[: LAYERS[name]]
+    return config
+
+
+def dry_run(file: Path, words: Sequence[str], *options: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "ranks.json"
-        command = [sys.executable, "-m", "wlb_titan.commands.main", "dryrun", str(path), *words]
-        options = ["--step", "9", "--output", str(output)]
-        subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "wlb_titan.commands.main", "dryrun", str(file), *words]
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": path}
+        options = (*options, "--output", str(output))
+        subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, env=environment)
         ranks: list[dict[str, Any]] = json.loads(output.read_text())
     return ranks
 
 
-def ranks() -> Iterator[dict[str, Any]]:
-    for name, kind in product(FILES, ("plain", "balanced")):
-        for rank in dry_run(name, kind):
-            del rank["largest"]
-            longest, difference = max(rank["lengths"]), rank["predicted_gib"] / rank["traced_gib"] - 1
-            yield {"file": name, "policy": kind, **rank, "longest": longest, "difference": difference}
+def of_table_1() -> Iterator[dict[str, Any]]:
+    for name in TABLE_1:
+        for words in ("", BALANCED):
+            ranks = dry_run(ROOT / "train_configs" / f"{name}.toml", words.split(), "--step", "9")
+            for rank in ranks:
+                yield row(rank, base=name, kind="as_needed", layout="balanced" if words else "plain")
+
+
+def of_base(name: str) -> Iterator[dict[str, Any]]:
+    """Each kind at DP 8, then each layout under `selective`."""
+    none = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.toml"
+        file.write_text(
+            f'base = "memory_traced:{name}"\n'
+            'wlb = { cluster = "h100_roce", corpus.path = "not_here" }\n'
+            "training = { seq_len = 16384, local_batch_size = 2 }\n"
+        )
+        cases = [(kind, "DP 8") for kind in KINDS] + [("selective", layout) for layout in LAYOUTS][1:]
+        for kind, layout in cases:
+            gib = none * 5 / 6 if kind == "as_needed" else 1000.0
+            words = [*KINDS[kind], *LAYOUTS[layout], *degrees_of(name, layout)]
+            (rank,) = dry_run(file, words, "--rank", "first", "--step", "1", "--device-gib", str(gib))
+            none = none or rank["traced_gib"]
+            yield row(rank, base=name, kind=kind, layout=layout)
+
+
+def degrees_of(name: str, layout: str) -> list[str]:
+    words = layout.split()
+    degrees = dict(zip(words[::2], words[1::2], strict=False))
+    if any(part in name for part in EXPERTS):
+        degrees["EP"] = "4" if "PP" in degrees else "8"
+    return [word for axis, degree in degrees.items() for word in (f"--parallelism.{DEGREES[axis]}", degree)]
+
+
+def row(rank: dict[str, Any], **facts: str) -> dict[str, Any]:
+    kept = ("rank", "predicted", "traced", "predicted_gib", "traced_gib")
+    difference = rank["predicted_gib"] / rank["traced_gib"] - 1
+    longest = max(rank["lengths"])
+    return {**facts, **{name: rank[name] for name in kept}, "longest": longest, "difference": difference}
 
 
 COLUMNS = {
-    "file": "{file}",
-    "policy": "{policy}",
+    "model": "{base}",
+    "recomputes": "{kind}",
+    "layout": "{layout}",
     "rank": "{rank}",
     "longest micro-batch": "{longest:,}",
     "predicted GiB": "{predicted_gib:.2f}",
@@ -60,10 +143,16 @@ COLUMNS = {
 }
 
 
+def rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
+        yield from of_table_1() if name == "table_1" else of_base(name)
+
+
 def main() -> None:
-    rows = show(COLUMNS, ranks())
-    print(f"\nThe largest difference is {max(abs(row['difference']) for row in rows):.1%}.")
-    save("memory_traced", rows)
+    found = show(COLUMNS, rows(sys.argv[1:] or [*LAYERS, "table_1"]))
+    print(f"\nThe largest difference is {max(abs(row['difference']) for row in found):.1%}.")
+    if not sys.argv[1:]:
+        save("memory_traced", found)
 
 
 if __name__ == "__main__":
