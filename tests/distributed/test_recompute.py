@@ -17,8 +17,15 @@ LAYOUTS = (
     "tp2 layers4 compiled",
     "pp2 layers4 slim8",
     "dp2 layers4 slim6 merged",
+    "dp2 ep2 qwen3_moe",
+    "dp1 qwen3_moe compiled",
+    "cp2 deepseek_v3",
+    "dp1 gpt_oss",
+    "tp2 muse_glimmer",
+    "dp1 lora",
 )
 LONG = {
+    *("dp1 qwen3_moe compiled", "cp2 deepseek_v3", "dp1 gpt_oss", "tp2 muse_glimmer", "dp1 lora"),
     *("layers4 compiled", "pp2 layers4 ZBVZeroBubble", "tp2 layers4", "tp2 layers4 compiled"),
     "dp2 layers4 slim6 merged",
 }

@@ -112,7 +112,8 @@ class KeepAll(Recompute):
     def moments(self, layer: LayerBytes) -> Moments:
         s, g, q, f = layer.s, layer.g, layer.q, layer.f
         attention = 2 * s + 2 * q + 2 * layer.key_gradients - 4 * f  # the MLP's activations are free
-        return Moments(g, 2 * s + max(3 * f, 2 * g + f), attention)
+        # What the MLP keeps is freed while gradients of its products are made.
+        return Moments(g + s * layer.gathers, s + max(2 * f, 2 * g), attention)
 
     def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
         return np.zeros_like(forward)

@@ -1,0 +1,103 @@
+"""Accounts of layers by a trace: what they say beside the formulas, when they are known, and what fails."""
+
+from dataclasses import replace
+
+import pytest
+
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.rank import Passes
+from wlb_titan.memory.recompute import KINDS
+from wlb_titan.runtime import accounts
+from wlb_titan.runtime.configured import job_of, parallel_dims
+from wlb_titan.runtime.models.load import load_config, tracing
+
+pytestmark = pytest.mark.slow
+
+TP, CP, EP = (f"--parallelism.{axis}_parallel_degree" for axis in ("tensor", "context", "expert"))
+DP = "--parallelism.data_parallel_shard_degree"
+DENSE = "torchtitan.models.llama3.config_registry:llama3_8b"
+EXPERTS = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"
+
+
+@pytest.fixture
+def asked(tmp_path, forked_ranks, monkeypatch):
+    """Gives the configuration of a base with overrides, its job on H100s, and what traces its layers."""
+    monkeypatch.setattr(accounts, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(accounts, "_found", {})
+    file = tmp_path / "job.toml"
+
+    def of(base, *words):
+        file.write_text(
+            f'base = "{base}"\nwlb = {{ cluster = "h100_roce", corpus.path = "not_here" }}\n'
+            'training = { seq_len = 4096, mixed_precision_param = "bfloat16", local_batch_size = 2 }'
+        )
+        config = load_config(file, words).config
+        return config, job_of(config, parallel_dims(config)), tracing(file, words, config)
+
+    return of
+
+
+@pytest.mark.parametrize("words", [(), (TP, "2", CP, "2", "--wlb.policy", "plain/hybrid")])
+def test_formulas_of_dense_decoders_say_what_a_trace_tells(asked, words):
+    _, job, told = asked(DENSE, *words)
+    job = told(replace(job, memory_unknown="nothing"))
+    layer, facts = job.account.layers[0], (job.model, job.degrees, job.memory, job.exchange)
+    for kind in KINDS:
+        by_formula, by_trace = (
+            TokenBytes.of(*facts, kind=kind, account=account) for account in (None, job.account)
+        )
+        assert by_trace.kept == pytest.approx(by_formula.kept, rel=2e-3), kind.name
+        assert by_trace.backward == pytest.approx(by_formula.backward, rel=2e-3), kind.name
+        assert 0.65 < by_trace.forward / by_formula.forward < 1.001, kind.name  # formulas are generous
+    ranks = job.degrees.tensor * job.degrees.context
+    model: ModelShape = job.model
+    products = 2 * (model.linear_weights - model.hidden * model.vocabulary) / model.layers / ranks
+    assert layer.work.forward.products == pytest.approx(products)
+    assert layer.work.backward.products == pytest.approx(2 * products)
+    assert layer.work.weight_products == pytest.approx(products)
+
+
+def test_an_account_is_traced_once(asked, monkeypatch):
+    """It is kept; a damaged file is as none, and another model has an account of its own."""
+    config, job, told = asked(EXPERTS, EP, "2", DP, "2")
+    first = told(job)
+    assert first.memory_known and not job.memory_known
+    (shape,), (file,) = first.accounts, accounts.KEPT.rglob("*.json")
+    monkeypatch.setattr(accounts, "_found", {})
+    assert job_of(config, parallel_dims(config)).accounts == first.accounts
+    other = replace(config, training=replace(config.training, mixed_precision_param="float32"))
+    assert accounts.known(other, [shape]) == {}
+    monkeypatch.setattr(accounts, "_found", {})
+    file.write_text(file.read_text()[:-9])
+    assert accounts.known(config, [shape]) == {}
+
+    # Experts of this rank that get twice their share: inputs, both products, gate and product, of bfloat16.
+    experts = config.model_spec.model.layers[0].moe.routed_experts.inner_experts
+    bytes_ = (
+        2 * config.model_spec.model.layers[0].moe.router.top_k * (job.model.hidden + 4 * experts.hidden_dim)
+    )
+    even, uneven = (first.on(replace(first.cluster, experts=times)) for times in (1.0, 2.0))
+    kept = [each.account.layers[0].work.kinds["none"].kept for each in (even, uneven)]
+    assert kept[1] - kept[0] == pytest.approx(bytes_, rel=0.01)
+    assert uneven.layer_seconds.matrices > 1.2 * even.layer_seconds.matrices
+    peaks = [each.fitting.peak(Passes.of([4096] * 2))[0].total for each in (even, uneven)]
+    assert peaks[1] > peaks[0]
+
+
+def test_a_trace_that_fails_is_said_and_nothing_is_predicted(asked, monkeypatch):
+    _, job, told = asked(EXPERTS, EP, "2", DP, "2")
+    monkeypatch.setattr(accounts, "PROCESS", "a_program_that_is_not_there")
+    with pytest.warns(
+        UserWarning, match="(?s)The process that traces the model's layers ended.*not predicted"
+    ):
+        job = told(job)
+    assert not job.memory_known and not job.fitting.known
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b_32k", "qwen3_30b_a3b_32k_8gpu"])
+@pytest.mark.parametrize("policy", ["plain", "wlb_lazy/hybrid/best", "slim/hybrid"])
+def test_shipped_files_come_with_their_accounts(asked, name, policy):
+    config = load_config(f"train_configs/{name}.toml", ("--wlb.policy", policy)).config
+    job = job_of(config, parallel_dims(config))
+    assert {*job.accounts} == {*accounts.shapes_of(job)} and job.memory_known
