@@ -138,6 +138,7 @@ def test_times_are_those_of_the_backward_that_a_gpu_takes():
         ("{", "", "Extra data"),
         ('"schema": 3', '"schema": 2', "schema is 2, not 3"),
         ('"tile"', '"tiles"', "entries.0.cost.tile is missing"),
+        ('"tiles_of"', '"tile_of"', "an entry lacks tiles_of"),
         ('"layer": [0.0, 0.0]', '"layer": ["a", "b"]', 'layer.0 is "a", but should be a valid number'),
         ('"layer": [0.0, 0.0]', '"layer": [-1.0, 0.0]', "layer.0 is -1.0, but should be"),
         ('"linear_flops": ', '"linear_flops": -', "linear_flops is -4.*, but should be greater"),

@@ -25,6 +25,7 @@ DIFFERS = 0.1  # of the predicted passes: a run says so
 SLOWER = 1.15  # than equal work elsewhere: the rank is named
 JUDGED = 2000  # passes of all ranks to which `slow_ranks` fits: while it does, all ranks wait
 OUTLIER = 0.05  # relative error from which a pass counts less
+SETTLED = 1e-4  # change of every relative error with which fitting ends
 TINY = 1e-9  # instead of a factor of 0, in a denominator
 PRIOR = 0.01  # of the weight that all passes give a factor
 
@@ -82,10 +83,15 @@ def fit(parts: Floats, seconds: Floats, prior: Floats) -> Floats:
     target = 1 - parts[predicted, FACTORS] / seconds[predicted]
     norms = np.sqrt((columns**2).sum(axis=0))
     strength = np.diag(PRIOR * np.where(norms > 0, norms, 1.0))
-    weights = np.ones(len(target))
+    weights, factors = np.ones(len(target)), prior
     for _ in range(20):
         rows = np.concatenate([columns * weights[:, None], strength])
-        factors = non_negative(rows, np.concatenate([target * weights, strength @ prior]))
+        # As many rows as factors have the same least squares, which are solved for each subset of them.
+        few = np.linalg.cholesky(rows.T @ rows)
+        aims = rows.T @ np.concatenate([target * weights, strength @ prior])
+        former, factors = factors, non_negative(few.T, np.linalg.solve(few, aims))
+        if np.allclose(columns @ factors, columns @ former, rtol=0, atol=SETTLED):
+            break
         weights = np.sqrt(OUTLIER / np.maximum(np.abs(columns @ factors - target), OUTLIER))
     return factors
 
