@@ -20,6 +20,7 @@ from wlb_titan.runtime.hugging_face import (
     ROPE,
     described,
     differences,
+    differing_ids,
     differing_tensors,
     exchanged,
     read_description,
@@ -233,11 +234,30 @@ def test_weights_of_another_model_are_refused(initial_load, base, changes, words
             {"description": LLAMA_3_1_8B | {"quantization_config": {"quant_method": "fp8"}}},
             "are quantised .*fp8",
         ),
-        ({"tokenizer": "other"}, "wlb.corpus.path = .*another tokenizer.*prepare NAME --tokenizer"),
+        ({"tokenizer": "other"}, "wlb.corpus.path = .*another tokenizer.*Prepare .* NAME --tokenizer"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(initial_load, folder, words):
     assert_refused(initial_load(**{"base": LLAMA, "description": LLAMA_3_1_8B, **folder}), words)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("tokenizer_config.json", {"chat_template": "of the run", "eos_token": "be"}, ""),
+        ("tokenizer.json", {"padding": None, "post_processor": None}, ""),
+        ("tokenizer_config.json", {"extra_special_tokens": ["<think>"]}, "'<think>' is missing here and 2"),
+        ("special_tokens_map.json", {"additional_special_tokens": ["<a>"]}, "'<a>' is missing here and 2"),
+        ("tokenizer.json", {"normalizer": {"type": "NFC"}}, "normalizer of tokenizer.json differ"),
+    ],
+)
+def test_tokenizers_are_compared_by_the_ids_that_texts_get(corpora, tmp_path, file, change, words):
+    ours, theirs = corpora / "corpus" / "tokenizer", tmp_path / "tokenizer"
+    shutil.copytree(ours, theirs)
+    before = json.loads((theirs / file).read_text()) if (theirs / file).exists() else {}
+    (theirs / file).write_text(json.dumps(before | change, indent=1))
+    (theirs / "config.json").write_text(json.dumps(LLAMA_8B))  # of which transformers would add tokens
+    assert re.match(words or "$", differing_ids(ours, theirs))
 
 
 def test_what_an_export_lacks_is_named_before_the_start(corpora, write, tmp_path):

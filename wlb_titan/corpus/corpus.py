@@ -97,9 +97,10 @@ class TokenizerFacts:
         return cls(file.parent, hashlib.sha256(file.read_bytes()).hexdigest(), noted_size)
 
 
-def open_tokenizer(folder: Path) -> Any:
-    """A folder's `PreTrainedTokenizerFast`, also with tokens that only files beside tokenizer.json have."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # take seconds
+def open_tokenizer(folder: Path, *, alone: bool = False) -> Any:
+    """A folder's `PreTrainedTokenizerFast`, also with tokens that only files beside tokenizer.json have;
+    `alone`: whatever a model's config.json there says."""
+    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast  # take seconds
 
     def wrong(reason: str) -> CorpusError:
         what = f"{folder / 'tokenizer.json'} and tokenizer_config.json cannot be opened as a tokenizer"
@@ -109,7 +110,9 @@ def open_tokenizer(folder: Path) -> Any:
         for file in (folder / "tokenizer.json", *folder.glob("*.json"), *folder.rglob("*.jinja")):
             regular(file)
         with suppress(Exception):  # transformers lacks its class
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            config = PreTrainedConfig() if alone else None
+            tokenizer = AutoTokenizer.from_pretrained(folder, config=config, **local)
             if tokenizer.is_fast:
                 return tokenizer
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
