@@ -246,8 +246,16 @@ def test_a_folder_that_does_not_fit_is_refused(initial_load, folder, words):
     [
         ("tokenizer_config.json", {"chat_template": "of the run", "eos_token": "be"}, ""),
         ("tokenizer.json", {"padding": None, "post_processor": None}, ""),
-        ("tokenizer_config.json", {"extra_special_tokens": ["<think>"]}, "'<think>' is missing here and 2"),
-        ("special_tokens_map.json", {"additional_special_tokens": ["<a>"]}, "'<a>' is missing here and 2"),
+        (
+            "tokenizer_config.json",
+            {"extra_special_tokens": ["<think>"]},
+            "'<think>' is missing in .* and 2.. in .*/tokenizer",
+        ),
+        (
+            "special_tokens_map.json",
+            {"additional_special_tokens": ["<a>"]},
+            "'<a>' is missing in .* and 2.. in .*/tokenizer",
+        ),
         ("tokenizer.json", {"normalizer": {"type": "NFC"}}, "normalizer of tokenizer.json differ"),
     ],
 )

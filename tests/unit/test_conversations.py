@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from corpora import write_datatrove, write_megatron, write_prepared
 
 from wlb_titan.commands.main import main
-from wlb_titan.config.documents import documents_of
+from wlb_titan.config.documents import documents_of, validated_documents
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.cost.models import ModelShape
@@ -20,6 +20,8 @@ from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import START
 from wlb_titan.prepare.tokenizer import train_tokenizer
+from wlb_titan.runtime.checks import validate_corpus
+from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow
 
@@ -113,3 +115,15 @@ def test_config_check_refuses_what_cannot_be_learned(places, tmp_path, monkeypat
     assert result.stderr.count("\n") <= 1
     if REFUSED[written]:
         assert re.search(REFUSED[written], result.stderr), result.stderr
+
+
+def test_another_corpus_for_validation_is_opened_once(places, monkeypatch):
+    """For all that is checked; training takes the corpora that were checked."""
+    opened, open_corpus = [], Corpus.open
+    monkeypatch.setattr(Corpus, "open", lambda path, **how: opened.append(path) or open_corpus(path, **how))
+    config = base_config("llama3_debug")
+    config.wlb.corpus = CorpusSettings(path=str(places / "good"), tokenizer=str(places / "tokenizer"))
+    config.wlb.validation.path = str(places / "unheld")
+    corpus = validate_corpus(config)
+    assert len(validated_documents(config.wlb, corpus)[1]) == 1
+    assert opened == [config.wlb.corpus.path, config.wlb.validation.path]

@@ -5,6 +5,7 @@ A corpus is a folder or file of one of the forms in `formats`. docs/corpus.md ("
 """
 
 import dataclasses
+import filecmp
 import hashlib
 import json
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from wlb_titan.files import load, save
 TOKENIZER_FOLDER = "tokenizer"
 UNREADABLE_FILE = "unreadable.txt"
 PREPARATION_FILE = "corpus.json"
+
+DECIDING = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")  # which ids a text has
 
 ADVICE = "Name a folder on this machine; `hf download NAME --local-dir FOLDER` brings one from the hub."
 
@@ -118,6 +121,27 @@ def open_tokenizer(folder: Path, *, alone: bool = False) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
+def differing_ids(one: Path, other: Path) -> str:
+    """Why the tokenizers of two folders, as transformers reads them, give a text other ids; "" where they do
+    not. Templates and the tokens that end and pad texts are a run's own."""
+    if one == other or all(_same_file(one / name, other / name) for name in DECIDING):
+        return ""
+    first, second = (open_tokenizer(folder, alone=True).get_vocab() for folder in (one, other))
+    for token in sorted(first | second):
+        if first.get(token) != second.get(token):
+            ids = (
+                f"{ids.get(token, 'missing')} in {place}" for ids, place in ((first, one), (second, other))
+            )
+            return f"{token!r} is {' and '.join(ids)}"
+    first, second = (load(dict[str, Any], folder / "tokenizer.json") for folder in (one, other))
+    parts = [part for part in ("normalizer", "pre_tokenizer", "model") if first.get(part) != second.get(part)]
+    return f"{', '.join(parts)} of tokenizer.json differ" if parts else ""
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.is_file() == other.is_file() and (not one.is_file() or filecmp.cmp(one, other, shallow=False))
+
+
 class Corpus:
     """Tokenized documents on disk, numbered from 0; thread-safe. Made by `Corpus.open` or `Corpus.joined`."""
 
@@ -138,6 +162,7 @@ class Corpus:
         self.tokenizer = tokenizer  # None if unknown, which is enough to plan but not to train
         self.preparation = preparation  # None unless `wlb-titan prepare` made the corpus
         self.parts = tuple(parts)  # of a joined corpus, in order
+        self.validation: Corpus | None = None  # that of [wlb.validation], once it is open
 
     def __str__(self) -> str:
         if self.parts:
@@ -171,12 +196,10 @@ class Corpus:
         """Several corpora as one, their documents one after the other."""
         tokenizers = [(part, part.tokenizer) for part in parts if part.tokenizer is not None]
         for part, other in tokenizers[1:]:
-            first = tokenizers[0][1]
-            same = other.sha256 == first.sha256 and other.vocab_size == first.vocab_size
-            if other.path != first.path and not same:
+            if differ := differing_ids(other.path, tokenizers[0][1].path):
                 raise CorpusError(
-                    f"{part} and {tokenizers[0][0]} were made with different tokenizers. Prepare one of them "
-                    "again with the tokenizer of the other."
+                    f"{part} and {tokenizers[0][0]} were made with different tokenizers: {differ}. Prepare "
+                    "one of them again with the tokenizer of the other."
                 )
         fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
         shards = [shard for part in parts for shard in part.shards]
@@ -283,10 +306,10 @@ def _own_tokenizer(path: Path, preparation: Preparation, named: TokenizerFacts |
     brought = TokenizerFacts.of(path / TOKENIZER_FOLDER, preparation.vocab_size)
     if brought.sha256 != preparation.tokenizer_sha256:
         raise _damaged(path, f"{brought.path / 'tokenizer.json'} is not the tokenizer that made it")
-    if named is not None and named.sha256 != brought.sha256:
+    if named is not None and (differ := differing_ids(named.path, brought.path)):
         raise CorpusError(
-            f"The corpus {path} was not made with the tokenizer in {named.path}; it includes its own, so "
-            "leave wlb.corpus.tokenizer out.",
+            f"The corpus {path} was not made with the tokenizer in {named.path}: {differ}. It includes its "
+            "own, so leave wlb.corpus.tokenizer out.",
             setting="corpus.tokenizer",
         )
     return brought

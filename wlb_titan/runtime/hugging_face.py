@@ -9,7 +9,6 @@ tokenizer, which say what tensors of the same shapes mean, are compared. transfo
 from __future__ import annotations
 
 import dataclasses
-import filecmp
 import json
 import re
 import shutil
@@ -27,7 +26,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.corpus.corpus import open_tokenizer
+from wlb_titan.corpus.corpus import differing_ids
 from wlb_titan.errors import UserError, reading, regular
 from wlb_titan.files import load
 from wlb_titan.prepare.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
@@ -39,7 +38,6 @@ KEY = "checkpoint.initial_load_path"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 POSITIONS = "max_position_embeddings"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
-DECIDING = (TOKENIZER, CONFIG_FILE, "special_tokens_map.json")  # files that say which ids a text has
 ROUTER_BIAS = "moe.expert_bias_E"  # by which torchtitan evens out what experts get, beside the loss
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 """Models whose config.json is written here."""
@@ -130,25 +128,6 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
             f"wlb.corpus.path: the corpus {str(corpus.path)!r} has another tokenizer than the weights in "
             f"{str(folder)!r}: {differ}. Prepare a corpus with `wlb-titan prepare NAME --tokenizer {folder}`."
         )
-
-
-def differing_ids(corpus: Path, weights: Path) -> str:
-    """Why the tokenizers of two folders, as transformers reads them, give a text other ids; "" where they do
-    not. Templates and the tokens that end and pad texts are a run's own."""
-    folders = (corpus, weights)
-    if all(_same_file(corpus / name, weights / name) for name in DECIDING):
-        return ""
-    ours, theirs = (open_tokenizer(folder, alone=True).get_vocab() for folder in folders)
-    for token in sorted(ours | theirs):
-        if ours.get(token) != theirs.get(token):
-            return f"{token!r} is {ours.get(token, 'missing')} here and {theirs.get(token, 'missing')} there"
-    ours, theirs = (_table(folder / TOKENIZER) for folder in folders)
-    parts = [part for part in ("normalizer", "pre_tokenizer", "model") if ours.get(part) != theirs.get(part)]
-    return f"{', '.join(parts)} of {TOKENIZER} differ" if parts else ""
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    return one.is_file() == other.is_file() and (not one.is_file() or filecmp.cmp(one, other, shallow=False))
 
 
 def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str) -> list[str]:
