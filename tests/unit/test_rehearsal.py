@@ -77,7 +77,7 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(written, job, 
     assert moved == pytest.approx(traced, abs=2**-20)  # a pipeline's first run sends a few words besides
     (step,) = rank["steps"]
     assert (rank["coordinates"], step["lengths"]) == (dry["coordinates"], dry["lengths"])
-    passes = [Pass(*one) for one in step["passes"]]
+    passes = [Pass(**one) for one in step["passes"]]
     expected = product(kinds, range(len(step["lengths"])))
     assert sorted((one.kind, one.micro_batch) for one in passes) == sorted(expected)
     assert all(0 < one.seconds < np.inf for one in passes)
@@ -110,7 +110,7 @@ def test_the_table_and_the_policies(forked_ranks, on_terminal, job, tmp_path):
         assert one["rehearsed"]["flops"] == one["predicted"]["flops"]
         # A step is at least as long as what its busiest rank measured of it.
         for number, seconds in enumerate(one["rehearsed"]["seconds"]):
-            own = [sum(p[4] for p in rank["steps"][number]["passes"]) for rank in one["ranks"]]
+            own = [sum(p["seconds"] for p in rank["steps"][number]["passes"]) for rank in one["ranks"]]
             assert seconds >= max(own) * (1 - 1e-9)
     assert "all 8 passes" in said and "±" in said
 

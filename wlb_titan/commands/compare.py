@@ -25,7 +25,8 @@ from wlb_titan.commands.page import command, cost, gained, lines, pipelines, sec
 from wlb_titan.errors import UserError, reading, regular
 from wlb_titan.files import load
 from wlb_titan.runtime.dump_folder import BENCH_FILE, CONFIG_FILE, METRICS_FILE, TRACES, VALIDATION_FILE
-from wlb_titan.simulator.trace import Span, read_trace
+from wlb_titan.simulator.measured import Pass
+from wlb_titan.simulator.trace import read_trace
 from wlb_titan.summary import Estimate, bench_rows, best_in_turns
 from wlb_titan.toml.sources import read_sources
 from wlb_titan.toml.values import shown
@@ -337,13 +338,13 @@ def _answer(run: Run, first: Run, gain: tuple[str, Estimate] | None) -> str:
     return f"{gained(run.name, ratio, first.name, what)}; {still}"
 
 
-def traced_steps(runs: Sequence[Run]) -> dict[str, list[Span]]:
+def traced_steps(runs: Sequence[Run]) -> dict[str, list[Pass]]:
     """The last step that all runs traced, or each run's own last; the first data-parallel rank's passes."""
     traced = [run for run in runs if run.traced]
     common = set.intersection(*(set(run.traced) for run in traced)) if traced else set()
     timelines = {}
     for run in traced:
         step = max(common or run.traced)
-        spans = read_trace(run.folder / TRACES / f"step-{step}.json")
-        timelines[f"{run.name}, step {step}"] = [s for s in spans if s.process == spans[0].process]
+        passes = read_trace(run.folder / TRACES / f"step-{step}.json")
+        timelines[f"{run.name}, step {step}"] = [p for p in passes if p.replica == passes[0].replica]
     return timelines

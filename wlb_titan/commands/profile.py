@@ -34,8 +34,16 @@ from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
 from wlb_titan.runtime.dump_folder import CONFIG_FILE, TRACES
-from wlb_titan.simulator.calibrate import as_predicted, calibrated, fingerprint, fit
-from wlb_titan.simulator.trace import PARTS, read_trace
+from wlb_titan.simulator.calibrate import (
+    JOB,
+    PARTS,
+    as_predicted,
+    calibrated,
+    fingerprint,
+    fit,
+    measurements,
+)
+from wlb_titan.simulator.trace import read_trace
 
 ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
 SECONDS = 100.0  # after which no round starts
@@ -155,16 +163,15 @@ def _from_run(folder: Path, output: Path) -> None:
     run = open_run(folder, str(folder))
     job, _ = resolved_job(folder / CONFIG_FILE, (), None)
     steps = run.traced[1:] or run.traced  # the first has caches to fill
-    passes = [span for step in steps for span in read_trace(folder / TRACES / f"step-{step}.json")]
-    if not passes or not all(PARTS in span.args for span in passes):
+    passes = [p for step in steps for p in read_trace(folder / TRACES / f"step-{step}.json")]
+    if not passes or not all(PARTS in p.facts for p in passes):
         raise UserError(f"{folder}: no traces to fit. Train some steps with wlb.trace_every = 2.")
-    if any(span.args.get("job") != fingerprint(job) for span in passes):
+    if any(p.facts.get(JOB) != fingerprint(job) for p in passes):
         raise UserError(
             f"{folder}: its traces are of another job or cluster than its {CONFIG_FILE} gives here. Move "
             f"older {TRACES} away, or name the cluster that it ran on with wlb.cluster in that file."
         )
-    parts = np.array([span.args[PARTS] for span in passes])
-    seconds = np.array([span.duration for span in passes])
+    parts, seconds = measurements(passes)
     before = as_predicted(job)
     factors, known = fit(parts, seconds, before), parts.any(axis=1)
     off = [np.median(np.abs((parts @ [*f, 1.0] / seconds - 1)[known])) for f in (before, factors)]

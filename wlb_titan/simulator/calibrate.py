@@ -20,6 +20,9 @@ from wlb_titan.packing.predicted import pass_seconds
 from wlb_titan.plan import MicroBatch
 from wlb_titan.simulator.measured import ROWS, Pass, without_waiting
 
+JOB, RANK, PARTS = "job", "of", "predicted_parts"
+"""Facts of a measured pass: its job's `fingerprint`, its rank and host, and its row of `pass_parts`."""
+
 FACTORS = 5  # c_f, c_b, a, b_f, b_b
 DIFFERS = 0.1  # of the predicted passes: a run says so
 SLOWER = 1.15  # than equal work elsewhere: the rank is named
@@ -62,11 +65,12 @@ def pass_parts(job: Job, micro_batches: Sequence[MicroBatch], passes: Sequence[P
     apart = parts.copy()
     apart[2, :, -1] -= head * chunked
     rows = np.zeros((len(passes), FACTORS + 1))
-    for row, (kind, stage, place, *_) in zip(rows, passes, strict=True):
+    for row, one in zip(rows, passes, strict=True):
+        kind, place = one.kind, one.micro_batch
         if kind == "L":
             row[2] = 3 * head[place] * chunked
         elif not (job.packing.regroups and kind in "RB"):
-            row[:] = (parts if kind == "FB" else apart)[:, ROWS[kind], stage, place].sum(axis=1)
+            row[:] = (parts if kind == "FB" else apart)[:, ROWS[kind], one.stage, place].sum(axis=1)
     return rows
 
 
@@ -96,15 +100,19 @@ def fit(parts: Floats, seconds: Floats, prior: Floats) -> Floats:
     return factors
 
 
-def slow_ranks(
-    names: Sequence[str], parts: Sequence[Floats], seconds: Sequence[Floats], prior: Floats
-) -> list[str]:
+def measurements(passes: Sequence[Pass]) -> tuple[Floats, Floats]:
+    """What `fit` takes of passes with their `PARTS`."""
+    return np.array([p.facts[PARTS] for p in passes]), np.array([p.seconds for p in passes])
+
+
+def slow_ranks(passes: Sequence[Pass], prior: Floats) -> list[str]:
     """What is said of ranks whose passes take longer than equal work on the others."""
-    known, took = np.concatenate(parts), np.concatenate(seconds)
-    some = np.random.default_rng(0).permutation(len(took))[:JUDGED]
-    factors = fit(known[some], took[some], prior)
-    pairs = zip(parts, seconds, strict=True)
-    ratios = [took[own.any(axis=1)].sum() / (own @ [*factors, 1.0]).sum() for own, took in pairs]
+    parts, seconds = measurements(passes)
+    some = np.random.default_rng(0).permutation(len(seconds))[:JUDGED]
+    predicted = parts @ [*fit(parts[some], seconds[some], prior), 1.0]
+    took = np.where(parts.any(axis=1), seconds, 0.0)
+    names, of = np.unique([p.facts[RANK] for p in passes], return_inverse=True)
+    ratios = np.bincount(of, took) / np.bincount(of, predicted)
     said = []
     for place, name in enumerate(names):
         over = ratios[place] / np.median(np.delete(ratios, place)) if len(names) > 1 else 1.0
