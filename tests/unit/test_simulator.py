@@ -237,10 +237,10 @@ def test_a_timeline_ends_when_the_pipeline_is_predicted_to(degrees):
     """Of runs one after the other, and of ranks that meet in every micro-batch."""
     made, batches = job(degrees=degrees, run=2), plan([[[8], [1], [2], [3]], [[1], [8], [2], [3]]])
     spans = step_timeline(made, batches, "plain")
-    assert {span.process for span in spans} == {"plain"}
-    assert {span.track for span in spans} == {f"pp {rank}" for rank in range(degrees.pipeline)}
+    assert {span.replica for span in spans} == {"plain"}
+    assert {span.rank for span in spans} == {f"pp {rank}" for rank in range(degrees.pipeline)}
     assert {span.name for span in spans} == {f"{kind}{place}" for kind in "FB" for place in range(4)}
-    end = max(span.start + span.duration for span in spans)
+    end = max(span.end for span in spans)
     assert end == pytest.approx(simulate(made, [batches]).pipeline[0])
 
 
