@@ -7,12 +7,11 @@ from html import unescape
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb_titan.commands.compare import Run, differences, open_run, open_runs
-from wlb_titan.commands.main import main
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import read_trace, write_trace
@@ -50,7 +49,7 @@ def rates(*tflops):
 
 
 def output(*words):
-    result = CliRunner().invoke(main, ["compare", *map(str, words)])
+    result = invoke("compare", *words)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -190,7 +189,7 @@ def test_a_line_that_is_being_written_is_left_out(folder):
 
 
 def assert_refused(path, message):
-    result = CliRunner().invoke(main, ["compare", str(path)])
+    result = invoke("compare", path)
     assert result.exit_code == 2
     assert str(path) in result.output and message in result.output
 

@@ -4,11 +4,10 @@ import os
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 
 from wlb_titan.commands import dryrun
 from wlb_titan.commands.config import experiment
-from wlb_titan.commands.main import main
 from wlb_titan.runtime.configured import degrees_product
 from wlb_titan.runtime.models.load import load_config
 
@@ -35,15 +34,15 @@ def test_the_experiment_runs_on_the_cores_of_a_container(tmp_path, monkeypatch):
     monkeypatch.setattr(dryrun, "CGROUP", tmp_path)
     (tmp_path / "cpu.max").write_text("200000 100000\n")
     file = tmp_path / "job.toml"
-    assert CliRunner().invoke(main, ["init", str(file)]).exit_code == 0
+    assert invoke("init", file).exit_code == 0
     assert degrees_product(load_config(file, world_size=2).config) == 2
 
 
 def test_a_file_that_is_there_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = CliRunner().invoke(main, ["init"])
+    first = invoke("init")
     assert first.exit_code == 0 and "wlb-titan train job.toml" in first.output
     before = (tmp_path / "job.toml").read_text()
-    again = CliRunner().invoke(main, ["init", "--corpus", "other"])
+    again = invoke("init", "--corpus", "other")
     assert again.exit_code == 2 and "job.toml already exists" in again.output
     assert (tmp_path / "job.toml").read_text() == before

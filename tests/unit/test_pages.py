@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 
-from wlb_titan.commands.main import main
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import write_trace
@@ -115,8 +114,7 @@ def pages(tmp_path_factory):
     }
 
     def page(name):
-        words = map(str, [*commands[name], "--report", folder / name])
-        result = CliRunner().invoke(main, list(words))
+        result = invoke(*commands[name], "--report", folder / name)
         assert result.exit_code == 0 and "Report: " in result.output, result.output
         return (folder / name / "report.html").read_text()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
+from commands import invoke
 
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.prepare.prepare import write_synthetic_corpus
@@ -35,18 +35,12 @@ JOBS = {  # what changes the job, and the kinds of its passes
 }
 
 
-def command(*words):
-    from wlb_titan.commands.main import main
-
-    return CliRunner().invoke(main, list(map(str, words)))
-
-
 @pytest.fixture
 def written(forked_ranks, tmp_path):
     """Runs a command, and gives what it writes and what it says."""
 
     def run(*words):
-        result = command(*words, "--output", tmp_path / "out.json")
+        result = invoke(*words, "--output", tmp_path / "out.json")
         assert result.exit_code == 0 and not result.stderr, result.output
         return json.loads((tmp_path / "out.json").read_text()), result.stdout
 
@@ -116,14 +110,14 @@ def test_the_table_and_the_policies(forked_ranks, on_terminal, job, tmp_path):
 
 
 def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
-    result = command("rehearse", job, "--rank", "first", "--base", "llama2_70b")
+    result = invoke("rehearse", job, "--rank", "first", "--base", "llama2_70b")
     assert result.exit_code == 1
     assert "cannot fit" in result.stdout and "tokens in flight" in result.stdout
 
 
 def test_mistakes_are_refused(forked_ranks, job):
     for words, message in ((("--output", "/nowhere/x.json"), "/nowhere"), (("--policies", "wlbb"), "wlbb")):
-        result = command("rehearse", job, *words)
+        result = invoke("rehearse", job, *words)
         assert result.exit_code == 2 and message in result.stderr, result.output
 
 

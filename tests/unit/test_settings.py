@@ -4,9 +4,8 @@ import runpy
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 
-from wlb_titan.commands.main import main
 from wlb_titan.runtime.models.load import load_config
 
 pytestmark = pytest.mark.slow
@@ -36,7 +35,7 @@ def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     file = str(folder / "cpu_debug.toml") if folder else "cpu_debug"
     words = "--wlb.policy wlb_lazy --wlb.corpus.sources [{path='a'}] --optimizer.param_groups.0.pattern .*"
-    result = CliRunner().invoke(main, ["config", "show", file, "--explain", *words.split()])
+    result = invoke("config", "show", file, "--explain", *words.split())
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.replace("\n# ", " ").split())
     for told in (

@@ -17,6 +17,7 @@ import numpy as np
 
 from wlb_titan.commands.command_line import Rows, describe_job, writing
 from wlb_titan.commands.template import template
+from wlb_titan.files import save
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import Estimate
 
@@ -69,8 +70,7 @@ def write_page(
     text = _drawn("page", title, answer, about, cards, figure, facts, tries, sections)
     path = folder / "report.html"
     with writing(f"--report: {path}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        save(path, text)
     return path
 
 

@@ -7,7 +7,6 @@ A corpus is a folder or file of one of the forms in `formats`. docs/corpus.md ("
 import dataclasses
 import filecmp
 import hashlib
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,8 +53,7 @@ class Preparation:
     def save(self, folder: Path) -> None:
         tokenizer = TokenizerFacts.of(folder / TOKENIZER_FOLDER, self.vocab_size)
         facts = dataclasses.asdict(self) | {"tokenizer_sha256": tokenizer.sha256}
-        text = json.dumps(facts, indent=2, ensure_ascii=False)
-        save(folder / PREPARATION_FILE, text + "\n")
+        save(folder / PREPARATION_FILE, facts, indent=2)
 
     @classmethod
     def load(cls, folder: Path) -> "Preparation | None":

@@ -10,29 +10,19 @@ import shutil
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from itertools import accumulate, filterfalse
-from numbers import Number
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from wlb_titan.corpus.formats import SWITCH
 from wlb_titan.errors import CorpusError, reading, regular
-from wlb_titan.prepare.shapes import shape_of
+from wlb_titan.prepare.shapes import advice, conversation, shape_of, text_of
 
 SOURCES = (
     "python-source, text:DIR, jsonl:FILE_OR_DIR#field, parquet:FILE_OR_DIR#field, "
     "hf:NAME[,CONFIG][@SPLIT][#field]"
 )
-
-HARMLESS = re.compile(
-    "(^|_)((uu)?id|hash|source|dataset|subset|split|category|language|url|model|date|type)$"
-)
-"""Keys beside a conversation whose text, if it is one line of at most 200 characters, is no part of it."""
-
-FRAME = 100  # characters around each message of a text that repeats the conversation
 
 NamedFiles = list[tuple[str, Path]]  # documents of one file each
 
@@ -311,70 +301,8 @@ def _columns(location: str, columns: list[str], field: str, chat: bool) -> list[
     if field in columns or (chat and shape_of(columns, field)):
         return columns if chat else [field]
     raise CorpusError(
-        f"{location} has no field {field!r}; it has {', '.join(columns)}{_advice(field, columns)}."
+        f"{location} has no field {field!r}; it has {', '.join(columns)}{advice(field, columns)}."
     )
-
-
-def text_of(record: Any, field: str) -> str:
-    """The text of a record; a ValueError if the field is missing or not text."""
-    value = _field_of(record, field)
-    text = "" if value is None else value
-    if not isinstance(text, str):
-        chat = "; if these are conversations, add --chat" if isinstance(text, list) else ""
-        raise ValueError(f"the field {field!r} holds {type(text).__name__}, not text{chat}")
-    text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
-    return text
-
-
-def conversation(record: Any, field: str) -> dict[str, Any]:
-    """A record's messages, and the `tools` they may call, or None; a ValueError without messages, or with
-    another key whose value may belong to the conversation."""
-    shape = shape_of(record, field) if isinstance(record, dict) else None
-    messages = shape(record) if shape else _field_of(record, field)
-    tools = record.pop("tools", None)
-    for key, value in record.items():  # which were not taken out
-        if not _harmless(key, value, messages):
-            raise ValueError(
-                f"the record has a key {key!r}, which is not read; remove it, or put it into the messages"
-            )
-    return {"messages": messages, "tools": json.loads(tools or "null") if isinstance(tools, str) else tools}
-
-
-def _harmless(key: str, value: Any, messages: Any) -> bool:
-    """Whether nothing of a conversation is lost with a value beside it."""
-    if isinstance(value, str):
-        said = (
-            [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-        )
-        short = len(value) <= 200 and "\n" not in value and HARMLESS.search(key)
-        return bool(not value or short or value in said or _repeats(value, said))
-    if isinstance(value, Number | date):
-        return value == 1 or not SWITCH.search(key)
-    return not value
-
-
-def _repeats(text: str, said: list[Any]) -> bool:
-    """Whether a text is the conversation written out, as Alpaca's `text` is: all lines of the messages are
-    lines of it, in their order, and there is little else."""
-    lines = [line.strip() for content in said for line in str(content).splitlines()]
-    written = iter(map(str.strip, text.splitlines()))
-    repeated = bool(lines) and all(line in written for line in lines)
-    return repeated and len(text) - sum(map(len, lines)) <= FRAME * (1 + len(said))
-
-
-def _field_of(record: Any, field: str) -> Any:
-    """A field, taken out of the record."""
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    if field not in record:
-        raise ValueError(f"no field {field!r}; it has {', '.join(record)}{_advice(field, record)}")
-    return record.pop(field)
-
-
-def _advice(field: str, fields: Iterable[str]) -> str:
-    """What to do if a record with `fields` lacks `field`."""
-    chat = "; for conversations add --chat" if field == "text" and "messages" in fields else ""
-    return f"{chat}; another field is named after a #, as in --source jsonl:FILE#FIELD"
 
 
 def _without_nulls(value: Any) -> Any:
