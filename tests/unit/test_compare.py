@@ -11,8 +11,9 @@ from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.commands.compare import Run, differences, open_run, open_runs
+from wlb_titan.commands.compare import differences
 from wlb_titan.errors import UserError
+from wlb_titan.runs import Run, open_run, open_runs
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import read_trace, write_trace
 

@@ -16,7 +16,7 @@ from corpora import write_datatrove, write_prepared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.commands.compare import bench_of, figure_rows, open_runs, remarks, traced_steps
+from wlb_titan.commands.compare import bench_of, figure_rows, remarks
 from wlb_titan.commands.page import pipelines
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.shards import MEGATRON_HEADER, MEGATRON_MAGIC
@@ -28,6 +28,7 @@ from wlb_titan.files import save
 from wlb_titan.prepare.chat import ChatTemplate
 from wlb_titan.prepare.sources import SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
+from wlb_titan.runs import open_runs, traced_steps
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import write_trace
 from wlb_titan.toml.sources import read_sources

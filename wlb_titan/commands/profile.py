@@ -24,7 +24,6 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan import __version__
 from wlb_titan.commands.command_line import Output, TomlFile, progress, resolved_job, say, show_table
-from wlb_titan.commands.compare import open_run
 from wlb_titan.cost.profile import TILES_OF, AttentionShape, Entry, LinearProfile, Profile, fitted, rate
 from wlb_titan.errors import UserError
 from wlb_titan.kernels import varlen_attention
@@ -33,7 +32,7 @@ from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
-from wlb_titan.runtime.dump_folder import CONFIG_FILE, TRACES
+from wlb_titan.runs import CONFIG_FILE, TRACES, open_run
 from wlb_titan.simulator.calibrate import (
     JOB,
     PARTS,

@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
-from wlb_titan.runtime.dump_folder import TRACES
+from wlb_titan.runs import TRACES
 from wlb_titan.runtime.metrics import metrics_rank, warn_once
 from wlb_titan.simulator.calibrate import (
     DIFFERS,
