@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from lab import make_corpus
 
-from wlb_titan.commands.main import main
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.memory.fits import USABLE_IN_SLICES
@@ -189,8 +188,8 @@ FOUND = re.findall(r"^(\S.*)\n((?:    .*\n)+)", WRONG, re.MULTILINE)
 BASE = 'base = "llama3_debug"\n'
 
 
-def run(command: str):
-    return CliRunner().invoke(main, f"config {command}")
+def run(words: str):
+    return invoke("config", *words.split())
 
 
 @pytest.fixture
