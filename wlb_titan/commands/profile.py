@@ -33,15 +33,7 @@ from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
 from wlb_titan.runs import CONFIG_FILE, TRACES, open_run
-from wlb_titan.simulator.calibrate import (
-    JOB,
-    PARTS,
-    as_predicted,
-    calibrated,
-    fingerprint,
-    fit,
-    measurements,
-)
+from wlb_titan.simulator import calibrate
 from wlb_titan.simulator.trace import read_trace
 
 ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
@@ -163,18 +155,18 @@ def _from_run(folder: Path, output: Path) -> None:
     job, _ = resolved_job(folder / CONFIG_FILE, (), None)
     steps = run.traced[1:] or run.traced  # the first has caches to fill
     passes = [p for step in steps for p in read_trace(folder / TRACES / f"step-{step}.json")]
-    if not passes or not all(PARTS in p.facts for p in passes):
+    if not passes or not all(calibrate.PARTS in p.facts for p in passes):
         raise UserError(f"{folder}: no traces to fit. Train some steps with wlb.trace_every = 2.")
-    if any(p.facts.get(JOB) != fingerprint(job) for p in passes):
+    if any(p.facts.get(calibrate.JOB) != calibrate.fingerprint(job) for p in passes):
         raise UserError(
             f"{folder}: its traces are of another job or cluster than its {CONFIG_FILE} gives here. Move "
             f"older {TRACES} away, or name the cluster that it ran on with wlb.cluster in that file."
         )
-    parts, seconds = measurements(passes)
-    before = as_predicted(job)
-    factors, known = fit(parts, seconds, before), parts.any(axis=1)
+    parts, seconds = calibrate.measurements(passes)
+    before = calibrate.as_predicted(job)
+    factors, known = calibrate.fit(parts, seconds, before), parts.any(axis=1)
     off = [np.median(np.abs((parts @ [*f, 1.0] / seconds - 1)[known])) for f in (before, factors)]
-    calibrated(job, factors, f"torch {torch.__version__}, wlb_titan {__version__}").save(output)
+    calibrate.calibrated(job, factors, f"torch {torch.__version__}, wlb_titan {__version__}").save(output)
     forward, backward, *times = factors.tolist()
     say(
         f"A layer's pass takes {forward * 1e3:.3g} ms forward and {backward * 1e3:.3g} backward whatever its "

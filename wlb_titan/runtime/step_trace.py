@@ -27,17 +27,7 @@ from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
 from wlb_titan.runs import TRACES
 from wlb_titan.runtime.metrics import metrics_rank, warn_once
-from wlb_titan.simulator.calibrate import (
-    DIFFERS,
-    JOB,
-    PARTS,
-    RANK,
-    as_predicted,
-    fingerprint,
-    measurements,
-    pass_parts,
-    slow_ranks,
-)
+from wlb_titan.simulator import calibrate
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import COMPUTED, facts_of, write_trace
 
@@ -151,23 +141,23 @@ class StepTrace:
         except OSError as error:
             warn_once(f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues.")
         figures: dict[str, Any] = {"measured_imbalance": measured_imbalance(passes, plan)}
-        figures |= self._beside_predictions(passes, as_predicted(job))
+        figures |= self._beside_predictions(passes, calibrate.as_predicted(job))
         if self._dims.pp_enabled:
             figures["bubble"] = bubble(passes)
         return figures
 
     def _beside_predictions(self, passes: Sequence[Pass], factors: Floats) -> dict[str, Any]:
         """Names slow ranks, and says once, after the first traced step, how far predictions are off."""
-        known, took = measurements(passes)
+        known, took = calibrate.measurements(passes)
         ratio = took[known.any(axis=1)].sum() / (known @ [*factors, 1.0]).sum()
-        if self._warm and not self.told and abs(ratio - 1) > DIFFERS:
+        if self._warm and not self.told and abs(ratio - 1) > calibrate.DIFFERS:
             self.told = True
             logger.info(
                 f"Passes take {ratio:.2f}x of what is predicted, and packing follows predictions. "
                 f"`wlb-titan profile --from {self._run} --output FILE` fits them to this run."
             )
         self._warm = True
-        slow = slow_ranks(passes, factors)
+        slow = calibrate.slow_ranks(passes, factors)
         if slow:
             logger.warning("; ".join(slow))
         return {"slow_ranks": slow}
@@ -180,10 +170,13 @@ def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
     along = [d.axis for d in degrees.dimensions if d.degree > 1 and not d.borrows and d.divides != "data"]
     dp, rank = degrees.replica_at(place), " ".join(f"{axis} {place[axis]}" for axis in along) or "rank"
     micro_batches = plan.of_rank(dp)
-    whole = {JOB: fingerprint(job), RANK: f"rank {number} on {socket.gethostname()}"}
+    whole = {
+        calibrate.JOB: calibrate.fingerprint(job),
+        calibrate.RANK: f"rank {number} on {socket.gethostname()}",
+    }
     told = []
-    for pass_, parts in zip(passes, pass_parts(job, micro_batches, passes).tolist(), strict=True):
-        facts = {**facts_of(micro_batches[pass_.micro_batch]), **pass_.facts, **whole, PARTS: parts}
+    for pass_, parts in zip(passes, calibrate.pass_parts(job, micro_batches, passes).tolist(), strict=True):
+        facts = {**facts_of(micro_batches[pass_.micro_batch]), **pass_.facts, **whole, calibrate.PARTS: parts}
         told.append(replace(pass_, replica=f"dp {dp}", rank=rank, facts=facts))
     return told
 
