@@ -5,7 +5,6 @@ A corpus is a folder or file of one of the forms in `formats`. docs/corpus.md ("
 """
 
 import dataclasses
-import filecmp
 import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -122,22 +121,20 @@ def open_tokenizer(folder: Path, *, alone: bool = False) -> Any:
 def differing_ids(one: Path, other: Path) -> str:
     """Why the tokenizers of two folders, as transformers reads them, give a text other ids; "" where they do
     not. Templates and the tokens that end and pad texts are a run's own."""
-    if one == other or all(_same_file(one / name, other / name) for name in DECIDING):
+    contents, theirs = (
+        [(folder / name).read_bytes() if (folder / name).is_file() else b"" for name in DECIDING]
+        for folder in (one, other)
+    )
+    if contents == theirs:
         return ""
-    first, second = (open_tokenizer(folder, alone=True).get_vocab() for folder in (one, other))
-    for token in sorted(first | second):
-        if first.get(token) != second.get(token):
-            ids = (
-                f"{ids.get(token, 'missing')} in {place}" for ids, place in ((first, one), (second, other))
-            )
-            return f"{token!r} is {' and '.join(ids)}"
-    first, second = (load(dict[str, Any], folder / "tokenizer.json") for folder in (one, other))
-    parts = [part for part in ("normalizer", "pre_tokenizer", "model") if first.get(part) != second.get(part)]
+    ids, others = (open_tokenizer(folder, alone=True).get_vocab() for folder in (one, other))
+    for token in sorted(ids | others):
+        found, there = ids.get(token, "missing"), others.get(token, "missing")
+        if found != there:
+            return f"{token!r} is {found} in {one} and {there} in {other}"
+    rules, others = (load(dict[str, Any], folder / "tokenizer.json") for folder in (one, other))
+    parts = [part for part in ("normalizer", "pre_tokenizer", "model") if rules.get(part) != others.get(part)]
     return f"{', '.join(parts)} of tokenizer.json differ" if parts else ""
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    return one.is_file() == other.is_file() and (not one.is_file() or filecmp.cmp(one, other, shallow=False))
 
 
 class Corpus:
