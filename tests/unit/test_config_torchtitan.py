@@ -143,8 +143,6 @@ checkpoint.folder = "../x"
     t.toml:2: checkpoint.folder = "../x":  ... is not inside
 checkpoint.exclude_from_loading = ["modl"]
     t.toml:2: ... "modl" is not one of optimizer
-wlb.attention.sm_margin = 1000
-    t.toml:2: ... should be less than or equal to 64
 wlb.policy = "//"
     t.toml:2: wlb.policy = "//": '//' names no policy
 | --base toys_of_nobody:tiny
