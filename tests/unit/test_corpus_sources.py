@@ -355,6 +355,7 @@ ALPACA = (
     "Write a response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Response:\na"
 )
 """The column `text` of tatsu-lab/alpaca."""
+LONG = "  q\n" * 400
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
@@ -371,10 +372,18 @@ TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         ),
         ({"instruction": "q", "input": "", "output": "a"}, [USER, ASSISTANT]),
         ({"instruction": "q", "input": "x", "output": "a"}, [{**USER, "content": "q\n\nx"}, ASSISTANT]),
-        ({"instruction": "q", "input": "", "output": "a", "text": ALPACA.format("q")}, [USER, ASSISTANT]),
         (
-            {"instruction": "q", "input": "x", "output": "a", "text": ALPACA.format("q\n\n### Input:\nx ")},
-            [{**USER, "content": "q\n\nx"}, ASSISTANT],
+            {"instruction": "q", "input": "", "output": "a\n\n", "text": ALPACA.format("q")},
+            [USER, {**ASSISTANT, "content": "a\n\n"}],
+        ),
+        (
+            {
+                "instruction": LONG,
+                "input": "x",
+                "output": "a",
+                "text": ALPACA.format(f"{LONG}\n\n### Input:\nx "),
+            },
+            [{**USER, "content": f"{LONG}\n\nx"}, ASSISTANT],
         ),
     ],
 )

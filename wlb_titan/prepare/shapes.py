@@ -61,10 +61,13 @@ def _harmless(key: str, value: Any, messages: Any) -> bool:
 def _repeats(text: str, said: list[Any]) -> bool:
     """Whether a text is the conversation written out, as Alpaca's `text` is: all lines of the messages are
     lines of it, in their order, and there is little else."""
-    lines = [line.strip() for content in said for line in str(content).splitlines()]
-    written = iter(map(str.strip, text.splitlines()))
-    repeated = bool(lines) and all(line in written for line in lines)
-    return repeated and len(text) - sum(map(len, lines)) <= FRAME * (1 + len(said))
+    written, lines = (
+        [line.strip() for part in parts for line in str(part).splitlines() if line.strip()]
+        for parts in ([text], said)
+    )
+    rest = iter(written)
+    repeated = bool(lines) and all(line in rest for line in lines)
+    return repeated and sum(map(len, written)) - sum(map(len, lines)) <= FRAME * (1 + len(said))
 
 
 def _field_of(record: Any, field: str) -> Any:
