@@ -7,16 +7,7 @@ import pytest
 from planning import DOCUMENTS, job_of
 
 from wlb_titan.packing.predicted import pass_seconds
-from wlb_titan.simulator.calibrate import (
-    JUDGED,
-    PARTS,
-    RANK,
-    as_predicted,
-    calibrated,
-    fit,
-    pass_parts,
-    slow_ranks,
-)
+from wlb_titan.simulator import calibrate
 from wlb_titan.simulator.measured import Pass
 
 SLOWER = {"forward": 1.4, "backward": 0.7, "linear": 2.0, "layer": (2e-5, 5e-5)}
@@ -56,14 +47,14 @@ def test_a_profile_of_passes_predicts_them(name, chunks, tmp_path):
     job = replace(job, memory=replace(job.memory, loss_chunks=chunks))
     packs = [plan.of_rank(0) for plan in job.plans(DOCUMENTS, 6)]
     measured = [passes_of(truth(job), step) for step in packs]
-    parts = np.concatenate([pass_parts(job, *step) for step in zip(packs, measured, strict=True)])
+    parts = np.concatenate([calibrate.pass_parts(job, *step) for step in zip(packs, measured, strict=True)])
     seconds = np.array([p.seconds for step in measured for p in step])
     disturbed = seconds * np.where(np.random.default_rng(0).random(len(seconds)) < 0.05, 3, 1)
     off = pass_seconds(job, packs[0]) / pass_seconds(truth(job), packs[0])
     assert np.abs(off - 1).max() > 0.3
 
     path = tmp_path / "profile.json"
-    calibrated(job, fit(parts, disturbed, as_predicted(job)), "test").save(path)
+    calibrate.calibrated(job, calibrate.fit(parts, disturbed, calibrate.as_predicted(job)), "test").save(path)
 
     fitted = replace(job, context=replace(job.context, profile=str(path)))
     predicted, took = (pass_seconds(of, packs[0]) for of in (fitted, truth(job)))
@@ -77,10 +68,10 @@ def test_what_passes_say_nothing_of_stays_as_predicted():
     """Forward passes of equal work alone: they take twice the time, however that is shared out."""
     parts = np.tile([4, 0, 1.0, 2.0, 0, 0.5], (20, 1))
     prior = np.array([0.0, 0.0, 1.0, 1.0, 1.0])
-    factors = fit(parts, np.full(20, 6.5), prior)
+    factors = calibrate.fit(parts, np.full(20, 6.5), prior)
     assert (parts[0] @ [*factors, 1]) == pytest.approx(6.5, rel=0.01)
     assert factors[[1, 4]].tolist() == [0.0, 1.0]
-    assert fit(parts, np.full(20, 3.5), prior) == pytest.approx(prior, abs=1e-6)
+    assert calibrate.fit(parts, np.full(20, 3.5), prior) == pytest.approx(prior, abs=1e-6)
 
 
 @pytest.mark.parametrize("slow", [None, 2])
@@ -90,11 +81,13 @@ def test_a_slow_rank_is_named_with_what_it_takes(slow):
     packs = job.plans(DOCUMENTS, 1)[0].of_rank(0)
     passes = passes_of(truth(job), packs)
     named, measured = [f"rank {stage} on host b" for stage in range(4)], []
-    for one, parts in zip(passes, pass_parts(job, packs, passes).tolist(), strict=True):
+    for one, parts in zip(passes, calibrate.pass_parts(job, packs, passes).tolist(), strict=True):
         seconds = one.seconds * (1 + 0.03 * random.standard_normal()) * (1.3 if one.stage == slow else 1)
-        measured.append(replace(one, seconds=seconds, facts={PARTS: parts, RANK: named[one.stage]}))
-    times = 1 if slow is None else 2 * JUDGED // len(measured)  # more passes than it fits to
-    said = slow_ranks(measured * times, as_predicted(job))
+        measured.append(
+            replace(one, seconds=seconds, facts={calibrate.PARTS: parts, calibrate.RANK: named[one.stage]})
+        )
+    times = 1 if slow is None else 2 * calibrate.JUDGED // len(measured)  # more passes than it fits to
+    said = calibrate.slow_ranks(measured * times, calibrate.as_predicted(job))
     assert [line.partition(" takes ")[0] for line in said] == ([] if slow is None else [named[slow]])
     assert all("x of what equal work takes elsewhere" in line for line in said)
 
