@@ -136,10 +136,10 @@ def _of_job(folder: Path, first: int, last: int) -> dict[str, Any]:
     found: dict[str, Any] = {"seconds": [], "clock": [], "processor": []}
     for step in range(first, last + 1):
         sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for span in read_trace(folder / "traces" / f"step-{step}.json"):
-            of_rank = sums[span.process, span.track]
-            of_rank[0] += span.duration
-            of_rank[1] += float(span.args[COMPUTED])
+        for ran in read_trace(folder / "traces" / f"step-{step}.json"):
+            of_rank = sums[ran.replica, ran.rank]
+            of_rank[0] += ran.seconds
+            of_rank[1] += float(ran.facts[COMPUTED])
         whole = seconds[step] < TURN
         found["seconds"].append(seconds[step] if whole else None)
         found["clock"].append([sums[place][0] if whole else None for place in sorted(sums)])
@@ -150,7 +150,9 @@ def _of_job(folder: Path, first: int, last: int) -> dict[str, Any]:
 def _of_rehearsal(folder: Path) -> dict[str, Any]:
     """The same; the seconds of steps are put together, and those `predicted` of them."""
     (found,) = json.loads((folder / "rehearsal.json").read_text())["policies"]
-    passes = [[sum(one[4] for one in step["passes"]) for step in rank["steps"]] for rank in found["ranks"]]
+    passes = [
+        [sum(one["seconds"] for one in step["passes"]) for step in rank["steps"]] for rank in found["ranks"]
+    ]
     by_step = np.transpose(passes)
     return {
         "seconds": np.maximum(found["rehearsed"]["seconds"], by_step.sum(axis=1) / CORES).tolist(),

@@ -8,11 +8,10 @@ import signal
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from forking import await_
 from lab import TESTS, layout
 
-from wlb_titan.commands.main import main
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.bench import bench_records
 from wlb_titan.runtime.checks import validate_inputs
@@ -131,7 +130,7 @@ def test_a_profile_is_fitted_to_the_traced_steps_of_a_run(lab, tmp_path):
 
     def fitted():
         words = ["profile", "--from", str(run.folder), "--output", str(tmp_path / "profile.json")]
-        return CliRunner().invoke(main, words).output
+        return invoke(*words).output
 
     assert re.search(r"off by \S+% before and \S+% now, at the median of \d+", fitted())
     profile = ("--wlb.context.profile", str(tmp_path / "profile.json"))

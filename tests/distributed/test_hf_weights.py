@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from click.testing import CliRunner
+from commands import invoke
 from lab import CONFIG, layout, ranks
 from pipeline_reference import differences
 from safetensors.torch import load_file, save_file
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from trainers import GRADIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
-from wlb_titan.commands.main import main
 from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents.mixture import is_held_out
@@ -148,7 +147,7 @@ def test_a_checkpoint_is_exported_in_one_process_as_a_run_saves_it(lab, on_termi
         ): "base: .* no place for 2 parts of the model, such as layers.*expert_bias",
         (*others, "bases:qwen3"): "The checkpoint .*step-1 cannot be loaded: ",
     }.items():
-        result = CliRunner().invoke(main, ["export", config, *words])
+        result = invoke("export", config, *words)
         assert result.exit_code == 2 and re.search(told, result.stderr), (words, result.output)
 
 

@@ -126,6 +126,8 @@ def test_traced_steps_have_what_was_measured(results, folder):
     tracks = {e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     assert tracks == {"pp 0 cp 0", "pp 0 cp 1", "pp 1 cp 0", "pp 1 cp 1"}
     passes = Counter(e["name"] for e in trace if e["ph"] == "X")
+    told = {"stage", "tokens", "documents", "predicted_work", "processor_seconds", "of", "predicted_parts"}
+    assert all(told <= e["args"].keys() for e in trace if e["ph"] == "X")
     assert passes == {f"{kind}{i}": 2 if kind == "L" else 4 for kind in "FLB" for i in range(4)}
     records = Run(folder / TRACED).metrics()
     assert all(record["measured_imbalance"] >= 1 and "bubble" not in record for record in records)

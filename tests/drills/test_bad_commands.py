@@ -7,10 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from drill_ground import make_corpus
-
-from wlb_titan.commands.main import main
 
 ROOT = Path(__file__).parents[2]
 HUGE = "99999999999999999999"
@@ -163,7 +161,7 @@ def test_bad_arguments_are_refused_in_a_paragraph_and_nothing_is_left(folder, be
     for command, words in asked(begin):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = CliRunner().invoke(main, command.split())
+            result = invoke(*command.split())
         *_, paragraph = ["", *result.stderr.strip().splitlines()]
         if result.exit_code != 2 or not isinstance(result.exception, SystemExit):
             poorly.append(f"{command[:120]}: {result.exit_code} {result.exception!r} {result.output[-200:]}")

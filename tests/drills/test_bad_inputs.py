@@ -129,8 +129,6 @@ training.global_batch_size = 3; training.local_batch_size = 2      -> training.g
 parallelism.tensor_parallel_degree = 3                             -> tensor_parallel_degree
 parallelism.context_parallel_degree = 64                           -> training.seq_len
 parallelism.pipeline_parallel_degree = 7                           -> parallelism.pipeline_parallel_schedule
-parallelism.expert_parallel_degree = 2; parallelism.data_parallel_shard_degree = 1 \
-    -> parallelism.expert_parallel_degree
 parallelism.pipeline_parallel_degree = 2; parallelism.module_fqns_per_model_part = [["norm"]] \
     -> parallelism.module_fqns_per_model_part
 parallelism.pipeline_parallel_degree = 2; parallelism.module_fqns_per_model_part = \

@@ -6,12 +6,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from forking import await_
 from lab import Run
 from slurm_here import slurm
-
-from wlb_titan.commands.main import main
 
 STARTS = 300  # seconds for two agents and two ranks that import everything, on a busy machine
 
@@ -23,7 +21,7 @@ def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_on(ground):
         own = "--nproc-per-node 1 --wlb.device cpu -o output=job.log"
         words = ["slurm", str(ground.config), *own.split()]
         words += ["--dump_folder", str(run.folder), "--checkpoint.interval", "1000"]
-        script = CliRunner().invoke(main, [*words, "--parallelism.data_parallel_shard_degree", "2"])
+        script = invoke(*words, "--parallelism.data_parallel_shard_degree", 2)
         assert script.exit_code == 0, script.output
         (here.folder / "job.sbatch").write_text(script.stdout)
 

@@ -11,16 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from forking import await_
-
-from wlb_titan.commands.main import main
 
 SMALL = ["--training.seq_len", "512", "--training.steps", "6", "--wlb.corpus.seed", "3"]
 
 
 def says(*words: object) -> str:
-    result = CliRunner().invoke(main, list(map(str, words)))
+    result = invoke(*words)
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
 

@@ -1,5 +1,5 @@
 """`--quick` (`make quick`) leaves out what is marked `slow`: it imports torchtitan, starts processes, or
-prepares corpora. `test_slow.py` looks whether it is marked."""
+prepares corpora."""
 
 import contextlib
 import json

@@ -1,6 +1,5 @@
 """Corpora as each tool writes them, and what is in them."""
 
-import hashlib
 import warnings
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from tokenizers import Tokenizer
 
 from wlb_titan.corpus.corpus import Preparation
 from wlb_titan.prepare.prepare import write_documents
-from wlb_titan.prepare.tokenizer import Document
+from wlb_titan.prepare.tokenizer import Document, train_tokenizer
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9] * 40, [1, 2], [300] * 7, []]
 MASKS = [[0, 1, 1], [1], [], [1, 0] * 20, [1, 1], [0] * 7, []]
@@ -24,22 +23,16 @@ def save_dataset(path: Path, **columns) -> Path:
 
 
 def write_prepared(folder: Path, documents, masks=None) -> Path:
-    """As `wlb-titan prepare` does. The tokenizer is never loaded, so any bytes do."""
-    (folder / "tokenizer").mkdir(parents=True)
-    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    """As `wlb-titan prepare` does, with a tokenizer of bytes."""
+    folder.mkdir(parents=True)
+    train_tokenizer(["a"], 257, folder / "tokenizer")
     rows = []
     for number, tokens in enumerate(documents):
         learned = None if masks is None else np.array(masks[number], np.int8)
         rows.append(Document(number, f"document {number}", np.array(tokens, np.int32), learned))
     documents, tokens, learned = write_documents(folder, rows, masked=masks is not None)
     counts = {"documents": documents, "tokens": tokens, "learned_tokens": learned}
-    Preparation(
-        **counts,
-        vocab_size=1000,
-        end_of_text="<|fin…|>",
-        settings={},
-        tokenizer_sha256=hashlib.sha256(b"{}").hexdigest(),
-    ).save(folder)
+    Preparation(**counts, vocab_size=1000, end_of_text="<|fin…|>", settings={}).save(folder)
     return folder
 
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
-from wlb_titan.cost.cluster import Cluster, Link
+from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.summary import Summary
@@ -38,6 +38,33 @@ CLUSTER = Cluster(
 _PAIR = KernelCost(Tiling(1, 1), launch=0, key=0, segment=0, tile=0, block=1e-6, masked=0)
 PAIRS = AttentionLatency(_PAIR, replace(_PAIR, block=2e-6), units=1, heads=2, source="test")
 NONE, FULL = MemorySettings(checkpointing="none"), MemorySettings(checkpointing="full")
+
+WINDOW = 4096
+SKEWED = np.random.default_rng(0).lognormal(6.5, 1.4, 600).astype(int).clip(2, 2 * WINDOW)
+DOCUMENTS = Documents(lengths=SKEWED, name="test", seed=0)
+LARGER = ModelShape(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, feed_forward=128, vocabulary=512)
+ZERO_BUBBLE = {"schedule": "ZBVZeroBubble", "chunks": 2, "memory": NONE}
+JOBS = {  # of every kind that passes are measured of
+    "pipeline": (Degrees(pipeline=4), Policy("plain"), {}),
+    "interleaved": (Degrees(pipeline=2), Policy("wlb_lazy"), {"schedule": "Interleaved1F1B", "chunks": 2}),
+    "zero bubble": (Degrees(pipeline=2), Policy("plain"), ZERO_BUBBLE),
+    "context": (Degrees(context=2), Policy("wlb_lazy", "hybrid"), {}),
+    "data": (Degrees(shard=2), Policy("wlb_lazy"), {}),
+    "runs": (Degrees(pipeline=2, shard=2), Policy("plain"), {"run": 2}),
+    "tensor": (Degrees(tensor=2, pipeline=2, context=2), Policy("plain", "per_document"), {}),
+    "slices": (Degrees(pipeline=2, context=2), Policy("slim", "hybrid"), {}),
+    "shared": (Degrees(shard=2), Policy("slim"), {"packing": {"dp_merge": True}}),
+    "asymmetric": (Degrees(pipeline=2), Policy("slim"), {"packing": {"asymmetric": True}, "memory": FULL}),
+}
+
+
+def job_of(name):
+    degrees, policy, changes = JOBS[name]
+    changes = {"window": WINDOW, "micro_batches": 4 * degrees.data, **changes}
+    packing = POLICIES.configure(policy.packing, **changes.pop("packing", {}))
+    cluster = replace(load_cluster("h100_roce"), gpus_per_node=2)
+    job = Job(model=LARGER, degrees=degrees, cluster=cluster, **changes)
+    return replace(job.under(policy), packing=packing)
 
 
 def job(**changes):

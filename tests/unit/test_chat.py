@@ -8,11 +8,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from corpora import decode
 from tokenizers import AddedToken, Tokenizer
 
-from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
@@ -456,11 +455,11 @@ def test_the_command_shows_what_is_learned(tmp_path, tokenizer):
     template = tmp_path / "template.jinja"
     template.write_text(MARKED)
     words = ["prepare", str(tmp_path / "c"), "--source", source, "--tokenizer", with_template(tokenizer, "")]
-    prepared = CliRunner().invoke(main, [*words, "--chat", "--chat-template", str(template)])
+    prepared = invoke(*words, "--chat", "--chat-template", template)
     assert prepared.exit_code == 0, prepared.output
     assert "[Two<|end|>]" in prepared.stdout and "learned  " in prepared.stdout
     assert (Corpus.open(tmp_path / "c").tokenizer_path / "chat_template.jinja").is_file()
-    again = CliRunner().invoke(main, [*words, "--chat"])
+    again = invoke(*words, "--chat")
     assert again.exit_code == 2 and "made with other settings: chat_template is" in again.stderr
 
 

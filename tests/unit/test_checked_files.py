@@ -9,10 +9,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 from safetensors.torch import save_file
 
-from wlb_titan.commands.main import main
 from wlb_titan.errors import UserError
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
@@ -20,6 +19,7 @@ from wlb_titan.runtime.hugging_face import (
     ROPE,
     described,
     differences,
+    differing_ids,
     differing_tensors,
     exchanged,
     read_description,
@@ -62,12 +62,8 @@ def write(corpora, tmp_path):
     return write
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, [*map(str, arguments)])
-
-
 def assert_refused(file, words):
-    result = run("config", "check", file)
+    result = invoke("config", "check", file)
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
     assert re.search(words, result.stderr), result.stderr
 
@@ -93,15 +89,15 @@ long_share = 0.9
 
 def test_plan_shows_what_a_mixture_does(write, tmp_path):
     path = write(SMALL + MIXTURE)
-    assert run("config", "check", path).exit_code == 0
-    planned = run("plan", path, "--policies", "plain,wlb_lazy", "--steps", 20, "--report", tmp_path / "r")
+    assert invoke("config", "check", path).exit_code == 0
+    planned = invoke("plan", path, "--policies", "plain,wlb_lazy", "--steps", 20, "--report", tmp_path / "r")
     assert planned.exit_code == 0, planned.output
     output = " ".join(planned.output.split())
     assert "a mixture of short, books: 360 documents" in output and "90.0% from the" in output
     assert "short: 25.0% of the tokens; has 300 documents" in output
     assert "books: 75.0% of the tokens; has 60 documents" in output
     assert "How a mixture of short, books packs" in (tmp_path / "r" / "report.html").read_text()
-    simulated = run("simulate", path, "--cluster", "cpu", "--steps", 2, "--policies", "plain,wlb_lazy")
+    simulated = invoke("simulate", path, "--cluster", "cpu", "--steps", 2, "--policies", "plain,wlb_lazy")
     assert simulated.exit_code == 0, simulated.output
 
 
@@ -132,7 +128,7 @@ def test_mistakes_in_a_mixture_are_named_with_their_place(write, corpus, words):
     path = write(SMALL + corpus)
     assert_refused(path, words)
     if "nowhere" in corpus:
-        assert re.search(words, run("plan", path).stderr)
+        assert re.search(words, invoke("plan", path).stderr)
 
 
 LLAMA_8B = json.loads(
@@ -198,7 +194,7 @@ def initial_load(corpora, write, tmp_path):
     ids=["Llama 3.1 8B", "in the newer form", "Qwen3 30B-A3B"],
 )
 def test_the_published_models_fit_their_bases(initial_load, base, description):
-    result = run("config", "check", initial_load(base, description))
+    result = invoke("config", "check", initial_load(base, description))
     assert result.exit_code == 0, result.stderr
 
 
@@ -233,11 +229,38 @@ def test_weights_of_another_model_are_refused(initial_load, base, changes, words
             {"description": LLAMA_3_1_8B | {"quantization_config": {"quant_method": "fp8"}}},
             "are quantised .*fp8",
         ),
-        ({"tokenizer": "other"}, "wlb.corpus.path = .*another tokenizer.*prepare NAME --tokenizer"),
+        ({"tokenizer": "other"}, "wlb.corpus.path = .*another tokenizer.*Prepare .* NAME --tokenizer"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(initial_load, folder, words):
     assert_refused(initial_load(**{"base": LLAMA, "description": LLAMA_3_1_8B, **folder}), words)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("tokenizer_config.json", {"chat_template": "of the run", "eos_token": "be"}, ""),
+        ("tokenizer.json", {"padding": None, "post_processor": None}, ""),
+        (
+            "tokenizer_config.json",
+            {"extra_special_tokens": ["<think>"]},
+            "'<think>' is missing in .* and 2.. in .*/tokenizer",
+        ),
+        (
+            "special_tokens_map.json",
+            {"additional_special_tokens": ["<a>"]},
+            "'<a>' is missing in .* and 2.. in .*/tokenizer",
+        ),
+        ("tokenizer.json", {"normalizer": {"type": "NFC"}}, "normalizer of tokenizer.json differ"),
+    ],
+)
+def test_tokenizers_are_compared_by_the_ids_that_texts_get(corpora, tmp_path, file, change, words):
+    ours, theirs = corpora / "corpus" / "tokenizer", tmp_path / "tokenizer"
+    shutil.copytree(ours, theirs)
+    before = json.loads((theirs / file).read_text()) if (theirs / file).exists() else {}
+    (theirs / file).write_text(json.dumps(before | change, indent=1))
+    (theirs / "config.json").write_text(json.dumps(LLAMA_8B))  # of which transformers would add tokens
+    assert re.match(words or "$", differing_ids(ours, theirs))
 
 
 def test_what_an_export_lacks_is_named_before_the_start(corpora, write, tmp_path):
@@ -246,7 +269,7 @@ def test_what_an_export_lacks_is_named_before_the_start(corpora, write, tmp_path
     checkpoint = "checkpoint = { enable = true, last_save_in_hf = true, last_save_model_only = true }"
     small = SMALL.replace("FOLDER/corpus/tokenizer", str(tokenizer))
     path = write(f'{small}\nwlb.corpus.path = "FOLDER/short"\n{checkpoint}')
-    assert run("config", "check", path).exit_code == 0
+    assert invoke("config", "check", path).exit_code == 0
     (tokenizer / "generation_config.json").write_text("[1]")
     assert_refused(path, "generation_config.json cannot be read")
     (tokenizer / config).unlink()

@@ -130,8 +130,9 @@ def test_a_full_disk_behind_standard_output_is_one_line():
     assert result.stderr == "Error: The output cannot be written: No space left on device.\n"
 
 
+@pytest.mark.slow
 def test_ranks_run_side_by_side_as_cores_and_memory_allow(monkeypatch, tmp_path):
-    """On a host of 192 cores, in a container with the time of four, or with 3 GiB."""
+    """On a host of 192 cores, in a container with the time of four, or with 3 GiB; `init` counts alike."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(192))
     monkeypatch.setattr(dryrun, "CGROUP", tmp_path)
     free = dryrun.at_once()
@@ -140,3 +141,8 @@ def test_ranks_run_side_by_side_as_cores_and_memory_allow(monkeypatch, tmp_path)
         (tmp_path / "cpu.max").write_text(f"{cores} 100000\n")
         (tmp_path / "memory.max").write_text(f"{bytes_}\n")
         assert dryrun.at_once() == min(free, most)
+        (file := tmp_path / "job.toml").unlink(missing_ok=True)
+        monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
+        assert CliRunner().invoke(main, ["init", str(file)]).exit_code == 0
+        processes = next(number for number in (4, 2, 1) if number <= min(free, most))
+        assert f"data_parallel_shard_degree = {processes} " in file.read_text()

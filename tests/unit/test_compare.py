@@ -7,14 +7,15 @@ from html import unescape
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.commands.compare import Run, differences, open_run, open_runs
-from wlb_titan.commands.main import main
+from wlb_titan.commands.compare import differences
 from wlb_titan.errors import UserError
-from wlb_titan.simulator.trace import Span, read_trace, write_trace
+from wlb_titan.runs import Run, open_run, open_runs
+from wlb_titan.simulator.measured import Pass
+from wlb_titan.simulator.trace import read_trace, write_trace
 
 CONFIG = 'base = "llama3_debug" # a.toml:1\ndump_folder = "{name}"\n[wlb]\npolicy = "{policy}"\n'
 
@@ -49,7 +50,7 @@ def rates(*tflops):
 
 
 def output(*words):
-    result = CliRunner().invoke(main, ["compare", *map(str, words)])
+    result = invoke("compare", *words)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -189,7 +190,7 @@ def test_a_line_that_is_being_written_is_left_out(folder):
 
 
 def assert_refused(path, message):
-    result = CliRunner().invoke(main, ["compare", str(path)])
+    result = invoke("compare", path)
     assert result.exit_code == 2
     assert str(path) in result.output and message in result.output
 
@@ -229,17 +230,19 @@ def test_a_folder_of_runs_names_them(folder, tmp_path):
 
 
 def test_a_trace_reads_back(tmp_path):
-    spans = [Span("dp 0", "pp 0", "F0", 0.0, 0.5, {"tokens": 7}), Span("dp 1", "pp 1", "B0", 0.75, 1.0)]
+    first = Pass("F", 0, 3, 0.0, 0.5, "dp 0", "pp 0", facts={"tokens": 7})
+    passes = [first, Pass("FB", 1, 12, 0.75, 1.0, "dp 1", "pp 1")]
     path = tmp_path / "t.json"
-    write_trace(spans, path)
-    assert read_trace(path) == spans
+    write_trace(passes, path)
+    assert read_trace(path) == passes
     events = json.loads(path.read_text())["traceEvents"]
-    assert [(e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [(0, 5e5), (7.5e5, 1e6)]
+    drawn = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert drawn == [("F3", 0, 5e5), ("FB12", 7.5e5, 1e6)]
     for wrong, said in (
         ([], "no passes that took time"),
-        ([replace(spans[0], duration=0.0), spans[1]], "no passes that took time"),
-        ([replace(spans[0], name="X0")], "'X0' is not a pass"),
-        ([replace(spans[0], start=-0.5)], "some of its passes have no times"),
+        ([replace(first, seconds=0.0), passes[1]], "no passes that took time"),
+        ([replace(first, kind="X")], "'X3' is not a pass"),
+        ([replace(first, start=-0.5)], "some of its passes have no times"),
     ):
         write_trace(wrong, path)
         with pytest.raises(UserError, match=f"{re.escape(str(path))}: this is not a trace .*{said}"):

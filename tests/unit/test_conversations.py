@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from corpora import write_datatrove, write_megatron, write_prepared
 
-from wlb_titan.commands.main import main
-from wlb_titan.config.documents import documents_of
+from wlb_titan.config.documents import documents_of, validated_documents
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.cost.models import ModelShape
@@ -20,6 +19,8 @@ from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import START
 from wlb_titan.prepare.tokenizer import train_tokenizer
+from wlb_titan.runtime.checks import validate_corpus
+from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow
 
@@ -29,17 +30,13 @@ DOCUMENTS = [[5, 6, 7]] * 64
 MASKS = [[0, 1, 1]] * 64
 
 
-def run(*words):
-    return CliRunner().invoke(main, list(map(str, words)), catch_exceptions=False)
-
-
 @pytest.mark.parametrize("name", ["sft_llama3_8b_8gpu", "sft_qwen3_0_6b_1gpu"])
 @pytest.mark.parametrize("window", [2048, 8192])
 def test_the_files_for_fine_tuning_cut_no_conversation_that_fits(tmp_path, name, window):
     lengths = np.random.default_rng(0).integers(32, 198, 300)
     np.savetxt(tmp_path / "lengths", [*lengths, window], fmt="%d")
     words = ("--lengths", tmp_path / "lengths", "--steps", 12, "--training.seq_len", window)
-    planned = run("plan", CONFIGS / f"{name}.toml", *words, "--output", tmp_path / "plan.jsonl")
+    planned = invoke("plan", CONFIGS / f"{name}.toml", *words, "--output", tmp_path / "plan.jsonl")
     assert planned.exit_code == 0, planned.output
     steps = [json.loads(line) for line in (tmp_path / "plan.jsonl").read_text().splitlines()]
     pieces = [piece for step in steps for batch in step["micro_batches"] for piece in batch["documents"]]
@@ -108,8 +105,20 @@ def test_config_check_refuses_what_cannot_be_learned(places, tmp_path, monkeypat
     lines += ["training.seq_len = 64", "training.steps = 2", 'wlb.corpus.tokenizer = "tokenizer"']
     lines += [f'dump_folder = "{tmp_path / "run"}"']
     (tmp_path / "t.toml").write_text("\n".join(lines))
-    result = run("config", "check", tmp_path / "t.toml")
+    result = invoke("config", "check", tmp_path / "t.toml")
     assert result.exit_code == (2 if REFUSED[written] else 0), result.output
     assert result.stderr.count("\n") <= 1
     if REFUSED[written]:
         assert re.search(REFUSED[written], result.stderr), result.stderr
+
+
+def test_another_corpus_for_validation_is_opened_once(places, monkeypatch):
+    """For all that is checked; training takes the corpora that were checked."""
+    opened, open_corpus = [], Corpus.open
+    monkeypatch.setattr(Corpus, "open", lambda path, **how: opened.append(path) or open_corpus(path, **how))
+    config = base_config("llama3_debug")
+    config.wlb.corpus = CorpusSettings(path=str(places / "good"), tokenizer=str(places / "tokenizer"))
+    config.wlb.validation.path = str(places / "unheld")
+    corpus = validate_corpus(config)
+    assert len(validated_documents(config.wlb, corpus)[1]) == 1
+    assert opened == [config.wlb.corpus.path, config.wlb.validation.path]

@@ -160,6 +160,18 @@ def test_parquet(here):
     assert numbers["a.parquet[0]"] == ["the field 'number' holds int, not text"]
 
 
+def test_maps_of_parquet_are_read_as_dicts(here):
+    call = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))])
+    calls = [{"name": "f", "arguments": [("city", "Rome")]}, {"name": "g", "arguments": []}]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}]
+    schema = pa.schema([("messages", pa.list_(turn))])
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}], schema), here / "a.parquet")
+    opened = open_source(SourceSpec.parse("parquet:a.parquet", "messages"), here.parent / "cache", chat=True)
+    _, answer = opened.read(0)["messages"]
+    assert [call["arguments"] for call in answer["tool_calls"]] == [{"city": "Rome"}, {}]
+
+
 def test_parquet_files_share_only_the_field(here):
     """As other tools write folders: an empty part, other columns and types; names may look like patterns."""
     folder = here / "g[1]"
@@ -338,6 +350,12 @@ def test_files_that_cannot_be_unpacked_are_named(here, name, message):
         read_all(here, f"{name.split('.')[1]}:{name}")
 
 
+ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Response:\na"
+)
+"""The column `text` of tatsu-lab/alpaca."""
+LONG = "  q\n" * 400
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
@@ -354,6 +372,19 @@ TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         ),
         ({"instruction": "q", "input": "", "output": "a"}, [USER, ASSISTANT]),
         ({"instruction": "q", "input": "x", "output": "a"}, [{**USER, "content": "q\n\nx"}, ASSISTANT]),
+        (
+            {"instruction": "q", "input": "", "output": "a\n\n", "text": ALPACA.format("q")},
+            [USER, {**ASSISTANT, "content": "a\n\n"}],
+        ),
+        (
+            {
+                "instruction": LONG,
+                "input": "x",
+                "output": "a",
+                "text": ALPACA.format(f"{LONG}\n\n### Input:\nx "),
+            },
+            [{**USER, "content": f"{LONG}\n\nx"}, ASSISTANT],
+        ),
     ],
 )
 def test_records_of_other_shapes_are_conversations(here, record, messages):
@@ -370,6 +401,9 @@ def test_records_of_other_shapes_are_conversations(here, record, messages):
         ({"conversations": [{"from": "me", "value": "q"}]}, "'from' is 'me', which is none of human"),
         ({"conversations": ["q"]}, "a turn of 'conversations' has 'from' and 'value', not 'q'"),
         ({"question": "q", "answer": "a"}, "no field 'messages'; it has question, answer"),
+        ({"instruction": "q", "output": "a", "text": "a\nq"}, "a key 'text', which is not read"),
+        ({"instruction": "q", "output": "a", "text": f"q\na\n{'b' * 400}"}, "a key 'text'"),
+        ({"prompt": "q", "completion": "a", "context": "q and a"}, "a key 'context'"),
     ],
 )
 def test_records_of_unknown_shapes_say_what_was_found(here, record, message):

@@ -16,7 +16,7 @@ from corpora import write_datatrove, write_prepared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.commands.compare import bench_of, figure_rows, open_runs, remarks, traced_steps
+from wlb_titan.commands.compare import bench_of, figure_rows, remarks
 from wlb_titan.commands.page import pipelines
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.shards import MEGATRON_HEADER, MEGATRON_MAGIC
@@ -28,7 +28,9 @@ from wlb_titan.files import save
 from wlb_titan.prepare.chat import ChatTemplate
 from wlb_titan.prepare.sources import SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
-from wlb_titan.simulator.trace import Span, write_trace
+from wlb_titan.runs import open_runs, traced_steps
+from wlb_titan.simulator.measured import Pass
+from wlb_titan.simulator.trace import write_trace
 from wlb_titan.toml.sources import read_sources
 
 pytestmark = pytest.mark.slow
@@ -103,8 +105,9 @@ def whole(tmp_path_factory):
     figures = {"steps": 1, "loss": 2.5, "seconds": 0.5, "tokens_per_second": 1e3, "memory_gib": 1.5}
     lines = [json.dumps({"step": step, "start": step == 1, "bubble": 0.1, **figures}) for step in (1, 2, 3)]
     (folder / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    spans = [Span("dp 0", "pp 0", "F0", 0.0, 0.5, {"pass": "forward"}), Span("dp 0", "pp 1", "B0", 0.5, 1.0)]
-    write_trace(spans, folder / "run" / "traces" / "step-2.json")
+    passes = [Pass("F", 0, 0, 0.0, 0.5, "dp 0", "pp 0", facts={"tokens": 8})]
+    passes.append(Pass("B", 1, 0, 0.5, 1.0, "dp 0", "pp 1"))
+    write_trace(passes, folder / "run" / "traces" / "step-2.json")
     (folder / "bench").mkdir()
     turn = {"policy": "plain", "predicted": None, "scatter": 0.1, "over_first": 1.0, "flops_per_second": 1e12}
     turn |= dict.fromkeys(("tokens_per_second", "imbalance", "bubble", "peak_gib"), 1.5)

@@ -183,11 +183,11 @@ def test_ranks_that_share_wait_for_each_other(replicas, pipeline, seed):
     assert found.pipeline[0] == pytest.approx(run_through(plans[0], pipeline, seconds, delay), rel=1e-6)
     alone = [one.ends(np.zeros(len(one.graph.actions))).max() for one in replicas]
     assert found.pipeline[0] > 1.001 * max(alone)  # had none waited for another
-    spans = step_timeline(made, plans[0])
-    assert max(s.start + s.duration for s in spans) == pytest.approx(found.pipeline[0])
+    passes = step_timeline(made, plans[0])
+    assert max(one.end for one in passes) == pytest.approx(found.pipeline[0])
     groups = {(m.merged[0], m.merged[-1]) for m in plans[0].of_rank(0) if m.merged}
-    spans = step_timeline(made, plans[0], dp_rank=0)
-    assert {span.args.get("merged") for span in spans} == {f"dp {a}-{b}" for a, b in groups} | {None}
+    passes = step_timeline(made, plans[0], dp_rank=0)
+    assert {one.facts.get("merged") for one in passes} == {f"dp {a}-{b}" for a, b in groups} | {None}
 
 
 def test_auto_shares_where_that_is_predicted_to_be_faster():

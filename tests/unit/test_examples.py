@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 
 from wlb_titan import plugins
-from wlb_titan.commands.main import main
 
 pytestmark = pytest.mark.slow
 
@@ -41,11 +40,7 @@ def command(installed, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(installed)
     monkeypatch.chdir(tmp_path)
     plugins._installed.cache_clear()
-
-    def run(*words):
-        return CliRunner().invoke(main, list(map(str, words)))
-
-    yield run
+    yield invoke
     plugins._installed.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "own_policies"]:
         del sys.modules[name]

@@ -1,10 +1,9 @@
 """`wlb-titan init`: what it writes is a job that can run."""
 
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 
 from wlb_titan.commands.config import experiment
-from wlb_titan.commands.main import main
 from wlb_titan.runtime.configured import degrees_product
 from wlb_titan.runtime.models.load import load_config
 
@@ -26,9 +25,9 @@ def test_the_experiment_is_valid_on_any_machine(tmp_path, gpus, cores, processes
 
 def test_a_file_that_is_there_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = CliRunner().invoke(main, ["init"])
+    first = invoke("init")
     assert first.exit_code == 0 and "wlb-titan train job.toml" in first.output
     before = (tmp_path / "job.toml").read_text()
-    again = CliRunner().invoke(main, ["init", "--corpus", "other"])
+    again = invoke("init", "--corpus", "other")
     assert again.exit_code == 2 and "job.toml already exists" in again.output
     assert (tmp_path / "job.toml").read_text() == before

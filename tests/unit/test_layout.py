@@ -17,7 +17,7 @@ ROOMS = (
     *("documents", "pipeline", "cost", "dimensions"),
     *("context", "memory", "balancing", "packing"),
     *("sampler", "planner", "job", "summary"),
-    *("simulator", "corpus", "prepare", "config"),
+    *("simulator", "runs", "corpus", "prepare", "config"),
     *("runtime", "commands"),
 )
 """Of wlb_titan, from the ground up: a room imports from those before it, inside functions too."""

@@ -5,52 +5,15 @@ from itertools import product
 
 import numpy as np
 import pytest
+from planning import DOCUMENTS, JOBS, job_of
 
-from wlb_titan.cost.cluster import load_cluster
-from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.passes import pass_times
-from wlb_titan.dimensions.degrees import Degrees
-from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
-from wlb_titan.memory.layer import MemorySettings
-from wlb_titan.packing import POLICIES
+from wlb_titan.job import Policy
 from wlb_titan.packing.predicted import attention_seconds, pass_seconds, passing
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Action
 from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
 from wlb_titan.simulator.step import simulate
-
-MODEL = ModelShape(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, feed_forward=128, vocabulary=512)
-WINDOW = 4096
-WHOLE, SPLIT = MemorySettings(checkpointing="full"), MemorySettings(checkpointing="none")
-ZERO_BUBBLE = {"schedule": "ZBVZeroBubble", "chunks": 2}
-JOBS = {
-    "pipeline": (Degrees(pipeline=4), Policy("plain"), {}),
-    "interleaved": (Degrees(pipeline=2), Policy("wlb_lazy"), {"schedule": "Interleaved1F1B", "chunks": 2}),
-    "zero bubble": (Degrees(pipeline=2), Policy("plain"), {**ZERO_BUBBLE, "memory": SPLIT}),
-    "context": (Degrees(context=2), Policy("wlb_lazy", "hybrid"), {}),
-    "data": (Degrees(shard=2), Policy("wlb_lazy"), {}),
-    "runs": (Degrees(pipeline=2, shard=2), Policy("plain"), {"run": 2}),
-    "tensor": (Degrees(tensor=2, pipeline=2, context=2), Policy("plain", "per_document"), {}),
-    "slices": (Degrees(pipeline=2, context=2), Policy("slim", "hybrid"), {}),
-    "shared": (Degrees(shard=2), Policy("slim"), {"packing": {"dp_merge": True}}),
-    "asymmetric": (Degrees(pipeline=2), Policy("slim"), {"packing": {"asymmetric": True}, "memory": WHOLE}),
-}
-
-
-def job_of(name):
-    degrees, policy, changes = JOBS[name]
-    changes = {"window": WINDOW, "micro_batches": 4 * degrees.data, **changes}
-    packing = POLICIES.configure(policy.packing, **changes.pop("packing", {}))
-    cluster = replace(load_cluster("h100_roce"), gpus_per_node=2)
-    job = Job(model=MODEL, degrees=degrees, cluster=cluster, **changes)
-    return replace(job.under(policy), packing=packing)
-
-
-@pytest.fixture(scope="module")
-def documents():
-    lengths = np.random.default_rng(0).lognormal(6.5, 1.4, 600).astype(int).clip(2, 2 * WINDOW)
-    return Documents(lengths=lengths, name="test", seed=0)
 
 
 def ran(job, plan, number, of_all, factor=1.0, stages=None):
@@ -72,9 +35,9 @@ def ran(job, plan, number, of_all, factor=1.0, stages=None):
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.long
-def test_what_was_measured_as_predicted_comes_out_as_predicted(name, documents):
+def test_what_was_measured_as_predicted_comes_out_as_predicted(name):
     job = job_of(name)
-    plans = job.plans(documents, 2)
+    plans = job.plans(DOCUMENTS, 2)
     alone = simulate(job, plans)
     found = measured(job, plans, [ran(job, plan, k, plans) for k, plan in enumerate(plans)])
     together = simulate(job, plans, found)
@@ -86,10 +49,10 @@ def test_what_was_measured_as_predicted_comes_out_as_predicted(name, documents):
 
 
 @pytest.mark.parametrize("name", ["pipeline", "slices", "asymmetric"])
-def test_stages_that_did_not_run_take_what_a_like_stage_took(name, documents):
+def test_stages_that_did_not_run_take_what_a_like_stage_took(name):
     """One stage measured three times as slow: so are all."""
     job = job_of(name)
-    plans = job.plans(documents, 2)
+    plans = job.plans(DOCUMENTS, 2)
     last = len(job.layers) - 1
     found, everywhere = (
         measured(job, plans, [ran(job, plan, k, plans, 3.0, stages) for k, plan in enumerate(plans)])
@@ -100,31 +63,31 @@ def test_stages_that_did_not_run_take_what_a_like_stage_took(name, documents):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("pipeline", "F"), ("asymmetric", "B")])
-def test_a_loss_counts_as_forward_or_as_backward_where_that_has_packs_of_its_own(name, kind, documents):
+def test_a_loss_counts_as_forward_or_as_backward_where_that_has_packs_of_its_own(name, kind):
     job = job_of(name)
-    (plan,) = plans = job.plans(documents, 1)
+    (plan,) = plans = job.plans(DOCUMENTS, 1)
     ranks, apart = ran(job, plan, 0, plans), []
     for rank in ranks:
-        passes = [one._replace(seconds=one.seconds / 2) if one.kind == kind else one for one in rank.passes]
-        losses = [one._replace(kind="L") for one in passes if one.kind == kind]
+        passes = [replace(one, seconds=one.seconds / 2) if one.kind == kind else one for one in rank.passes]
+        losses = [replace(one, kind="L") for one in passes if one.kind == kind]
         apart.append(replace(rank, passes=passes + losses))
     found, expected = (measured(job, plans, [each])[0].seconds for each in (apart, ranks))
     np.testing.assert_allclose(found, expected)
 
 
-def test_a_replica_that_did_not_run_takes_what_is_predicted_times_how_slow_the_other_was(documents):
+def test_a_replica_that_did_not_run_takes_what_is_predicted_times_how_slow_the_other_was():
     job = job_of("data")
-    plans = job.plans(documents, 1)
+    plans = job.plans(DOCUMENTS, 1)
     ranks = ran(job, plans[0], 0, plans, 2.0)
     (expected,) = measured(job, plans, [ranks])
     (found,) = measured(job, plans, [[rank for rank in ranks if rank.dp == 0]])
     np.testing.assert_allclose(found.seconds, expected.seconds)
 
 
-def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_scaled_to_the_slowest(documents):
+def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_scaled_to_the_slowest():
     """Rank 0 alone takes what is predicted of it: so does the slowest rank then."""
     job = job_of("context").under(Policy("plain", "per_sequence"))
-    plans = job.plans(documents, 1)
+    plans = job.plans(DOCUMENTS, 1)
     quiet = job.on(without_waiting(job.cluster))
     attention = [attention_seconds(m, quiet) for m in plans[0].micro_batches]
     assert any(own[0].sum() < 0.95 * own.max(axis=0).sum() for own in attention)
@@ -138,9 +101,9 @@ def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_sca
     np.testing.assert_allclose(found[1] + found[2], predicted[1] + predicted[2])
 
 
-def test_ranks_of_a_micro_batch_wait_for_each_other_between_collectives(documents):
+def test_ranks_of_a_micro_batch_wait_for_each_other_between_collectives():
     job = job_of("context")
-    (plan,) = plans = job.plans(documents, 1)
+    (plan,) = plans = job.plans(DOCUMENTS, 1)
     pieces = np.random.default_rng(0).uniform(1, 2, (2, len(plan.micro_batches), 3))
     ranks = []
     for cp, own in enumerate(pieces.tolist()):
@@ -152,13 +115,13 @@ def test_ranks_of_a_micro_batch_wait_for_each_other_between_collectives(document
     assert (waiting > found).any()
 
 
-def test_collectives_that_were_counted_take_the_place_of_predicted_ones(documents):
+def test_collectives_that_were_counted_take_the_place_of_predicted_ones():
     job = job_of("tensor")
-    (plan,) = plans = job.plans(documents, 1)
+    (plan,) = plans = job.plans(DOCUMENTS, 1)
     ranks = ran(job, plan, 0, plans)
 
     def with_waits(seconds):
-        passes = [[one._replace(waited=seconds * (1 + rank.cp)) for one in rank.passes] for rank in ranks]
+        passes = [[replace(one, waited=seconds * (1 + rank.cp)) for one in rank.passes] for rank in ranks]
         counted = [replace(rank, passes=own) for rank, own in zip(ranks, passes, strict=True)]
         return measured(job, plans, [counted])[0].seconds
 
@@ -170,11 +133,11 @@ def test_collectives_that_were_counted_take_the_place_of_predicted_ones(document
 
 
 @pytest.mark.parametrize("name", ["data", "context"])
-def test_where_nothing_runs_behind_passes_no_communication_is_predicted_besides(name, documents):
+def test_where_nothing_runs_behind_passes_no_communication_is_predicted_besides(name):
     job = replace(job_of(name), overlap=False)
-    (plan,) = plans = job.plans(documents, 1)
+    (plan,) = plans = job.plans(DOCUMENTS, 1)
     ranks = ran(job, plan, 0, plans)
-    waits = [replace(rank, passes=[one._replace(waited=0.25) for one in rank.passes]) for rank in ranks]
+    waits = [replace(rank, passes=[replace(one, waited=0.25) for one in rank.passes]) for rank in ranks]
     quiet = simulate(job.on(without_waiting(job.cluster)), plans)
     found, predicted = (simulate(job, plans, measured(job, plans, [own])) for own in (waits, ranks))
     assert found.communication == 0 and predicted.communication > 0

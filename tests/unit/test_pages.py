@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 
-from wlb_titan.commands.main import main
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines
-from wlb_titan.simulator.trace import Span, write_trace
+from wlb_titan.simulator.measured import Pass
+from wlb_titan.simulator.trace import write_trace
 from wlb_titan.summary import Estimate
 
 pytestmark = pytest.mark.slow
@@ -57,8 +57,8 @@ def test_a_diverged_run_is_drawn_as_far_as_it_goes():
 
 def test_passes_are_drawn_to_scale():
     """Ranks stand by number."""
-    spans = [Span("dp 0", f"pp {rank}", "F0", rank, 1) for rank in range(11)]
-    drawn = pipelines({"a": [*spans, Span("dp 0", "pp 11", "B3", 11, 1)]})
+    passes = [Pass("F", rank, 0, rank, 1, rank=f"pp {rank}") for rank in range(11)]
+    drawn = pipelines({"a": [*passes, Pass("B", 11, 3, 11, 1, rank="pp 11")]})
     assert re.findall(r">pp (\d+)<", drawn) == [str(rank) for rank in range(12)]
     boxes = re.findall(r'<g><title>(.*?)\n.*?x="(.*?)%" y="(\d+)" width="(.*?)%"', drawn, re.DOTALL)
     lefts, tops, widths = np.array([box[1:] for box in boxes], dtype=float).T
@@ -71,13 +71,13 @@ def test_passes_are_drawn_to_scale():
 
 
 def test_names_in_a_trace_are_no_html():
-    drawn = pipelines({"<i>": [Span("dp 0", "<script>", "F0", 0, 1, {"<b>": "</title>"})]})
+    drawn = pipelines({"<i>": [Pass("F", 0, 0, 0, 1, rank="<script>", facts={"<b>": "</title>"})]})
     Tags(drawn)
     assert ">&lt;script&gt;</text>" in drawn and "&lt;b&gt;: &lt;/title&gt;" in drawn
 
 
 def test_passes_that_an_outline_would_hide_have_none():
-    drawn = pipelines({"a": [Span("dp 0", "pp 0", f"F{number}", number, 1) for number in range(1000)]})
+    drawn = pipelines({"a": [Pass("F", 0, number, number, 1) for number in range(1000)]})
     assert drawn.count("<rect") == 1000 and 'rect class="apart"' not in drawn
 
 
@@ -114,8 +114,7 @@ def pages(tmp_path_factory):
     }
 
     def page(name):
-        words = map(str, [*commands[name], "--report", folder / name])
-        result = CliRunner().invoke(main, list(words))
+        result = invoke(*commands[name], "--report", folder / name)
         assert result.exit_code == 0 and "Report: " in result.output, result.output
         return (folder / name / "report.html").read_text()
 
@@ -133,8 +132,8 @@ def _run(folder, policy, tflops, traced):
     rates = ({"step": step, "steps": 1, "model_tflops": tflops + step % 3} for step in range(1, 9))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(rate | figures) + "\n" for rate in rates))
     for step in traced:
-        spans = [Span("dp 0", "pp 0", "F0", 0, 1), Span("dp 0", "pp 1", "B0", 1, 1)]
-        write_trace(spans, folder / "traces" / f"step-{step}.json")
+        passes = [Pass("F", 0, 0, 0, 1, "dp 0", "pp 0"), Pass("B", 1, 0, 1, 1, "dp 0", "pp 1")]
+        write_trace(passes, folder / "traces" / f"step-{step}.json")
     return folder
 
 

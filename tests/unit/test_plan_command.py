@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from corpora import write_prepared
 
 from wlb_titan.commands.command_line import show_table
-from wlb_titan.commands.main import main
 from wlb_titan.commands.plan import _shares
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.summary import Summary
@@ -33,7 +32,7 @@ def lengths(tmp_path):
 
 def run(lengths, *arguments):
     """What it prints of Table 1's 7B-128K job."""
-    result = CliRunner().invoke(main, ["plan", *map(str, [FILE, "--lengths", lengths, *arguments])])
+    result = invoke("plan", FILE, "--lengths", lengths, *arguments)
     assert result.exit_code == 0 and not result.stderr, result.output
     return result.stdout
 
@@ -54,7 +53,7 @@ def test_a_plan_names_the_rows_of_a_shuffled_corpus(tmp_path):
     corpus, output = tmp_path / "corpus", tmp_path / "plan.jsonl"
     write_prepared(corpus, [[1] * length for length in range(2, 202)])
     words = [FILE, "--wlb.corpus.path", corpus, *ARGUMENTS, "--steps", 3, "--output", output]
-    assert CliRunner().invoke(main, ["plan", *map(str, words)]).exit_code == 0
+    assert invoke("plan", *words).exit_code == 0
     ends, lengths = {}, {}
     for plan in map(json.loads, output.read_text().splitlines()):
         for piece in (document for m in plan["micro_batches"] for document in m["documents"]):

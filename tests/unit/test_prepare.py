@@ -12,12 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import invoke
 from corpora import content, decode
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import partial_folder
 from wlb_titan.prepare.prepare import DOCUMENTS_FILE, PrepareSettings, prepare_corpus, written_whole
@@ -47,10 +46,6 @@ def settings(texts) -> PrepareSettings:
 def made(settings, tmp_path_factory) -> Corpus:
     """A corpus that nobody writes to."""
     return prepare_corpus(settings, tmp_path_factory.mktemp("made") / "new" / "corpus")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["prepare", *map(str, arguments)])
 
 
 def test_the_corpus_holds_every_text_once_in_shuffled_order(made):
@@ -215,7 +210,7 @@ def test_a_folder_that_appeared_meanwhile_is_kept(tmp_path):
 
 def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_path, on_terminal):
     arguments = (tmp_path / "corpus", "--source", f"text:{texts}", "--vocab-size", 300)
-    result = run(*arguments)
+    result = invoke("prepare", *arguments)
     assert result.exit_code == 0 and not result.stderr, result.output
     stdout, shown = on_terminal("prepare", tmp_path / "again", *arguments[1:])
     assert stdout.replace("again", "corpus") == result.stdout and shown == {"Tokenizing documents"}
@@ -227,7 +222,7 @@ def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_pa
     assert f"why {corpus.path}/unreadable.txt" in lines
     assert any("█" in line for line in lines)
 
-    result = run(*arguments)
+    result = invoke("prepare", *arguments)
     assert result.exit_code == 0
     assert "already exists, made with the same settings: 40 documents" in result.stdout
     assert result.stderr == ""
@@ -235,7 +230,10 @@ def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_pa
 
 @pytest.mark.parametrize("option", ["--vocab-size=256", "--max-length=1"])
 def test_sizes_below_the_least_are_refused(tmp_path, option):
-    assert f"{option.partition('=')[2]} is not in the range" in run(tmp_path / "corpus", option).stderr
+    assert (
+        f"{option.partition('=')[2]} is not in the range"
+        in invoke("prepare", tmp_path / "corpus", option).stderr
+    )
 
 
 @pytest.fixture

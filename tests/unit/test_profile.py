@@ -99,6 +99,7 @@ def test_a_clusters_profile_that_cannot_be_read_is_an_error_for_all_its_times(tm
 def test_a_rate_leaves_the_fixed_part_out_which_is_not_negative():
     assert rate([(1, 3), (2, 5), (4, 9)]) == pytest.approx(1 / 2)
     assert 4 / 9 < rate([(1, 1), (2, 3), (4, 9)]) < 1
+    assert rate([(100, 5), (400, 4)]) == 100, "of a busy machine, whose times do not grow with the size"
 
 
 def test_without_a_profile_the_figures_for_h100_are_taken():
@@ -138,6 +139,7 @@ def test_times_are_those_of_the_backward_that_a_gpu_takes():
         ("{", "", "Extra data"),
         ('"schema": 3', '"schema": 2', "schema is 2, not 3"),
         ('"tile"', '"tiles"', "entries.0.cost.tile is missing"),
+        ('"tiles_of"', '"tile_of"', "an entry lacks tiles_of"),
         ('"layer": [0.0, 0.0]', '"layer": ["a", "b"]', 'layer.0 is "a", but should be a valid number'),
         ('"layer": [0.0, 0.0]', '"layer": [-1.0, 0.0]', "layer.0 is -1.0, but should be"),
         ('"linear_flops": ', '"linear_flops": -', "linear_flops is -4.*, but should be greater"),
@@ -191,11 +193,6 @@ def test_the_command_measures_this_machine_and_writes_what_planning_reads(
     assert [entry.direction for entry in written.entries] == ["forward", "backward"] * 2
     assert all(point.seconds > 0 for entry in written.entries for point in entry.points)
     assert 0 < written.linear.linear_flops < np.inf and 0 < written.linear.memory_bandwidth < np.inf
-
-
-def test_times_that_a_busy_machine_disturbed_give_a_rate():
-    """The smaller product took longer, so least squares see no time that grows with the size."""
-    assert rate([(100, 5), (400, 4)]) == 100
 
 
 def test_the_recorded_profile_of_a_cpu_predicts_what_it_was_made_from():

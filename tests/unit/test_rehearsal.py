@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
+from commands import invoke
 
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.prepare.prepare import write_synthetic_corpus
@@ -35,18 +35,12 @@ JOBS = {  # what changes the job, and the kinds of its passes
 }
 
 
-def command(*words):
-    from wlb_titan.commands.main import main
-
-    return CliRunner().invoke(main, list(map(str, words)))
-
-
 @pytest.fixture
 def written(forked_ranks, tmp_path):
     """Runs a command, and gives what it writes and what it says."""
 
     def run(*words):
-        result = command(*words, "--output", tmp_path / "out.json")
+        result = invoke(*words, "--output", tmp_path / "out.json")
         assert result.exit_code == 0 and not result.stderr, result.output
         return json.loads((tmp_path / "out.json").read_text()), result.stdout
 
@@ -77,7 +71,7 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(written, job, 
     assert moved == pytest.approx(traced, abs=2**-20)  # a pipeline's first run sends a few words besides
     (step,) = rank["steps"]
     assert (rank["coordinates"], step["lengths"]) == (dry["coordinates"], dry["lengths"])
-    passes = [Pass(*one) for one in step["passes"]]
+    passes = [Pass(**one) for one in step["passes"]]
     expected = product(kinds, range(len(step["lengths"])))
     assert sorted((one.kind, one.micro_batch) for one in passes) == sorted(expected)
     assert all(0 < one.seconds < np.inf for one in passes)
@@ -110,20 +104,20 @@ def test_the_table_and_the_policies(forked_ranks, on_terminal, job, tmp_path):
         assert one["rehearsed"]["flops"] == one["predicted"]["flops"]
         # A step is at least as long as what its busiest rank measured of it.
         for number, seconds in enumerate(one["rehearsed"]["seconds"]):
-            own = [sum(p[4] for p in rank["steps"][number]["passes"]) for rank in one["ranks"]]
+            own = [sum(p["seconds"] for p in rank["steps"][number]["passes"]) for rank in one["ranks"]]
             assert seconds >= max(own) * (1 - 1e-9)
     assert "all 8 passes" in said and "±" in said
 
 
 def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
-    result = command("rehearse", job, "--rank", "first", "--base", "llama2_70b")
+    result = invoke("rehearse", job, "--rank", "first", "--base", "llama2_70b")
     assert result.exit_code == 1
     assert "cannot fit" in result.stdout and "tokens in flight" in result.stdout
 
 
 def test_mistakes_are_refused(forked_ranks, job):
     for words, message in ((("--output", "/nowhere/x.json"), "/nowhere"), (("--policies", "wlbb"), "wlbb")):
-        result = command("rehearse", job, *words)
+        result = invoke("rehearse", job, *words)
         assert result.exit_code == 2 and message in result.stderr, result.output
 
 

@@ -7,11 +7,10 @@ import datasets
 import numpy as np
 import pytest
 import torch.distributed as dist
-from click.testing import CliRunner
+from commands import invoke
 from rows import rows
 
 from wlb_titan.commands.lone_ranks import LoneRanks
-from wlb_titan.commands.main import main
 from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.cost.attention_kernels import Point
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
@@ -135,7 +134,7 @@ def configuration(file, words=()):
 
 
 def command(*words):
-    result = CliRunner().invoke(main, list(map(str, words)))
+    result = invoke(*words)
     assert result.exit_code == 0, result.output
 
 

@@ -1,6 +1,7 @@
 """Predicted steps: one by hand; of others passes, the slowest replica, communication, memory, timelines."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -236,12 +237,11 @@ def test_an_earlier_rank_holds_more_micro_batches():
 def test_a_timeline_ends_when_the_pipeline_is_predicted_to(degrees):
     """Of runs one after the other, and of ranks that meet in every micro-batch."""
     made, batches = job(degrees=degrees, run=2), plan([[[8], [1], [2], [3]], [[1], [8], [2], [3]]])
-    spans = step_timeline(made, batches, "plain")
-    assert {span.process for span in spans} == {"plain"}
-    assert {span.track for span in spans} == {f"pp {rank}" for rank in range(degrees.pipeline)}
-    assert {span.name for span in spans} == {f"{kind}{place}" for kind in "FB" for place in range(4)}
-    end = max(span.start + span.duration for span in spans)
-    assert end == pytest.approx(simulate(made, [batches]).pipeline[0])
+    passes = step_timeline(made, batches, "plain")
+    assert {one.replica for one in passes} == {"plain"}
+    assert {one.rank for one in passes} == {f"pp {rank}" for rank in range(degrees.pipeline)}
+    assert {(one.kind, one.micro_batch) for one in passes} == set(product("FB", range(4)))
+    assert max(one.end for one in passes) == pytest.approx(simulate(made, [batches]).pipeline[0])
 
 
 def test_a_prediction_beyond_the_measured_range_says_so():

@@ -131,13 +131,13 @@ def test_more_packs_hold_less():
 def test_the_timeline_is_as_long_as_the_step_and_names_slices(name):
     simulated = sliced(replace(PACKINGS[name], micropacks=8))
     (plan,) = plans(simulated, steps=1)
-    spans = step_timeline(simulated, plan)
-    assert max(s.start + s.duration for s in spans) == pytest.approx(simulate(simulated, [plan]).pipeline[0])
-    tokens = {f"{kind}{m.index}": m.length for m in plan.micro_batches for kind in m.passes}
-    assert {s.name: s.args["tokens"] for s in spans} == tokens
-    states = {s.args["MicroPack"] for s in spans}
+    passes = step_timeline(simulated, plan)
+    assert max(one.end for one in passes) == pytest.approx(simulate(simulated, [plan]).pipeline[0])
+    tokens = {(kind, m.index): m.length for m in plan.micro_batches for kind in m.passes}
+    assert {(one.kind, one.micro_batch): one.facts["tokens"] for one in passes} == tokens
+    states = {one.facts["MicroPack"] for one in passes}
     assert "slim" in states and states <= {"slim", "mix", "pack"}
-    shown = [s.args.get("slice", "") for s in spans]
+    shown = [one.facts.get("slice", "") for one in passes]
     assert any(own.startswith("0-") for own in shown)
     assert any("," in own for own in shown) == (name == "asymmetric")  # a document's end, another's begin
 

@@ -1,4 +1,4 @@
-"""What is made of measured passes: imbalance, bubble and spans."""
+"""What is made of measured passes: imbalance and bubble."""
 
 import itertools
 from dataclasses import replace
@@ -10,21 +10,22 @@ from slicing import PACKINGS, planner
 
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.runtime.step_trace import PassTimer, RankPasses, bubble, measured_imbalance, spans
+from wlb_titan.runtime.step_trace import PassTimer, bubble, measured_imbalance
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import rank_imbalance
 
 pytestmark = pytest.mark.slow
 
 # Two ranks of a pipeline, micro-batches of 3 and 6 seconds a rank; rank 1 waits one second and rank 0 for it.
-PASSES = (
-    [Pass("F", 0, 0, 0, 1), Pass("F", 0, 1, 1, 2), Pass("B", 0, 0, 4, 2), Pass("B", 0, 1, 9, 4)],
-    [
-        *(Pass("F", 1, 0, 1, 0.5), Pass("L", 1, 0, 1.5, 0.5), Pass("B", 1, 0, 2, 2)),
-        *(Pass("F", 1, 1, 4, 2), Pass("B", 1, 1, 6, 4)),
-    ],
-)
-FIRST, SECOND = (RankPasses(0, stage, 0, 0, passes) for stage, passes in enumerate(PASSES))
+FIRST = [
+    *(Pass("F", 0, 0, 0, 1, "dp 0", "pp 0"), Pass("F", 0, 1, 1, 2, "dp 0", "pp 0")),
+    *(Pass("B", 0, 0, 4, 2, "dp 0", "pp 0"), Pass("B", 0, 1, 9, 4, "dp 0", "pp 0")),
+]
+SECOND = [
+    *(Pass("F", 1, 0, 1, 0.5, "dp 0", "pp 1"), Pass("L", 1, 0, 1.5, 0.5, "dp 0", "pp 1")),
+    *(Pass("B", 1, 0, 2, 2, "dp 0", "pp 1"), Pass("F", 1, 1, 4, 2, "dp 0", "pp 1")),
+    Pass("B", 1, 1, 6, 4, "dp 0", "pp 1"),
+]
 
 
 def pack(index, dp_rank=0, passes="FB", length=8):
@@ -41,39 +42,28 @@ PLAN = plan_of(pack(0), pack(1))
 
 
 def test_bubble_is_the_idle_share_between_the_first_pass_and_the_last():
-    assert bubble([FIRST, SECOND]) == pytest.approx(1 - 18 / 26)
-    assert bubble([SECOND]) == 0.0
+    assert bubble(FIRST + SECOND) == pytest.approx(1 - 18 / 26)
+    assert bubble(SECOND) == 0.0
 
 
 def test_imbalance_is_of_whole_micro_batches_over_all_stages_and_replicas():
-    assert measured_imbalance([FIRST, SECOND], PLAN) == pytest.approx(12 / 9)
-    replica, plan = RankPasses(1, 0, 0, 0, FIRST.passes), plan_of(*PLAN.micro_batches, pack(0, 1), pack(1, 1))
-    assert measured_imbalance([FIRST, SECOND, replica], plan) == pytest.approx(12 / np.mean([6, 12, 3, 6]))
+    assert measured_imbalance(FIRST + SECOND, PLAN) == pytest.approx(12 / 9)
+    replica = [replace(one, replica="dp 1") for one in FIRST]
+    plan = plan_of(*PLAN.micro_batches, pack(0, 1), pack(1, 1))
+    found = measured_imbalance(FIRST + SECOND + replica, plan)
+    assert found == pytest.approx(12 / np.mean([6, 12, 3, 6]))
 
 
 def test_ranks_that_share_a_micro_batch_count_once():
-    pair = [RankPasses(0, 0, cp, 0, [Pass("FB", 0, 0, 0, 2), Pass("FB", 0, 1, 2, 4)]) for cp in range(2)]
+    pair = [Pass("FB", 0, i, 2 * i, 2 + 2 * i, "dp 0", f"cp {cp}") for cp in range(2) for i in range(2)]
     assert measured_imbalance(pair, PLAN) == pytest.approx(4 / 3)
 
 
-def test_spans_have_a_track_for_each_rank_and_facts_of_the_micro_batch():
-    drawn = list(spans([FIRST, SECOND], PLAN))
-    assert [s.track for s in drawn] == ["pp 0"] * 4 + ["pp 1"] * 5
-    assert [s.name for s in drawn] == ["F0", "F1", "B0", "B1", "F0", "L0", "B0", "F1", "B1"]
-    assert drawn[1].args == {"stage": 0, "tokens": 8, "documents": 2, "predicted_work": 6.0}
-    assert {s.process for s in drawn} == {"dp 0"}
-
-
 def test_passes_may_have_micro_batches_of_their_own():
+    """Forward passes take 1.5 and 4 seconds on both ranks, the others 4.5 and 8."""
     plan = plan_of(pack(0, passes="F"), pack(1, passes="F"), *(pack(i, 0, "B", 16) for i in (2, 3)))
-    ranks = []
-    for rank in (FIRST, SECOND):
-        passes = [one._replace(micro_batch=one.micro_batch + 2 * (one.kind != "F")) for one in rank.passes]
-        ranks.append(replace(rank, passes=passes))
-    drawn = list(spans(ranks, plan))
-    assert [(s.name, s.args["tokens"]) for s in drawn[4:7]] == [("F0", 8), ("L2", 16), ("B2", 16)]
-    # Forward passes take 1.5 and 4 seconds on both ranks, the others 4.5 and 8.
-    assert measured_imbalance(ranks, plan) == pytest.approx((4 + 8) / (2.75 + 6.25))
+    passes = [replace(one, micro_batch=one.micro_batch + 2 * (one.kind != "F")) for one in FIRST + SECOND]
+    assert measured_imbalance(passes, plan) == pytest.approx((4 + 8) / (2.75 + 6.25))
 
 
 def test_imbalance_is_of_both_passes():

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 
 from wlb_titan.commands import command_line as cli
+from wlb_titan.commands.dryrun import at_once
 from wlb_titan.commands.template import template
 from wlb_titan.errors import UserError
 from wlb_titan.files import save
@@ -92,7 +92,7 @@ def init(file: Path, corpus: str) -> None:
         raise UserError(f"{file} already exists; name another file.")
     import torch
 
-    text = experiment(str(file), corpus, torch.accelerator.device_count(), os.cpu_count() or 1)
+    text = experiment(str(file), corpus, torch.accelerator.device_count(), at_once())
     with cli.writing(str(file)):
         save(file, text)
     click.echo(f"{file} is written. Next:\n")
@@ -103,7 +103,7 @@ def init(file: Path, corpus: str) -> None:
 
 
 def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
-    """The text of a first experiment; `cores` count where there is no GPU."""
+    """The text of a first experiment; `cores`, of `at_once`, count where there is no GPU."""
     # A step's 8 micro-batches divide over 1, 2, 4 or 8 processes.
     processes = max(number for number in (1, 2, 4, 8) if number <= max(gpus or min(cores, 4), 1))
     return template("first.toml").render(file=file, corpus=to_text(corpus), processes=processes, gpus=gpus)

@@ -111,8 +111,8 @@ def dryrun(
 
 
 def at_once() -> int:
-    """How many ranks run side by side: as many as there are cores and free GiB, on this machine and in this
-    container."""
+    """How many ranks run side by side on CPUs: as many as this machine and this container have cores and free
+    GiB."""
     cores: float = len(os.sched_getaffinity(0))
     free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) << 10
     with suppress(OSError, ValueError):  # there is no container, or no bound ("max")

@@ -24,6 +24,7 @@ from wlb_titan.config.load import Resolved
 from wlb_titan.dimensions.degrees import Grid
 from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
+from wlb_titan.files import load
 from wlb_titan.job import Job, Policy
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
 from wlb_titan.progress import counted
@@ -149,7 +150,7 @@ class LoneRanks:
         if not result.exists():
             error = f"the process ended with exit code {process.returncode}: {tail}"
             return {"rank": asked["rank"], "error": error}
-        record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        record: dict[str, Any] = load(dict[str, Any], result)
         result.unlink()  # another policy's has the same name
         return record
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from wlb_titan.commands.command_line import Rows, describe_job, writing
 from wlb_titan.commands.template import template
-from wlb_titan.simulator.trace import Span
+from wlb_titan.files import save
+from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import Estimate
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ def write_page(
     text = _drawn("page", title, answer, about, cards, figure, facts, tries, sections)
     path = folder / "report.html"
     with writing(f"--report: {path}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        save(path, text)
     return path
 
 
@@ -121,27 +121,23 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def pipelines(timelines: Mapping[str, Sequence[Span]]) -> str:
+def pipelines(timelines: Mapping[str, Sequence[Pass]]) -> str:
     """A step's passes to scale: a picture for each policy or run, a row for each rank, a box for each pass
     with its micro-batch where there is room.
 
     Documents differ between policies, so times are relative to a rank's work.
     """
     works = {
-        name: sum(s.duration for s in step) / len({s.track for s in step}) for name, step in timelines.items()
+        name: sum(p.seconds for p in step) / len({p.rank for p in step}) for name, step in timelines.items()
     }
-    ends = {name: max(s.start + s.duration for s in step) / works[name] for name, step in timelines.items()}
+    ends = {name: max(p.end for p in step) / works[name] for name, step in timelines.items()}
     pictures = []
     for name, step in timelines.items():
         seconds = works[name] * max(ends.values())
-        tracks = sorted({s.track for s in step}, key=lambda track: (len(track), track))  # pp 2 before pp 10
-        kinds = [s.name.rstrip("0123456789") for s in step]
-        passes = [
-            (PASSES[kind][0], s.name.removeprefix(kind), tracks.index(s.track), s)
-            for kind, s in zip(kinds, step, strict=True)
-        ]
-        colors = dict(PASSES[kind] for kind in kinds)
-        pictures.append((f"{name}: {1 - 1 / ends[name]:.1%} bubble", seconds, tracks, colors, passes))
+        ranks = sorted({p.rank for p in step}, key=lambda rank: (len(rank), rank))  # pp 2 before pp 10
+        passes = [(PASSES[p.kind][0], ranks.index(p.rank), p) for p in step]
+        colors = dict(PASSES[p.kind] for p in step)
+        pictures.append((f"{name}: {1 - 1 / ends[name]:.1%} bubble", seconds, ranks, colors, passes))
     return _drawn("pipelines", pictures)
 
 

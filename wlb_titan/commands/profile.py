@@ -24,7 +24,6 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan import __version__
 from wlb_titan.commands.command_line import Output, TomlFile, progress, resolved_job, say, show_table
-from wlb_titan.commands.compare import open_run
 from wlb_titan.cost.profile import TILES_OF, AttentionShape, Entry, LinearProfile, Profile, fitted, rate
 from wlb_titan.errors import UserError
 from wlb_titan.kernels import varlen_attention
@@ -33,9 +32,9 @@ from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
-from wlb_titan.runtime.dump_folder import CONFIG_FILE, TRACES
-from wlb_titan.simulator.calibrate import as_predicted, calibrated, fingerprint, fit
-from wlb_titan.simulator.trace import PARTS, read_trace
+from wlb_titan.runs import CONFIG_FILE, TRACES, open_run
+from wlb_titan.simulator import calibrate
+from wlb_titan.simulator.trace import read_trace
 
 ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
 SECONDS = 100.0  # after which no round starts
@@ -155,21 +154,21 @@ def _from_run(folder: Path, output: Path) -> None:
     run = open_run(folder, str(folder))
     job, _ = resolved_job(folder / CONFIG_FILE, (), None)
     steps = run.traced[1:] or run.traced  # the first has caches to fill
-    passes = [span for step in steps for span in read_trace(folder / TRACES / f"step-{step}.json")]
-    if not passes or not all(PARTS in span.args for span in passes):
+    passes = [p for step in steps for p in read_trace(folder / TRACES / f"step-{step}.json")]
+    if not passes or not all(calibrate.PARTS in p.facts for p in passes):
         raise UserError(f"{folder}: no traces to fit. Train some steps with wlb.trace_every = 2.")
-    if any(span.args.get("job") != fingerprint(job) for span in passes):
+    if any(p.facts.get(calibrate.JOB) != calibrate.fingerprint(job) for p in passes):
         raise UserError(
             f"{folder}: its traces are of another job or cluster than its {CONFIG_FILE} gives here. Move "
             f"older {TRACES} away, or name the cluster that it ran on with wlb.cluster in that file."
         )
-    parts = np.array([span.args[PARTS] for span in passes])
-    seconds = np.array([span.duration for span in passes])
-    before = as_predicted(job)
-    factors, known = fit(parts, seconds, before), parts.any(axis=1)
+    parts, seconds = calibrate.measurements(passes)
+    before = calibrate.as_predicted(job)
+    factors, known = calibrate.fit(parts, seconds, before), parts.any(axis=1)
     off = [np.median(np.abs((parts @ [*f, 1.0] / seconds - 1)[known])) for f in (before, factors)]
     experts = max(run.mean("busiest_expert_rank") or 1.0, 1.0)
-    calibrated(job, factors, f"torch {torch.__version__}, wlb_titan {__version__}", experts).save(output)
+    software = f"torch {torch.__version__}, wlb_titan {__version__}"
+    calibrate.calibrated(job, factors, software, experts).save(output)
     forward, backward, *times = factors.tolist()
     say(
         f"A layer's pass takes {forward * 1e3:.3g} ms forward and {backward * 1e3:.3g} backward whatever its "

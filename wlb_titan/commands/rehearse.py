@@ -18,6 +18,7 @@ from wlb_titan.commands import page
 from wlb_titan.commands.lone_ranks import DEFAULT_STEP, LoneRanks, of_ranks, print_rank, rank_numbers
 from wlb_titan.commands.simulate import speedup
 from wlb_titan.documents import Documents
+from wlb_titan.files import checked
 from wlb_titan.job import Job, Policy
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.measured import MeasuredPasses, MeasuredStep, Pass, measured
@@ -106,7 +107,7 @@ def _put_together(lone: LoneRanks, plans: list[Plan], ranks: list[dict[str, Any]
         for rank in ran:
             at, step = rank["coordinates"], rank["steps"][number]
             dp = job.degrees.replica_at(at)
-            passes = [Pass(*fields) for fields in step["passes"]]
+            passes = checked(list[Pass], step["passes"])
             planned = [m.length for m in plan.of_rank(dp)]
             assert step["lengths"] == planned, f"rank {rank['rank']} ran another plan than the one measured"
             of_ranks.append(MeasuredStep(dp, at.get("cp", 0), passes, step["optimizer"]))
@@ -155,9 +156,10 @@ def what_it_ran(rank: dict[str, Any]) -> str:
     first, last = steps[0]["iteration"] + 1, steps[-1]["iteration"] + 1
     runs = f"step {first}" if first == last else f"steps {first} to {last}"
     passes = [pass_ for step in steps for pass_ in step["passes"]]
-    kinds = [kind for kind in page.PASSES if any(pass_[0] == kind for pass_ in passes)]
-    seconds = {kind: sum(pass_[4] for pass_ in passes if pass_[0] == kind) / len(steps) for kind in kinds}
-    took = ", ".join(f"{page.PASSES[kind][0]} {value:.3f}" for kind, value in seconds.items())
+    seconds = {kind: [p["seconds"] for p in passes if p["kind"] == kind] for kind in page.PASSES}
+    took = ", ".join(
+        f"{page.PASSES[kind][0]} {sum(found) / len(steps):.3f}" for kind, found in seconds.items() if found
+    )
     optimizer, peak = mean(step["optimizer"] for step in steps), ""
     if steps[0]["peak_gib"] is not None:
         peak = f" Peak {max(step['peak_gib'] for step in steps):.2f} GiB"

@@ -77,14 +77,16 @@ def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Docume
 
 
 def validated_documents(settings: WlbSettings, corpus: Corpus) -> tuple[Corpus, dict[str, Documents]]:
-    """The corpus of [wlb.validation], or that of training, and its documents of each source by name, "" where
-    there is one, in their own order."""
+    """The corpus of [wlb.validation], which is opened once beside that of training, or this one; and its
+    documents of each source by name, "" where there is one, in their own order."""
     validation = settings.validation
     if validation.path:
         corpus_settings = dataclasses.replace(
             settings.corpus, path=validation.path, mask=validation.mask, sources=[]
         )
-        other = open_corpus(corpus_settings, "wlb.validation.path")
+        if corpus.validation is None:
+            corpus.validation = open_corpus(corpus_settings, "wlb.validation.path")
+        other = corpus.validation
         return other, {"": dataclasses.replace(documents_of(corpus_settings, other), seed=None)}
     everything = documents_of(settings.corpus, corpus)
     held_out, first = {}, 0

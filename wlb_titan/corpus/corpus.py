@@ -6,7 +6,6 @@ A corpus is a folder or file of one of the forms in `formats`. docs/corpus.md ("
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from wlb_titan.files import load, save
 TOKENIZER_FOLDER = "tokenizer"
 UNREADABLE_FILE = "unreadable.txt"
 PREPARATION_FILE = "corpus.json"
+
+DECIDING = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")  # which ids a text has
 
 ADVICE = "Name a folder on this machine; `hf download NAME --local-dir FOLDER` brings one from the hub."
 
@@ -51,8 +52,7 @@ class Preparation:
     def save(self, folder: Path) -> None:
         tokenizer = TokenizerFacts.of(folder / TOKENIZER_FOLDER, self.vocab_size)
         facts = dataclasses.asdict(self) | {"tokenizer_sha256": tokenizer.sha256}
-        text = json.dumps(facts, indent=2, ensure_ascii=False)
-        save(folder / PREPARATION_FILE, text + "\n")
+        save(folder / PREPARATION_FILE, facts, indent=2)
 
     @classmethod
     def load(cls, folder: Path) -> "Preparation | None":
@@ -97,9 +97,10 @@ class TokenizerFacts:
         return cls(file.parent, hashlib.sha256(file.read_bytes()).hexdigest(), noted_size)
 
 
-def open_tokenizer(folder: Path) -> Any:
-    """A folder's `PreTrainedTokenizerFast`, also with tokens that only files beside tokenizer.json have."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # take seconds
+def open_tokenizer(folder: Path, *, alone: bool = False) -> Any:
+    """A folder's `PreTrainedTokenizerFast`, also with tokens that only files beside tokenizer.json have;
+    `alone`: whatever a model's config.json there says."""
+    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast  # take seconds
 
     def wrong(reason: str) -> CorpusError:
         what = f"{folder / 'tokenizer.json'} and tokenizer_config.json cannot be opened as a tokenizer"
@@ -109,10 +110,31 @@ def open_tokenizer(folder: Path) -> Any:
         for file in (folder / "tokenizer.json", *folder.glob("*.json"), *folder.rglob("*.jinja")):
             regular(file)
         with suppress(Exception):  # transformers lacks its class
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            config = PreTrainedConfig() if alone else None
+            tokenizer = AutoTokenizer.from_pretrained(folder, config=config, **local)
             if tokenizer.is_fast:
                 return tokenizer
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def differing_ids(one: Path, other: Path) -> str:
+    """Why the tokenizers of two folders, as transformers reads them, give a text other ids; "" where they do
+    not. Templates and the tokens that end and pad texts are a run's own."""
+    contents, theirs = (
+        [(folder / name).read_bytes() if (folder / name).is_file() else b"" for name in DECIDING]
+        for folder in (one, other)
+    )
+    if contents == theirs:
+        return ""
+    ids, others = (open_tokenizer(folder, alone=True).get_vocab() for folder in (one, other))
+    for token in sorted(ids | others):
+        found, there = ids.get(token, "missing"), others.get(token, "missing")
+        if found != there:
+            return f"{token!r} is {found} in {one} and {there} in {other}"
+    rules, others = (load(dict[str, Any], folder / "tokenizer.json") for folder in (one, other))
+    parts = [part for part in ("normalizer", "pre_tokenizer", "model") if rules.get(part) != others.get(part)]
+    return f"{', '.join(parts)} of tokenizer.json differ" if parts else ""
 
 
 class Corpus:
@@ -135,6 +157,7 @@ class Corpus:
         self.tokenizer = tokenizer  # None if unknown, which is enough to plan but not to train
         self.preparation = preparation  # None unless `wlb-titan prepare` made the corpus
         self.parts = tuple(parts)  # of a joined corpus, in order
+        self.validation: Corpus | None = None  # that of [wlb.validation], once it is open
 
     def __str__(self) -> str:
         if self.parts:
@@ -168,12 +191,10 @@ class Corpus:
         """Several corpora as one, their documents one after the other."""
         tokenizers = [(part, part.tokenizer) for part in parts if part.tokenizer is not None]
         for part, other in tokenizers[1:]:
-            first = tokenizers[0][1]
-            same = other.sha256 == first.sha256 and other.vocab_size == first.vocab_size
-            if other.path != first.path and not same:
+            if differ := differing_ids(other.path, tokenizers[0][1].path):
                 raise CorpusError(
-                    f"{part} and {tokenizers[0][0]} were made with different tokenizers. Prepare one of them "
-                    "again with the tokenizer of the other."
+                    f"{part} and {tokenizers[0][0]} were made with different tokenizers: {differ}. Prepare "
+                    "one of them again with the tokenizer of the other."
                 )
         fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
         shards = [shard for part in parts for shard in part.shards]
@@ -280,10 +301,10 @@ def _own_tokenizer(path: Path, preparation: Preparation, named: TokenizerFacts |
     brought = TokenizerFacts.of(path / TOKENIZER_FOLDER, preparation.vocab_size)
     if brought.sha256 != preparation.tokenizer_sha256:
         raise _damaged(path, f"{brought.path / 'tokenizer.json'} is not the tokenizer that made it")
-    if named is not None and named.sha256 != brought.sha256:
+    if named is not None and (differ := differing_ids(named.path, brought.path)):
         raise CorpusError(
-            f"The corpus {path} was not made with the tokenizer in {named.path}; it includes its own, so "
-            "leave wlb.corpus.tokenizer out.",
+            f"The corpus {path} was not made with the tokenizer in {named.path}: {differ}. It includes its "
+            "own, so leave wlb.corpus.tokenizer out.",
             setting="corpus.tokenizer",
         )
     return brought

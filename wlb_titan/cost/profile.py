@@ -109,10 +109,10 @@ def _flat(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     """An entry of a file as `Entry` has it."""
-    tiling, cost = (
-        {field.name: flat.pop(field.name) for field in fields(kind) if field.name in flat}
-        for kind in (Tiling, KernelCost)
-    )
+    names = {kind: [field.name for field in fields(kind)] for kind in (Tiling, KernelCost)}
+    if missing := [name for name in ("pass", *names[Tiling]) if name not in flat]:
+        raise ValueError(f"an entry lacks {', '.join(missing)}")
+    tiling, cost = ({name: flat.pop(name) for name in of if name in flat} for of in names.values())
     return {"direction": flat.pop("pass"), "cost": cost | {"tiling": tiling}, **flat}
 
 

@@ -10,7 +10,6 @@ folder in use, and is deleted by the next one.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
@@ -35,6 +34,7 @@ from wlb_titan.corpus.corpus import (
 from wlb_titan.corpus.formats import fingerprint_of
 from wlb_titan.corpus.shards import MASK, SOURCE, TOKENS
 from wlb_titan.errors import CorpusError
+from wlb_titan.files import save
 from wlb_titan.prepare.chat import ChatTemplate, conversations
 from wlb_titan.prepare.sources import SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import (
@@ -189,8 +189,7 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
             f"{unlearned if left_out.unlearned else ''}"
         )
     if unreadable:
-        lines = "".join(f"{entry}\n" for entry in unreadable)
-        (folder / UNREADABLE_FILE).write_text(lines, encoding="utf-8")
+        save(folder / UNREADABLE_FILE, "".join(f"{entry}\n" for entry in unreadable))
     shutil.rmtree(cache, ignore_errors=True)
     Preparation(
         **written._asdict(),
@@ -291,7 +290,7 @@ def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool
         "_output_all_columns": False,
         "_split": None,
     }
-    (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    save(folder / "state.json", state, indent=2)
     return Written(count, tokens, learned if masked else None)
 
 

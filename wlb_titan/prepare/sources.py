@@ -10,27 +10,19 @@ import shutil
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from itertools import accumulate, filterfalse
-from numbers import Number
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from wlb_titan.corpus.formats import SWITCH
 from wlb_titan.errors import CorpusError, reading, regular
-from wlb_titan.prepare.shapes import shape_of
+from wlb_titan.prepare.shapes import advice, conversation, shape_of, text_of
 
 SOURCES = (
     "python-source, text:DIR, jsonl:FILE_OR_DIR#field, parquet:FILE_OR_DIR#field, "
     "hf:NAME[,CONFIG][@SPLIT][#field]"
 )
-
-HARMLESS = re.compile(
-    "(^|_)((uu)?id|hash|source|dataset|subset|split|category|language|url|model|date|type)$"
-)
-"""Keys beside a conversation whose text, if it is one line of at most 200 characters, is no part of it."""
 
 NamedFiles = list[tuple[str, Path]]  # documents of one file each
 
@@ -232,6 +224,12 @@ class JsonLines:
         return bisect_right(self._firsts, document) - 1
 
 
+class Part(NamedTuple):
+    name: str
+    rows: int
+    row: Callable[[int], dict[str, Any]]  # by its number
+
+
 class Rows:
     """One document per row of Parquet files or a Hugging Face dataset."""
 
@@ -241,28 +239,27 @@ class Rows:
         files = [] if spec.kind == "hf" else _files_at(spec.kind, Path(spec.location))
         self._parts = [_parquet(file, cache / f"{n}.arrow", spec.field, chat) for n, file in enumerate(files)]
         self._parts = self._parts or [_hub(spec, chat)]
-        self._ends = list(accumulate(len(rows) for _, rows in self._parts))
+        self._ends = list(accumulate(part.rows for part in self._parts))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def name(self, document: int) -> str:
-        (label, _), row = self._place(document)
-        return f"{label}[{row}]"
+        part, row = self._place(document)
+        return f"{part.name}[{row}]"
 
     def read(self, document: int) -> Any:
-        (_, rows), place = self._place(document)
+        part, place = self._place(document)
         with reading(CorpusError):
-            row = {key: _without_nulls(value) for key, value in rows[place].items()}
+            row = {key: _without_nulls(value) for key, value in part.row(place).items()}
             return self._value(row, self._field)
 
-    def _place(self, document: int) -> tuple[tuple[str, Any], int]:
+    def _place(self, document: int) -> tuple[Part, int]:
         part = bisect_right(self._ends, document)
         return self._parts[part], document - (self._ends[part - 1] if part else 0)
 
 
-def _hub(spec: SourceSpec, chat: bool) -> tuple[str, Any]:
-    """The name of a dataset, and its `datasets.Dataset`."""
+def _hub(spec: SourceSpec, chat: bool) -> Part:
     import datasets  # takes seconds
 
     try:
@@ -272,12 +269,12 @@ def _hub(spec: SourceSpec, chat: bool) -> tuple[str, Any]:
         cause = error.__cause__ or error
         line = str(cause).strip().partition("\n")[0]
         raise CorpusError(f"Cannot read hf:{spec.location}: {type(cause).__name__}: {line}") from error
-    return spec.location, rows.select_columns(_columns(spec.location, rows.column_names, spec.field, chat))
+    rows = rows.select_columns(_columns(spec.location, rows.column_names, spec.field, chat))
+    return Part(spec.location, len(rows), rows.__getitem__)
 
 
-def _parquet(file: Path, target: Path, field: str, chat: bool) -> tuple[str, Any]:
-    """The name of a file, and a `datasets.Dataset` of it in `target`, where rows are found by number."""
-    import datasets
+def _parquet(file: Path, target: Path, field: str, chat: bool) -> Part:
+    """A file, written to `target`, where rows are found by number. `datasets` knows no maps."""
     import pyarrow as pa
     from pyarrow.dataset import dataset
 
@@ -285,13 +282,18 @@ def _parquet(file: Path, target: Path, field: str, chat: bool) -> tuple[str, Any
     with reading(lambda reason: CorpusError(f"Cannot read parquet:{file}: {reason}.")):
         found = dataset(str(file), format="parquet")
         if not found.count_rows():
-            return file.name, []  # it may have no columns
+            return Part(file.name, 0, lambda _: {})  # it may have no columns
         columns = _columns(str(file), found.schema.names, field, chat)
         scanner = found.scanner(columns=columns, batch_size=1024)
         with pa.ipc.new_stream(str(target), scanner.projected_schema) as writer:
             for batch in scanner.to_batches():
                 writer.write_batch(batch)
-        return file.name, datasets.Dataset.from_file(str(target))
+        table = pa.ipc.open_stream(pa.memory_map(str(target))).read_all()
+
+    def row(place: int) -> dict[str, Any]:
+        return dict(table.slice(place, 1).to_pylist(maps_as_pydicts="strict")[0])
+
+    return Part(file.name, table.num_rows, row)
 
 
 def _columns(location: str, columns: list[str], field: str, chat: bool) -> list[str]:
@@ -299,61 +301,8 @@ def _columns(location: str, columns: list[str], field: str, chat: bool) -> list[
     if field in columns or (chat and shape_of(columns, field)):
         return columns if chat else [field]
     raise CorpusError(
-        f"{location} has no field {field!r}; it has {', '.join(columns)}{_advice(field, columns)}."
+        f"{location} has no field {field!r}; it has {', '.join(columns)}{advice(field, columns)}."
     )
-
-
-def text_of(record: Any, field: str) -> str:
-    """The text of a record; a ValueError if the field is missing or not text."""
-    value = _field_of(record, field)
-    text = "" if value is None else value
-    if not isinstance(text, str):
-        chat = "; if these are conversations, add --chat" if isinstance(text, list) else ""
-        raise ValueError(f"the field {field!r} holds {type(text).__name__}, not text{chat}")
-    text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
-    return text
-
-
-def conversation(record: Any, field: str) -> dict[str, Any]:
-    """A record's messages, and the `tools` they may call, or None; a ValueError without messages, or with
-    another key whose value may belong to the conversation."""
-    shape = shape_of(record, field) if isinstance(record, dict) else None
-    messages = shape(record) if shape else _field_of(record, field)
-    tools = record.pop("tools", None)
-    for key, value in record.items():  # which were not taken out
-        if not _harmless(key, value, messages):
-            raise ValueError(
-                f"the record has a key {key!r}, which is not read; remove it, or put it into the messages"
-            )
-    return {"messages": messages, "tools": json.loads(tools or "null") if isinstance(tools, str) else tools}
-
-
-def _harmless(key: str, value: Any, messages: Any) -> bool:
-    """Whether nothing of a conversation is lost with a value beside it."""
-    if isinstance(value, str):
-        said = (
-            [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-        )
-        short = len(value) <= 200 and "\n" not in value and HARMLESS.search(key)
-        return bool(not value or short or value in said)
-    if isinstance(value, Number | date):
-        return value == 1 or not SWITCH.search(key)
-    return not value
-
-
-def _field_of(record: Any, field: str) -> Any:
-    """A field, taken out of the record."""
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    if field not in record:
-        raise ValueError(f"no field {field!r}; it has {', '.join(record)}{_advice(field, record)}")
-    return record.pop(field)
-
-
-def _advice(field: str, fields: Iterable[str]) -> str:
-    """What to do if a record with `fields` lacks `field`."""
-    chat = "; for conversations add --chat" if field == "text" and "messages" in fields else ""
-    return f"{chat}; another field is named after a #, as in --source jsonl:FILE#FIELD"
 
 
 def _without_nulls(value: Any) -> Any:

@@ -3,7 +3,6 @@ made from a bounded amount of text at a time."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections import Counter
@@ -21,6 +20,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, tr
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.corpus import open_tokenizer
 from wlb_titan.errors import CorpusError, reading
+from wlb_titan.files import save
 from wlb_titan.prepare.sources import Source
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -160,7 +160,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
         "add_bos_token": False,
         "add_eos_token": False,
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save(folder / CONFIG_FILE, config, indent=2)
 
 
 class Document(NamedTuple):

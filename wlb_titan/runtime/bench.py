@@ -25,6 +25,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.corpus import Corpus
 from wlb_titan.files import save
 from wlb_titan.job import Job
+from wlb_titan.runs import BENCH_FILE
 from wlb_titan.runtime.agreement import agreed_job, timeout
 from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.module import ContextAttention, attentions, prepare_attention
@@ -32,7 +33,6 @@ from wlb_titan.runtime.checks import turns_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.dump_folder import BENCH_FILE
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims, context_meshes
 from wlb_titan.runtime.metrics import metrics_rank

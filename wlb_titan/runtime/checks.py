@@ -29,6 +29,7 @@ from wlb_titan.job import Policy
 from wlb_titan.kernels.implementations import device_of
 from wlb_titan.packing.once import validating
 from wlb_titan.plugins import check_interface, load, short_name
+from wlb_titan.runs import CONFIG_FILE, METRICS_FILE
 from wlb_titan.runtime import model_checks
 from wlb_titan.runtime.agreement import check_rates, saved_plan
 from wlb_titan.runtime.attention.implementation import check_implementation
@@ -43,7 +44,7 @@ from wlb_titan.runtime.configured import (
     job_of,
     parallel_dims,
 )
-from wlb_titan.runtime.dump_folder import CONFIG_FILE, METRICS_FILE, check_place
+from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.ends import seconds_of
 from wlb_titan.runtime.hugging_face import check_weights, export_files
 from wlb_titan.runtime.loss import weighted

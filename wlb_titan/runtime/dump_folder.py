@@ -20,13 +20,9 @@ from pathlib import Path
 
 from wlb_titan.errors import UserError
 from wlb_titan.files import save
+from wlb_titan.runs import CONFIG_FILE, METRICS_FILE, TRACES, VALIDATION_FILE
 
 LOCK_FILE = ".lock"
-CONFIG_FILE = "config.toml"
-METRICS_FILE = "metrics.jsonl"
-VALIDATION_FILE = "validation.jsonl"
-BENCH_FILE = "bench.json"  # of a bench, in a folder of its own
-TRACES = "traces"
 
 
 @contextlib.contextmanager

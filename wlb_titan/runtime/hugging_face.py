@@ -9,7 +9,6 @@ tokenizer, which say what tensors of the same shapes mean, are compared. transfo
 from __future__ import annotations
 
 import dataclasses
-import filecmp
 import json
 import re
 import shutil
@@ -27,6 +26,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
+from wlb_titan.corpus.corpus import differing_ids
 from wlb_titan.errors import UserError, reading, regular
 from wlb_titan.files import load
 from wlb_titan.prepare.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
@@ -123,11 +123,10 @@ def check_weights(config: TrainerConfig, built: ModelSpec, corpus: Corpus) -> No
             f"{'; '.join(differ[:3])}{', ...' * (len(differ) > 3)}. Copy what is missing, move away what "
             "does not belong there, or choose the base that matches them."
         )
-    tokenizer, corpus_tokenizer = folder / TOKENIZER, corpus.tokenizer_path / TOKENIZER
-    if tokenizer.is_file() and not filecmp.cmp(tokenizer, corpus_tokenizer, shallow=False):
+    if (folder / TOKENIZER).is_file() and (differ := differing_ids(corpus.tokenizer_path, folder)):
         raise UserError(
             f"wlb.corpus.path: the corpus {str(corpus.path)!r} has another tokenizer than the weights in "
-            f"{str(folder)!r}; prepare a corpus with `wlb-titan prepare NAME --tokenizer {folder}`."
+            f"{str(folder)!r}: {differ}. Prepare a corpus with `wlb-titan prepare NAME --tokenizer {folder}`."
         )
 
 

@@ -25,8 +25,8 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.files import save
 from wlb_titan.pipeline.schedule import SCHEDULES
+from wlb_titan.runs import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.compat import metrics_rank_of
-from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.pipeline.keys import canonical_name
 
 if TYPE_CHECKING:

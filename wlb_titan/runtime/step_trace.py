@@ -12,7 +12,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +25,11 @@ from torchtitan.tools.logging import logger
 from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
-from wlb_titan.runtime.dump_folder import TRACES
+from wlb_titan.runs import TRACES
 from wlb_titan.runtime.metrics import metrics_rank, warn_once
-from wlb_titan.simulator.calibrate import DIFFERS, FACTORS, as_predicted, fingerprint, pass_parts, slow_ranks
+from wlb_titan.simulator import calibrate
 from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.trace import COMPUTED, PARTS, Span, write_trace
+from wlb_titan.simulator.trace import COMPUTED, facts_of, write_trace
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.config import TrainerConfig
@@ -85,8 +86,8 @@ class PassTimer:
         return [
             Pass(
                 *(kind, stage, micro_batch, self._seconds(self._start, begin), self._seconds(begin, end)),
-                computed=end[1] - begin[1] if self._device.type == "cpu" else None,
                 waited=waited,
+                facts={COMPUTED: end[1] - begin[1]} if self._device.type == "cpu" else {},
             )
             for kind, stage, micro_batch, begin, end, waited in kept
         ]
@@ -101,17 +102,6 @@ class PassTimer:
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return end[0] - begin[0] if self._device.type == "cpu" else begin.elapsed_time(end) / 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class RankPasses:
-    dp: int
-    pp: int
-    cp: int
-    tp: int
-    passes: list[Pass]
-    name: str = ""  # for people
-    parts: Floats = field(default_factory=lambda: np.zeros((0, FACTORS + 1)))  # of `pass_parts`
 
 
 class StepTrace:
@@ -139,92 +129,76 @@ class StepTrace:
         if not self._measuring:
             return {}
         self._measuring = False
-        place = (self._dims.place(axis) for axis in ("batch", "pp", "cp", "tp"))
-        passes, dp = self._timer.stop(), self._dims.place("batch")
-        name = f"rank {dist.get_rank()} on {socket.gethostname()}"
-        rank_passes = RankPasses(*place, passes, name, pass_parts(job, plan.of_rank(dp), passes))
+        passes = _told(self._timer.stop(), plan, job)
         is_writer = dist.get_rank() == self._writer
-        ranks: list[RankPasses] | None = [rank_passes] * dist.get_world_size() if is_writer else None
-        dist.gather_object(rank_passes, ranks, dst=self._writer)
+        ranks: list[list[Pass]] | None = [[]] * dist.get_world_size() if is_writer else None
+        dist.gather_object(passes, ranks, dst=self._writer)
         if ranks is None:
             return {}
-        ranks.sort(key=lambda rank: (rank.dp, rank.pp, rank.cp, rank.tp))
+        passes = list(chain.from_iterable(ranks))
         try:
-            write_trace(spans(ranks, plan, fingerprint(job)), os.path.join(self.folder, f"step-{step}.json"))
+            write_trace(passes, os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
             warn_once(f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues.")
-        figures: dict[str, Any] = {"measured_imbalance": measured_imbalance(ranks, plan)}
-        figures |= self._beside_predictions(ranks, as_predicted(job))
+        figures: dict[str, Any] = {"measured_imbalance": measured_imbalance(passes, plan)}
+        figures |= self._beside_predictions(passes, calibrate.as_predicted(job))
         if self._dims.pp_enabled:
-            figures["bubble"] = bubble(ranks)
+            figures["bubble"] = bubble(passes)
         return figures
 
-    def _beside_predictions(self, ranks: Sequence[RankPasses], factors: Floats) -> dict[str, Any]:
+    def _beside_predictions(self, passes: Sequence[Pass], factors: Floats) -> dict[str, Any]:
         """Names slow ranks, and says once, after the first traced step, how far predictions are off."""
-        parts = [rank.parts for rank in ranks]
-        seconds = [np.array([pass_.seconds for pass_ in rank.passes]) for rank in ranks]
-        known, took = np.concatenate(parts), np.concatenate(seconds)
+        known, took = calibrate.measurements(passes)
         ratio = took[known.any(axis=1)].sum() / (known @ [*factors, 1.0]).sum()
-        if self._warm and not self.told and abs(ratio - 1) > DIFFERS:
+        if self._warm and not self.told and abs(ratio - 1) > calibrate.DIFFERS:
             self.told = True
             logger.info(
                 f"Passes take {ratio:.2f}x of what is predicted, and packing follows predictions. "
                 f"`wlb-titan profile --from {self._run} --output FILE` fits them to this run."
             )
         self._warm = True
-        slow = slow_ranks([rank.name for rank in ranks], parts, seconds, factors)
+        slow = calibrate.slow_ranks(passes, factors)
         if slow:
             logger.warning("; ".join(slow))
         return {"slow_ranks": slow}
 
 
-def measured_imbalance(ranks: Sequence[RankPasses], plan: Plan) -> float:
+def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
+    """This rank's passes with its place in the job, and the facts of each."""
+    number, degrees = dist.get_rank(), job.degrees
+    place = degrees.grid.place(number)
+    along = [d.axis for d in degrees.dimensions if d.degree > 1 and not d.borrows and d.divides != "data"]
+    dp, rank = degrees.replica_at(place), " ".join(f"{axis} {place[axis]}" for axis in along) or "rank"
+    micro_batches = plan.of_rank(dp)
+    whole = {
+        calibrate.JOB: calibrate.fingerprint(job),
+        calibrate.RANK: f"rank {number} on {socket.gethostname()}",
+    }
+    told = []
+    for pass_, parts in zip(passes, calibrate.pass_parts(job, micro_batches, passes).tolist(), strict=True):
+        facts = {**facts_of(micro_batches[pass_.micro_batch]), **pass_.facts, **whole, calibrate.PARTS: parts}
+        told.append(replace(pass_, replica=f"dp {dp}", rank=rank, facts=facts))
+    return told
+
+
+def measured_imbalance(passes: Sequence[Pass], plan: Plan) -> float:
     """Largest over mean time of the job's micro-batches, like the predicted `imbalance` of a plan. A time is
-    the sum over stages of the mean over context- and tensor-parallel ranks."""
-    seconds: dict[tuple[int, int], float] = defaultdict(float)
-    sharers = len({(rank.cp, rank.tp) for rank in ranks})
-    for rank in ranks:
-        for pass_ in rank.passes:
-            seconds[rank.dp, pass_.micro_batch] += pass_.seconds / sharers
-    return imbalance_by_pass(plan.micro_batches, [seconds[m.dp_rank, m.index] for m in plan.micro_batches])
+    the sum over all ranks that share the micro-batch."""
+    seconds: dict[tuple[str, int], float] = defaultdict(float)
+    for pass_ in passes:
+        seconds[pass_.replica, pass_.micro_batch] += pass_.seconds
+    packs = plan.micro_batches
+    return imbalance_by_pass(packs, [seconds[f"dp {m.dp_rank}", m.index] for m in packs])
 
 
-def bubble(ranks: Sequence[RankPasses]) -> float:
+def bubble(passes: Sequence[Pass]) -> float:
     """Mean share of the ranks' time without a pass, from a pipeline's first pass to its last."""
-    pipelines: dict[int, list[RankPasses]] = defaultdict(list)
-    for rank in ranks:
-        pipelines[rank.dp].append(rank)
+    pipelines: dict[str, list[Pass]] = defaultdict(list)
+    for pass_ in passes:
+        pipelines[pass_.replica].append(pass_)
     idle = []
     for pipeline in pipelines.values():
-        passes = [pass_ for rank in pipeline for pass_ in rank.passes]
-        span = max(pass_.end for pass_ in passes) - min(pass_.start for pass_ in passes)
-        idle.append(1 - sum(pass_.seconds for pass_ in passes) / (span * len(pipeline)))
+        span = max(pass_.end for pass_ in pipeline) - min(pass_.start for pass_ in pipeline)
+        ranks = {pass_.rank for pass_ in pipeline}
+        idle.append(1 - sum(pass_.seconds for pass_ in pipeline) / (span * len(ranks)))
     return float(np.mean(idle))
-
-
-def spans(ranks: Sequence[RankPasses], plan: Plan, job: int = 0) -> Iterator[Span]:
-    """A span for each pass, with a process for each data-parallel rank and a track for each of its ranks.
-    `job` is its fingerprint."""
-    for rank in ranks:
-        micro_batches = plan.of_rank(rank.dp)
-        track = " ".join(
-            f"{axis} {getattr(rank, axis)}"
-            for axis in ("pp", "cp", "tp")
-            if len({getattr(other, axis) for other in ranks}) > 1
-        )
-        for number, pass_ in enumerate(rank.passes):
-            micro_batch = micro_batches[pass_.micro_batch]
-            facts: dict[str, Any] = {
-                "stage": pass_.stage,
-                "tokens": micro_batch.length,
-                "documents": len(micro_batch.documents),
-                "predicted_work": micro_batch.workload,
-            }
-            if pass_.computed is not None:
-                facts[COMPUTED] = pass_.computed
-            if merged := micro_batch.merged:
-                facts["merged"] = f"dp {merged[0]}-{merged[-1]}"
-            if len(rank.parts):
-                facts |= {"job": job, PARTS: rank.parts[number].tolist()}
-            name = f"{pass_.kind}{pass_.micro_batch}"
-            yield Span(f"dp {rank.dp}", track or "rank", name, pass_.start, pass_.seconds, facts)

@@ -22,11 +22,15 @@ from wlb_titan.packing.predicted import pass_seconds
 from wlb_titan.plan import MicroBatch
 from wlb_titan.simulator.measured import ROWS, Pass, without_waiting
 
+JOB, RANK, PARTS = "job", "of", "predicted_parts"
+"""Facts of a measured pass: its job's `fingerprint`, its rank and host, and its row of `pass_parts`."""
+
 FACTORS = 5  # c_f, c_b, a, b_f, b_b
 DIFFERS = 0.1  # of the predicted passes: a run says so
 SLOWER = 1.15  # than equal work elsewhere: the rank is named
 JUDGED = 2000  # passes of all ranks to which `slow_ranks` fits: while it does, all ranks wait
 OUTLIER = 0.05  # relative error from which a pass counts less
+SETTLED = 1e-4  # change of every relative error with which fitting ends
 TINY = 1e-9  # instead of a factor of 0, in a denominator
 PRIOR = 0.01  # of the weight that all passes give a factor
 
@@ -63,11 +67,12 @@ def pass_parts(job: Job, micro_batches: Sequence[MicroBatch], passes: Sequence[P
     apart = parts.copy()
     apart[2, :, -1] -= head * chunked
     rows = np.zeros((len(passes), FACTORS + 1))
-    for row, (kind, stage, place, *_) in zip(rows, passes, strict=True):
+    for row, one in zip(rows, passes, strict=True):
+        kind, place = one.kind, one.micro_batch
         if kind == "L":
             row[2] = 3 * head[place] * chunked
         elif not (job.packing.regroups and kind in "RB"):
-            row[:] = (parts if kind == "FB" else apart)[:, ROWS[kind], stage, place].sum(axis=1)
+            row[:] = (parts if kind == "FB" else apart)[:, ROWS[kind], one.stage, place].sum(axis=1)
     return rows
 
 
@@ -84,23 +89,32 @@ def fit(parts: Floats, seconds: Floats, prior: Floats) -> Floats:
     target = 1 - parts[predicted, FACTORS] / seconds[predicted]
     norms = np.sqrt((columns**2).sum(axis=0))
     strength = np.diag(PRIOR * np.where(norms > 0, norms, 1.0))
-    weights = np.ones(len(target))
+    weights, factors = np.ones(len(target)), prior
     for _ in range(20):
         rows = np.concatenate([columns * weights[:, None], strength])
-        factors = non_negative(rows, np.concatenate([target * weights, strength @ prior]))
+        # As many rows as factors have the same least squares, which are solved for each subset of them.
+        few = np.linalg.cholesky(rows.T @ rows)
+        aims = rows.T @ np.concatenate([target * weights, strength @ prior])
+        former, factors = factors, non_negative(few.T, np.linalg.solve(few, aims))
+        if np.allclose(columns @ factors, columns @ former, rtol=0, atol=SETTLED):
+            break
         weights = np.sqrt(OUTLIER / np.maximum(np.abs(columns @ factors - target), OUTLIER))
     return factors
 
 
-def slow_ranks(
-    names: Sequence[str], parts: Sequence[Floats], seconds: Sequence[Floats], prior: Floats
-) -> list[str]:
+def measurements(passes: Sequence[Pass]) -> tuple[Floats, Floats]:
+    """What `fit` takes of passes with their `PARTS`."""
+    return np.array([p.facts[PARTS] for p in passes]), np.array([p.seconds for p in passes])
+
+
+def slow_ranks(passes: Sequence[Pass], prior: Floats) -> list[str]:
     """What is said of ranks whose passes take longer than equal work on the others."""
-    known, took = np.concatenate(parts), np.concatenate(seconds)
-    some = np.random.default_rng(0).permutation(len(took))[:JUDGED]
-    factors = fit(known[some], took[some], prior)
-    pairs = zip(parts, seconds, strict=True)
-    ratios = [took[own.any(axis=1)].sum() / (own @ [*factors, 1.0]).sum() for own, took in pairs]
+    parts, seconds = measurements(passes)
+    some = np.random.default_rng(0).permutation(len(seconds))[:JUDGED]
+    predicted = parts @ [*fit(parts[some], seconds[some], prior), 1.0]
+    took = np.where(parts.any(axis=1), seconds, 0.0)
+    names, of = np.unique([p.facts[RANK] for p in passes], return_inverse=True)
+    ratios = np.bincount(of, took) / np.bincount(of, predicted)
     said = []
     for place, name in enumerate(names):
         over = ratios[place] / np.median(np.delete(ratios, place)) if len(names) > 1 else 1.0

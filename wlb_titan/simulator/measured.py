@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -24,17 +24,22 @@ ROWS = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1],
 TINY = 1e-30  # seconds; instead of 0 in a denominator
 
 
-class Pass(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass of a run, measured or predicted, as files and pictures have it."""
+
     kind: str
     """F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of inputs
     and of weights alone, FB a whole micro-batch without pipeline parallelism."""
     stage: int
     micro_batch: int  # number in this data-parallel rank's step
-    start: float  # seconds since the timer was switched on
+    start: float  # seconds since the timer was switched on, or from the start of a picture
     seconds: float
-    computed: float | None = None  # processor time of the thread that ran it; None on an accelerator
+    replica: str = ""  # the first level of a picture: `dp 0`, or a policy
+    rank: str = ""  # the line within it: `pp 0 cp 1`
     pieces: Sequence[float] = ()  # `seconds` divided where collectives were; empty: not measured
     waited: float | None = None  # seconds of waiting for its collectives; None: not known
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what a click on it shows
 
     @property
     def end(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -94,7 +95,7 @@ class RehearsalTrainer(OneRankTrainer):
         return {
             "iteration": planned.plan.iteration,
             "lengths": [m.length for m in planned.plan.of_rank(replica)],
-            "passes": passes,
+            "passes": list(map(asdict, passes)),
             "optimizer": optimizer,
             "seconds": seconds,
             "peak_gib": None if on_cpu else torch.accelerator.max_memory_allocated() / GIB,
@@ -211,7 +212,7 @@ def without_answers(measured: Sequence[Pass]) -> tuple[list[Pass], float, float]
     for one in measured:
         if one.kind not in (ANSWER, STEP):
             own, waited = pieces(one.start, one.end), _waited(within(one.start, one.end))
-            passes.append(one._replace(seconds=sum(own), pieces=own, waited=waited))
+            passes.append(replace(one, seconds=sum(own), pieces=own, waited=waited))
     last = max((one.end for one in measured if one.kind not in (ANSWER, STEP)), default=step.end)
     everything = _waited(answers)
     seconds = sum(pieces(step.start, step.end)) + everything
