@@ -79,13 +79,13 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if torch.accelerator.device_count() == 1 and shown and "," not in shown:
         processes = 1  # the launcher shows each process its own GPU
-    resolved.check(lambda config: validate_machine(config, world_size, processes))
-    corpus = resolved.check(validate_inputs)
     dims = parallel_dims(config, world_size)
     start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
     if rank == 0:  # which tells the others
         for turn in (config, *turns_of(config).values()):
             tracing(path, overrides, config)(job_of(turn, dims))
+    resolved.check(lambda config: validate_machine(config, world_size, processes))
+    corpus = resolved.check(validate_inputs)
     return _run(resolved, corpus, rank, alarm)
 
 
