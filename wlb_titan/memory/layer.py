@@ -36,6 +36,9 @@ class MemorySettings:
     """The settings that memory depends on, besides shape, degrees and lengths."""
 
     checkpointing: str = "selective"  # a name of `CHECKPOINTING`
+    as_needed: bool = (
+        False  # whether layers may keep more or less of it, as the planner chooses (`Job.mixes`)
+    )
     compiled: bool = False  # whether torch.compile decides what a layer keeps of its collectives
     parameter_bytes: int = 4  # of a weight as the optimizer keeps it, and of its gradient
     compute_bytes: int = 2  # of a weight or an activation in forward and backward
@@ -99,8 +102,8 @@ class TokenBytes:
         told: LayerAccount | None = None,
     ) -> TokenBytes:
         """By default all context-parallel ranks gather keys and values. `keys` are a rank's shares of a
-        micro-batch's; of documents in slices all are cached. `kind` stands in for the settings' own, and
-        what is `told` of a layer for its formulas."""
+        micro-batch's, or arrays of those of several, which makes arrays of bytes; of documents in slices all
+        are cached. `kind` stands in for the settings' own, and what is `told` of a layer for its formulas."""
         cp, tp = degrees.context, degrees.tensor
         exchange = exchange or all_gather_exchange(model, tp, cp)
         layer = LayerBytes(model, degrees, settings, exchange, keys)
@@ -109,7 +112,7 @@ class TokenBytes:
         if told is None:
             kept, moments = recompute.kept(layer), recompute.moments(layer)
         else:
-            own = told.kinds[recompute.kept_as]
+            own = told.kinds[recompute.name]
             kept, moments = own.kept - recompute.less_keys(layer), Moments(*own[1:])
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.plan import Action
+import numpy as np
+
+from wlb_titan.arrays import Floats, Ints
 
 
 class CachedSlice(NamedTuple):
@@ -18,45 +18,44 @@ class CachedSlice(NamedTuple):
     total: int  # of the whole document
 
 
-class SliceCache:
-    """Keys and values that slices leave to later slices, and their gradients, on one pipeline rank; from pass
-    to pass, as `runtime.attention.kv_cache` keeps them."""
+class PackSlices(NamedTuple):
+    """The slices of n micro-batches, in tokens; int64 (n,) but for `prefixes`."""
 
-    def __init__(self, token: TokenBytes, layers: Sequence[int]) -> None:
-        self._token, self._layers = token, layers
-        # For each stage, bytes of each document that is going backward there, first in first out.
-        self._gradients: dict[int, deque[float]] = defaultdict(deque)
-        self.bytes_ = 0.0  # after the latest pass
+    begun: Ints  # of whole documents whose first slice is here
+    firsts: Ints  # how many these are
+    prefixes: list[list[int]]  # of each document whose last slice is here
+    made: Ints  # their sum: the backward pass makes gradients of these layer by layer
+    beside: Ints
+    """That a backward pass has beside those cached: gradients of prefixes, and a copy of the keys if it has
+    other documents too."""
 
-    def begin(self, action: Action, slices: Sequence[CachedSlice], tokens: int) -> tuple[float, float]:
-        """A pass begins.
+    @classmethod
+    def of(cls, slices: Sequence[Sequence[CachedSlice]], tokens: Sequence[int]) -> Self:
+        beside = []
+        for own, length in zip(slices, tokens, strict=True):
+            alone = len(own) == 1 and length <= own[0].length
+            beside.append(sum(s.prefix + (not alone) * (s.prefix + s.length) for s in own))
+        firsts = [[s.total for s in own if s.prefix == 0] for own in slices]
+        prefixes = [[s.prefix for s in own if s.prefix + s.length == s.total] for own in slices]
+        sums = np.array([sum(own) for own in firsts]), np.array([len(own) for own in firsts])
+        return cls(*sums, prefixes, np.array([sum(own) for own in prefixes]), np.array(beside))
 
-        Returns:
-            Additional bytes of the current layer: gradients of prefixes, and a copy of the keys if the pass
-            has other documents too. And bytes of gradients that the pass leaves in the cache: it makes them
-            layer by layer, and `end` adds them to `bytes_`.
+    def cached(self, forward: Ints, backward: Ints, passes: Ints) -> tuple[Floats, Floats]:
+        """Tokens in the cache of a stage during each of a rank's passes, and tokens of gradients there, as
+        `runtime.attention.kv_cache` keeps them: documents go backward first in, first out.
+
+        Args:
+            forward: the stage's forward passes, their numbers among the rank's.
+            backward: its backward passes.
+            passes: the micro-batch of each of the rank's passes.
         """
-        token, layers = self._token, self._layers[action.stage]
-        alone = len(slices) == 1 and tokens <= slices[0].length
-        shared = 0.0 if alone else sum(s.prefix + s.length for s in slices) * token.cached
-        if action.kind == "F":
-            self.bytes_ += sum(s.total for s in slices if s.prefix == 0) * token.cached * layers
-            return shared, 0.0
-        return shared + sum(s.prefix for s in slices) * token.cached, sum(self._made(action, slices))
-
-    def end(self, action: Action, slices: Sequence[CachedSlice]) -> None:
-        """A pass is over; the backward pass of a document's first slice frees the document."""
-        made = self._made(action, slices)
-        self._gradients[action.stage].extend(made)
-        self.bytes_ += sum(made)
-        for slice_ in slices:
-            if slice_.prefix == 0 and action.kind == "B":
-                self.bytes_ -= slice_.total * self._token.cached * self._layers[action.stage]
-                self.bytes_ -= self._gradients[action.stage].popleft()
-
-    def _made(self, action: Action, slices: Sequence[CachedSlice]) -> list[float]:
-        """Bytes of gradients of each document whose last slice goes backward."""
-        if action.kind == "F":
-            return []
-        per_token = self._token.cached_gradients * self._layers[action.stage]
-        return [s.prefix * per_token for s in slices if s.prefix + s.length == s.total]
+        keys, gradients = np.zeros((2, len(passes) + 1))
+        keys[forward] += self.begun[passes[forward]]
+        keys[backward + 1] -= self.begun[passes[backward]]
+        made = [prefix for place in passes[backward].tolist() for prefix in self.prefixes[place]]
+        freed = int(self.firsts[passes[backward]].sum())
+        ends = [number for number in backward.tolist() for _ in self.prefixes[passes[number]]]
+        begins = np.repeat(backward, self.firsts[passes[backward]])
+        np.add.at(gradients, np.array(ends, dtype=np.int64) + 1, made)
+        np.subtract.at(gradients, begins + 1, made[:freed])
+        return keys.cumsum()[:-1], gradients.cumsum()[:-1]

@@ -5,20 +5,22 @@ Micro-batches may be drafts, of policies that compare packings, or planned, in t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.layout import whole_sequence, with_prefix
 from wlb_titan.context.strategy import ALL_KEYS, Figures, KeyShares
 from wlb_titan.cost.passes import MicroBatches, repeated_seconds
-from wlb_titan.memory.mix import UNCHOSEN, Moments, mixed, unmixed
-from wlb_titan.memory.rank import Moment, PackSize, Passes, RankMemory
+from wlb_titan.memory.fits import runs
+from wlb_titan.memory.mix import mixed
+from wlb_titan.memory.rank import PackSize, Passes, RankMemory
 from wlb_titan.memory.recompute import KINDS
+from wlb_titan.memory.run import RunArrays
 from wlb_titan.memory.slice_cache import CachedSlice
 from wlb_titan.packing.slices import cache_rows
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
@@ -119,52 +121,60 @@ def with_mixes(
 ) -> list[MicroBatch]:
     """A data-parallel rank's micro-batches of a step with their `mix`, chosen on these pipeline ranks.
 
-    All ranks of a stage must repeat alike what they wait for together. So all that the choice follows from is
-    the same on tensor- and context-parallel ranks, and micro-batches that data-parallel ranks share have no
-    choice. Slack is that of a step that repeats nothing, so ranks need not know each other's choice; with
-    slices hardly anything has any.
+    Ranks that meet inside a layer compute the choice from the same numbers, so they choose alike, and a
+    micro-batch that data-parallel ranks share has no choice. Slack is that of a step that repeats nothing, so
+    pipeline ranks need not know each other's choice; with slices hardly anything has any.
     """
-    sizes, each = pack_sizes(job, micro_batches), len(micro_batches)
-    length = each if flow is not None or job.run is None else job.run
-    free = np.array([m.sharers == 1 for m in micro_batches])
-    mixes = np.zeros((each, len(job.layers), len(KINDS)), dtype=np.int64)
-    mixes[free, :, 0], mixes[~free, :, UNCHOSEN] = job.layers, job.layers
-    begun = mixes.copy()
 
-    @cache  # most of the time, and not needed where all fits
     def seconds() -> Floats:
-        """float64 (stages, micro-batches, kinds), which a layer repeats."""
-        repeated = np.zeros((len(job.layers), each, len(KINDS)))
-        mixed_ones = passing([m for m in micro_batches if m.sharers == 1], job)
-        repeated[:, free] = repeated_seconds(job, mixed_ones).swapaxes(1, 2)
-        return repeated
+        result = np.zeros((len(job.layers), len(micro_batches), len(KINDS)))
+        free = [number for number, m in enumerate(micro_batches) if m.sharers == 1]
+        of_free = repeated_seconds(job, passing([micro_batches[number] for number in free], job))
+        result[:, free] = of_free.swapaxes(1, 2)
+        return result
 
-    @cache
-    def slack(first: int) -> Floats:
-        """float64 (stages, micro-batches of the run), of backward passes under `none`."""
-        slacks = np.zeros((len(job.layers), length))
-        if flow is None and job.shape.ranks > 1:
-            graph = PipelineGraph(job.shape, length)
-            run = slice(first, first + length)
-            nothing_repeated = zip(micro_batches[run], begun[run], strict=True)
-            times = pass_seconds(job, [replace(m, mix=mix) for m, mix in nothing_repeated])
-            of_actions = graph.slack(PassTimes(*times[..., None]))
-            for (kind, stage, place), of_action in zip(graph.actions, of_actions[:, 0], strict=True):
-                if kind in ("B", "I"):
-                    slacks[stage, place] = of_action
-        return slacks
-
-    for number in ranks:
-        rank = job.packing.rank_memory(job, number)
-        for first in range(0, each, length):
-            run = slice(first, first + length)
-            moments = Moments.of(rank, Passes(sizes[run], flow), reduced=first > 0)
-            there = job.fitting.with_dimensions(rank.at(Moment(), 0.0, 0)).total
-            stages, room = len(rank.stages), FILLED * job.fitting.usable - there
-            chosen = unmixed(moments, np.tile(free[run], stages))
-            if free.any() and moments.bytes_of(chosen).max() > room:
-                repeated = np.concatenate(seconds()[list(rank.stages), run])
-                waits = slack(first)[list(rank.stages)]
-                chosen = mixed(moments, chosen, repeated, waits.ravel(), room)
-            mixes[run, rank.stages] = chosen.reshape(stages, -1, len(KINDS)).swapaxes(0, 1)
+    passes, slack_of = Passes(pack_sizes(job, micro_batches), flow), micro_batches if flow is None else ()
+    mixes = mixes_of(job, passes, ranks, seconds, slack_of)
     return [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)]
+
+
+def mixes_of(
+    job: Job,
+    passes: Passes,
+    ranks: Collection[int],
+    seconds: Callable[[], Floats],
+    micro_batches: Sequence[MicroBatch] = (),
+) -> Ints:
+    """int64 (n, stages, kinds), the mixes of a data-parallel rank's micro-batches.
+
+    Args:
+        seconds: gives float64 (stages, n, kinds), what a layer repeats; it is called where not all fits.
+        micro_batches: for slack, where the schedule orders passes.
+    """
+    result = np.zeros((len(passes.packs), len(job.layers), len(KINDS)), dtype=np.int64)
+    repeated = cache(seconds)
+    for start, packs in runs(job, passes):
+        run = slice(start, start + len(packs.packs))
+        slack = cache(partial(_slack, job, len(packs.packs), micro_batches[run]))
+        for number in ranks:
+            rank = job.pipeline_ranks[number]
+            own = list(rank.stages)
+            arrays = RunArrays(rank, packs, passes.flow, reduced=start > 0)
+            room = FILLED * job.fitting.usable - job.fitting.with_dimensions(rank.still).total
+            chosen = arrays.counts(0)
+            if arrays.free.any() and arrays.bytes_of(chosen).max() > room:
+                chosen = mixed(arrays, repeated()[own, run].reshape(chosen.shape), slack()[own].ravel(), room)
+            result[run, own] = chosen.reshape(len(own), -1, len(KINDS)).swapaxes(0, 1)
+    return result
+
+
+def _slack(job: Job, n: int, micro_batches: Sequence[MicroBatch]) -> Floats:
+    """float64 (stages, n), of the backward passes of a run if nothing is repeated."""
+    result = np.zeros((len(job.layers), n))
+    if micro_batches and job.shape.ranks > 1:
+        graph = PipelineGraph(job.shape, n)
+        of_actions = graph.slack(PassTimes(*pass_seconds(job, micro_batches)[..., None]))
+        for (kind, stage, place), of_action in zip(graph.actions, of_actions[:, 0], strict=True):
+            if kind in ("B", "I"):
+                result[stage, place] = of_action
+    return result
