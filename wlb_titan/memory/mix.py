@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -38,16 +39,25 @@ def mixed(run: RunArrays, seconds: Floats, slack: Floats, room: float) -> Ints:
         part = run.of_chunk(chunk, changed)
         return changed, part, bytes_ + (part - parts[chunk])
 
+    def price_of(chunks: Any) -> Floats:
+        """Seconds for each byte that moves gain, in the shape of `gained[chunks]`."""
+        again, gain = repeated[chunks], gained[chunks]
+        waited = np.maximum(again - slack[chunks, None], 0) + HIDDEN * again
+        possible = (gain > 0) & (counts[chunks][..., start] > 0)
+        return np.where(possible, waited / np.where(possible, gain, 1), np.inf)
+
+    prices = price_of(slice(None))
     while True:
         fullest = int(bytes_.argmax())
         over = bytes_[fullest] - room
         if over <= 0:
             break
-        possible = (gained > 0) & (counts[:, start] > 0) & (run.in_flight[fullest, :, None] > 0)
-        waited = np.maximum(repeated - slack[:, None], 0) + HIDDEN * repeated
-        price = np.where(possible, waited / np.where(possible, gained, 1), np.inf)
-        for cheapest in np.argsort(price, axis=None, kind="stable")[: np.count_nonzero(possible)].tolist():
+        price = np.where(run.in_flight[fullest, :, None] > 0, prices, np.inf)
+        while True:
+            cheapest = int(price.argmin())
             c, m = divmod(cheapest, len(MOVES))
+            if np.isinf(price[c, m]):
+                return counts
             own, layers = c == run.own[fullest], int(counts[c, start[m]])
             if not own:
                 layers = min(layers, int(np.ceil(over / gained[c, m])))
@@ -56,11 +66,11 @@ def mixed(run: RunArrays, seconds: Floats, slack: Floats, room: float) -> Ints:
             changed, part, after = moved(c, m, layers)
             # In its own backward pass the first layer that repeats more may need more than it frees.
             if not own or after[fullest] < bytes_[fullest]:
-                counts[c], parts[c], bytes_ = changed, part, after
-                slack[c] = max(slack[c] - layers * repeated[c, m], 0)
                 break
-        else:
-            return counts
+            price[c, m] = np.inf
+        counts[c], parts[c], bytes_ = changed, part, after
+        slack[c] = max(slack[c] - layers * repeated[c, m], 0)
+        prices[c] = price_of([c])
     price = repeated / np.where(gained > 0, gained, np.nan)
     dearest = np.argsort(-price, axis=None)[: np.count_nonzero(gained > 0)]
     for c, m in zip(*(places.tolist() for places in np.divmod(dearest, len(MOVES))), strict=True):

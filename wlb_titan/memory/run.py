@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from wlb_titan.job import Job
 
 NEVER = -1e30  # bytes at a moment that a pass does not have
+AT, ATTENTION, BEHIND = range(3)
+"""Moments in a layer: while a pass computes it; at attention's gradients, which go into the cache of slices;
+and, without a pipeline, behind its backward pass, when its gradients are reduced."""
 BYTES = [field.name for field in fields(TokenBytes)]
 OF_LAYER = [BYTES.index(name) for name in ("kept", "forward", "backward", "attention")]
 
@@ -94,27 +97,25 @@ class RunArrays:
         first = rank.alone & (not reduced) & (self._passes <= self._end.min())  # nothing was reduced before
         terms = "activations", "backward", "gathered", "cache"
         # By the term (P,), whatever layers keep.
-        self._there = {term: np.zeros(len(self._kind)) for term in terms}
-        self._there["gradients"] = rank.gradients * (reduced | (rank.alone & ~first))
+        self.terms = {term: np.zeros(len(self._kind)) for term in terms}
+        self.terms["gradients"] = rank.gradients * (reduced | (rank.alone & ~first))
         self._add_ends()
-        # By the term (P, M, L), beside what a layer keeps and makes, at M moments: while a pass computes the
-        # layer; at attention's gradients, which go into the cache of slices; without a pipeline behind the
-        # layer, when its gradients are reduced.
+        # By the term (P, M, L), beside what a layer keeps and makes, at M moments.
         self._moments = 3 if rank.alone else 1 if packs.slices is None else 2
         self._beside = {term: np.zeros((len(self._kind), self._moments, 1)) for term in terms}
         self._beside["backward"][self._kind == W] = NEVER
-        self._beside["backward"][~self._backward, 1:] = NEVER
+        self._beside["backward"][~self._backward, ATTENTION:] = NEVER
         if rank.alone:
             self._beside["activations"][self._backward, :, 0] = -self._output[self.own[self._backward], None]
             which = 1 + 2 * first + (self._passes == self._passes[-1])
             self._beside["gathered"] = rank.in_layers[np.where(self._backward, which, 0)]
         else:
             gone = self._passes[:, None] > self._end.reshape(-1, n).min(axis=1)
-            self._there["gathered"] = rank.in_stages[0] + gone @ rank.in_stages[1:]
+            self.terms["gathered"] = rank.in_stages[0] + gone @ rank.in_stages[1:]
         if packs.slices is not None:
             self._add_slices(packs.slices, stage)
         elif rank.alone:
-            self._beside["backward"][:, 1] = NEVER
+            self._beside["backward"][:, ATTENTION] = NEVER
         # Of the loss, at two moments: bytes (2, P), and of whole weights and gradients.
         self._loss, self._in_loss = np.full((2, len(self._kind)), NEVER), np.zeros(2)
         if rank.last:
@@ -122,7 +123,7 @@ class RunArrays:
             for number, (bytes_, gathered) in enumerate(rank.whole.in_loss(packs.token, ())):
                 self._in_loss[number] = gathered if rank.alone else gathered - rank.in_stages[0]
                 self._loss[number, computing] = (bytes_ * packs.length)[self._place[computing]]
-        self.there = np.asarray(sum(self._there.values()))
+        self.there = np.asarray(sum(self.terms.values()))
         self._extra = np.asarray(sum(self._beside.values()))
         self._least = np.maximum((self._loss + self._in_loss[:, None]).max(axis=0), 0.0)
 
@@ -160,22 +161,25 @@ class RunArrays:
         """Memory at the fullest moment of the run, with int64 (C, K), layers of each kind."""
         layers = self._layers(np.arange(len(counts)), counts)
         held = self.in_flight @ layers[0].sum(axis=-1)
-        fullest = int((self.there + held + self._most(layers[:, self.own], self._passes)).argmax())
-        terms = {term: float(bytes_[fullest]) for term, bytes_ in self._there.items()}
-        terms["activations"] += float(held[fullest])
-        kept, made = self._in_layers(layers[:, self.own[[fullest]]], np.array([fullest]))
-        total = made[0] - kept[0] + self._extra[fullest]
-        in_loss = self._loss[:, fullest] + self._in_loss
-        if total.max() >= max(self._least[fullest], 0.0):
-            moment, layer = np.unravel_index(total.argmax(), total.shape)
-            terms["activations"] -= float(kept[0, moment, layer])
-            terms["backward"] += float(made[0, moment, layer])
+        most = self._in_layers(layers[:, self.own], self._passes).max(axis=(1, 2))
+        now = int((self.there + held + np.maximum(most, self._least)).argmax())
+        terms = {term: float(bytes_[now]) for term, bytes_ in self.terms.items()}
+        terms["activations"] += float(held[now])
+        if most[now] >= self._least[now]:
+            kept, forward, backward, attention = layers[:, self.own[now]]
+            moments = self._in_layers(layers[:, self.own[[now]]], self._passes[[now]])[0]
+            moment, layer = divmod(int(moments.argmax()), len(kept))
+            at_work = backward if self._backward[now] else forward
+            made = (at_work, attention, np.full_like(kept, self._hidden[self.own[now]]))
+            terms["activations"] -= float(kept[: layer + (moment == BEHIND)].sum())
+            terms["backward"] += float(made[moment][layer])
             for term, bytes_ in self._beside.items():
-                terms[term] += float(np.broadcast_to(bytes_[fullest], total.shape)[moment, layer])
-        elif in_loss.max() > 0:
-            terms["loss"] = float(self._loss[in_loss.argmax(), fullest])
-            terms["gathered"] += float(self._in_loss[in_loss.argmax()])
-        tokens = self.in_flight[fullest] @ self._packs.tokens[self._place_of]
+                terms[term] += float(np.broadcast_to(bytes_[now], moments.shape)[moment, layer])
+        elif self._least[now] > 0:
+            number = int((self._loss[:, now] + self._in_loss).argmax())
+            terms["loss"] = float(self._loss[number, now])
+            terms["gathered"] += float(self._in_loss[number])
+        tokens = self.in_flight[now] @ self._packs.tokens[self._place_of]
         rounded = {term: round(bytes_) for term, bytes_ in terms.items()}
         return replace(self._rank.still, **rounded, tokens=round(tokens))
 
@@ -186,20 +190,20 @@ class RunArrays:
 
     def _most(self, layers: Floats, passes: Ints) -> Floats:
         """(p,), most bytes that passes make, less what they free by then, with (4, p, L) of their chunks."""
-        freed, made = self._in_layers(layers, passes)
-        in_layers = (made - freed + self._extra[passes]).reshape(len(passes), -1).max(axis=1)
-        return np.asarray(np.maximum(in_layers, self._least[passes]))
+        return np.asarray(np.maximum(self._in_layers(layers, passes).max(axis=(1, 2)), self._least[passes]))
 
-    def _in_layers(self, layers: Floats, passes: Ints) -> tuple[Floats, Floats]:
-        """(p, M, L) each, bytes that are not kept, and those made, at each layer."""
+    def _in_layers(self, layers: Floats, passes: Ints) -> Floats:
+        """(p, M, L), the same at each moment of each layer."""
         kept, forward, backward, attention = layers
         freed = kept.cumsum(axis=-1) - kept
-        at_work = np.where(self._backward[passes, None], backward, forward)
-        made = [at_work, attention, np.broadcast_to(self._hidden[self.own[passes], None], kept.shape)]
-        return (
-            np.stack([freed, freed, freed + kept][: self._moments], axis=1),
-            np.stack(made[: self._moments], axis=1),
-        )
+        result = np.empty((len(passes), self._moments, kept.shape[-1]))
+        result[:, AT] = np.where(self._backward[passes, None], backward, forward) - freed
+        if self._moments > ATTENTION:
+            result[:, ATTENTION] = attention - freed
+        if self._moments > BEHIND:
+            result[:, BEHIND] = self._hidden[self.own[passes], None] - freed - kept
+        result += self._extra[passes]
+        return result
 
     def _layers(self, chunks: Ints, counts: Ints) -> Floats:
         """(4, chunks, L), bytes of the layers of chunks, with int64 (chunks, K): kept, and made in the
@@ -225,12 +229,12 @@ class RunArrays:
         self._hidden = (length * token.hidden)[self._place_of]
         last = rank.last & (self._stage_of == len(rank.stages) - 1)
         self._output = self._hidden + last * (length * token.hidden_gathered)[self._place_of]
-        activations = self._there["activations"]
+        activations = self.terms["activations"]
         activations += (length * token.inputs).sum()
         if rank.regroups:  # it keeps the inputs of layers and of the head, which may have a stage of its own
             self._states = self._hidden * np.array(rank.states)[self._stage_of]
             activations += self.in_flight @ (self._states * (self.layers == 0))
-            self._there["backward"] += self._output[self.own] + self._hidden[self.own] * self._backward
+            self.terms["backward"] += self._output[self.own] + self._hidden[self.own] * self._backward
             return
         activations += self.in_flight @ self._output
         if (self._kind == I).any():
@@ -251,10 +255,10 @@ class RunArrays:
             (forward,) = np.nonzero((stage == number) & (self._kind == F))
             (backward,) = np.nonzero((stage == number) & (self._kind == B))
             keys, gradients = slices.cached(forward, backward, self._place)
-            self._there["cache"] += count * (keys * token.cached + gradients * token.cached_gradients)
+            self.terms["cache"] += count * (keys * token.cached + gradients * token.cached_gradients)
         made = self._backward * layers[stage] * slices.made[self._place] * token.cached_gradients
         beside = slices.beside[self._place] * token.cached * (not self._rank.regroups)
-        self._beside["backward"][:, 1, 0] += np.where((made > 0) | (beside > 0), beside, NEVER)
+        self._beside["backward"][:, ATTENTION, 0] += np.where((made > 0) | (beside > 0), beside, NEVER)
         # It makes gradients of prefixes layer by layer: they are there from attention's gradients on.
         layer = self._rank.steps + np.array([[0], [1], [1]])[: self._moments]
         self._beside["cache"] = made[:, None, None] * layer / np.maximum(layers[stage], 1)[:, None, None]
