@@ -36,7 +36,7 @@ AT, ATTENTION, BEHIND = range(3)
 """Moments in a layer: while a pass computes it; at attention's gradients, which go into the cache of slices;
 and, without a pipeline, behind its backward pass, when its gradients are reduced."""
 BYTES = [field.name for field in fields(TokenBytes)]
-OF_LAYER = [BYTES.index(name) for name in ("kept", "forward", "backward", "attention")]
+OF_LAYER = "kept", "forward", "backward", "attention"
 
 
 class RunPacks:
@@ -48,19 +48,24 @@ class RunPacks:
         self.tokens = np.array([pack.length for pack in packs])  # of one data-parallel rank
         self.length = self.tokens * self.sharers
         numbers = len(job.account.layers) if job.account is not None else 1
-        values = np.empty((len(BYTES), len(packs), numbers, len(KINDS)))
-        for sharers in set(self.sharers.tolist()):
-            (group,) = np.nonzero(self.sharers == sharers)
-            keys = KeyShares(*np.array([packs[place].keys for place in group.tolist()]).T)
-            for number, (column, kind) in itertools.product(range(numbers), enumerate(KINDS)):
-                token = job.token_bytes_of(sharers, keys, kind, number)
-                for row, name in enumerate(BYTES):
-                    values[row, group, number, column] = getattr(token, name)
-        self.token = TokenBytes(*values[:, :, 0, 0])  # of arrays (n,), for what is the same in all layers
         self.layers = np.full((len(OF_LAYER), len(packs), numbers, len(KINDS) + 1), NEVER)
         """(4, n, numbers, K + 1), bytes of a layer; the last column is for places without a layer."""
-        self.layers[..., :-1] = values[OF_LAYER] * self.length[:, None, None]
         self.layers[0, ..., -1] = 0.0
+        tokens = np.empty((len(BYTES), len(packs)))
+        for sharers in set(self.sharers.tolist()):
+            (group,) = np.nonzero(self.sharers == sharers)
+            length = self.length[group]
+            several = {packs[place].keys for place in group.tolist()}
+            keys = several.pop()
+            if several:
+                keys = KeyShares(*np.array([packs[place].keys for place in group.tolist()]).T)
+            for number, (column, kind) in itertools.product(range(numbers), enumerate(KINDS)):
+                token = job.token_bytes_of(sharers, keys, kind, number)
+                for row, name in enumerate(OF_LAYER):
+                    self.layers[row, group, number, column] = length * getattr(token, name)
+            for row, name in enumerate(BYTES):
+                tokens[row, group] = getattr(token, name)
+        self.token = TokenBytes(*tokens)  # of arrays (n,), for what is the same in all layers
         self.slices = None
         if any(pack.slices for pack in packs):
             self.slices = PackSlices.of([pack.slices for pack in packs], self.length.tolist())
@@ -84,8 +89,6 @@ class RunArrays:
         self.own = stage * n + self._place  # (P,), the chunk of the pass
         self.layers = rank.layers[self._stage_of]  # (C,), how many there are
         self.free = packs.sharers[self._place_of] == 1  # (C,), whether it may have a mix
-        mean = [packs.layers[0, :, :, :-1].swapaxes(1, 2) @ share for share in rank.shares]
-        self.kept = np.concatenate(mean)  # (C, K), by a stage's mean layer
         self._backward = (self._kind == B) | (self._kind == I)
         freeing = (self._kind == B) | (self._kind == W)
         self._passes = np.arange(len(self._kind))
@@ -182,6 +185,12 @@ class RunArrays:
         tokens = self.in_flight[now] @ self._packs.tokens[self._place_of]
         rounded = {term: round(bytes_) for term, bytes_ in terms.items()}
         return replace(self._rank.still, **rounded, tokens=round(tokens))
+
+    @cached_property
+    def kept(self) -> Floats:
+        """(C, K), what a stage's mean layer keeps."""
+        layers = self._packs.layers[0, :, :, :-1].swapaxes(1, 2)
+        return np.concatenate([layers @ shares for shares in self._rank.shares])
 
     @cached_property
     def _passes_of(self) -> list[Ints]:
