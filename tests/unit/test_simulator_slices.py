@@ -53,8 +53,8 @@ def test_slices_do_the_work_of_their_document_once_one_after_the_other():
 
 def walked(simulated, plan, dp_rank):
     """Bytes of keys and values and of their gradients, by a walk that keeps the size of every tensor: of each
-    pipeline rank those during each action but for the gradients that it makes, the most within each, and those
-    of all moments, as a backward pass makes its gradients of prefixes layer by layer."""
+    pipeline rank those during each action without gradients that it makes, the most within each, and those of
+    all moments, as a backward pass makes its gradients of prefixes layer by layer."""
     token = TokenBytes.of(simulated.model, simulated.degrees, simulated.memory)
     packs = plan.of_rank(dp_rank)
     numbers = piece_numbers(packs)

@@ -29,14 +29,14 @@ def mixed(run: RunArrays, seconds: Floats, slack: Floats, room: float) -> Ints:
     counts, slack, (start, end) = run.counts(0), slack.copy(), MOVES.T
     gained = np.where(run.free[:, None], run.kept[:, start] - run.kept[:, end], 0.0)
     repeated = seconds[:, end] - seconds[:, start]
-    parts = run.by_chunk(counts)
+    parts = run.parts(counts)
     bytes_ = run.there + parts.sum(axis=0)
 
     def moved(chunk: int, move: int, layers: int) -> tuple[Ints, Floats, Floats]:
         """The chunk's layers of each kind after a move, its part, and the bytes of all passes."""
         changed = counts[chunk].copy()
         changed[MOVES[move]] += [-layers, layers]
-        part = run.of_chunk(chunk, changed)
+        (part,) = run.parts(changed[None], chunk)
         return changed, part, bytes_ + (part - parts[chunk])
 
     def price_of(chunks: Any) -> Floats:

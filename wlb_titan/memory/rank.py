@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 PASSES = "FBIW"
 F, B, I, W = range(len(PASSES))
+PASSING = "activations", "backward", "gathered", "cache", "gradients", "loss"  # terms that follow from passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +178,12 @@ class PipelineRank:
                 of_layers = [self.whole.in_backward(n, behind=behind, first=first, last=last) for n in layers]
                 result[1 + 2 * first + last, row] = of_layers
         return result
+
+    @cached_property
+    def in_loss(self) -> Floats:
+        """(2,), at the softmax and the head's gradient; in a pipeline how much more than in other passes."""
+        whole = np.array([gathered for _, gathered in self.whole.in_loss(self.job.token_bytes, ())])
+        return whole if self.alone else whole - self.in_stages[0]
 
     def actions(self, micro_batches: int, flow: Flow | None) -> Ints:
         """int64 (passes, 3), the rank's passes in order: kind of PASSES, number of the stage, micro-batch."""

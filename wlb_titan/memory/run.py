@@ -23,18 +23,16 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.strategy import KeyShares
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.rank import B, F, I, PackSize, PipelineRank, RankMemory, W
+from wlb_titan.memory.rank import PASSING, B, F, I, PackSize, PipelineRank, RankMemory, W
 from wlb_titan.memory.recompute import KINDS
-from wlb_titan.memory.slice_cache import PackSlices
+from wlb_titan.memory.slice_cache import PackSlices, cached
 from wlb_titan.plan import Flow
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
 NEVER = -1e30  # bytes at a moment that a pass does not have
-AT, ATTENTION, BEHIND = range(3)
-"""Moments in a layer: while a pass computes it; at attention's gradients, which go into the cache of slices;
-and, without a pipeline, behind its backward pass, when its gradients are reduced."""
+ENDS, AT, ATTENTION, BEHIND = range(4)
 BYTES = [field.name for field in fields(TokenBytes)]
 OF_LAYER = "kept", "forward", "backward", "attention"
 
@@ -66,69 +64,50 @@ class RunPacks:
             for row, name in enumerate(BYTES):
                 tokens[row, group] = getattr(token, name)
         self.token = TokenBytes(*tokens)  # of arrays (n,), for what is the same in all layers
-        self.slices = None
-        if any(pack.slices for pack in packs):
-            self.slices = PackSlices.of([pack.slices for pack in packs], self.length.tolist())
-            self.sliced = job.token_bytes  # all ranks cache all keys
 
 
 class RunArrays:
     """A run on one pipeline rank in arrays of bytes, with axes for P passes, C chunks, K kinds of
-    recomputation, and L layers of a stage, from its end."""
+    recomputation, and L layers of a stage, from its end.
+
+    A pass may be fullest at M moments: with nothing made but its ends; at a layer; at attention's gradients,
+    which go into the cache of slices; behind a layer, when FSDP reduces its gradients; and, last of them, in
+    the loss, at the softmax and at the head's gradient.
+
+    Args:
+        flow: the order of passes; None is the schedule's.
+        reduced: whether there are gradients of earlier runs.
+    """
 
     def __init__(self, rank: PipelineRank, packs: RunPacks, flow: Flow | None, *, reduced: bool) -> None:
-        """
-        Args:
-            flow: the order of passes; None is the schedule's.
-            reduced: whether there are gradients of earlier runs.
-        """
-        n = len(packs.packs)
-        self._rank, self._packs = rank, packs
-        self._kind, stage, self._place = rank.actions(n, flow).T  # (P,)
+        n, self._rank, self._packs = len(packs.packs), rank, packs
+        self._kind, self._stage, self._place = rank.actions(n, flow).T  # (P,)
         self._stage_of, self._place_of = np.divmod(np.arange(len(rank.stages) * n), n)  # (C,)
-        self.own = stage * n + self._place  # (P,), the chunk of the pass
+        self.own = self._stage * n + self._place  # (P,), the chunk of the pass
         self.layers = rank.layers[self._stage_of]  # (C,), how many there are
         self.free = packs.sharers[self._place_of] == 1  # (C,), whether it may have a mix
         self._backward = (self._kind == B) | (self._kind == I)
-        freeing = (self._kind == B) | (self._kind == W)
         self._passes = np.arange(len(self._kind))
-        self._end = self._when(freeing)
+        self._end = self._when((self._kind == B) | (self._kind == W))
         passes = self._passes[:, None]
         self.in_flight = (passes >= self._when(self._kind == F)) * 1.0 - (passes > self._end)
         """(P, C), 1 where the chunk's activations are there."""
 
-        first = rank.alone & (not reduced) & (self._passes <= self._end.min())  # nothing was reduced before
-        terms = "activations", "backward", "gathered", "cache"
-        # By the term (P,), whatever layers keep.
-        self.terms = {term: np.zeros(len(self._kind)) for term in terms}
-        self.terms["gradients"] = rank.gradients * (reduced | (rank.alone & ~first))
+        sliced = any(pack.slices for pack in packs.packs)
+        self._in_layers = 2 + (sliced or rank.alone) + rank.alone  # moments without those of the loss
+        shape = (len(passes), self._in_layers + 2 * rank.last, 1)
+        self.terms = {term: np.zeros(len(passes)) for term in PASSING}
+        """By the term, (P,), what is there whatever layers keep."""
+        self._beside = {term: np.zeros(shape) for term in PASSING}  # (P, M, L), what is there at the moments
+        self._beside["backward"][~self._backward, ATTENTION : self._in_layers] = NEVER
+        self._beside["backward"][self._kind == W, AT] = NEVER
         self._add_ends()
-        # By the term (P, M, L), beside what a layer keeps and makes, at M moments.
-        self._moments = 3 if rank.alone else 1 if packs.slices is None else 2
-        self._beside = {term: np.zeros((len(self._kind), self._moments, 1)) for term in terms}
-        self._beside["backward"][self._kind == W] = NEVER
-        self._beside["backward"][~self._backward, ATTENTION:] = NEVER
-        if rank.alone:
-            self._beside["activations"][self._backward, :, 0] = -self._output[self.own[self._backward], None]
-            which = 1 + 2 * first + (self._passes == self._passes[-1])
-            self._beside["gathered"] = rank.in_layers[np.where(self._backward, which, 0)]
-        else:
-            gone = self._passes[:, None] > self._end.reshape(-1, n).min(axis=1)
-            self.terms["gathered"] = rank.in_stages[0] + gone @ rank.in_stages[1:]
-        if packs.slices is not None:
-            self._add_slices(packs.slices, stage)
+        self._add_whole(reduced)
+        if sliced:
+            self._add_slices()
         elif rank.alone:
             self._beside["backward"][:, ATTENTION] = NEVER
-        # Of the loss, at two moments: bytes (2, P), and of whole weights and gradients.
-        self._loss, self._in_loss = np.full((2, len(self._kind)), NEVER), np.zeros(2)
-        if rank.last:
-            computing = (self._kind == (B if rank.regroups else F)) & (stage == len(rank.stages) - 1)
-            for number, (bytes_, gathered) in enumerate(rank.whole.in_loss(packs.token, ())):
-                self._in_loss[number] = gathered if rank.alone else gathered - rank.in_stages[0]
-                self._loss[number, computing] = (bytes_ * packs.length)[self._place[computing]]
-        self.there = np.asarray(sum(self.terms.values()))
-        self._extra = np.asarray(sum(self._beside.values()))
-        self._least = np.maximum((self._loss + self._in_loss[:, None]).max(axis=0), 0.0)
+        self.there, self._extra = (np.asarray(sum(of.values())) for of in (self.terms, self._beside))
 
     def counts(self, kind: int | None = None) -> Ints:
         """int64 (C, K), layers of each kind: a micro-batch's mix, or all of the job's kind; where it may have
@@ -143,47 +122,35 @@ class RunArrays:
 
     def bytes_of(self, counts: Ints) -> Floats:
         """(P,), at the fullest moment of each pass, with int64 (C, K), layers of each kind."""
-        return np.asarray(self.there + self.by_chunk(counts).sum(axis=0))
+        return np.asarray(self.there + self.parts(counts).sum(axis=0))
 
-    def by_chunk(self, counts: Ints) -> Floats:
-        """(C, P), each chunk's part of `bytes_of`."""
-        layers = self._layers(np.arange(len(counts)), counts)
-        result = self.in_flight.T * layers[0].sum(axis=-1)[:, None]
-        result[self.own, self._passes] += self._most(layers[:, self.own], self._passes)
-        return np.asarray(result)
-
-    def of_chunk(self, chunk: int, counts: Ints) -> Floats:
-        """(P,), a chunk's row of `by_chunk`, with int64 (K,)."""
-        layers = self._layers(np.array([chunk]), counts[None])
-        own = self._passes_of[chunk]
-        result = self.in_flight[:, chunk] * layers[0].sum()
-        result[own] += self._most(layers[:, [0] * len(own)], own)
+    def parts(self, counts: Ints, chunk: int | None = None) -> Floats:
+        """(C, P), each chunk's part of `bytes_of`; of one chunk (1, P), with int64 (1, K)."""
+        chunks = np.arange(len(self.layers)) if chunk is None else np.array([chunk])
+        passes = self._passes if chunk is None else self._passes_of[chunk]
+        layers, own = self._layers(chunks, counts), self.own[passes] - chunks[0]
+        result = self.in_flight.T[chunks] * layers[0].sum(axis=-1)[:, None]
+        result[own, passes] += self._made(layers[:, own], passes).max(axis=(1, 2))
         return np.asarray(result)
 
     def peak(self, counts: Ints) -> RankMemory:
         """Memory at the fullest moment of the run, with int64 (C, K), layers of each kind."""
         layers = self._layers(np.arange(len(counts)), counts)
+        made = self._made(layers[:, self.own], self._passes)
         held = self.in_flight @ layers[0].sum(axis=-1)
-        most = self._in_layers(layers[:, self.own], self._passes).max(axis=(1, 2))
-        now = int((self.there + held + np.maximum(most, self._least)).argmax())
-        terms = {term: float(bytes_[now]) for term, bytes_ in self.terms.items()}
-        terms["activations"] += float(held[now])
-        if most[now] >= self._least[now]:
-            kept, forward, backward, attention = layers[:, self.own[now]]
-            moments = self._in_layers(layers[:, self.own[[now]]], self._passes[[now]])[0]
-            moment, layer = divmod(int(moments.argmax()), len(kept))
-            at_work = backward if self._backward[now] else forward
-            made = (at_work, attention, np.full_like(kept, self._hidden[self.own[now]]))
-            terms["activations"] -= float(kept[: layer + (moment == BEHIND)].sum())
-            terms["backward"] += float(made[moment][layer])
-            for term, bytes_ in self._beside.items():
-                terms[term] += float(np.broadcast_to(bytes_[now], moments.shape)[moment, layer])
-        elif self._least[now] > 0:
-            number = int((self._loss[:, now] + self._in_loss).argmax())
-            terms["loss"] = float(self._loss[number, now])
-            terms["gathered"] += float(self._in_loss[number])
+        now = int((self.there + held + made.max(axis=(1, 2))).argmax())
+        moment, layer = divmod(int(made[now].argmax()), made.shape[-1])
+        at = now, moment, layer
+        terms = {
+            term: of[now] + np.broadcast_to(self._beside[term], made.shape)[at]
+            for term, of in self.terms.items()
+        }
+        in_layer = AT <= moment < self._in_layers
+        freed = layers[0, self.own[now], : in_layer * (layer + (moment == BEHIND))].sum()
+        terms["activations"] += held[now] - freed
+        terms["backward"] += made[at] - np.broadcast_to(self._extra, made.shape)[at] + freed
         tokens = self.in_flight[now] @ self._packs.tokens[self._place_of]
-        rounded = {term: round(bytes_) for term, bytes_ in terms.items()}
+        rounded = {term: round(float(bytes_)) for term, bytes_ in terms.items()}
         return replace(self._rank.still, **rounded, tokens=round(tokens))
 
     @cached_property
@@ -197,30 +164,25 @@ class RunArrays:
         """The passes of each chunk."""
         return [np.flatnonzero(self.own == chunk) for chunk in range(len(self.layers))]
 
-    def _most(self, layers: Floats, passes: Ints) -> Floats:
-        """(p,), most bytes that passes make, less what they free by then, with (4, p, L) of their chunks."""
-        return np.asarray(np.maximum(self._in_layers(layers, passes).max(axis=(1, 2)), self._least[passes]))
-
-    def _in_layers(self, layers: Floats, passes: Ints) -> Floats:
-        """(p, M, L), the same at each moment of each layer."""
+    def _made(self, layers: Floats, passes: Ints) -> Floats:
+        """(p, M, L), bytes that passes make less what they have freed, with (4, p, L) of their chunks."""
         kept, forward, backward, attention = layers
         freed = kept.cumsum(axis=-1) - kept
-        result = np.empty((len(passes), self._moments, kept.shape[-1]))
-        result[:, AT] = np.where(self._backward[passes, None], backward, forward) - freed
-        if self._moments > ATTENTION:
-            result[:, ATTENTION] = attention - freed
-        if self._moments > BEHIND:
-            result[:, BEHIND] = self._hidden[self.own[passes], None] - freed - kept
-        result += self._extra[passes]
+        result = np.empty((len(passes), self._extra.shape[1], kept.shape[-1]))
+        result[:] = self._extra[passes]
+        result[:, AT] += np.where(self._backward[passes, None], backward, forward) - freed
+        if self._in_layers > ATTENTION:
+            result[:, ATTENTION] += attention - freed
+        if self._in_layers > BEHIND:
+            result[:, BEHIND] += self._hidden[self.own[passes], None] - freed - kept
         return result
 
     def _layers(self, chunks: Ints, counts: Ints) -> Floats:
         """(4, chunks, L), bytes of the layers of chunks, with int64 (chunks, K): kept, and made in the
         forward pass, in the backward pass and at attention's gradients."""
         kinds = (self._rank.steps[:, None] >= counts.cumsum(axis=-1)[:, None]).sum(axis=-1)
-        result = self._packs.layers[
-            :, self._place_of[chunks, None], self._rank.numbers[self._stage_of[chunks]], kinds
-        ]
+        places, numbers = self._place_of[chunks, None], self._rank.numbers[self._stage_of[chunks]]
+        result = self._packs.layers[:, places, numbers, kinds]
         if self._rank.regroups:
             kept = self._states[chunks] / np.maximum(self.layers[chunks], 1)
             result[0], result[3] = kept[:, None] * (kinds < len(KINDS)), result[2]
@@ -233,19 +195,27 @@ class RunArrays:
         return result
 
     def _add_ends(self) -> None:
-        """Adds inputs, the outputs of stages, and gradients that wait for those of weights."""
+        """Adds inputs, outputs of stages, gradients that wait for those of weights, and the loss."""
         rank, token, length = self._rank, self._packs.token, self._packs.length
         self._hidden = (length * token.hidden)[self._place_of]
         last = rank.last & (self._stage_of == len(rank.stages) - 1)
-        self._output = self._hidden + last * (length * token.hidden_gathered)[self._place_of]
+        output = self._hidden + last * (length * token.hidden_gathered)[self._place_of]
+        if rank.last:
+            computing = (self._kind == (B if rank.regroups else F)) & last[self.own]
+            for moment, bytes_ in zip((-2, -1), (token.loss, token.head), strict=True):
+                loss = (length * bytes_)[self._place]
+                self._beside["loss"][:, moment, 0] = np.where(computing, loss, NEVER)
+        if rank.alone:
+            freed = self._backward[:, None] * output[self.own, None]
+            self._beside["activations"][:, AT : self._in_layers, 0] = -freed
         activations = self.terms["activations"]
         activations += (length * token.inputs).sum()
         if rank.regroups:  # it keeps the inputs of layers and of the head, which may have a stage of its own
             self._states = self._hidden * np.array(rank.states)[self._stage_of]
             activations += self.in_flight @ (self._states * (self.layers == 0))
-            self.terms["backward"] += self._output[self.own] + self._hidden[self.own] * self._backward
+            self.terms["backward"] += output[self.own] + self._hidden[self.own] * self._backward
             return
-        activations += self.in_flight @ self._output
+        activations += self.in_flight @ output
         if (self._kind == I).any():
             passes, waiting = self._passes[:, None], self.layers * (length * token.waiting)[self._place_of]
             activations += ((passes >= self._when(self._kind == I)) & (passes <= self._end)) @ waiting
@@ -257,17 +227,40 @@ class RunArrays:
             kept[done + 1] = inputs + np.diff(inputs, prepend=0.0)
             activations += kept.cumsum()[:-1]
 
-    def _add_slices(self, slices: PackSlices, stage: Ints) -> None:
+    def _add_whole(self, reduced: bool) -> None:
+        """Adds gradients, and whole weights and gradients."""
+        rank, beside = self._rank, self._beside["gathered"]
+        first = rank.alone & (not reduced) & (self._passes <= self._end.min())  # nothing was reduced before
+        self.terms["gradients"] += rank.gradients * (reduced | (rank.alone & ~first))
+        if rank.alone:
+            which = 1 + 2 * first + (self._passes == self._passes[-1])
+            beside = self._beside["gathered"] = np.repeat(beside, len(rank.steps), axis=2)
+            beside[:, AT : self._in_layers] = rank.in_layers[np.where(self._backward, which, 0)]
+        else:
+            gone = self._passes[:, None] > self._end.reshape(len(rank.stages), -1).min(axis=1)
+            self.terms["gathered"] += rank.in_stages[0] + gone @ rank.in_stages[1:]
+        if rank.last:
+            beside[:, -2:] += rank.in_loss[:, None]
+
+    def _add_slices(self) -> None:
         """Adds the cache of slices, with what a backward pass has beside it."""
-        token, layers = self._packs.sliced, self._rank.layers
-        for number, count in enumerate(layers.tolist()):
-            (forward,) = np.nonzero((stage == number) & (self._kind == F))
-            (backward,) = np.nonzero((stage == number) & (self._kind == B))
-            keys, gradients = slices.cached(forward, backward, self._place)
-            self.terms["cache"] += count * (keys * token.cached + gradients * token.cached_gradients)
-        made = self._backward * layers[stage] * slices.made[self._place] * token.cached_gradients
-        beside = slices.beside[self._place] * token.cached * (not self._rank.regroups)
+        token, layers = (
+            self._packs.job.token_bytes,
+            self._rank.layers[self._stage],
+        )  # all ranks cache all keys
+        slices = [
+            PackSlices.of(pack.slices, n)
+            for pack, n in zip(self._packs.packs, self._packs.length.tolist(), strict=True)
+        ]
+        passes = np.stack([self._kind == F, self._stage, self._place], axis=1)
+        keys, gradients, made = cached(passes, slices, self._rank.layers.tolist()).T
+        self.terms["cache"] += keys * token.cached + gradients * token.cached_gradients
+        made = made * token.cached_gradients
+        beside = (
+            np.array([of.beside for of in slices])[self._place] * token.cached * (not self._rank.regroups)
+        )
         self._beside["backward"][:, ATTENTION, 0] += np.where((made > 0) | (beside > 0), beside, NEVER)
-        # It makes gradients of prefixes layer by layer: they are there from attention's gradients on.
-        layer = self._rank.steps + np.array([[0], [1], [1]])[: self._moments]
-        self._beside["cache"] = made[:, None, None] * layer / np.maximum(layers[stage], 1)[:, None, None]
+        # Gradients of prefixes are there from attention's gradients on.
+        cache = np.repeat(self._beside["cache"], len(self._rank.steps), axis=2)
+        cache[:, AT : self._in_layers] = self._rank.steps + np.array([[0], [1], [1]])[: self._in_layers - AT]
+        self._beside["cache"] = cache * (made / np.maximum(layers, 1))[:, None, None]
