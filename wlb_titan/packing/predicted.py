@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wlb_titan.arrays import Floats, Ints
+from wlb_titan.arrays import Floats
 from wlb_titan.context.layout import whole_sequence, with_prefix
 from wlb_titan.context.strategy import ALL_KEYS, Figures, KeyShares
 from wlb_titan.cost.passes import MicroBatches, repeated_seconds
@@ -117,62 +117,50 @@ FILLED = 0.99
 
 
 def with_mixes(
-    job: Job, micro_batches: Sequence[MicroBatch], flow: Flow | None, ranks: Collection[int]
+    job: Job,
+    micro_batches: Sequence[MicroBatch],
+    flow: Flow | None,
+    ranks: Collection[int],
+    seconds: Callable[[], Floats] | None = None,
 ) -> list[MicroBatch]:
     """A data-parallel rank's micro-batches of a step with their `mix`, chosen on these pipeline ranks.
 
     Ranks that meet inside a layer compute the choice from the same numbers, so they choose alike, and a
     micro-batch that data-parallel ranks share has no choice. Slack is that of a step that repeats nothing, so
     pipeline ranks need not know each other's choice; with slices hardly anything has any.
-    """
 
-    def seconds() -> Floats:
-        result = np.zeros((len(job.layers), len(micro_batches), len(KINDS)))
-        free = [number for number, m in enumerate(micro_batches) if m.sharers == 1]
-        of_free = repeated_seconds(job, passing([micro_batches[number] for number in free], job))
-        result[:, free] = of_free.swapaxes(1, 2)
+    Args:
+        seconds: gives float64 (stages, kinds, micro-batches), what a layer repeats; by default as predicted.
+    """
+    free = [number for number, m in enumerate(micro_batches) if m.sharers == 1]
+    mixes = np.zeros((len(micro_batches), len(job.layers), len(KINDS)), dtype=np.int64)
+
+    @cache  # most of the time, and not needed where all fits
+    def repeated() -> Floats:
+        result = np.zeros((len(job.layers), len(KINDS), len(micro_batches)))
+        result[..., free] = repeated_seconds(job, passing([micro_batches[number] for number in free], job))
         return result
 
-    passes, slack_of = Passes(pack_sizes(job, micro_batches), flow), micro_batches if flow is None else ()
-    mixes = mixes_of(job, passes, ranks, seconds, slack_of)
+    for start, packs in runs(job, Passes(pack_sizes(job, micro_batches), flow)):
+        run = slice(start, start + len(packs.packs))
+        slack = cache(partial(_slack, job, micro_batches[run], flow))
+        for number in ranks:
+            rank = job.pipeline_ranks[number]
+            own, arrays = list(rank.stages), RunArrays(rank, packs, flow, reduced=start > 0)
+            room = FILLED * job.fitting.usable - job.fitting.with_dimensions(rank.still).total
+            chosen = arrays.counts(0)
+            if free and arrays.bytes_of(chosen).max() > room:
+                again = (seconds or repeated)()[own, :, run].swapaxes(1, 2).reshape(chosen.shape)
+                chosen = mixed(arrays, again, slack()[own].ravel(), room)
+            mixes[run, own] = chosen.reshape(len(own), -1, len(KINDS)).swapaxes(0, 1)
     return [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)]
 
 
-def mixes_of(
-    job: Job,
-    passes: Passes,
-    ranks: Collection[int],
-    seconds: Callable[[], Floats],
-    micro_batches: Sequence[MicroBatch] = (),
-) -> Ints:
-    """int64 (n, stages, kinds), the mixes of a data-parallel rank's micro-batches.
-
-    Args:
-        seconds: gives float64 (stages, n, kinds), what a layer repeats; it is called where not all fits.
-        micro_batches: for slack, where the schedule orders passes.
-    """
-    result = np.zeros((len(passes.packs), len(job.layers), len(KINDS)), dtype=np.int64)
-    repeated = cache(seconds)
-    for start, packs in runs(job, passes):
-        run = slice(start, start + len(packs.packs))
-        slack = cache(partial(_slack, job, len(packs.packs), micro_batches[run]))
-        for number in ranks:
-            rank = job.pipeline_ranks[number]
-            own = list(rank.stages)
-            arrays = RunArrays(rank, packs, passes.flow, reduced=start > 0)
-            room = FILLED * job.fitting.usable - job.fitting.with_dimensions(rank.still).total
-            chosen = arrays.counts(0)
-            if arrays.free.any() and arrays.bytes_of(chosen).max() > room:
-                chosen = mixed(arrays, repeated()[own, run].reshape(chosen.shape), slack()[own].ravel(), room)
-            result[run, own] = chosen.reshape(len(own), -1, len(KINDS)).swapaxes(0, 1)
-    return result
-
-
-def _slack(job: Job, n: int, micro_batches: Sequence[MicroBatch]) -> Floats:
+def _slack(job: Job, micro_batches: Sequence[MicroBatch], flow: Flow | None) -> Floats:
     """float64 (stages, n), of the backward passes of a run if nothing is repeated."""
-    result = np.zeros((len(job.layers), n))
-    if micro_batches and job.shape.ranks > 1:
-        graph = PipelineGraph(job.shape, n)
+    result = np.zeros((len(job.layers), len(micro_batches)))
+    if flow is None and job.shape.ranks > 1:
+        graph = PipelineGraph(job.shape, len(micro_batches))
         of_actions = graph.slack(PassTimes(*pass_seconds(job, micro_batches)[..., None]))
         for (kind, stage, place), of_action in zip(graph.actions, of_actions[:, 0], strict=True):
             if kind in ("B", "I"):

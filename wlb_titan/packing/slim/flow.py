@@ -12,7 +12,7 @@ from wlb_titan.cost.passes import MicroBatches, repeated_seconds
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.rank import Passes, RankMemory
 from wlb_titan.packing.policy import Packing
-from wlb_titan.packing.predicted import mixes_of, pack_sizes, pass_seconds
+from wlb_titan.packing.predicted import pack_sizes, pass_seconds, with_mixes
 from wlb_titan.packing.slices import last_needed
 from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
 from wlb_titan.plan import Action, Flow, MicroBatch
@@ -125,9 +125,9 @@ class Flows:
         tokens = np.array([pack.length for pack in sized], dtype=np.float64)
         seconds = repeated_seconds(job, MicroBatches.imagined(job, tokens, *np.zeros((2, len(tokens)))))
         seconds[:, -1] = forward / job.model.layers  # `full`, with attention
-        passes = Passes(pack_sizes(job, sized), in_own_order(flow, step.orders[rank]))
-        mixes = mixes_of(job, passes, range(job.shape.ranks), lambda: seconds.swapaxes(1, 2))
-        return np.asarray(np.einsum("psk,skp->p", mixes, seconds))
+        own, ranks = in_own_order(flow, step.orders[rank]), range(job.shape.ranks)
+        mixes = [m.mix for m in with_mixes(job, sized, own, ranks, lambda: seconds)]
+        return np.asarray(np.einsum("psk,skp->p", np.array(mixes), seconds))
 
     def peak(self, step: Step, flow: Flow) -> RankMemory | None:
         """The predicted peak of a step's fullest GPU if layers keep least; None where it is not predicted."""
