@@ -41,7 +41,7 @@ class RunPacks:
     """The n micro-batches of a run: what depends neither on the pipeline rank nor on the order of passes."""
 
     def __init__(self, job: Job, packs: Sequence[PackSize]) -> None:
-        self.job, self.packs = job, packs
+        self.packs = packs
         self.sharers = np.array([pack.sharers for pack in packs])
         self.tokens = np.array([pack.length for pack in packs])  # of one data-parallel rank
         self.length = self.tokens * self.sharers
@@ -64,6 +64,8 @@ class RunPacks:
             for row, name in enumerate(BYTES):
                 tokens[row, group] = getattr(token, name)
         self.token = TokenBytes(*tokens)  # of arrays (n,), for what is the same in all layers
+        self.slices = [PackSlices.of(pack.slices, pack.length * pack.sharers) for pack in packs]
+        self.sliced = any(pack.slices for pack in packs)
 
 
 class RunArrays:
@@ -93,8 +95,7 @@ class RunArrays:
         self.in_flight = (passes >= self._when(self._kind == F)) * 1.0 - (passes > self._end)
         """(P, C), 1 where the chunk's activations are there."""
 
-        sliced = any(pack.slices for pack in packs.packs)
-        self._in_layers = 2 + (sliced or rank.alone) + rank.alone  # moments without those of the loss
+        self._in_layers = 2 + (packs.sliced or rank.alone) + rank.alone  # moments without those of the loss
         shape = (len(passes), self._in_layers + 2 * rank.last, 1)
         self.terms = {term: np.zeros(len(passes)) for term in PASSING}
         """By the term, (P,), what is there whatever layers keep."""
@@ -103,7 +104,7 @@ class RunArrays:
         self._beside["backward"][self._kind == W, AT] = NEVER
         self._add_ends()
         self._add_whole(reduced)
-        if sliced:
+        if packs.sliced:
             self._add_slices()
         elif rank.alone:
             self._beside["backward"][:, ATTENTION] = NEVER
@@ -219,9 +220,8 @@ class RunArrays:
         if (self._kind == I).any():
             passes, waiting = self._passes[:, None], self.layers * (length * token.waiting)[self._place_of]
             activations += ((passes >= self._when(self._kind == I)) & (passes <= self._end)) @ waiting
-        if (
-            rank.last and not rank.alone
-        ):  # inputs of what is done, because of their losses; the latest's gradient
+        if rank.last and not rank.alone:
+            # Inputs of what is done stay because of their losses, with the latest one's gradient.
             done = self._passes[((self._kind == B) | (self._kind == W)) & last[self.own]]
             inputs, kept = self._hidden[self.own[done]], np.zeros(len(self._kind) + 1)
             kept[done + 1] = inputs + np.diff(inputs, prepend=0.0)
@@ -244,23 +244,15 @@ class RunArrays:
 
     def _add_slices(self) -> None:
         """Adds the cache of slices, with what a backward pass has beside it."""
-        token, layers = (
-            self._packs.job.token_bytes,
-            self._rank.layers[self._stage],
-        )  # all ranks cache all keys
-        slices = [
-            PackSlices.of(pack.slices, n)
-            for pack, n in zip(self._packs.packs, self._packs.length.tolist(), strict=True)
-        ]
+        rank, slices = self._rank, self._packs.slices
+        token = rank.job.token_bytes  # of all keys, which all ranks cache
         passes = np.stack([self._kind == F, self._stage, self._place], axis=1)
-        keys, gradients, made = cached(passes, slices, self._rank.layers.tolist()).T
+        keys, gradients, made = cached(passes, slices, rank.layers.tolist()).T
         self.terms["cache"] += keys * token.cached + gradients * token.cached_gradients
         made = made * token.cached_gradients
-        beside = (
-            np.array([of.beside for of in slices])[self._place] * token.cached * (not self._rank.regroups)
-        )
+        beside = np.array([of.beside for of in slices])[self._place] * token.cached * (not rank.regroups)
         self._beside["backward"][:, ATTENTION, 0] += np.where((made > 0) | (beside > 0), beside, NEVER)
         # Gradients of prefixes are there from attention's gradients on.
-        cache = np.repeat(self._beside["cache"], len(self._rank.steps), axis=2)
-        cache[:, AT : self._in_layers] = self._rank.steps + np.array([[0], [1], [1]])[: self._in_layers - AT]
-        self._beside["cache"] = cache * (made / np.maximum(layers, 1))[:, None, None]
+        cache = np.repeat(self._beside["cache"], len(rank.steps), axis=2)
+        cache[:, AT : self._in_layers] = rank.steps + np.array([[0], [1], [1]])[: self._in_layers - AT]
+        self._beside["cache"] = cache * (made / np.maximum(rank.layers[self._stage], 1))[:, None, None]
