@@ -133,7 +133,9 @@ def with_mixes(
         seconds: gives float64 (stages, kinds, micro-batches), what a layer repeats; by default as predicted.
     """
     free = [number for number, m in enumerate(micro_batches) if m.sharers == 1]
-    mixes = np.zeros((len(micro_batches), len(job.layers), len(KINDS)), dtype=np.int64)
+    begun = [0 if m.sharers == 1 else KINDS.index(job.memory.recompute) for m in micro_batches]
+    mixes = np.zeros((len(begun), len(job.layers), len(KINDS)), dtype=np.int64)
+    mixes[range(len(begun)), :, begun] = job.layers
 
     @cache  # most of the time, and not needed where all fits
     def repeated() -> Floats:
