@@ -7,12 +7,12 @@ import pytest
 from highspy import Highs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import CLUSTER, NONE, job
+from planning import CLUSTER, FULL, NONE, job
 
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
-from wlb_titan.memory.fits import usable_share
+from wlb_titan.memory.fits import fullest, usable_share
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.memory.mix import kinds_of_layers, mixed
 from wlb_titan.memory.rank import PackSize, Passes
@@ -30,7 +30,8 @@ LAYOUTS = {
     "pipeline": Degrees(pipeline=2, shard=2),
     "all": Degrees(pipeline=2, context=2, tensor=2),
 }
-SLICED = [name for name in LAYOUTS if name != "alone"]
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(7.5, 1.2, 4000), 16, 8192).astype(int)
+DOCUMENTS = Documents(lengths=LENGTHS)
 
 
 def sized(degrees, lengths=(8192, 4096, 2048, 8192), schedule="1F1B", chunks=1, **facts):
@@ -62,18 +63,16 @@ def test_a_stage_without_layers_keeps_its_ends_alone():
 
 def test_as_needed_is_selective_where_memory_is_not_known():
     """In times, too; where it is known nothing is repeated as long as nothing has to be."""
-    degrees, documents = Degrees(pipeline=2, context=2), Documents(lengths=np.full(40, 4096))
 
-    def seconds(kind, **settings):
-        made, _ = sized(degrees, memory=MemorySettings(**settings), multiple=8)
+    def figures(kind, settings):
+        made, _ = sized(Degrees(pipeline=2, context=2), memory=settings, multiple=8)
         made = made.on(replace(made.cluster, kind=kind))
-        plans = made.plans(documents, 1)
-        return simulate(made, plans).seconds.tolist(), made.cost_model.backward(np.array([4096])).tolist()
+        step = simulate(made, made.plans(DOCUMENTS, 1))
+        assert kind == "gpu" or step.kinds == {"selective": 1.0}
+        return step.seconds.tolist(), made.cost_model.backward(np.array([4096])).tolist()
 
-    selective, none = (seconds("gpu", checkpointing=kind) for kind in ("selective", "none"))
-    assert seconds("cpu", as_needed=True) == selective != none == seconds("gpu", as_needed=True)
-    made = sized(degrees)[0].on(replace(CLUSTER, kind="cpu"))
-    assert made.checkpointing.startswith("selective") and not made.mixes
+    unknown, selective = figures("cpu", AS_NEEDED), figures("gpu", MemorySettings())
+    assert unknown == selective != figures("gpu", NONE) == figures("gpu", AS_NEEDED)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -164,8 +163,6 @@ def test_layers_that_keep_most_go_backward_first():
     [("plain", "1F1B", 1), ("plain", "Interleaved1F1B", 2), ("wlb_lazy", "1F1B", 1), ("slim", "1F1B", 1)],
 )
 def test_steps_fit_devices_between_what_the_kinds_take(policy, schedule, chunks):
-    random = np.random.default_rng(0)
-    documents = Documents(lengths=np.clip(random.lognormal(7.5, 1.2, 4000), 16, 8192).astype(int))
     made, _ = sized(
         Degrees(pipeline=2, shard=2),
         schedule=schedule,
@@ -176,18 +173,18 @@ def test_steps_fit_devices_between_what_the_kinds_take(policy, schedule, chunks)
     )
 
     def peak(plans, **changes):
-        return max(rank.total for rank in peak_memory(replace(made, **changes), plans))
+        return fullest(peak_memory(replace(made, **changes), plans)).total
 
     def under(kind):
         return replace(made, memory=MemorySettings(checkpointing=kind))
 
     none, full = (
-        peak(under(kind).plans(documents, 2), memory=under(kind).memory) for kind in ("none", "full")
+        peak(under(kind).plans(DOCUMENTS, 2), memory=under(kind).memory) for kind in ("none", "full")
     )
     for share in (0.3, 0.8):
         usable = full + share * (none - full)
         cluster = replace(CLUSTER, memory=usable / usable_share(policy == "slim"))
-        plans = made.on(cluster).plans(documents, 3)
+        plans = made.on(cluster).plans(DOCUMENTS, 3)
         assert 0.9 * usable < peak(plans) <= usable
         kinds = {name for plan in plans for m in plan.micro_batches for name in kinds_of_layers(m.mix)}
         assert len(kinds) > 1
@@ -195,23 +192,17 @@ def test_steps_fit_devices_between_what_the_kinds_take(policy, schedule, chunks)
 
 def test_slices_are_judged_by_what_their_layers_may_repeat():
     """A device on which the steps do not fit with all layers selective: no more packs, and more in flight."""
-    random = np.random.default_rng(0)
-    documents = Documents(lengths=np.clip(random.lognormal(7.5, 1.2, 4000), 16, 8192).astype(int))
     packing = POLICIES.configure("slim", micropacks=16, slack=2, dp_merge=False)
     facts = {"packing": packing, "micro_batches": 16, "multiple": 8}
-    chosen, selective, full = (
-        sized(Degrees(pipeline=2, shard=2), memory=settings, **facts)[0]
-        for settings in (AS_NEEDED, MemorySettings(), MemorySettings(checkpointing="full"))
-    )
-
-    def peak(made):
-        return max(rank.total for rank in peak_memory(made, made.plans(documents, 2)))
-
-    usable = 0.1 * peak(selective) + 0.9 * peak(full)
+    kinds = AS_NEEDED, MemorySettings(), FULL
+    made = [sized(Degrees(pipeline=2, shard=2), memory=kind, **facts)[0] for kind in kinds]
+    selective, full = (fullest(peak_memory(one, one.plans(DOCUMENTS, 2))).total for one in made[1:])
+    usable = 0.1 * selective + 0.9 * full
     cluster = replace(CLUSTER, memory=usable / usable_share(slices=True))
-    plans = chosen.on(cluster).plans(documents, 2)
+    chosen, selective = (one.on(cluster) for one in made[:2])
+    plans = chosen.plans(DOCUMENTS, 2)
     assert {len(plan.micro_batches) for plan in plans} == {32}
-    assert max(rank.total for rank in peak_memory(chosen.on(cluster), plans)) <= usable
-    assert selective.on(cluster).most_in_flight < chosen.on(cluster).most_in_flight
+    assert fullest(peak_memory(chosen, plans)).total <= usable
+    assert selective.most_in_flight < chosen.most_in_flight
     with pytest.warns(UserWarning, match="predicted not to fit"):
-        selective.on(cluster).plans(documents, 2)
+        selective.plans(DOCUMENTS, 2)
