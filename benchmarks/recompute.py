@@ -24,7 +24,7 @@ from predicted import FILES, PYTHON, ROOT, documents_of
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
-from wlb_titan.memory.recompute import KINDS, AsNeeded
+from wlb_titan.memory.recompute import KINDS
 from wlb_titan.packing.predicted import with_mixes
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.models.load import load_config
@@ -48,29 +48,29 @@ COLUMNS = {
 }
 
 
-def under(job: Job, kind: str) -> Job:
-    return replace(job, memory=replace(job.memory, checkpointing=kind))
+def under(job: Job, **memory: Any) -> Job:
+    return replace(job, memory=replace(job.memory, **memory))
 
 
 def choosing(job: Job, plan: Plan) -> float:
     """Most processor seconds that a pipeline rank takes to choose its mix."""
     flow = None if plan.flows is None else plan.flows[0]
-    seconds = []
+    seconds, unmixed = [], [replace(m, mix=None) for m in plan.of_rank(0)]
     for rank in range(job.shape.ranks):
         begin = time.process_time()
-        with_mixes(job, plan.of_rank(0), flow, [rank])
+        with_mixes(job, unmixed, flow, [rank])
         seconds.append(time.process_time() - begin)
     return max(seconds)
 
 
 def row(job: Job, documents: Any, policy: Policy, steps: int) -> dict[str, Any]:
-    scenario = Scenario(under(job, AsNeeded.name), documents)
+    scenario = Scenario(under(job, as_needed=True), documents)
     plans = scenario.plans(policy, steps)
     mixed = scenario.under(policy)
     found = simulate(mixed, plans)
     result: dict[str, Any] = {
         "policy": str(policy),
-        AsNeeded.name: found.mfu,
+        "as_needed": found.mfu,
         "fits": found.fits,
         "peak_gib": found.peak_memory.total / GIB,
         "room_gib": mixed.fitting.usable / GIB,
@@ -79,7 +79,7 @@ def row(job: Job, documents: Any, policy: Policy, steps: int) -> dict[str, Any]:
     result["shares"] = {kind: round(share, 4) for kind, share in found.kinds.items()}
     result["repeated"] = 1 - result["shares"]["none"]
     for kind in SINGLE:  # the same plans, so that nothing else differs
-        alone = under(mixed, kind)
+        alone = under(mixed, as_needed=False, checkpointing=kind)
         same = [replace(p, micro_batches=tuple(replace(m, mix=None) for m in p.micro_batches)) for p in plans]
         try:
             single = simulate(alone, same)

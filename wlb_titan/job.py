@@ -8,9 +8,9 @@ names the cluster or they see the same GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import Fitting, usable_share
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
-from wlb_titan.memory.recompute import AsNeeded, Recompute
+from wlb_titan.memory.rank import PipelineRank
+from wlb_titan.memory.recompute import KINDS, Recompute
 from wlb_titan.memory.told import ModelAccount, Shape
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import AskRank0, ask_locally
@@ -277,19 +278,18 @@ class Job:
         """Bytes that a rank holds for each token of a micro-batch of its own, with all keys."""
         return self.token_bytes_of(1, ALL_KEYS)
 
+    def token_bytes_of(
+        self, sharers: int, keys: KeyShares, kind: Recompute | None = None, number: int = 0
+    ) -> TokenBytes:
+        """The same of a micro-batch that so many data-parallel ranks share, with a rank's share of its keys,
+        under a kind of recomputation if not the job's, in a layer of this number in the `account`."""
+        job = self if sharers == 1 else self.by_sharers[sharers]
+        settings = job.model, job.degrees, job.memory, job.exchange
+        return TokenBytes.of(*settings, keys, kind, job.account, number)
+
     @cached_property
-    def token_bytes_of(self) -> Callable[..., TokenBytes]:
-        """(data-parallel ranks that share a micro-batch, a rank's share of its keys, a kind of recomputation
-        if not the job's) -> bytes that the rank holds for each token."""
-
-        def token_bytes(
-            sharers: int, keys: KeyShares, kind: Recompute | None = None, number: int = 0
-        ) -> TokenBytes:
-            job = self if sharers == 1 else self.by_sharers[sharers]
-            settings = job.model, job.degrees, job.memory, job.exchange
-            return TokenBytes.of(*settings, keys, kind, job.account, number)
-
-        return cache(token_bytes)
+    def pipeline_ranks(self) -> tuple[PipelineRank, ...]:
+        return tuple(PipelineRank(self, number) for number in range(self.shape.ranks))
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -301,7 +301,7 @@ class Job:
 
     def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
         moves = () if strategy is None else strategy.exchange(self.model, self.degrees.tensor).moves
-        element, repeats = self.memory.compute_bytes, self.memory.recompute.repeats_moves
+        element, repeats = self.memory.compute_bytes, self.repeating.repeats_moves
         return ExchangeCost(moves, self.cluster, self.degrees.strides["cp"], element, repeats)
 
     @cached_property
@@ -335,19 +335,28 @@ class Job:
         waits = self.shape.splits and SCHEDULES[self.schedule].splits
         return not self.memory_unknown or (self.account is not None and not waits)
 
-    @property
+    @cached_property
     def mixes(self) -> bool:
-        """Whether the planner chooses what layers recompute: under `as_needed`, where memory is known."""
+        """Whether the planner chooses what layers recompute: as needed, where memory is known."""
         ordered = self.degrees.pipeline == 1 or self.schedule in KNOWN
-        return self.memory.checkpointing == AsNeeded.name and self.fitting.known and ordered
+        return self.memory.as_needed and self.fitting.known and ordered
+
+    @property
+    def repeating(self) -> Recompute:
+        """The kind of recomputation by which passes are timed: where the planner chooses, most layers repeat
+        little, and those of micro-batches without a choice yet nothing."""
+        return KINDS[0] if self.mixes else self.memory.recompute
 
     @property
     def checkpointing(self) -> str:
         """What layers recompute, in words."""
-        if self.memory.checkpointing == AsNeeded.name and not self.mixes:
-            why = "" if self.memory_known else f" with {self.memory_unknown}"
-            return f"selective checkpointing (as_needed has no prediction of memory to go by{why})"
-        return f"{self.memory.checkpointing} checkpointing"
+        if self.mixes:
+            return "as_needed checkpointing"
+        said = f"{self.memory.checkpointing} checkpointing"
+        if not self.memory.as_needed:
+            return said
+        why = "" if self.memory_known else f" with {self.memory_unknown}"
+        return f"{said} (as_needed has no prediction of memory to go by{why})"
 
     @property
     def most_in_flight(self) -> int | None:

@@ -13,7 +13,8 @@ from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.rank import SliceCache
+from wlb_titan.memory.rank import kept_states
+from wlb_titan.memory.run import RunArrays, RunPacks
 from wlb_titan.packing.predicted import pack_sizes, pass_seconds, passing
 from wlb_titan.packing.slices import piece_numbers
 from wlb_titan.packing.slim.asymmetric import regrouped_times
@@ -52,14 +53,14 @@ def test_slices_do_the_work_of_their_document_once_one_after_the_other():
 
 def walked(simulated, plan, dp_rank):
     """Bytes of keys and values and of their gradients, by a walk that keeps the size of every tensor: of each
-    pipeline rank those after each action, the most within each, and those of all moments, as a backward pass
-    makes its gradients of prefixes layer by layer."""
+    pipeline rank those during each action without gradients that it makes, the most within each, and those of
+    all moments, as a backward pass makes its gradients of prefixes layer by layer."""
     token = TokenBytes.of(simulated.model, simulated.degrees, simulated.memory)
     packs = plan.of_rank(dp_rank)
     numbers = piece_numbers(packs)
     cut = {n for own, m in zip(numbers, packs, strict=True) for n in own[m.slices[:, TOTAL] > m.lengths]}
     for actions in plan.flows[dp_rank]:
-        there, after, most, moments = {}, [], [], set()
+        there, during, most, moments = {}, [], [], set()
         for kind, stage, place in actions:
             layers = simulated.layers[stage]
             before = sum(there.values())
@@ -72,28 +73,20 @@ def walked(simulated, plan, dp_rank):
                 elif prefix + length == total:
                     there["gradients", stage, number] = prefix * token.cached_gradients * layers
             most.append(sum(there.values()))
+            during.append(most[-1] if kind == "F" else before)
             moments |= {most[-1]} if kind == "F" else set(np.linspace(before, most[-1], layers + 1).tolist())
             for number, _, prefix, _ in here if kind == "B" else ():
                 if prefix == 0:
                     del there["keys", stage, number], there["gradients", stage, number]
-            after.append(sum(there.values()))
         assert not there
-        yield np.array(after), np.array(most), moments
-
-
-def cached(simulated, actions, packs):
-    """What the cache predicts after each action."""
-    cache = SliceCache(simulated.token_bytes, simulated.layers)
-    for action in actions:
-        cache.begin(action, packs[action.place].slices, packs[action.place].length)
-        cache.end(action, packs[action.place].slices)
-        yield cache.bytes_
+        yield np.array(during), np.array(most), moments
 
 
 def in_flight(simulated, actions, packs):
     """Bytes of activations after each action, float64 (actions,), without the cache."""
-    memory = simulated.packing.rank_memory
-    kept = np.array(memory.kept_by_stages(simulated.token_bytes, simulated.layers))
+    token, layers = simulated.token_bytes, simulated.layers
+    states = [token.hidden * states for states in kept_states(layers)]
+    kept = states if simulated.packing.regroups else [token.kept * count for count in layers]
     signs = {"F": 1, "B": -1}
     held = np.cumsum([signs[a.kind] * packs[a.place].length * kept[a.stage] for a in actions])
     assert held[-1] == pytest.approx(0.0, abs=1e-6)
@@ -104,7 +97,7 @@ def in_flight(simulated, actions, packs):
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("schedule, chunks", [("1F1B", 1), ("Interleaved1F1B", 2)])
 def test_the_cache_over_time_is_that_of_an_oracle(context, schedule, chunks, name):
-    """After every pass; and the peak is a moment that there is, and no less than what stays after any."""
+    """In every pass; and the peak is a moment that there is, and no less than what stays after any."""
     shape = {"degrees": Degrees(pipeline=2, context=context, shard=2), "schedule": schedule, "chunks": chunks}
     simulated = sliced(replace(PACKINGS[name], micropacks=8, slack=1), **shape)
     for plan in plans(simulated):
@@ -112,8 +105,11 @@ def test_the_cache_over_time_is_that_of_an_oracle(context, schedule, chunks, nam
             packs = pack_sizes(simulated, plan.of_rank(dp_rank))
             peaks = rank_memory(simulated, plan, dp_rank)
             walks = walked(simulated, plan, dp_rank)
-            for actions, peak, (after, most, moments) in zip(flow, peaks, walks, strict=True):
-                assert list(cached(simulated, actions, packs)) == pytest.approx(after)
+            for rank, actions, peak, (during, most, moments) in zip(
+                simulated.pipeline_ranks, flow, peaks, walks, strict=True
+            ):
+                run = RunArrays(rank, RunPacks(simulated, packs), flow, reduced=False)
+                assert run.terms["cache"] == pytest.approx(during)
                 assert min(abs(peak.cache - bytes_) for bytes_ in moments) <= 1 and peak.cache > 0
                 least = (in_flight(simulated, actions, packs) + most).max()
                 assert peak.activations + peak.backward + peak.loss + peak.cache >= least - 4

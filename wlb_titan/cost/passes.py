@@ -139,7 +139,7 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     backward = forward - micro_batches.forward + tokens * back + micro_batches.backward
     layers = by_stage(np.array(job.layers, dtype=np.float64))
     if micro_batches.mix is None:
-        repeated = layers * _repeated(job, job.memory.recompute, micro_batches, forward)
+        repeated = layers * _repeated(job, job.repeating, micro_batches, forward)
     else:
         repeated = (micro_batches.mix * repeated_seconds(job, micro_batches)).sum(axis=1)
     head = np.zeros_like(layers)
@@ -161,7 +161,7 @@ def repeated_seconds(job: Job, micro_batches: MicroBatches) -> Floats:
 def _repeated(job: Job, kind: Recompute, micro_batches: MicroBatches, forward: Floats) -> Floats:
     """float64 (stages, ...), what a layer repeats; `forward` are seconds of its forward pass."""
     told = job.layer_seconds.repeated
-    if told is None or kind.kept_as != kind.name:
+    if told is None:
         return np.broadcast_to(kind.seconds(job, micro_batches, forward, _tensor(job)), forward.shape)
     number = [one.name for one in job.memory.kinds].index(kind.name)
     linear = told[:, number].reshape(-1, *[1] * micro_batches.tokens.ndim) * micro_batches.tokens
@@ -231,7 +231,7 @@ class JobCost(CostModel):
         job = self._job
         attention = job.latency.work(lengths, lengths) / job.degrees.context
         d, layers = np.asarray(lengths, dtype=np.float64), job.model.layers
-        again = job.memory.recompute.repeats_all
+        again = job.repeating.repeats_all
         return (
             self._linear_forward * d + layers * attention[0],
             self._linear_backward * d + layers * (attention[1] + again * attention[0]),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.rank import GIB, PackSize, Passes, RankMemory
-from wlb_titan.memory.recompute import KINDS
+from wlb_titan.memory.run import RunArrays, RunPacks
 from wlb_titan.memory.slice_cache import CachedSlice
 from wlb_titan.plan import Action
 
@@ -49,6 +49,7 @@ class Fitting:
     job: Job
     usable: float  # bytes of a device that predictions may fill
     known: bool = True  # whether memory bounds micro-batches: there are a prediction and a device
+    sparing: bool = False  # whether layers that may have a mix, and have none yet, keep least
 
     @property
     def room(self) -> str:
@@ -56,16 +57,13 @@ class Fitting:
 
     def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank over a replica's step."""
-        job, packs = self.job, passes.packs
-        length = len(packs) if passes.flow is not None or job.run is None else job.run
-        starts = range(0, len(packs), length)
-        runs = [Passes(packs[start : start + length], passes.flow) for start in starts]
-        result = []
-        for number in range(job.shape.ranks):
-            rank = job.packing.rank_memory(job, number)
-            most = fullest([rank.peak(run, reduced=i > 0) for i, run in enumerate(runs)])
-            result.append(self.with_dimensions(most))
-        return tuple(result)
+        kind, peaks = -1 if self.sparing else None, []
+        for start, packs in runs(self.job, passes):
+            arrays = [
+                RunArrays(rank, packs, passes.flow, reduced=start > 0) for rank in self.job.pipeline_ranks
+            ]
+            peaks.append([run.peak(run.counts(kind)) for run in arrays])
+        return tuple(self.with_dimensions(fullest(of_rank)) for of_rank in zip(*peaks, strict=True))
 
     def with_dimensions(self, rank: RankMemory) -> RankMemory:
         """A rank's memory with that of the user's own dimensions."""
@@ -89,13 +87,10 @@ class Fitting:
             flow.append((*forward, *backward))
         return self.peak(Passes(packs, tuple(flow)))
 
-    @cached_property
+    @property
     def least(self) -> Fitting:
-        """The same where layers keep least, if they may; else itself."""
-        memory = self.job.memory
-        if not self.job.mixes:
-            return self
-        return replace(self, job=replace(self.job, memory=replace(memory, checkpointing=KINDS[-1].name)))
+        """The same where layers keep least, if the planner may choose."""
+        return replace(self, sparing=self.job.mixes)
 
     @cached_property
     def longest(self) -> int:
@@ -149,11 +144,18 @@ class Fitting:
         """The most tokens in flight that are predicted to fit, if all were one document's."""
         self.check_window()
         window = self.job.window
-        fitting = self if self._document_fits(window) else self.least
-        return _most(fitting._document_fits, window, window * self.job.replica_micro_batches)
+        return _most(self.least._document_fits, window, window * self.job.replica_micro_batches)
 
     def _document_fits(self, tokens: int) -> bool:
         return fullest(self.document(tokens)).total <= self.usable
+
+
+def runs(job: Job, passes: Passes) -> Iterator[tuple[int, RunPacks]]:
+    """The runs through the pipeline of a replica's step: where they start, and their micro-batches."""
+    packs = passes.packs
+    length = len(packs) if passes.flow is not None or job.run is None else job.run
+    for start in range(0, len(packs), length):
+        yield start, RunPacks(job, packs[start : start + length])
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int:

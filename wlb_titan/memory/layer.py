@@ -36,6 +36,9 @@ class MemorySettings:
     """The settings that memory depends on, besides shape, degrees and lengths."""
 
     checkpointing: str = "selective"  # a name of `CHECKPOINTING`
+    as_needed: bool = (
+        False  # whether layers may keep more or less of it, as the planner chooses (`Job.mixes`)
+    )
     compiled: bool = False  # whether torch.compile decides what a layer keeps of its collectives
     parameter_bytes: int = 4  # of a weight as the optimizer keeps it, and of its gradient
     compute_bytes: int = 2  # of a weight or an activation in forward and backward
@@ -101,8 +104,9 @@ class TokenBytes:
         number: int = 0,
     ) -> TokenBytes:
         """By default all context-parallel ranks gather keys and values. `keys` are a rank's shares of a
-        micro-batch's; of documents in slices all are cached. `kind` stands in for the settings' own, and
-        the account's layer of this `number` for the formulas."""
+        micro-batch's, or arrays of those of several, which makes arrays of bytes; of documents in slices all
+        are cached. `kind` stands in for the settings' own, and the account's layer of this `number` for the
+        formulas."""
         cp, tp = degrees.context, degrees.tensor
         exchange = exchange or all_gather_exchange(model, tp, cp)
         layer = LayerBytes(model, degrees, settings, exchange, keys)
@@ -111,7 +115,7 @@ class TokenBytes:
         if account is None:
             kept, moments = recompute.kept(layer), recompute.moments(layer)
         else:
-            own = account.layers[number].work.kinds[recompute.kept_as]
+            own = account.layers[number].work.kinds[recompute.name]
             kept = own.kept - recompute.less_keys(layer)
             moments = Moments(own.forward, own.backward, own.attention)
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
@@ -331,6 +335,11 @@ class FsdpWhole:
         yield token.loss, whole + self._chunked_head * self._reduced
         copied = max(self._compute, (self._shards > 1) * 2 * self._reduced / self._shards)
         yield token.head, whole + head * (2 * self._reduced + copied)
+
+    @property
+    def in_forward(self) -> float:
+        """Without a pipeline: of weights, in a forward pass."""
+        return max(self.weights(layer) for layer in range(min(1, self._layers - 1), self._layers))
 
     def weights(self, layer: int) -> float:
         """Without a pipeline: the layer at hand and what is fetched meanwhile, the embedding for layer 0."""

@@ -37,6 +37,7 @@ else make it again with a reduction.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import reduce
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
@@ -69,11 +70,6 @@ class Recompute(ABC):
 
     repeats_all: ClassVar[bool] = False
     """Whether the whole forward pass is repeated, attention included."""
-
-    @property
-    def kept_as(self) -> str:
-        """The kind of `KINDS` by which layers keep bytes."""
-        return self.name
 
     @abstractmethod
     def kept(self, layer: LayerBytes) -> float:
@@ -180,18 +176,6 @@ class Full(Recompute):
         return forward
 
 
-class AsNeeded(Selective):
-    """`as_needed`: a kind for each layer and micro-batch, as the planner chooses (`mix.py`). As long as none
-    is chosen, memory is as for `selective` and, as most layers repeat little, times as for `none`."""
-
-    name = "as_needed"
-    kept_as = Selective.name
-    repeats_moves = False
-
-    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
-        return np.zeros_like(forward)
-
-
 def _repeated_seconds(job: Job, widths: int, tensor: float) -> float:
     """Seconds a token of what a backward pass repeats: matrix products, by their widths; all element-wise
     operators; and of tensor parallelism's four collectives two gathers, and the reduction behind wo."""
@@ -214,7 +198,8 @@ def _repeating(
     """The fullest moments where layers are repeated: the module's, with what a kind holds more or less of
     after attention, while it rotates, of w1 and w2, and at attention's gradients."""
     s, g, q, f = layer.s, layer.g, layer.q, layer.f
-    forward = s + max(2 * g + 3 * f + w1, g + q + layer.keys + layer.gathering, g + q + layer.rotating)
+    gathered = g + q + layer.keys + layer.gathering
+    forward = s + np.maximum(np.maximum(2 * g + 3 * f + w1, gathered), g + q + layer.rotating)
     moments = [
         2 * g + (layer.gathering + layer.sent if layer.shared_keys and regathers else 0.0),
         4 * g if layer.gathers else 0.0,
@@ -227,11 +212,12 @@ def _repeating(
     held = at_hand + layer.keys + layer.normed + attended
     attention = held + g + 2 * q + 2 * layer.outputs + layer.key_gradients + at_attention
     rotated = at_hand + 2 * g + layer.rotating + rotating
-    return Moments(forward, max(rotated, held + max(moments), attention), attention)
+    backward = reduce(np.maximum, [rotated, *(held + moment for moment in moments), attention])
+    return Moments(forward, backward, attention)
 
 
 KINDS: tuple[Recompute, ...] = (KeepAll(), KeepProducts(), Selective(), Full())
 """From the one that keeps most."""
 
-CHECKPOINTING: dict[str, Recompute] = {kind.name: kind for kind in (*KINDS, AsNeeded())}
-"""By the names that configurations and reports use."""
+CHECKPOINTING: dict[str, Recompute] = {kind.name: kind for kind in KINDS}
+"""By the names that reports use."""

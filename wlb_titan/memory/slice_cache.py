@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.plan import Action
+import numpy as np
+
+from wlb_titan.arrays import Ints
 
 
 class CachedSlice(NamedTuple):
@@ -18,45 +19,44 @@ class CachedSlice(NamedTuple):
     total: int  # of the whole document
 
 
-class SliceCache:
-    """Keys and values that slices leave to later slices, and their gradients, on one pipeline rank; from pass
-    to pass, as `runtime.attention.kv_cache` keeps them."""
+class PackSlices(NamedTuple):
+    """What a micro-batch's slices do to the cache, in tokens."""
 
-    def __init__(self, token: TokenBytes, layers: Sequence[int]) -> None:
-        self._token, self._layers = token, layers
-        # For each stage, bytes of each document that is going backward there, first in first out.
-        self._gradients: dict[int, deque[float]] = defaultdict(deque)
-        self.bytes_ = 0.0  # after the latest pass
+    begun: int  # of whole documents whose first slice is here
+    firsts: int  # how many these are
+    prefixes: list[int]  # of documents whose last slice is here
+    beside: (
+        int  # in a backward pass: gradients of prefixes, and a copy of the keys if there are other documents
+    )
 
-    def begin(self, action: Action, slices: Sequence[CachedSlice], tokens: int) -> tuple[float, float]:
-        """A pass begins.
-
-        Returns:
-            Additional bytes of the current layer: gradients of prefixes, and a copy of the keys if the pass
-            has other documents too. And bytes of gradients that the pass leaves in the cache: it makes them
-            layer by layer, and `end` adds them to `bytes_`.
-        """
-        token, layers = self._token, self._layers[action.stage]
+    @classmethod
+    def of(cls, slices: Sequence[CachedSlice], tokens: int) -> Self:
+        firsts = [s.total for s in slices if s.prefix == 0]
+        prefixes = [s.prefix for s in slices if s.prefix + s.length == s.total]
         alone = len(slices) == 1 and tokens <= slices[0].length
-        shared = 0.0 if alone else sum(s.prefix + s.length for s in slices) * token.cached
-        if action.kind == "F":
-            self.bytes_ += sum(s.total for s in slices if s.prefix == 0) * token.cached * layers
-            return shared, 0.0
-        return shared + sum(s.prefix for s in slices) * token.cached, sum(self._made(action, slices))
+        beside = sum(s.prefix + (0 if alone else s.prefix + s.length) for s in slices)
+        return cls(sum(firsts), len(firsts), prefixes, beside)
 
-    def end(self, action: Action, slices: Sequence[CachedSlice]) -> None:
-        """A pass is over; the backward pass of a document's first slice frees the document."""
-        made = self._made(action, slices)
-        self._gradients[action.stage].extend(made)
-        self.bytes_ += sum(made)
-        for slice_ in slices:
-            if slice_.prefix == 0 and action.kind == "B":
-                self.bytes_ -= slice_.total * self._token.cached * self._layers[action.stage]
-                self.bytes_ -= self._gradients[action.stage].popleft()
 
-    def _made(self, action: Action, slices: Sequence[CachedSlice]) -> list[float]:
-        """Bytes of gradients of each document whose last slice goes backward."""
-        if action.kind == "F":
-            return []
-        per_token = self._token.cached_gradients * self._layers[action.stage]
-        return [s.prefix * per_token for s in slices if s.prefix + s.length == s.total]
+def cached(passes: Ints, packs: Sequence[PackSlices], layers: Sequence[int]) -> Ints:
+    """int64 (P, 3), tokens x layers in the cache of a pipeline rank during each of its passes, as
+    `runtime.attention.kv_cache` keeps them: keys; gradients of prefixes; those that the pass makes.
+
+    Args:
+        passes: (P, 3), whether it is a forward pass, the number of the stage, and the micro-batch.
+        layers: of each stage.
+    """
+    keys = gradients = 0
+    waiting: dict[int, deque[int]] = defaultdict(deque)  # by stage, of each document, first in first out
+    rows = []
+    for forward, stage, place in passes.tolist():
+        begun, firsts, prefixes, _ = packs[place]
+        count = layers[stage]
+        keys += begun * count * forward
+        made = 0 if forward else sum(prefixes) * count
+        rows.append((keys, gradients, made))
+        if not forward:
+            waiting[stage].extend(prefixes)
+            keys -= begun * count
+            gradients += made - count * sum(waiting[stage].popleft() for _ in range(firsts))
+    return np.array(rows)

@@ -15,7 +15,6 @@ from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.rank import RankPeak
 from wlb_titan.packing.slices import WorkOf, slice_work
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Flow, MicroBatch
@@ -132,11 +131,6 @@ class PackingPolicy(Plugin, ABC):
         def regroups(self) -> bool:
             """Whether backward passes have packs of their own, which compute layers again."""
             return False
-
-        @property
-        def rank_memory(self) -> type[RankPeak]:
-            """Predicts the memory of a rank that runs its packs."""
-            return RankPeak
 
         def pass_times(self, job: Job, micro_batches: MicroBatches) -> PassTimes:
             """As `cost.passes.pass_times`, for its packs."""

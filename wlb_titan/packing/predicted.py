@@ -5,9 +5,9 @@ Micro-batches may be drafts, of policies that compare packings, or planned, in t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +16,11 @@ from wlb_titan.arrays import Floats
 from wlb_titan.context.layout import whole_sequence, with_prefix
 from wlb_titan.context.strategy import ALL_KEYS, Figures, KeyShares
 from wlb_titan.cost.passes import MicroBatches, repeated_seconds
-from wlb_titan.memory.mix import UNCHOSEN, Moments, mixed, unmixed
-from wlb_titan.memory.rank import Moment, PackSize, Passes, RankMemory
+from wlb_titan.memory.fits import runs
+from wlb_titan.memory.mix import mixed
+from wlb_titan.memory.rank import PackSize, Passes, RankMemory
 from wlb_titan.memory.recompute import KINDS
+from wlb_titan.memory.run import RunArrays
 from wlb_titan.memory.slice_cache import CachedSlice
 from wlb_titan.packing.slices import cache_rows
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
@@ -115,56 +117,54 @@ FILLED = 0.99
 
 
 def with_mixes(
-    job: Job, micro_batches: Sequence[MicroBatch], flow: Flow | None, ranks: Collection[int]
+    job: Job,
+    micro_batches: Sequence[MicroBatch],
+    flow: Flow | None,
+    ranks: Collection[int],
+    seconds: Callable[[], Floats] | None = None,
 ) -> list[MicroBatch]:
     """A data-parallel rank's micro-batches of a step with their `mix`, chosen on these pipeline ranks.
 
-    All ranks of a stage must repeat alike what they wait for together. So all that the choice follows from is
-    the same on tensor- and context-parallel ranks, and micro-batches that data-parallel ranks share have no
-    choice. Slack is that of a step that repeats nothing, so ranks need not know each other's choice; with
-    slices hardly anything has any.
+    Ranks that meet inside a layer compute the choice from the same numbers, so they choose alike, and a
+    micro-batch that data-parallel ranks share has no choice. Slack is that of a step that repeats nothing, so
+    pipeline ranks need not know each other's choice; with slices hardly anything has any.
+
+    Args:
+        seconds: gives float64 (stages, kinds, micro-batches), what a layer repeats; by default as predicted.
     """
-    sizes, each = pack_sizes(job, micro_batches), len(micro_batches)
-    length = each if flow is not None or job.run is None else job.run
-    free = np.array([m.sharers == 1 for m in micro_batches])
-    mixes = np.zeros((each, len(job.layers), len(KINDS)), dtype=np.int64)
-    mixes[free, :, 0], mixes[~free, :, UNCHOSEN] = job.layers, job.layers
-    begun = mixes.copy()
+    free = [number for number, m in enumerate(micro_batches) if m.sharers == 1]
+    begun = [0 if m.sharers == 1 else KINDS.index(job.memory.recompute) for m in micro_batches]
+    mixes = np.zeros((len(begun), len(job.layers), len(KINDS)), dtype=np.int64)
+    mixes[range(len(begun)), :, begun] = job.layers
 
     @cache  # most of the time, and not needed where all fits
-    def seconds() -> Floats:
-        """float64 (stages, micro-batches, kinds), which a layer repeats."""
-        repeated = np.zeros((len(job.layers), each, len(KINDS)))
-        mixed_ones = passing([m for m in micro_batches if m.sharers == 1], job)
-        repeated[:, free] = repeated_seconds(job, mixed_ones).swapaxes(1, 2)
-        return repeated
+    def repeated() -> Floats:
+        result = np.zeros((len(job.layers), len(KINDS), len(micro_batches)))
+        result[..., free] = repeated_seconds(job, passing([micro_batches[number] for number in free], job))
+        return result
 
-    @cache
-    def slack(first: int) -> Floats:
-        """float64 (stages, micro-batches of the run), of backward passes under `none`."""
-        slacks = np.zeros((len(job.layers), length))
-        if flow is None and job.shape.ranks > 1:
-            graph = PipelineGraph(job.shape, length)
-            run = slice(first, first + length)
-            nothing_repeated = zip(micro_batches[run], begun[run], strict=True)
-            times = pass_seconds(job, [replace(m, mix=mix) for m, mix in nothing_repeated])
-            of_actions = graph.slack(PassTimes(*times[..., None]))
-            for (kind, stage, place), of_action in zip(graph.actions, of_actions[:, 0], strict=True):
-                if kind in ("B", "I"):
-                    slacks[stage, place] = of_action
-        return slacks
-
-    for number in ranks:
-        rank = job.packing.rank_memory(job, number)
-        for first in range(0, each, length):
-            run = slice(first, first + length)
-            moments = Moments.of(rank, Passes(sizes[run], flow), reduced=first > 0)
-            there = job.fitting.with_dimensions(rank.at(Moment(), 0.0, 0)).total
-            stages, room = len(rank.stages), FILLED * job.fitting.usable - there
-            chosen = unmixed(moments, np.tile(free[run], stages))
-            if free.any() and moments.bytes_of(chosen).max() > room:
-                repeated = np.concatenate(seconds()[list(rank.stages), run])
-                waits = slack(first)[list(rank.stages)]
-                chosen = mixed(moments, chosen, repeated, waits.ravel(), room)
-            mixes[run, rank.stages] = chosen.reshape(stages, -1, len(KINDS)).swapaxes(0, 1)
+    for start, packs in runs(job, Passes(pack_sizes(job, micro_batches), flow)):
+        run = slice(start, start + len(packs.packs))
+        slack = cache(partial(_slack, job, micro_batches[run], flow))
+        for number in ranks:
+            rank = job.pipeline_ranks[number]
+            own, arrays = list(rank.stages), RunArrays(rank, packs, flow, reduced=start > 0)
+            room = FILLED * job.fitting.usable - job.fitting.with_dimensions(rank.still).total
+            chosen = arrays.counts(0)
+            if free and arrays.bytes_of(chosen).max() > room:
+                again = (seconds or repeated)()[own, :, run].swapaxes(1, 2).reshape(chosen.shape)
+                chosen = mixed(arrays, again, slack()[own].ravel(), room)
+            mixes[run, own] = chosen.reshape(len(own), -1, len(KINDS)).swapaxes(0, 1)
     return [replace(m, mix=mix) for m, mix in zip(micro_batches, mixes, strict=True)]
+
+
+def _slack(job: Job, micro_batches: Sequence[MicroBatch], flow: Flow | None) -> Floats:
+    """float64 (stages, n), of the backward passes of a run if nothing is repeated."""
+    result = np.zeros((len(job.layers), len(micro_batches)))
+    if flow is None and job.shape.ranks > 1:
+        graph = PipelineGraph(job.shape, len(micro_batches))
+        of_actions = graph.slack(PassTimes(*pass_seconds(job, micro_batches)[..., None]))
+        for (kind, stage, place), of_action in zip(graph.actions, of_actions[:, 0], strict=True):
+            if kind in ("B", "I"):
+                result[stage, place] = of_action
+    return result

@@ -27,6 +27,7 @@ from wlb_titan.runtime import accounts
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.meshes import Dims
+from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.pipeline.keys import canonical_name, stage_names
 
 
@@ -115,6 +116,7 @@ def memory_settings(config: TrainerConfig) -> MemorySettings:
     cos_sin = any(True for _ in config.model_spec.model.traverse(CosSinRoPE.Config))
     return MemorySettings(
         checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
+        as_needed=isinstance(checkpointing, AsNeededAC.Config),
         compiled=config.compile.enable and "model" in config.compile.components,
         compute_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
         loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,

@@ -18,7 +18,7 @@ Example: documents of 6 and 4 tokens, their work is the square, M = 2. The work 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,8 +27,7 @@ from wlb_titan.arrays import Ints
 from wlb_titan.bins import in_order
 from wlb_titan.context.layout import sequence_positions
 from wlb_titan.cost.passes import MicroBatches, pass_times
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.rank import Moment, Pass, RankPeak
+from wlb_titan.memory.rank import kept_states
 from wlb_titan.packing.policy import Pack, Packing
 from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice, piece_numbers
 from wlb_titan.packing.slim.dp_merge import Packer, drafts_of
@@ -164,13 +163,6 @@ def _shares(micro_batch: MicroBatch, tensor_ranks: int) -> Ints:
     return positions.reshape(len(micro_batch.ranks) * tensor_ranks, -1)
 
 
-def kept_states(layers: Sequence[int]) -> list[int]:
-    """How many hidden states of a token each stage keeps: inputs of its layers, and of the head. The input of
-    the very first layer is computed again from token ids."""
-    last = len(layers) - 1
-    return [n - (stage == 0 and n > 0) + (stage == last) for stage, n in enumerate(layers)]
-
-
 def regrouped_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     """`pass_times` of micro-batches of which only forward or only backward passes run."""
     times, tokens = pass_times(job, micro_batches), micro_batches.tokens
@@ -185,38 +177,3 @@ def regrouped_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
         inputs=times.inputs + (head + received) * tokens,
         weights=times.weights,
     )
-
-
-class RegroupedRank(RankPeak):
-    """A rank that keeps hidden states, and regroups them for backward passes."""
-
-    loss_in_forward = False
-
-    @staticmethod
-    def kept_by_stages(token: TokenBytes, layers: Sequence[int]) -> list[float]:
-        return [token.hidden * count for count in kept_states(layers)]
-
-    def _kept_output(self, token: TokenBytes, stage: int) -> float:
-        return 0.0
-
-    def _forward(self, pass_: Pass) -> Iterator[Moment]:
-        token, stage = pass_.token, pass_.stage
-        made = pass_.length * (token.forward + self._output(token, stage))
-        yield Moment(backward=made, gathered=self._in_pipeline(pass_.went_back))
-
-    def _at_most(self, pass_: Pass) -> float:
-        return np.inf
-
-    def _backward(self, pass_: Pass) -> Iterator[Moment]:
-        """A backward pass with tokens of several forward passes, and with the loss."""
-        token, stage, length, made = pass_.token, pass_.stage, pass_.length, pass_.made
-        layers = max(self.job.layers[stage], 1)
-        ends = token.hidden + self._output(token, stage)  # input and output of the stage
-        at_hand, loss = length * (ends + token.backward), 0.0
-        if stage == self._last and token.loss > token.backward:
-            at_hand, loss = length * ends, length * token.loss
-        gathered = self._in_pipeline(pass_.went_back, in_loss=loss > 0)
-        yield Moment(0, at_hand, loss, gathered, made / layers)
-        if made:
-            freed = length * self._in_layers(pass_) * (layers - 1) / layers
-            yield Moment(-freed, at_hand, loss, gathered, made)

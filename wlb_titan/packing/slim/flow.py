@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.cost.passes import MicroBatches, repeated_seconds
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.rank import RankMemory
+from wlb_titan.memory.rank import Passes, RankMemory
 from wlb_titan.packing.policy import Packing
-from wlb_titan.packing.predicted import pass_seconds, replica_memory
+from wlb_titan.packing.predicted import pack_sizes, pass_seconds, with_mixes
 from wlb_titan.packing.slices import last_needed
 from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
 from wlb_titan.plan import Action, Flow, MicroBatch
@@ -107,14 +108,36 @@ class Flows:
         """How long steps take together."""
         return sum(self.of(step, slack).seconds for step in steps)
 
+    def repeating(self, step: Step, flow: Flow) -> Step:
+        """A step of predicted times with those of what layers repeat so that the fullest GPUs fit."""
+        assert step.packing.assigned is not None
+        backward = step.backward.copy()
+        for rank in _candidates(step, flow) if self._job.mixes else ():
+            numbers = step.packing.assigned[rank]
+            again = step.backward[numbers] + self._repeated(step, flow, rank, step.forward[numbers])
+            backward[numbers] = np.maximum(backward[numbers], again)
+        return step._replace(backward=backward)
+
+    def _repeated(self, step: Step, flow: Flow, rank: int, forward: Floats) -> Floats:
+        """float64 (packs of the rank,), seconds that all their layers repeat."""
+        job = self._job
+        sized = [job.sized(pack) for pack in step.packing.of_rank(rank)]
+        tokens = np.array([pack.length for pack in sized], dtype=np.float64)
+        seconds = repeated_seconds(job, MicroBatches.imagined(job, tokens, *np.zeros((2, len(tokens)))))
+        seconds[:, -1] = forward / job.model.layers  # `full`, with attention
+        own, ranks = in_own_order(flow, step.orders[rank]), range(job.shape.ranks)
+        mixes = [m.mix for m in with_mixes(job, sized, own, ranks, lambda: seconds)]
+        return np.asarray(np.einsum("psk,skp->p", np.array(mixes), seconds))
+
     def peak(self, step: Step, flow: Flow) -> RankMemory | None:
-        """The predicted peak of a step's fullest GPU; None where memory is not predicted."""
+        """The predicted peak of a step's fullest GPU if layers keep least; None where it is not predicted."""
         if not self._job.memory_known:
             return None
         peaks = []
         for rank in _candidates(step, flow):
             packs = [self._job.sized(pack) for pack in step.packing.of_rank(rank)]
-            peaks.append(fullest(replica_memory(self._job, packs, in_own_order(flow, step.orders[rank]))))
+            passes = Passes(pack_sizes(self._job, packs), in_own_order(flow, step.orders[rank]))
+            peaks.append(fullest(self._job.fitting.least.peak(passes)))
         return fullest(peaks)
 
 

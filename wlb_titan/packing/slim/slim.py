@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
@@ -22,10 +23,10 @@ from annotated_types import Ge, Interval
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError, warn
-from wlb_titan.memory.rank import RankMemory, RankPeak
+from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, check_merging
-from wlb_titan.packing.slim.asymmetric import AsymmetricPacker, RegroupedRank, regrouped_times
+from wlb_titan.packing.slim.asymmetric import AsymmetricPacker, regrouped_times
 from wlb_titan.packing.slim.dp_merge import Packer
 from wlb_titan.packing.slim.flow import Flows, Step, in_own_order
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, SolvedPlacing
@@ -101,10 +102,6 @@ class Slim(PackingPolicy):
         @property
         def regroups(self) -> bool:
             return self.asymmetric
-
-        @property
-        def rank_memory(self) -> type[RankPeak]:
-            return RegroupedRank if self.asymmetric else RankPeak
 
         def pass_times(self, job: Job, micro_batches: MicroBatches) -> PassTimes:
             return (regrouped_times if self.asymmetric else pass_times)(job, micro_batches)
@@ -217,8 +214,8 @@ class Slim(PackingPolicy):
 
     def _settle(self, stream: DocumentStream) -> tuple[int, int]:
         """MicroPacks and slack. Where they are `auto`, the least packs, and then slack, with which the first
-        steps fit and take at most `WORSE` times as long as with the best that fit; if none fit, most packs
-        and least slack."""
+        steps fit and take at most `WORSE` times as long as with the best that fit, what layers have to repeat
+        included; if none fit, most packs and least slack."""
         number, slack = self._config.micropacks, self._config.slack
         windows = self._job.replica_micro_batches
         fewest = max(windows, self._job.shape.stages)
@@ -241,15 +238,24 @@ class Slim(PackingPolicy):
         }
 
         @cache
-        def fits(choice: tuple[int, int]) -> bool:
-            count, slack = choice
-            peaks = (flows.peak(step, flows.of(step, slack).flow) for step in tried[count])
-            return all(peak is None or peak.total <= self._job.fitting.usable for peak in peaks)
+        def fitting(choice: tuple[int, int]) -> float:
+            """Seconds of the steps with what layers repeat so that they fit; infinity if they never do."""
+            (count, slack), usable = choice, self._job.fitting.usable
+            ordered = [(step, flows.of(step, slack).flow) for step in tried[count]]
+            peaks = (flows.peak(step, flow) for step, flow in ordered)
+            if any(peak is not None and peak.total > usable for peak in peaks):
+                return inf
+            return flows.seconds([flows.repeating(step, flow) for step, flow in ordered], slack)
 
-        best = next((choice for choice in sorted(seconds, key=seconds.__getitem__) if fits(choice)), None)
-        if best is None:
+        best = inf
+        for choice in sorted(seconds, key=seconds.__getitem__):
+            if seconds[choice] >= best:
+                break
+            best = min(best, fitting(choice))
+        if best == inf:
             return max(seconds, key=lambda choice: (choice[0], -choice[1]))
-        return next(choice for choice in seconds if seconds[choice] <= WORSE * seconds[best] and fits(choice))
+        most = WORSE * best
+        return next(choice for choice in seconds if seconds[choice] <= most and fitting(choice) <= most)
 
 
 def _batch(arrivals: Arrivals) -> Pack:

@@ -127,8 +127,6 @@ class AsNeededAC(SelectiveDocumentAC):
     class Config(SelectiveDocumentAC.Config):
         pass
 
-    kind = "as_needed"
-
     def _wrap_block(self, module: nn.Module, *, base_fqn: str) -> nn.Module:
         shared, calls = dataclasses.asdict(self.config), {}
         for kind, cls in {"keys": KeysAC, "selective": SelectiveDocumentAC, "full": titan.FullAC}.items():
