@@ -27,6 +27,7 @@ from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.passes import LayerSeconds
 from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_cluster
+from wlb_titan.cost.told import ModelAccount, Shape
 from wlb_titan.cost.workload import CostModel, TokenSeconds, cost_model
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
@@ -35,7 +36,6 @@ from wlb_titan.memory.fits import Fitting, usable_share
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.memory.rank import PipelineRank
 from wlb_titan.memory.recompute import KINDS, Recompute
-from wlb_titan.memory.told import ModelAccount, Shape
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.packing.slim.dp_merge import group_sizes

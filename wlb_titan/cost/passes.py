@@ -19,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
+from wlb_titan.cost.told import LayerWork, ModelAccount, Work
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.pipeline.graph import PassTimes
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
-    from wlb_titan.memory.recompute import Recompute
-    from wlb_titan.memory.told import LayerWork, ModelAccount, Work
 
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
 EXPERT_COLLECTIVES = 2
@@ -75,7 +74,7 @@ class LayerSeconds:
     elements: Floats  # element-wise operators
     elements_back: Floats
     collectives: Floats  # of tensor and expert parallelism
-    repeated: Floats | None = None  # (stages, kinds), where an account tells it: all but attention
+    repeated: Floats  # (stages, kinds), all but attention and its exchange
 
     @classmethod
     def of(cls, job: Job) -> LayerSeconds:
@@ -89,6 +88,7 @@ class LayerSeconds:
             elements=ones * token.elements,
             elements_back=ones * 2 * token.elements,
             collectives=ones * (_tensor(job) + _experts(job)),
+            repeated=np.outer(ones, [kind.seconds(job, _tensor(job)) for kind in job.memory.kinds]),
         )
 
     @classmethod
@@ -139,7 +139,8 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     backward = forward - micro_batches.forward + tokens * back + micro_batches.backward
     layers = by_stage(np.array(job.layers, dtype=np.float64))
     if micro_batches.mix is None:
-        repeated = layers * _repeated(job, job.repeating, micro_batches, forward)
+        kind = job.memory.kinds.index(job.repeating)
+        repeated = layers * _repeated(job, kind, micro_batches, forward)
     else:
         repeated = (micro_batches.mix * repeated_seconds(job, micro_batches)).sum(axis=1)
     head = np.zeros_like(layers)
@@ -153,21 +154,18 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
 
 def repeated_seconds(job: Job, micro_batches: MicroBatches) -> Floats:
     """float64 (stages, kinds, ...), what a layer of each kind of recomputation repeats."""
-    forward = _forward(job, micro_batches)
-    each = [_repeated(job, kind, micro_batches, forward) for kind in job.memory.kinds]
+    kinds, forward = job.memory.kinds, _forward(job, micro_batches)
+    each = [_repeated(job, number, micro_batches, forward) for number in range(len(kinds))]
     return np.stack(each, axis=1)
 
 
-def _repeated(job: Job, kind: Recompute, micro_batches: MicroBatches, forward: Floats) -> Floats:
-    """float64 (stages, ...), what a layer repeats; `forward` are seconds of its forward pass."""
-    told = job.layer_seconds.repeated
-    if told is None:
-        return np.broadcast_to(kind.seconds(job, micro_batches, forward, _tensor(job)), forward.shape)
-    number = [one.name for one in job.memory.kinds].index(kind.name)
-    linear = told[:, number].reshape(-1, *[1] * micro_batches.tokens.ndim) * micro_batches.tokens
+def _repeated(job: Job, number: int, micro_batches: MicroBatches, forward: Floats) -> Floats:
+    """float64 (stages, ...), what a layer of a kind repeats; `forward` are seconds of its forward pass."""
+    kind, tokens = job.memory.kinds[number], micro_batches.tokens
     if kind.repeats_all:
-        return np.asarray(linear + micro_batches.forward + micro_batches.moving + micro_batches.latency)
-    return np.asarray(linear + kind.repeats_moves * micro_batches.repeated)
+        return forward
+    linear = job.layer_seconds.repeated[:, number].reshape(-1, *[1] * tokens.ndim)
+    return np.asarray(linear * tokens + kind.repeats_moves * micro_batches.repeated)
 
 
 def _forward(job: Job, micro_batches: MicroBatches) -> Floats:

@@ -24,9 +24,9 @@ from typing import Self
 
 from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather_exchange
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
+from wlb_titan.cost.told import ModelAccount, Weights
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.memory.recompute import CHECKPOINTING, KINDS, Moments, Recompute
-from wlb_titan.memory.told import ModelAccount, Weights
 
 FLOAT32 = 4
 

@@ -42,10 +42,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from wlb_titan.arrays import Floats
-
 if TYPE_CHECKING:
-    from wlb_titan.cost.passes import MicroBatches
     from wlb_titan.job import Job
     from wlb_titan.memory.layer import LayerBytes
 
@@ -82,14 +79,10 @@ class Recompute(ABC):
     @abstractmethod
     def moments(self, layer: LayerBytes) -> Moments: ...
 
-    @abstractmethod
-    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
-        """What a layer repeats in a backward pass, in the shape of `forward`.
-
-        Args:
-            forward: seconds of a layer's forward pass.
-            tensor: seconds a token that the layer waits for tensor parallelism in one pass.
-        """
+    def seconds(self, job: Job, tensor: float) -> float:
+        """What a layer repeats for each token, but for attention and its exchange; `tensor`: seconds a token
+        that a layer waits for tensor parallelism in one pass."""
+        return 0.0
 
 
 class KeepAll(Recompute):
@@ -111,9 +104,6 @@ class KeepAll(Recompute):
         # What the MLP keeps is freed while gradients of its products are made.
         return Moments(g + s * layer.gathers, s + max(2 * f, 2 * g), attention)
 
-    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
-        return np.zeros_like(forward)
-
 
 class KeepProducts(Recompute):
     """`keys`: element-wise operators, with what tensor parallelism gathers for them."""
@@ -134,9 +124,9 @@ class KeepProducts(Recompute):
         kept, f = layer.qkv + self._gathered(layer) + layer.reduced, layer.f
         return _repeating(layer, attended=-kept, w1=-f, at_attention=-2 * f, regathers=False)
 
-    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
+    def seconds(self, job: Job, tensor: float) -> float:
         wo = job.model.heads * job.model.head_dim if job.memory.reduces_again(job.degrees) else 0
-        return micro_batches.tokens * _repeated_seconds(job, wo, tensor)
+        return _repeated_seconds(job, wo, tensor)
 
 
 class Selective(Recompute):
@@ -151,11 +141,11 @@ class Selective(Recompute):
         # QKV's output is no longer needed, and at attention's gradients w1's neither.
         return _repeating(layer, attended=-layer.qkv, at_attention=-layer.f)
 
-    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
+    def seconds(self, job: Job, tensor: float) -> float:
         model = job.model
         # Keys, the attention's output and the MLP's second product, of all seven.
         widths = (model.kv_heads + model.heads) * model.head_dim + model.feed_forward
-        return micro_batches.tokens * _repeated_seconds(job, widths, tensor) + micro_batches.repeated
+        return _repeated_seconds(job, widths, tensor)
 
 
 class Full(Recompute):
@@ -171,9 +161,6 @@ class Full(Recompute):
         w2 = layer.f + 4 * layer.g + 3 * layer.f  # its output, which early stop spares `selective`
         output = layer.q + layer.log_sum_exp  # attention's
         return _repeating(layer, rotating=layer.qkv, attended=output, w1=layer.f, w2=w2)
-
-    def seconds(self, job: Job, micro_batches: MicroBatches, forward: Floats, tensor: float) -> Floats:
-        return forward
 
 
 def _repeated_seconds(job: Job, widths: int, tensor: float) -> float:

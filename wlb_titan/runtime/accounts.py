@@ -1,4 +1,4 @@
-"""Accounts of layers (`memory/told.py`) for models that no formula knows: shipped, kept on this machine, or
+"""Accounts of layers (`cost/told.py`) for models that no formula knows: shipped, kept on this machine, or
 traced now, in a process of their own.
 
 A trace cannot run inside a training process: DTensor would give back the meshes of its process group there.
@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
+from wlb_titan.cost.told import ModelAccount, Shape
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.files import checked, load, save
 from wlb_titan.job import Job, Policy
-from wlb_titan.memory.told import ModelAccount, Shape
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.checkpointing import mixable
 from wlb_titan.runtime.models.words import words_of
 from wlb_titan.simulator.choice import candidates_of
 
-SHIPPED = Path(__file__).parents[1] / "memory" / "accounts"
+SHIPPED = Path(__file__).parents[1] / "cost" / "accounts"
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wlb_titan" / "accounts"
 PROCESS = "wlb_titan.runtime.one_rank.process"
 TRACED_BY = ("one_rank", "models", "attention")  # folders with what an account follows from, besides a job

@@ -39,10 +39,9 @@ from torchtitan.models.common.moe import RoutedExperts
 from wlb_titan.config.settings import CorpusSettings, WlbSettings
 from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.cluster import UNKNOWN
+from wlb_titan.cost.told import KindWork, LayerAccount, LayerWork, ModelAccount, Shape, Weights, Work
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.memory.recompute import KINDS
-from wlb_titan.memory.told import KindWork, LayerAccount, LayerWork, ModelAccount, Shape, Weights, Work
-from wlb_titan.packing.predicted import keys_of
 from wlb_titan.plan import MicroBatch
 from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.compat import FakeTensor, FakeTensorMode
@@ -374,7 +373,6 @@ class LayerTracer(DryTrainer):
             embedded=max(by_token.left("start") - self.job.token_bytes.hidden, 0.0),
             loss=by_token.of_loss(self.job.token_bytes.hidden_gathered),
             ends=(weights_of(first, window), weights_of(last, window)),
-            keys=self._keys,
         )
 
     def _traced(self, length: int) -> LayerLog:
@@ -382,7 +380,6 @@ class LayerTracer(DryTrainer):
         job = self.job
         documents = np.array([[0, 0, length, 0, 0]], dtype=np.int64)
         (micro_batch,) = job.sharded([MicroBatch(documents, length=length)])
-        (self._keys,) = keys_of([micro_batch], job)
         zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
         item = Item.of(micro_batch, job, self.config.dataloader.context_rank, zeros, zeros, positions)
         (model,) = self.model_parts

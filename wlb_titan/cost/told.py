@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from wlb_titan.context.strategy import ALL_KEYS, KeyShares
-
 
 class Shape(NamedTuple):
     """How a job divides a layer: what the account depends on, besides model and settings."""
@@ -88,7 +86,6 @@ class ModelAccount:
     embedded: float  # bytes that the embedding keeps besides its output
     loss: tuple[float, float]  # as of `TokenBytes.loss` and `TokenBytes.head`
     ends: tuple[Weights, Weights]  # of the embedding, and of head and last norm; a tied table is the first's
-    keys: KeyShares = ALL_KEYS  # of the micro-batch that was traced
 
     def at(self, experts: float) -> ModelAccount:
         """Where this rank's experts get so many times their share of the tokens."""
