@@ -30,13 +30,13 @@ KINDS = {
     "full": ["--activation_checkpoint.class", "FullAC"],
     "as_needed": ["--activation_checkpoint.class", "AsNeededAC"],
 }
-LAYERS = {  # the first of each base; one after the dense ones, whole patterns of windows
-    "llama3.llama3_8b": 8,
-    "llama3.llama3_8b+lora": 8,
-    "qwen3.qwen3_30b_a3b": 8,
-    "gpt_oss.gpt_oss_20b": 8,
-    "deepseek_v3.deepseek_v3_16b": 6,
-    "muse_glimmer.muse_glimmer_30b": 8,
+LAYERS = {  # packages of bases, and how many layers are run: with the dense ones, and all kinds of windows
+    "llama3_8b": ("llama3", 8),
+    "llama3_8b_lora": ("llama3", 8),
+    "qwen3_30b_a3b": ("qwen3", 8),
+    "gpt_oss_20b": ("gpt_oss", 8),
+    "deepseek_v3_16b": ("deepseek_v3", 6),
+    "muse_glimmer_30b": ("muse_glimmer", 8),
 }
 EXPERTS = ("a3b", "oss", "deepseek")
 DEGREES = {"DP": "data_parallel_shard_degree"} | {
@@ -67,13 +67,12 @@ def _cut(name: str) -> Any:
 
     from wlb_titan.runtime.models.bases import base_config
 
-    published, _, adapted = name.partition("+")
-    package, function = published.split(".")
-    config = base_config(f"torchtitan.models.{package}.config_registry:{function}")
-    if adapted:
+    package, layers = LAYERS[name]
+    config = base_config(f"torchtitan.models.{package}.config_registry:{name.removesuffix('_lora')}")
+    if name.endswith("_lora"):
         converter = LoRAConverter(LoRAConverter.Config(rank=16, alpha=32.0))
         config.model_spec.model = converter.convert(config.model_spec.model)
-    config.model_spec.model.layers = config.model_spec.model.layers[: LAYERS[name]]
+    config.model_spec.model.layers = config.model_spec.model.layers[:layers]
     return config
 
 

@@ -397,12 +397,8 @@ def test_experts_get_equally_many_tokens(dryrun):
     assert moved(rank)["all-to-all", "ep"]["gib"] == pytest.approx(2 * 3 * visits, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "base", ["torchtitan.models.muse_glimmer.config_registry:muse_glimmer_debugmodel", "bases:lora"]
-)
-def test_models_that_the_formulas_do_not_know_are_traced_and_not_predicted(dryrun, base):
-    """Layers with more norms, of a class of their own, and a gate; adapters beside frozen weights."""
-    _, (rank,) = dryrun(ALONE.replace("llama2_550m", base), *FIRST_STEP)
+def test_gradients_that_wait_are_not_predicted_of_a_model_that_the_formulas_do_not_know(dryrun):
+    _, (rank,) = dryrun(ADAPTED, *NONE, PP, 2, SCHEDULE, "ZBVZeroBubble", *FIRST_STEP)
     assert rank["predicted_gib"] is None and rank["traced_gib"] > 0.005
 
 
