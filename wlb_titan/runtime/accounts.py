@@ -98,9 +98,10 @@ def trace(
         result = Path(folder) / "accounts.json"
         asked = {"run": "layers", "file": str(file), "overrides": [*overrides], "rank": 0}
         asked |= {"world_size": world_size, "shapes": shapes, "result": str(result)}
+        here = {"PYTHONPATH": os.pathsep.join(sys.path)}  # where the base may be
         done = subprocess.run(
             [sys.executable, "-m", PROCESS, json.dumps(asked)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | here | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
         )
