@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from wlb_titan.cost.models import ModelShape
+from wlb_titan.cost.passes import JobCost
+from wlb_titan.cost.workload import workload
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Passes
 from wlb_titan.memory.recompute import KINDS
 from wlb_titan.runtime import accounts
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config, tracing
+from wlb_titan.simulator.calibrate import as_predicted, calibrated
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +62,7 @@ def test_formulas_of_dense_decoders_say_what_a_trace_tells(asked, words):
     assert layer.work.weight_products == pytest.approx(products)
 
 
-def test_an_account_is_traced_once(asked, monkeypatch):
+def test_an_account_is_traced_once(asked, tmp_path, monkeypatch):
     """It is kept; a damaged file is as none, and another model has an account of its own."""
     config, job, told = asked(EXPERTS, EP, "2", DP, "2")
     first = told(job)
@@ -81,6 +85,13 @@ def test_an_account_is_traced_once(asked, monkeypatch):
     kept = [each.account.layers[0].work.kinds["none"].kept for each in (even, uneven)]
     assert kept[1] - kept[0] == pytest.approx(bytes_, rel=0.01)
     assert uneven.layer_seconds.matrices > 1.2 * even.layer_seconds.matrices
+    # A profile of a run with such experts explains by them what would else seem slow products.
+    profile = tmp_path / "profile.json"
+    calibrated(first, as_predicted(first), "as trained", experts=2.0).save(profile)
+    profiled = replace(first, context=replace(first.context, profile=str(profile)))
+    assert profiled.measured_cluster.experts == 2.0
+    work, same = (workload(JobCost(each), np.ones(1)).sum() for each in (first, profiled))
+    assert same == pytest.approx(work, rel=0.01)
     peaks = [each.fitting.peak(Passes.of([4096] * 2))[0].total for each in (even, uneven)]
     assert peaks[1] > peaks[0]
 
