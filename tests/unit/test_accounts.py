@@ -91,7 +91,7 @@ def test_an_account_is_traced_once(asked, tmp_path, monkeypatch):
     profiled = replace(first, context=replace(first.context, profile=str(profile)))
     assert profiled.measured_cluster.experts == 2.0
     work, same = (workload(JobCost(each), np.ones(1)).sum() for each in (first, profiled))
-    assert same == pytest.approx(work, rel=0.01)
+    assert same == pytest.approx(work, rel=0.1)  # rates of collectives stay those of the cluster
     peaks = [each.fitting.peak(Passes.of([4096] * 2))[0].total for each in (even, uneven)]
     assert peaks[1] > peaks[0]
 
