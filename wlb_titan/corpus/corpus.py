@@ -137,27 +137,21 @@ def differing_ids(one: Path, other: Path) -> str:
     return f"{', '.join(parts)} of tokenizer.json differ" if parts else ""
 
 
+@dataclass(eq=False)
 class Corpus:
     """Tokenized documents on disk, numbered from 0; thread-safe. Made by `Corpus.open` or `Corpus.joined`."""
 
-    def __init__(
-        self,
-        path: Path,
-        shards: Sequence[Shard],
-        fingerprint: str,
-        tokenizer: TokenizerFacts | None = None,
-        preparation: Preparation | None = None,
-        parts: "Sequence[Corpus]" = (),
-    ) -> None:
-        self.path = path
-        self.name = path.name  # in reports on a mixture
-        self.shards = tuple(shards)
-        self.lengths = Lengths(shards)  # tokens of each document
-        self.fingerprint = fingerprint  # 16 hexadecimal digits for token ids, label mask and order
-        self.tokenizer = tokenizer  # None if unknown, which is enough to plan but not to train
-        self.preparation = preparation  # None unless `wlb-titan prepare` made the corpus
-        self.parts = tuple(parts)  # of a joined corpus, in order
-        self.validation: Corpus | None = None  # that of [wlb.validation], once it is open
+    path: Path
+    shards: Sequence[Shard]
+    fingerprint: str  # 16 hexadecimal digits for token ids, label mask and order
+    tokenizer: TokenizerFacts | None = None  # None if unknown, which is enough to plan but not to train
+    preparation: Preparation | None = None  # None unless `wlb-titan prepare` made the corpus
+    parts: "Sequence[Corpus]" = ()  # of a joined corpus, in order
+    validation: "Corpus | None" = None  # that of [wlb.validation], once it is open
+
+    def __post_init__(self) -> None:
+        self.name = self.path.name  # in reports on a mixture
+        self.lengths = Lengths(self.shards)  # tokens of each document
 
     def __str__(self) -> str:
         if self.parts:

@@ -75,9 +75,7 @@ def open_source(spec: SourceSpec, cache: Path, *, chat: bool = False) -> Source:
         return Files(python_documents())
     if spec.kind == "text":
         return Files(text_documents(Path(spec.location)), within=Path(spec.location).resolve())
-    if spec.kind == "jsonl":
-        return JsonLines(Path(spec.location), spec.field, cache, chat=chat)
-    return Rows(spec, cache, chat=chat)
+    return Records(spec, cache, chat=chat)
 
 
 class Files:
@@ -181,82 +179,64 @@ def unpacked(path: Path, cache: Path) -> Path:
     return target
 
 
-class JsonLines:
-    """One document per line of JSON, in a file or in the *.jsonl files below a folder, sorted; packed ones
-    (.gz, .bz2, .zst) are unpacked into the folder `cache`.
-
-    Lines need only the field in common; `datasets` would parse all into one table, and refuse files whose
-    other fields change their type. The files are read once before, to find their lines.
-    """
-
-    def __init__(self, location: Path, field: str, cache: Path, *, chat: bool = False) -> None:
-        self._files = _files_at("jsonl", location)
-        self._paths = [unpacked(file, cache) for file in self._files]
-        self._field = field
-        self._value = conversation if chat else text_of
-        # Of each line that is not blank; there may be a hundred million.
-        self._numbers, self._begins = array("q"), array("q")
-        self._firsts: list[int] = []  # lines before each file
-        for path in self._paths:
-            self._firsts.append(len(self._numbers))
-            begin = 0
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if not line.isspace():
-                        self._numbers.append(number)
-                        self._begins.append(begin)
-                    begin += len(line)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def name(self, document: int) -> str:
-        return f"{self._files[self._file(document)].name}:{self._numbers[document]}"
-
-    def read(self, document: int) -> Any:
-        with self._paths[self._file(document)].open("rb") as file:
-            file.seek(self._begins[document])
-            line = file.readline().rstrip()
-        with reading(CorpusError):
-            return self._value(json.loads(line), self._field)
-
-    def _file(self, document: int) -> int:
-        return bisect_right(self._firsts, document) - 1
-
-
 class Part(NamedTuple):
-    name: str
     rows: int
-    row: Callable[[int], dict[str, Any]]  # by its number
+    name: Callable[[int], str]  # by a row's number
+    row: Callable[[int], Any]
 
 
-class Rows:
-    """One document per row of Parquet files or a Hugging Face dataset."""
+class Records:
+    """One document per line of JSON files, or per row of Parquet files or a Hugging Face dataset."""
 
     def __init__(self, spec: SourceSpec, cache: Path, *, chat: bool = False) -> None:
         self._field = spec.field
         self._value = conversation if chat else text_of
         files = [] if spec.kind == "hf" else _files_at(spec.kind, Path(spec.location))
-        self._parts = [_parquet(file, cache / f"{n}.arrow", spec.field, chat) for n, file in enumerate(files)]
+        if spec.kind == "jsonl":
+            self._parts = [_lines(file, unpacked(file, cache)) for file in files]
+        else:
+            targets = (cache / f"{number}.arrow" for number in range(len(files)))
+            self._parts = [_parquet(*paths, spec.field, chat) for paths in zip(files, targets, strict=True)]
         self._parts = self._parts or [_hub(spec, chat)]
         self._ends = list(accumulate(part.rows for part in self._parts))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1]
 
     def name(self, document: int) -> str:
         part, row = self._place(document)
-        return f"{part.name}[{row}]"
+        return part.name(row)
 
     def read(self, document: int) -> Any:
-        part, place = self._place(document)
+        part, row = self._place(document)
         with reading(CorpusError):
-            row = {key: _without_nulls(value) for key, value in part.row(place).items()}
-            return self._value(row, self._field)
+            return self._value(part.row(row), self._field)
 
     def _place(self, document: int) -> tuple[Part, int]:
         part = bisect_right(self._ends, document)
         return self._parts[part], document - (self._ends[part - 1] if part else 0)
+
+
+def _lines(file: Path, path: Path) -> Part:
+    """The lines of `file`, unpacked at `path`, that are not blank; it is read once before, to find them.
+
+    Lines need only the field in common; `datasets` would parse all into one table, and refuse files whose
+    other fields change their type.
+    """
+    numbers, begins, begin = array("q"), array("q"), 0  # there may be a hundred million
+    with path.open("rb") as opened:
+        for number, line in enumerate(opened, start=1):
+            if not line.isspace():
+                numbers.append(number)
+                begins.append(begin)
+            begin += len(line)
+
+    def row(place: int) -> Any:
+        with path.open("rb") as opened:
+            opened.seek(begins[place])
+            return json.loads(opened.readline().rstrip())
+
+    return Part(len(numbers), lambda place: f"{file.name}:{numbers[place]}", row)
 
 
 def _hub(spec: SourceSpec, chat: bool) -> Part:
@@ -270,7 +250,7 @@ def _hub(spec: SourceSpec, chat: bool) -> Part:
         line = str(cause).strip().partition("\n")[0]
         raise CorpusError(f"Cannot read hf:{spec.location}: {type(cause).__name__}: {line}") from error
     rows = rows.select_columns(_columns(spec.location, rows.column_names, spec.field, chat))
-    return Part(spec.location, len(rows), rows.__getitem__)
+    return Part(len(rows), lambda place: f"{spec.location}[{place}]", lambda place: _dense(rows[place]))
 
 
 def _parquet(file: Path, target: Path, field: str, chat: bool) -> Part:
@@ -282,7 +262,7 @@ def _parquet(file: Path, target: Path, field: str, chat: bool) -> Part:
     with reading(lambda reason: CorpusError(f"Cannot read parquet:{file}: {reason}.")):
         found = dataset(str(file), format="parquet")
         if not found.count_rows():
-            return Part(file.name, 0, lambda _: {})  # it may have no columns
+            return Part(0, str, str)  # it may have no columns
         columns = _columns(str(file), found.schema.names, field, chat)
         scanner = found.scanner(columns=columns, batch_size=1024)
         with pa.ipc.new_stream(str(target), scanner.projected_schema) as writer:
@@ -291,9 +271,9 @@ def _parquet(file: Path, target: Path, field: str, chat: bool) -> Part:
         table = pa.ipc.open_stream(pa.memory_map(str(target))).read_all()
 
     def row(place: int) -> dict[str, Any]:
-        return dict(table.slice(place, 1).to_pylist(maps_as_pydicts="strict")[0])
+        return _dense(table.slice(place, 1).to_pylist(maps_as_pydicts="strict")[0])
 
-    return Part(file.name, table.num_rows, row)
+    return Part(table.num_rows, lambda place: f"{file.name}[{place}]", row)
 
 
 def _columns(location: str, columns: list[str], field: str, chat: bool) -> list[str]:
@@ -305,8 +285,12 @@ def _columns(location: str, columns: list[str], field: str, chat: bool) -> list[
     )
 
 
+def _dense(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the nulls in its values: Arrow gives every struct of a column the keys of all."""
+    return {key: _without_nulls(value) for key, value in row.items()}
+
+
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every struct of a column the keys of all."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
