@@ -62,7 +62,9 @@ class PluginConfig:
 
     @classmethod
     def owner_name(cls) -> str:
-        return cls.family.name_of(cls.owner)
+        """Its short name, or else "module:Class"."""
+        target = f"{cls.owner.__module__}:{cls.owner.__qualname__}"
+        return next((name for name, path in cls.family.targets.items() if path == target), target)
 
     def make(self, *arguments: Any, **keywords: Any) -> Any:
         return self.owner(self, *arguments, **keywords)
@@ -90,7 +92,7 @@ class Family:
     @property
     def names(self) -> tuple[str, ...]:
         """Short names, the shipped ones first."""
-        return tuple(self._targets)
+        return tuple(self.targets)
 
     @property
     def candidates(self) -> list[str]:
@@ -110,14 +112,14 @@ class Family:
         return classes
 
     @property
-    def _targets(self) -> dict[str, str]:
+    def targets(self) -> dict[str, str]:
         """Short name -> "module:Class"; packages cannot replace shipped names."""
         installed = {point.name: point.value for point in _installed(self.group)}
         return {**self.shipped, **installed, **self.shipped}
 
     def find(self, name: str) -> type[Any]:
         """The class of a name; a UserError if there is none."""
-        target = self._targets.get(name, name)
+        target = self.targets.get(name, name)
         if ":" not in target:
             near = difflib.get_close_matches(name, self.names, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -137,10 +139,6 @@ class Family:
 
     def having(self, key: str) -> list[str]:
         return [name for name, cls in self._classes.items() if key in _keys(cls.Config)]
-
-    def name_of(self, cls: type) -> str:
-        target = f"{cls.__module__}:{cls.__qualname__}"
-        return next((name for name, path in self._targets.items() if path == target), target)
 
 
 def is_ours(cls: type) -> bool:

@@ -200,7 +200,8 @@ def explained(error: BaseException, config: TrainerConfig, step: int, *, saving:
     for cause in causes:
         if isinstance(cause, UserError):
             return cause
-    if saving and any(map(_says_that_the_disk_is_full, causes)):
+    full = [c for c in causes if getattr(c, "errno", 0) in FULL or "unexpected pos" in str(c)]
+    if saving and full:
         return UserError(
             f"A checkpoint cannot be saved in {folder}: its disk is full. Make room and start again: "
             + _continues(config)
@@ -237,7 +238,3 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     behind = error.__cause__ or error.__context__
     if behind is not None:
         yield from _causes(behind)
-
-
-def _says_that_the_disk_is_full(error: BaseException) -> bool:
-    return (isinstance(error, OSError) and error.errno in FULL) or "unexpected pos" in str(error)

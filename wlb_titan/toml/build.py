@@ -145,18 +145,15 @@ class Builder:
             current = default_of(setting) if start is None else getattr(start, name)
             if current is MISSING and node is None and table is not None:
                 raise ConfigError(f"{table.source}: [{dotted(path)}]: the required key {name!r} is missing.")
-            values[name] = self._value(current, self._hint(cls, here), node, here, origin)
+            hint, limits = _hints(cls)[name], self.limits.get(dotted(here))
+            hint = Annotated[hint, *limits] if limits else hint
+            values[name] = self._value(current, hint, node, here, origin)
         if table is None:
             return start
         try:
             return cls(**values) if start is None else dataclasses.replace(start, **values)
         except Exception as error:  # whatever a __post_init__ raises means that the values will not do
             raise _refused(error, cls, table, path) from error
-
-    def _hint(self, cls: type, path: KeyPath) -> Any:
-        hint = _hints(cls)[str(path[-1])]
-        limits = self.limits.get(dotted(path))
-        return Annotated[hint, *limits] if limits else hint
 
     def _list(
         self, current: Any, hint: object, element: object, node: Node | None, path: KeyPath, origin: str

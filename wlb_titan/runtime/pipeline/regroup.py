@@ -39,17 +39,14 @@ def regrouped_items(
 ) -> list[Item]:
     """The items of `packs`, with `TokenMoves` in those of backward passes, and no labels in the others. Rows
     of these moves are tensors, int64 (R,)."""
-    moves = iter(token_moves(packs, tensor_ranks, rank))
+    on_ranks = token_moves(packs, tensor_ranks, rank)
+    moves = (m._replace(sent=on_host(m.sent), places=on_host(m.places)) for m in on_ranks)
     return [
-        replace(item, others={REGROUPING: _tensors(next(moves))})
+        replace(item, others={REGROUPING: next(moves)})
         if pack.passes == "B"
         else replace(item, labels=item.labels[:, :0])
         for item, pack in zip(items, packs, strict=True)
     ]
-
-
-def _tensors(moves: TokenMoves) -> TokenMoves:
-    return moves._replace(sent=on_host(moves.sent), places=on_host(moves.places))
 
 
 def gathered(
@@ -119,8 +116,9 @@ class RegroupedLayers:
         after = number + 1
         if self.backward is not None:
             inputs = partial(self.take, number, hidden.detach()) if number else hidden.detach
-            # Only the loss reads what comes out of layers.
-            output = partial(self.take, after) if self._layers <= after < self._read else _nothing
+            # Only the loss reads what comes out of layers; of others torch compares strides alone.
+            nothing = partial(torch.empty_like, memory_format=torch.contiguous_format)
+            output = partial(self.take, after) if self._layers <= after < self._read else nothing
             return _Again.apply(hidden, output, inputs, call)
         result = call(hidden)
         if self.forward is not None and after < self._read:
@@ -149,11 +147,6 @@ class _Again(torch.autograd.Function):
             output = ctx.call(hidden)
         torch.autograd.backward(output, *gradients)
         return hidden.grad, None, None, None
-
-
-def _nothing(like: Tensor) -> Tensor:
-    """A contiguous tensor without values: torch compares strides with what a stage declares."""
-    return like.new_empty(like.shape)
 
 
 class RegroupedStage(PlannedStage):
