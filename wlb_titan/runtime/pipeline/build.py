@@ -7,6 +7,7 @@ pipeline(...) -> PlannedSchedule -> a torch schedule for the step's number of mi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchtitan.components.loss import LossFunction
-from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.models.common.decoder import Decoder
@@ -80,6 +81,7 @@ class PackFlowSchedule(PipelineScheduleRuntime):
             super()._initialize_stages(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class PlannedSchedule:
     """Runs the micro-batches of a step, whatever their lengths, for the trainer and the validator.
 
@@ -90,21 +92,16 @@ class PlannedSchedule:
     another thread may call it ahead of the step.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[PlannedStage],
-        schedule_of: Callable[..., PipelineSchedule],
-        lower: Callable[[Flow], PackFlowSchedule],
-        timer: PassTimer,
-        context_parallel: int,
-    ) -> None:
-        self.lower, self.timer = lower, timer
-        self._context_parallel = context_parallel
-        self._stages = stages
-        self._has_first = any(stage.is_first for stage in stages)
-        self._has_last = any(stage.is_last for stage in stages)
-        self._schedule_of = schedule_of
-        self._schedules: dict[int, PipelineSchedule] = {}
+    stages: Sequence[PlannedStage]
+    schedule_of: Callable[..., PipelineSchedule]
+    lower: Callable[[Flow], PackFlowSchedule]
+    timer: PassTimer
+    context_parallel: int
+    schedules: dict[int, PipelineSchedule] = field(default_factory=dict)  # by number of micro-batches
+
+    def __post_init__(self) -> None:
+        self.has_first = any(stage.is_first for stage in self.stages)
+        self.has_last = any(stage.is_last for stage in self.stages)
 
     def step(
         self,
@@ -121,25 +118,25 @@ class PlannedSchedule:
                 divided, and only forward passes run.
             lowered: made by `lower`; None leaves the order of passes to torch.
         """
-        lengths = [extra["positions"].shape[1] * self._context_parallel for _, _, extra in micro_batches]
+        lengths = [extra["positions"].shape[1] * self.context_parallel for _, _, extra in micro_batches]
         number = len(lengths) if lowered is None else lowered.packs
-        if lowered is None and number not in self._schedules:
-            self._schedules[number] = self._schedule_of(local_batch_size=number)
-        for stage in self._stages:
+        if lowered is None and number not in self.schedules:
+            self.schedules[number] = self.schedule_of(local_batch_size=number)
+        for stage in self.stages:
             stage.set_micro_batch_lengths(lengths[:number], lengths[-number:])
-        schedule = lowered or self._schedules[number]
+        schedule = lowered or self.schedules[number]
         train = partial(schedule.step, loss_kwargs={"global_valid_tokens": labels})
         run = schedule.eval if labels is None else train
         losses: list[torch.Tensor] = []
         try:
             run(
-                arg_mbs=[(inputs,) for inputs, _, _ in micro_batches] if self._has_first else None,
+                arg_mbs=[(inputs,) for inputs, _, _ in micro_batches] if self.has_first else None,
                 kwarg_mbs=[extra for _, _, extra in micro_batches],
-                target_mbs=[targets for _, targets, _ in micro_batches] if self._has_last else None,
-                losses=losses if self._has_last else None,
+                target_mbs=[targets for _, targets, _ in micro_batches] if self.has_last else None,
+                losses=losses if self.has_last else None,
                 return_outputs=False,
             )
-            device = self._stages[0].device
+            device = self.stages[0].device
             return torch.stack(losses).sum().to(device) if losses else torch.zeros((), device=device)
         except Exception as error:
             error.add_note(
@@ -160,34 +157,23 @@ def pipeline(
     parallel_dims: ParallelDims,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
-    compile_config: CompileConfig,
     ac_config: ActivationCheckpointingConfig,
-    dump_folder: str,
     device: torch.device,
     model_config: Decoder.Config,
     parallelize_fn: ParallelizeFunction,
     loss_fn: LossFunction,
     stage_class: Callable[..., PlannedStage] = PlannedStage,
     flow_class: type[PackFlowSchedule] = PackFlowSchedule,
+    **others: Any,
 ) -> Pipeline:
-    """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan."""
+    """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan; `others` are arguments
+    of `parallelize_fn` alone."""
     names = stage_names(parallelism, model_config)
     schedule = parallelism.pipeline_parallel_schedule
     drafts, parts = split_into_stages(model, parallel_dims.get_mesh("pp"), schedule, device, names)
-    parts = [
-        parallelize_fn(
-            part,
-            parallel_dims=parallel_dims,
-            training=training,
-            parallelism=parallelism,
-            compile_config=compile_config,
-            ac_config=ac_config,
-            dump_folder=dump_folder,
-        )
-        for part in parts
-    ]
-    timer = PassTimer(device)
-    cp = parallel_dims.cp
+    given = {"parallel_dims": parallel_dims, "training": training, "parallelism": parallelism}
+    parts = [parallelize_fn(part, **given, ac_config=ac_config, **others) for part in parts]
+    timer, cp = PassTimer(device), parallel_dims.cp
     ranks = cp * parallel_dims.tp if parallelism.enable_sequence_parallel else cp
     hidden = Layout(ranks, (model_config.dim,), TORCH_DTYPE_MAP[training.mixed_precision_param])
     planned = [
@@ -218,4 +204,4 @@ def pipeline(
     )
     lower = partial(flow_class, planned, loss_fn=timed_loss)
     runs = PlannedSchedule(planned, schedule_of, lower, timer, cp)
-    return runs, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
+    return runs, parts, runs.has_first, runs.has_last
