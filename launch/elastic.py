@@ -113,15 +113,9 @@ class Agent(LocalElasticAgent):
     def __init__(self, config: LaunchConfig, program: str, arguments: Sequence[str]) -> None:
         # torch handles only those signals that are not heard here.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-        parameters = RendezvousParameters(
-            backend=config.rdzv_backend,
-            endpoint=config.rdzv_endpoint,
-            run_id=config.run_id,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_addr=config.local_addr,
-            **config.rdzv_configs,
-        )
+        same = {name: getattr(config, name) for name in ("run_id", "min_nodes", "max_nodes", "local_addr")}
+        same |= {"backend": config.rdzv_backend, "endpoint": config.rdzv_endpoint}
+        parameters = RendezvousParameters(**same, **config.rdzv_configs)
         of_both = {f.name for f in fields(WorkerSpec)} & {f.name for f in fields(LaunchConfig)}
         spec = WorkerSpec(
             local_world_size=config.nproc_per_node,

@@ -52,19 +52,9 @@ class Summary:
             delays[: len(step)] += step
         imbalance, plan_ms, longest, *sums = np.array(steps, dtype=float).T
         tokens, padding, lost, cut, keys = (float(column.sum()) for column in sums)
-        return cls(
-            imbalance,
-            plan_ms,
-            np.concatenate(works),
-            int(longest.max()),
-            int(tokens),
-            int(padding),
-            int(lost),
-            cut / tokens,
-            keys / tokens,
-            delays,
-            max(gaps, default=None),
-        )
+        whole = (int(number) for number in (longest.max(), tokens, padding, lost))
+        waited = delays, max(gaps, default=None)
+        return cls(imbalance, plan_ms, np.concatenate(works), *whole, cut / tokens, keys / tokens, *waited)
 
     @property
     def delay(self) -> float:

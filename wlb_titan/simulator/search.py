@@ -8,6 +8,7 @@ would be slower than the fastest found and at least `LEAST` of them fit.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -93,26 +94,23 @@ def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
     gpus, rest = divmod(gpus, math.prod(dim.degree for dim in own))
     if rest:
         return
-    for tensor in _powers_of_two(min(gpus, job.cluster.gpus_per_node)):
-        if job.model.heads % tensor or job.model.kv_heads % tensor:
+    powers = _powers_of_two(gpus)
+    for tensor, context, pipeline in itertools.product(powers, powers, powers):
+        shard, rest = divmod(gpus, tensor * context * pipeline)
+        data = shard * own_data
+        shares = (
+            tensor <= job.cluster.gpus_per_node
+            and job.model.heads % tensor == job.model.kv_heads % tensor == 0
+        )
+        if rest or not shares or job.micro_batches % data or pipeline > job.model.layers:
             continue
-        for context in _powers_of_two(gpus // tensor):
-            for pipeline in _powers_of_two(gpus // (tensor * context)):
-                shard, rest = divmod(gpus, tensor * context * pipeline)
-                data = shard * own_data
-                runs = not rest and job.micro_batches % data == 0
-                if not runs or job.micro_batches // data < pipeline or pipeline > job.model.layers:
-                    continue
-                for expert in _powers_of_two(max(job.model.experts, 1)):
-                    if tensor * context * shard % expert == 0:
-                        yield Degrees(
-                            tensor=tensor,
-                            context=context,
-                            pipeline=pipeline,
-                            shard=shard,
-                            expert=expert,
-                            own=own,
-                        )
+        if job.micro_batches // data < pipeline:
+            continue
+        for expert in _powers_of_two(max(job.model.experts, 1)):
+            if tensor * context * shard % expert == 0:
+                yield Degrees(
+                    tensor=tensor, context=context, pipeline=pipeline, shard=shard, expert=expert, own=own
+                )
 
 
 def at_degrees(job: Job, degrees: Degrees, schedule: str, chunks: int) -> Job:
