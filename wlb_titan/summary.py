@@ -52,7 +52,7 @@ class Summary:
             delays[: len(step)] += step
         imbalance, plan_ms, longest, *sums = np.array(steps, dtype=float).T
         tokens, padding, lost, cut, keys = (float(column.sum()) for column in sums)
-        whole = (int(number) for number in (longest.max(), tokens, padding, lost))
+        whole = int(longest.max()), int(tokens), int(padding), int(lost)
         waited = delays, max(gaps, default=None)
         return cls(imbalance, plan_ms, np.concatenate(works), *whole, cut / tokens, keys / tokens, *waited)
 

@@ -94,19 +94,15 @@ def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
     gpus, rest = divmod(gpus, math.prod(dim.degree for dim in own))
     if rest:
         return
-    powers = _powers_of_two(gpus)
+    model, powers = job.model, _powers_of_two(gpus)
     for tensor, context, pipeline in itertools.product(powers, powers, powers):
         shard, rest = divmod(gpus, tensor * context * pipeline)
         data = shard * own_data
-        shares = (
-            tensor <= job.cluster.gpus_per_node
-            and job.model.heads % tensor == job.model.kv_heads % tensor == 0
-        )
-        if rest or not shares or job.micro_batches % data or pipeline > job.model.layers:
+        if rest or tensor > job.cluster.gpus_per_node or model.heads % tensor or model.kv_heads % tensor:
             continue
-        if job.micro_batches // data < pipeline:
+        if job.micro_batches % data or job.micro_batches // data < pipeline or pipeline > model.layers:
             continue
-        for expert in _powers_of_two(max(job.model.experts, 1)):
+        for expert in _powers_of_two(max(model.experts, 1)):
             if tensor * context * shard % expert == 0:
                 yield Degrees(
                     tensor=tensor, context=context, pipeline=pipeline, shard=shard, expert=expert, own=own
