@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from wlb_titan.commands.prepare import length_rows
 from wlb_titan.errors import CorpusError
 from wlb_titan.prepare.prepare import PrepareSettings
-from wlb_titan.prepare.sources import PACKED, Records, SourceSpec, open_source
+from wlb_titan.prepare.sources import PACKED, SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import (
     TRAINING_CHARACTERS,
     CorpusTokenizer,
@@ -145,7 +145,7 @@ def test_jsonl_takes_one_field_and_minds_no_others(here):
 def test_jsonl_gives_back_any_text(tmp_path_factory, texts, escape):
     path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
     path.write_bytes("".join(json.dumps({"text": t}, ensure_ascii=escape) + "\n" for t in texts).encode())
-    source = Records(SourceSpec("jsonl", str(path)), path.parent)
+    source = open_source(SourceSpec("jsonl", str(path)), path.parent)
     assert [source.read(number) for number in range(len(source))] == texts
 
 

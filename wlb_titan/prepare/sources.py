@@ -10,11 +10,12 @@ import shutil
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, filterfalse
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from wlb_titan.errors import CorpusError, reading, regular
 from wlb_titan.prepare.shapes import advice, conversation, shape_of, text_of
@@ -57,50 +58,67 @@ class SourceSpec:
         raise CorpusError(f"{text!r} is not a source of documents; the sources are {SOURCES}.{advice}")
 
 
-class Source(Protocol):
+class Part(NamedTuple):
+    rows: int
+    name: Callable[[int], str]  # by a row's number
+    row: Callable[[int], Any]
+
+
+class Source:
     """Documents, numbered from 0 in an order that depends only on their names or places."""
 
-    def __len__(self) -> int: ...
+    def __init__(self, parts: Sequence[Part], value: Callable[[Any], Any] = lambda row: row) -> None:
+        self._parts, self._value = parts, value
+        self._ends = list(accumulate(part.rows for part in parts))
 
-    def name(self, document: int) -> str: ...
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def name(self, document: int) -> str:
+        part, row = self._place(document)
+        return part.name(row)
 
     def read(self, document: int) -> Any:
         """The text, or for chat the result of `conversation`; a ValueError says why it cannot be read."""
-        ...
+        part, row = self._place(document)
+        with reading(CorpusError):
+            return self._value(part.row(row))
+
+    def _place(self, document: int) -> tuple[Part, int]:
+        part = bisect_right(self._ends, document)
+        return self._parts[part], document - (self._ends[part - 1] if part else 0)
 
 
 def open_source(spec: SourceSpec, cache: Path, *, chat: bool = False) -> Source:
     """Finds the documents; `datasets` converts files into the folder `cache`, which the caller deletes."""
     if spec.kind == "python-source":
-        return Files(python_documents())
+        return Source([_files(python_documents())])
     if spec.kind == "text":
-        return Files(text_documents(Path(spec.location)), within=Path(spec.location).resolve())
-    return Records(spec, cache, chat=chat)
+        return Source([_files(text_documents(Path(spec.location)), Path(spec.location).resolve())])
+    value = partial(conversation if chat else text_of, field=spec.field)
+    if spec.kind == "hf":
+        return Source([_hub(spec, chat)], value)
+    files = _files_at(spec.kind, Path(spec.location))
+    if spec.kind == "jsonl":
+        return Source([_lines(file, unpacked(file, cache)) for file in files], value)
+    parts = [_parquet(file, cache / f"{n}.arrow", spec.field, chat) for n, file in enumerate(files)]
+    return Source(parts, value)
 
 
-class Files:
+def _files(documents: NamedFiles, within: Path | None = None) -> Part:
     """One document per file; links that lead out of the folder `within` are reported as unreadable."""
 
-    def __init__(self, documents: NamedFiles, within: Path | None = None) -> None:
-        self._documents = documents
-        self._within = within
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def name(self, document: int) -> str:
-        return self._documents[document][0]
-
-    def read(self, document: int) -> str:
-        path = self._documents[document][1]
-        with reading(CorpusError):
-            content = regular(path).read_bytes()
-            if self._within and path.is_symlink() and self._within not in path.resolve().parents:
-                raise ValueError("a link that leads out of the folder")
-            text = content.decode("utf-8")
-        if "\0" in text:
+    def text(number: int) -> str:
+        path = documents[number][1]
+        content = regular(path).read_bytes()
+        if within and path.is_symlink() and within not in path.resolve().parents:
+            raise ValueError("a link that leads out of the folder")
+        decoded = content.decode("utf-8")
+        if "\0" in decoded:
             raise ValueError("not text: it has a zero byte")
-        return text
+        return decoded
+
+    return Part(len(documents), lambda number: documents[number][0], text)
 
 
 def python_documents() -> NamedFiles:
@@ -177,44 +195,6 @@ def unpacked(path: Path, cache: Path) -> Path:
     except OSError as error:
         raise CorpusError(f"{path} cannot be unpacked: {error}. Write it again, or unpack it.") from error
     return target
-
-
-class Part(NamedTuple):
-    rows: int
-    name: Callable[[int], str]  # by a row's number
-    row: Callable[[int], Any]
-
-
-class Records:
-    """One document per line of JSON files, or per row of Parquet files or a Hugging Face dataset."""
-
-    def __init__(self, spec: SourceSpec, cache: Path, *, chat: bool = False) -> None:
-        self._field = spec.field
-        self._value = conversation if chat else text_of
-        files = [] if spec.kind == "hf" else _files_at(spec.kind, Path(spec.location))
-        if spec.kind == "jsonl":
-            self._parts = [_lines(file, unpacked(file, cache)) for file in files]
-        else:
-            targets = (cache / f"{number}.arrow" for number in range(len(files)))
-            self._parts = [_parquet(*paths, spec.field, chat) for paths in zip(files, targets, strict=True)]
-        self._parts = self._parts or [_hub(spec, chat)]
-        self._ends = list(accumulate(part.rows for part in self._parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def name(self, document: int) -> str:
-        part, row = self._place(document)
-        return part.name(row)
-
-    def read(self, document: int) -> Any:
-        part, row = self._place(document)
-        with reading(CorpusError):
-            return self._value(part.row(row), self._field)
-
-    def _place(self, document: int) -> tuple[Part, int]:
-        part = bisect_right(self._ends, document)
-        return self._parts[part], document - (self._ends[part - 1] if part else 0)
 
 
 def _lines(file: Path, path: Path) -> Part:
