@@ -15,8 +15,7 @@ from wlb_titan.launch.job import AGENT
 
 from wlb_titan.errors import EXIT_USER_ERROR, UserError
 
-HERE = "."
-"""The image that means this machine's files and this interpreter."""
+HERE = "."  # the image that means this machine's files and this interpreter
 
 
 @contextlib.contextmanager

@@ -11,8 +11,7 @@ from wlb_titan.errors import UserError
 
 PROGRAM = "wlb_titan.runtime.train"
 AGENT = "wlb_titan.launch.agent"
-LAST_CALL = 10
-"""Seconds that hosts wait for one more, once there are enough of them."""
+LAST_CALL = 10  # seconds that hosts wait for one more, once there are enough of them
 
 
 class Hosts(NamedTuple):

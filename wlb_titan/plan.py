@@ -50,8 +50,7 @@ class Action(NamedTuple):
         return f"{self.kind}{self.place}.{self.stage}"
 
 
-Flow = tuple[tuple[Action, ...], ...]
-"""The passes of each pipeline rank, in the order in which it runs them."""
+Flow = tuple[tuple[Action, ...], ...]  # the passes of each pipeline rank, in the order in which it runs them
 
 
 class Slices(NamedTuple):

@@ -17,8 +17,7 @@ from wlb_titan.commands.compare import show_bench
 from wlb_titan.commands.template import template
 from wlb_titan.errors import EXIT_AGAIN, UserError
 
-PATIENCE = 120
-"""Seconds that srun gives other tasks when one has ended; they end by themselves sooner."""
+PATIENCE = 120  # seconds that srun gives other tasks when one has ended; they end by themselves sooner
 LONGEST_NOTICE = 65535  # seconds, of sbatch
 
 OURS = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-requeue", "no-kill")

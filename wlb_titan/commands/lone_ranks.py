@@ -32,8 +32,7 @@ from wlb_titan.simulator.calls import RankCalls
 
 PROCESS = "wlb_titan.runtime.one_rank.process"
 DEFAULT_RANKS = "first,last"
-DEFAULT_STEP = 9
-"""By then the queues of balancing policies have filled."""
+DEFAULT_STEP = 9  # by then the queues of balancing policies have filled
 
 SYNTHETIC_TOKENS = 1 << 26
 """At most, in a corpus that stands in for one that is not here: 256 MiB on the disk, for a moment."""

@@ -67,8 +67,7 @@ LIMITS = {
 """Ranges that torchtitan does not check itself: a value outside would fail in the middle of a run."""
 
 COMMENT_COLUMN = 60  # where comments start, unless a value reaches beyond
-INHERITED = ("base ", "default of ")
-"""How the source of a value starts that the user did not write."""
+INHERITED = ("base ", "default of ")  # how the source of a value starts that the user did not write
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,8 @@ class Adaptive(AllGather):
 
     def candidates(self, packs: Joined) -> list[tuple[str, Sharding]]:
         """Shardings to choose from, with their names; the first of equally fast ones is taken."""
-        lengths, stops, ranks = packs.lengths, packs.stops, self.ranks * len(packs.totals)
+        lengths, ranks = packs.lengths, self.ranks * len(packs.totals)
+        stops = np.cumsum(lengths)[packs.firsts[1:] - 1]  # behind each micro-batch's last token
         firsts, begins = np.arange(0, ranks, self.ranks), stops - np.diff(stops, prepend=0)
         owner, begin, end = document_chunks(begins, packs.totals, self.ranks, firsts)
         end = np.minimum(end, stops[owner // self.ranks])  # padding

@@ -50,11 +50,6 @@ class Joined(NamedTuple):
         """int64 (micro-batches + 1,), the first document of each, and how many there are."""
         return np.searchsorted(self.micro_batch, np.arange(len(self.totals) + 1))
 
-    @property
-    def stops(self) -> Ints:
-        """int64 (micro-batches,), the position behind each one's last token."""
-        return np.cumsum(self.lengths)[self.firsts[1:] - 1]
-
 
 def joined(shardings: Sequence[Sharding]) -> Sharding:
     """Shardings of micro-batches as one, numbered as in `Joined`."""

@@ -24,8 +24,7 @@ from wlb_titan.documents.mixture import Mixture
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import ID, LENGTH, START
 
-Pieces = Ints
-"""int64 (n, 3), columns ID, START, LENGTH: runs of tokens of documents, in stream order."""
+Pieces = Ints  # int64 (n, 3), columns ID, START, LENGTH: runs of tokens of documents, in stream order
 
 BLOCK = 1 << 16  # most documents of a block
 SMALLEST_BLOCK = 1 << 8

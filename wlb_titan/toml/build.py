@@ -37,11 +37,9 @@ KeyPath = tuple[str | int, ...]
 """Keys from the root down. A place in a list is a string where the base's list is kept ("0"), a number where
 the user gave a whole new list (0)."""
 
-CLASS = "class"
-"""The key by which a section chooses its class; for a plug-in, its family names the key."""
+CLASS = "class"  # the key by which a section chooses its class; for a plug-in, its family names the key
 
-MOST_LISTED = 8
-"""Values that an error about a whole section shows."""
+MOST_LISTED = 8  # values that an error about a whole section shows
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,7 @@ class Entry:
     """`base llama3_debug`, `default of FullAC`, `train.toml:12` or `command line`."""
     text: str | None
     """As TOML; None if TOML cannot express it, so that only a base can give it."""
-    limits: tuple[BaseMetadata, ...] = ()
-    """Of the numbers that may stand there."""
+    limits: tuple[BaseMetadata, ...] = ()  # of the numbers that may stand there
     meaning: str = ""  # a comment above it
 
 
@@ -73,8 +70,7 @@ class Builder:
     """Dotted path of a field that the user cannot set -> the reason."""
     limits: Mapping[str, tuple[object, ...]]
     """Dotted path of a field in a class that is not ours -> the limits of its values."""
-    entries: list[Entry] = field(default_factory=list)
-    """All values in order, once `build` is through."""
+    entries: list[Entry] = field(default_factory=list)  # all values in order, once `build` is through
 
     def build(self, written: Table | None) -> Any:
         """The base with what is written over it."""
