@@ -42,27 +42,41 @@ LOCKED = {
 }
 """What the user cannot set, with the reason."""
 
+_DEGREE = (Interval(ge=1, le=1 << 20),)
+_COUNT = (Ge(1),)
+_FROM_ZERO = (Ge(0),)
+_SHARE = (Interval(ge=0, le=1),)
+_SECONDS = (Interval(ge=1, le=30 * 24 * 3600),)
+_NOT_EMPTY = (MinLen(1),)
+
 LIMITS = {
-    key: (limit,)
-    for limit, keys in (
-        (MinLen(1), "dump_folder optimizer.param_groups"),
-        (Gt(0), "training.max_norm"),
-        (Ge(-1), "checkpoint.load_step"),
-        (Ge(0), "lr_scheduler.warmup_steps comm.trace_buf_size debug.seed"),
-        (Ge(0), "parallelism.pipeline_parallel_first_stage_less_layers"),
-        (Ge(0), "parallelism.pipeline_parallel_last_stage_less_layers"),
-        (Ge(1), "training.steps lr_scheduler.total_steps loss.num_chunks metrics.log_freq"),
-        (Ge(1), "parallelism.pipeline_parallel_layers_per_stage"),
-        (Interval(ge=0, le=1), "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor"),
-        (Interval(ge=1, le=30 * 24 * 3600), "comm.init_timeout_seconds comm.train_timeout_seconds"),
-        (Interval(ge=2, le=MOST_TOKENS), "training.seq_len"),
-        (Interval(ge=1, le=1 << 20), "training.local_batch_size parallelism.data_parallel_replicate_degree"),
-        (Interval(ge=1, le=1 << 20), "parallelism.tensor_parallel_degree parallelism.expert_parallel_degree"),
-        (Interval(ge=1, le=1 << 20), "parallelism.context_parallel_degree"),
-        (Interval(ge=1, le=1 << 20), "parallelism.pipeline_parallel_degree"),
-        (Interval(ge=-1, le=1 << 20), "training.global_batch_size parallelism.data_parallel_shard_degree"),
-    )
-    for key in keys.split()
+    "dump_folder": _NOT_EMPTY,
+    "training.local_batch_size": _DEGREE,
+    "training.global_batch_size": (Interval(ge=-1, le=1 << 20),),
+    "training.seq_len": (Interval(ge=2, le=MOST_TOKENS),),
+    "training.max_norm": (Gt(0),),
+    "training.steps": _COUNT,
+    "parallelism.data_parallel_replicate_degree": _DEGREE,
+    "parallelism.data_parallel_shard_degree": (Interval(ge=-1, le=1 << 20),),
+    "parallelism.tensor_parallel_degree": _DEGREE,
+    "parallelism.pipeline_parallel_degree": _DEGREE,
+    "parallelism.context_parallel_degree": _DEGREE,
+    "parallelism.expert_parallel_degree": _DEGREE,
+    "parallelism.pipeline_parallel_first_stage_less_layers": _FROM_ZERO,
+    "parallelism.pipeline_parallel_last_stage_less_layers": _FROM_ZERO,
+    "parallelism.pipeline_parallel_layers_per_stage": _COUNT,
+    "lr_scheduler.warmup_steps": _FROM_ZERO,
+    "lr_scheduler.total_steps": _COUNT,
+    "lr_scheduler.decay_ratio": _SHARE,
+    "lr_scheduler.min_lr_factor": _SHARE,
+    "optimizer.param_groups": _NOT_EMPTY,
+    "loss.num_chunks": _COUNT,
+    "metrics.log_freq": _COUNT,
+    "checkpoint.load_step": (Ge(-1),),
+    "comm.init_timeout_seconds": _SECONDS,
+    "comm.train_timeout_seconds": _SECONDS,
+    "comm.trace_buf_size": _FROM_ZERO,
+    "debug.seed": _FROM_ZERO,
 }
 """Ranges that torchtitan does not check itself: a value outside would fail in the middle of a run."""
 
