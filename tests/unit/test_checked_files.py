@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from wlb_titan.errors import UserError
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.hugging_face import (
     ROPE,
     described,
@@ -28,8 +27,6 @@ from wlb_titan.runtime.hugging_face import (
 from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow
-
-use_cpu_without_accelerator()
 
 
 @pytest.fixture(scope="module")
@@ -104,18 +101,9 @@ def test_plan_shows_what_a_mixture_does(write, tmp_path):
 @pytest.mark.parametrize(
     ("corpus", "words"),
     [
-        (
-            MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"),
-            r"toml:11: .*s.1.path = .* There is no corpus",
-        ),
-        (
-            MIXTURE.replace("weight = 3.0", "weight = 1e300"),
-            "the source short leaves one of its parts less than 1e-06 of all",
-        ),
-        (
-            MIXTURE.replace("books", "a/b"),
-            "The name of the source 'a/b' becomes part of the names of metrics",
-        ),
+        (MIXTURE.replace("FOLDER/long", "FOLDER/nowhere"), r"toml:11: .*s.1.path = .* There is no corpus"),
+        (MIXTURE.replace("= 3.0", "= 1e300"), "the source short leaves .* less than 1e-06 of all"),
+        (MIXTURE.replace("books", "a/b"), "name of the source 'a/b' becomes part of the names of metrics"),
         (MIXTURE.replace("0.9", "1.9"), "long_share = 1.9: should be less than 1"),
         (MIXTURE.replace("long_share = 0.9", ""), "only one of long_length and long_share"),
         (MIXTURE.replace('"books"', '"short"'), "The sources are called short, short"),
@@ -216,19 +204,19 @@ def test_weights_of_another_model_are_refused(initial_load, base, changes, words
     assert_refused(initial_load(base, published | changes), f"initial_load_path = .*{words}")
 
 
+QUANTISED = LLAMA_3_1_8B | {"quantization_config": {"quant_method": "fp8"}}
+
+
 @pytest.mark.parametrize(
     ("folder", "words"),
     [
         ({"description": None}, "Copy the config.json of the published model there"),
         ({"tensors": False}, r"with \*.safetensors"),
         (
-            {"index": {"lm_head.weight": "model-2.safetensors"}},
-            "weights/model-2.safetensors cannot be read: No such file",
+            {"index": {"lm_head.weight": "2.safetensors"}},
+            "weights/2.safetensors cannot be read: No such file",
         ),
-        (
-            {"description": LLAMA_3_1_8B | {"quantization_config": {"quant_method": "fp8"}}},
-            "are quantised .*fp8",
-        ),
+        ({"description": QUANTISED}, "are quantised .*fp8"),
         ({"tokenizer": "other"}, "wlb.corpus.path = .*another tokenizer.*Prepare .* NAME --tokenizer"),
     ],
 )
@@ -236,21 +224,16 @@ def test_a_folder_that_does_not_fit_is_refused(initial_load, folder, words):
     assert_refused(initial_load(**{"base": LLAMA, "description": LLAMA_3_1_8B, **folder}), words)
 
 
+MISSING = "'<a>' is missing in .* and 2.. in .*/tokenizer"
+
+
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
         ("tokenizer_config.json", {"chat_template": "of the run", "eos_token": "be"}, ""),
         ("tokenizer.json", {"padding": None, "post_processor": None}, ""),
-        (
-            "tokenizer_config.json",
-            {"extra_special_tokens": ["<think>"]},
-            "'<think>' is missing in .* and 2.. in .*/tokenizer",
-        ),
-        (
-            "special_tokens_map.json",
-            {"additional_special_tokens": ["<a>"]},
-            "'<a>' is missing in .* and 2.. in .*/tokenizer",
-        ),
+        ("tokenizer_config.json", {"extra_special_tokens": ["<a>"]}, MISSING),
+        ("special_tokens_map.json", {"additional_special_tokens": ["<a>"]}, MISSING),
         ("tokenizer.json", {"normalizer": {"type": "NFC"}}, "normalizer of tokenizer.json differ"),
     ],
 )
@@ -335,12 +318,7 @@ def test_what_transformers_writes_of_published_models_fits(tmp_path):
     )
     # torchtitan's base has other norms than what is published, which is told.
     deepseek = theirs.DeepseekV3Config(rms_norm_eps=1e-5, rope_parameters=yarn)
-    others = {
-        "_name_or_path": "x",
-        "torch_dtype": "bfloat16",
-        "pad_token_id": 3,
-        "auto_map": {"AutoConfig": "x"},
-    }
+    others = {"_name_or_path": "x", "torch_dtype": "bfloat16", "pad_token_id": 3, "auto_map": {"A": "x"}}
     gpt_oss = theirs.GptOssConfig(num_hidden_layers=24, num_local_experts=32)
     for base, config in ((LLAMA, llama), (QWEN, qwen), (DEEPSEEK, deepseek), (GPT_OSS, gpt_oss)):
         for keys in (config.to_dict(), config.to_diff_dict()):
@@ -384,9 +362,8 @@ TWO = {"a": [2, 3], "b": [4]}
 )
 def test_every_tensor_of_a_folder_is_accounted_for(tmp_path, files, index, words):
     for number, shapes in enumerate(files):
-        save_file(
-            {name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / f"{number}.safetensors"
-        )
+        tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        save_file(tensors, tmp_path / f"{number}.safetensors")
     if index is not None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     differ = differing_tensors(tmp_path, TWO, r"rotary_emb\.inv_freq$")

@@ -9,22 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from wlb_titan.runtime.attention.module import DocumentMask
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+from wlb_titan.runtime.models import checkpointing
 from wlb_titan.runtime.models.bases import base_config
-from wlb_titan.runtime.models.checkpointing import (
-    AsNeededAC,
-    KeysAC,
-    SelectiveDocumentAC,
-    balance_experts,
-    count_once,
-)
 from wlb_titan.runtime.models.weights import build_optimizers
 
 pytestmark = pytest.mark.slow
 
-use_cpu_without_accelerator()
-
-KINDS = {"selective": SelectiveDocumentAC, "keys": KeysAC, "full": FullAC, "mix": AsNeededAC}
+KINDS = {"selective": checkpointing.SelectiveDocumentAC, "keys": checkpointing.KeysAC, "full": FullAC}
+KINDS["mix"] = checkpointing.AsNeededAC
 MIXES = (("none", "full"), ("keys", "selective"))  # of two layers, by micro-batch
 LENGTH = 24
 
@@ -34,10 +26,16 @@ def built(kind):
     torch.manual_seed(0)
     model = replace(config.model_spec.model, layers=config.model_spec.model.layers[:2]).build()
     model.init_weights()
-    count_once(model)
+    checkpointing.count_once(model)
     if kind:
         KINDS[kind].Config().build().apply(model)
     return model
+
+
+def loss(model, kinds=()):
+    """Of a document of random tokens."""
+    ids, mask = torch.randint(0, 100, (1, LENGTH)), torch.tensor([[0, LENGTH] * 2], dtype=torch.int32)
+    return model(ids, torch.arange(LENGTH)[None], DocumentMask(mask, kinds=kinds)).float().square().mean()
 
 
 def balanced(kind, *, compiled=False):
@@ -50,15 +48,12 @@ def balanced(kind, *, compiled=False):
             block.compile(backend="aot_eager", fullgraph=True)
     optimizers = build_optimizers(base_config("llama3_debug").optimizer, [model])
     alone = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, tp=1)
-    balance_experts(optimizers, [model], alone)
-    mask = DocumentMask(torch.tensor([[0, LENGTH, 0, LENGTH]], dtype=torch.int32))
+    checkpointing.balance_experts(optimizers, [model], alone)
     for mix in MIXES:
-        ids = torch.randint(0, 100, (1, LENGTH))
-        own = replace(mask, kinds=mix) if kind == "mix" else mask
-        model(ids, torch.arange(LENGTH)[None], own).float().square().mean().backward()
+        loss(model, mix if kind == "mix" else ()).backward()
     model.eval()
     with torch.no_grad():
-        model(ids, torch.arange(LENGTH)[None], mask)
+        loss(model)
     model.train()
     experts = [block.moe for block in model.layers.values()]
     counts = torch.stack([moe.tokens_per_expert_E.clone() for moe in experts])
@@ -95,11 +90,10 @@ class Products(TorchDispatchMode):
 
 def repeated_products(kind):
     """Of experts, in a backward pass beside the six for gradients of a layer."""
-    model, mask = built(kind), DocumentMask(torch.tensor([[0, LENGTH, 0, LENGTH]], dtype=torch.int32))
-    ids = torch.randint(0, 100, (1, LENGTH))
-    loss = model(ids, torch.arange(LENGTH)[None], mask).float().square().mean()
+    model = built(kind)
+    found = loss(model)
     with Products() as products:
-        loss.backward()
+        found.backward()
     return products.number - 6 * len(model.layers)
 
 
