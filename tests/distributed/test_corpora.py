@@ -47,10 +47,8 @@ def test_first_losses_of_masked_corpora_are_those_of_the_prepared_conversations(
     """Of which only the assistant's words are learned."""
     with (tmp_path / "chat.jsonl").open("w") as file:
         for number in range(1, 300):
-            chat = [
-                ("user", f"{number} + {number}? " * (number % 7)),
-                ("assistant", f"It is {2 * number}. " * 5),
-            ]
+            chat = [("user", f"{number} + {number}? " * (number % 7))]
+            chat.append(("assistant", f"It is {2 * number}. " * 5))
             messages = [{"role": role, "content": content or "?"} for role, content in chat]
             file.write(json.dumps({"messages": messages}) + "\n")
     (tmp_path / "t.jinja").write_text(
@@ -65,20 +63,13 @@ def test_first_losses_of_masked_corpora_are_those_of_the_prepared_conversations(
     )
     corpus = prepare_corpus(settings, tmp_path / "prepared")
     write_forms(tmp_path, corpus)
-    words = ("--training.steps", "1")
-    names = ("megatron", "datatrove", "hugging_face")
+    words, masked = ("--training.steps", "1"), ("--wlb.corpus.mask", str(tmp_path / "mask"))
+    names = {"megatron": masked, "datatrove": (), "hugging_face": ()}
     experiments = [lab.experiment("chat", *words, "--wlb.corpus.path", str(corpus.path))]
-    experiments += [lab.experiment(f"chat_{name}", *words, *lab.reading(tmp_path / name)) for name in names]
-    experiments[1] = lab.experiment(
-        "chat_megatron",
-        *words,
-        *lab.reading(tmp_path / "megatron"),
-        "--wlb.corpus.mask",
-        str(tmp_path / "mask"),
-    )
-    experiments += [
-        lab.experiment("chat_unmasked", *words, *lab.reading(corpus.path), "--wlb.corpus.mask", "none")
-    ]
+    for name, more in names.items():
+        experiments.append(lab.experiment(f"chat_{name}", *words, *lab.reading(tmp_path / name), *more))
+    unmasked = (*lab.reading(corpus.path), "--wlb.corpus.mask", "none")
+    experiments.append(lab.experiment("chat_unmasked", *words, *unmasked))
     lab.run(1, experiments)
     prepared, *others, unmasked = (experiment.losses() for experiment in experiments)
     assert len(prepared) == 1 and others == [prepared] * 3

@@ -20,9 +20,9 @@ VALIDATION = ("--wlb.validation.hold_out", "0.1", "--wlb.validation.every", "5")
 
 @pytest.fixture(scope="module")
 def runs(lab):
-    experiments = {
-        name: lab.experiment(name, *layout(name), *VALIDATION, *words) for name, words in LAYOUTS.items()
-    }
+    experiments = {}
+    for name, words in LAYOUTS.items():
+        experiments[name] = lab.experiment(name, *layout(name), *VALIDATION, *words)
     lab.run(4, list(experiments.values()))
     experiments["one_process"] = lab.experiment("one_process", *VALIDATION)
     lab.run(1, [experiments["one_process"]])

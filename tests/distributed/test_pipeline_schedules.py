@@ -6,17 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 from torch import nn
-from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 from torchtitan.config import CompileConfig, ParallelismConfig
 
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.schedule import SCHEDULES, check_micro_batches
 from wlb_titan.runtime.metrics import metrics_rank
-from wlb_titan.runtime.pipeline.keys import (
-    canonical_name,
-    check_schedule,
-)
+from wlb_titan.runtime.pipeline.keys import canonical_name, check_schedule
 
 
 def torch_runs(name, ranks, micro_batches):
@@ -24,10 +25,9 @@ def torch_runs(name, ranks, micro_batches):
     kind = get_schedule_class(name)
     single = issubclass(kind, PipelineScheduleSingle)
     stages = ranks if single else 2 * ranks
+    numbers = range(0, stages, ranks)
     same = {"num_stages": stages, "group_rank": 0, "group_size": ranks, "submod": nn.Identity()}
-    mine = [
-        SimpleNamespace(stage_index=i, stage_index_to_group_rank={}, **same) for i in range(0, stages, ranks)
-    ]
+    mine = [SimpleNamespace(stage_index=i, stage_index_to_group_rank={}, **same) for i in numbers]
     try:
         kind(mine[0] if single else mine, micro_batches, loss_fn=lambda output, target: output)
     except ValueError:
@@ -60,9 +60,7 @@ def test_names_are_spelled_in_any_case():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_loss_is_reported_by_a_rank_that_has_the_last_stage(name):
-    v_shaped = issubclass(
-        get_schedule_class(name), schedules.ScheduleZBVZeroBubble | schedules.ScheduleDualPipeV
-    )
+    v_shaped = issubclass(get_schedule_class(name), ScheduleZBVZeroBubble | ScheduleDualPipeV)
     for spelled in (name, name.lower()):
         dims = SimpleNamespace(pp_enabled=True, pp=2, world_size=8)
         assert metrics_rank(dims, spelled) == (0 if v_shaped else 4)

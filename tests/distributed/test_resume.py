@@ -24,11 +24,9 @@ SETTINGS = (
     "amsgrad betas capturable decoupled_weight_decay differentiable eps foreach fused initial_lr lr maximize "
     "weight_decay"
 )
-OVERRIDES = (
-    *("--wlb.epochs", "1", "--wlb.validation.hold_out", "0.1"),
-    *("--checkpoint.interval", "2"),
-    *("--parallelism.pipeline_parallel_degree", "2"),
-)
+OVERRIDES = ("--wlb.epochs", "1", "--wlb.validation.hold_out", "0.1", "--checkpoint.interval", "2")
+OVERRIDES += ("--parallelism.pipeline_parallel_degree", "2")
+SCHEDULE = ("--lr_scheduler.warmup_steps", "8", "--lr_scheduler.total_steps", "40")
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +112,7 @@ def test_a_checkpoint_has_the_entries_that_it_always_had(uninterrupted):
     "words",
     [
         ("--optimizer.param_groups.0.optimizer_kwargs", "{lr = 0.006, weight_decay = 0.5}"),
-        pytest.param(
-            ("--lr_scheduler.warmup_steps", "8", "--lr_scheduler.total_steps", "40"), marks=pytest.mark.long
-        ),
+        pytest.param(SCHEDULE, marks=pytest.mark.long),
     ],
     ids=["settings", "schedule"],
 )
@@ -136,9 +132,8 @@ def test_rate_and_decay_are_those_of_the_file_also_of_a_run_that_goes_on(lab, co
             mean, square = (after[f"optimizer.state.{name}.{key}"] for key in ("exp_avg", "exp_avg_sq"))
             update = mean / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
             weight = before[name] * (1 - expected * decay) - expected * update
-            torch.testing.assert_close(
-                after[name] - before[name], weight - before[name], rtol=1e-3, atol=1e-6
-            )
+            moved = after[name] - before[name]
+            torch.testing.assert_close(moved, weight - before[name], rtol=1e-3, atol=1e-6)
         before = after
 
 
@@ -146,11 +141,8 @@ def tensors(run, step) -> dict[str, torch.Tensor]:
     """Those of a checkpoint, whole."""
     folder = run.folder / "checkpoint" / f"step-{step}"
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata.items()
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    entries = [(name, entry) for name, entry in entries if isinstance(entry, TensorStorageMetadata)]
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries}
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
 
@@ -162,10 +154,9 @@ def test_experts_go_on_as_if_nothing_was(lab):
     words += ("--training.seq_len", "128", "--debug.seed", "0")  # no router is near a tie
     whole = lab.experiment("experts", *words, *layout("dp2"), "--checkpoint.initial_load_path", "none")
     lab.run(2, [whole])
-    names = ("dp2 compiled", "dp2 ep2", "tp2", "pp2")
-    runs = {
-        name: lab.experiment(f"experts {name}", *words, *layout(name), *going_on(whole, 2)) for name in names
-    }
+    runs = {}
+    for name in ("dp2 compiled", "dp2 ep2", "tp2", "pp2"):
+        runs[name] = lab.experiment(f"experts {name}", *words, *layout(name), *going_on(whole, 2))
     lab.run(2, list(runs.values()))
     expected = tensors(whole, 3)
     assert any(tensor.any() for name, tensor in expected.items() if "expert_bias" in name)

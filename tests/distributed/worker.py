@@ -80,9 +80,8 @@ def run_plan(*, name, words, steps=(1,)):
         if reference:
             record["reference"], expected = reference.step([whole_documents(trainer, plan)])
             record["error"], record["worst"] = differences(gradients, expected)
-            record["reference_norm"] = float(
-                torch.stack([g.double().norm() for g in expected.values()]).norm()
-            )
+            norms = [gradient.double().norm() for gradient in expected.values()]
+            record["reference_norm"] = float(torch.stack(norms).norm())
             record["longest_pack"] = max(m.length for m in plan.micro_batches)
             record["longest_document"] = int(plan.document_lengths.max())
             record["merged"] = [list(m.merged) for m in plan.packs if m.merged]
