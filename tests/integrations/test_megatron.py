@@ -20,10 +20,8 @@ EqualWorkScheduler = runpy.run_path(str(FOLDER / "wlb_megatron.py"))["EqualWorkS
 
 def batch(ranks, most, number, *, median, spread, seed):
     """Samples of one step as Megatron's loader gives them: whole multiples of twice the ranks."""
-    tokens = (
-        np.random.default_rng([ranks, number, seed]).lognormal(np.log(median), spread, number).astype(int)
-    )
-    tokens = tokens // (2 * ranks) * 2 * ranks + 2 * ranks
+    tokens = np.random.default_rng([ranks, number, seed]).lognormal(np.log(median), spread, number)
+    tokens = tokens.astype(int) // (2 * ranks) * 2 * ranks + 2 * ranks
     return list(enumerate(np.minimum(tokens, ranks * most).tolist()))
 
 
@@ -82,9 +80,8 @@ def test_the_contract_is_megatrons(ranks):
     """It keeps it where `ranks` is a power of two, but for few batches: `trim_overload` puts a sample that it
     takes out of a group behind narrower ones, and in the last group it lies across two process groups (32
     ranks, seed 64). With 6, 10 or 12 ranks it asks for process groups that do not exist, or fails."""
-    broken = [
-        scheduled(BalancedCPScheduler, odd_batch(ranks, 4096, seed), ranks, 4096)[2] for seed in range(150)
-    ]
+    batches = [odd_batch(ranks, 4096, seed) for seed in range(150)]
+    broken = [scheduled(BalancedCPScheduler, one, ranks, 4096)[2] for one in batches]
     print(ranks, "ranks, broken:", [each for each in broken if each])
     assert set().union(*broken) <= {"aligned"} and sum(map(bool, broken)) <= 3
 

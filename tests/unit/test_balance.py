@@ -150,10 +150,7 @@ def test_a_shared_prompt_is_computed_once():
         ({"lengths": [5] * 3, "ranks": 1, "groups": [1]}, "groups has 1 values"),
         ({"lengths": [5] * 2, "ranks": 1, "groups": [1, 1], "prompts": [3, 4]}, "share their prompt"),
         ({"lengths": [0.5], "ranks": 1}, "whole numbers"),
-        (
-            {"lengths": [5] * 3, "ranks": 2, "equal_counts": True},
-            "3 sequences cannot be divided into 2 ranks",
-        ),
+        ({"lengths": [5] * 3, "ranks": 2, "equal_counts": True}, "3 sequences cannot be divided into 2"),
         ({"lengths": [5] * 3, "ranks": 1, "may_wait": True}, "must be a number"),
         ({"lengths": [5] * 3, "ranks": 1, "cost": np.ones(2)}, "one number for each sequence"),
         ({"lengths": [5], "ranks": 1, "cost": lambda tokens: tokens * 0.0}, "positive for every sequence"),
@@ -184,9 +181,8 @@ def test_examples_of_the_page_run_where_nothing_is_but_numpy_and_annotated_types
         (package / part.name).symlink_to(part)
     page = (root / "docs" / "python.md").read_text()
     examples = re.findall(r"\n\n```python\n(.*?)```", page, re.DOTALL)
-    assert [name in one for name, one in zip(("balance(", "Sampler(", "Job("), examples, strict=True)] == [
-        True
-    ] * 3
+    for name, example in zip(("balance(", "Sampler(", "Job("), examples, strict=True):
+        assert name in example
     program = "".join([f"import sys; sys.path.append({str(tmp_path)!r})\n", *examples])
     run = [sys.executable, "-I", "-S", "-c", program]
     assert re.fullmatch(r"(1\.\d{3}\n){3}", subprocess.check_output(run, text=True))

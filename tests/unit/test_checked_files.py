@@ -212,10 +212,7 @@ QUANTISED = LLAMA_3_1_8B | {"quantization_config": {"quant_method": "fp8"}}
     [
         ({"description": None}, "Copy the config.json of the published model there"),
         ({"tensors": False}, r"with \*.safetensors"),
-        (
-            {"index": {"lm_head.weight": "2.safetensors"}},
-            "weights/2.safetensors cannot be read: No such file",
-        ),
+        ({"index": {"lm_head.weight": "2.safetensors"}}, "weights/2.safetensors cannot be read: No such"),
         ({"description": QUANTISED}, "are quantised .*fp8"),
         ({"tokenizer": "other"}, "wlb.corpus.path = .*another tokenizer.*Prepare .* NAME --tokenizer"),
     ],

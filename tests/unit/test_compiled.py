@@ -186,9 +186,8 @@ def test_keys_keeps_what_moved_to_the_host(device, kept):
 
 def test_each_layer_keeps_what_its_micro_batch_names():
     _, all_products, gradients = run(None)
-    kept, products, own_gradients = run(
-        checkpointing.AsNeededAC.Config(), ("full", "selective", "keys", "none")
-    )
+    mixed = checkpointing.AsNeededAC.Config()
+    kept, products, own_gradients = run(mixed, ("full", "selective", "keys", "none"))
     assert (kept[QKV], kept[INNER]) == (2, 1 + 2 + 2)  # without a kind rotated copies of the first are kept
     # Made again are all five outputs of the first layer, and wo's and w3's of the second.
     assert products == all_products + 5 + 2

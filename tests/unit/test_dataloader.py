@@ -28,9 +28,8 @@ MASKS = [[1, 0, 1, 0], [1, 1, 1], [0, 1] * 10, [0, 0, 1]]
 
 
 def write_dataset(path, kind):
-    features = datasets.Features(
-        {name: datasets.List(datasets.Value(kind)) for name in ("input_ids", "loss_mask")}
-    )
+    lists = datasets.List(datasets.Value(kind))
+    features = datasets.Features({"input_ids": lists, "loss_mask": lists})
     columns = {"input_ids": DOCUMENTS, "loss_mask": MASKS}
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(path)
     return {"path": str(path)}

@@ -203,9 +203,7 @@ def test_each_process_wants_a_gpu(monkeypatch):
     monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", lambda: False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(
-        ConfigError, match=r'4 processes need a GPU each, and there is 1; .* or set wlb.device = "cpu"'
-    ):
+    with pytest.raises(ConfigError, match=r'4 processes need a GPU each, .* or set wlb.device = "cpu"'):
         train(CONFIG, ["--wlb.device", "auto"], rank=0, world_size=4, alarm=None)
 
 

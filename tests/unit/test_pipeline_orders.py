@@ -325,9 +325,8 @@ def test_equal_slices_have_the_bubble_of_1f1b():
 
 
 def test_a_limit_holds_but_for_what_a_document_needs():
-    free, tight = (
-        flowing([6, 1, 1, 1, 1, 1, 1], PipelineShape("1F1B", 4), limit=limit) for limit in (None, 1)
-    )
+    chains, shape = [6, 1, 1, 1, 1, 1, 1], PipelineShape("1F1B", 4)
+    free, tight = (flowing(chains, shape, limit=limit) for limit in (None, 1))
     assert most_in_flight(free) == 9
     assert most_in_flight(tight) == 6  # the document's own six packs
     assert tight.seconds > free.seconds

@@ -113,9 +113,8 @@ def test_a_comparison_has_a_row_for_each_policy(lengths, on_terminal):
     said, shown = on_terminal("plan", FILE, "--lengths", lengths, *words)
     assert said == run(lengths, *words) and "Planning wlb_lazy/per_sequence" in shown
     assert "3,000 documents" in said and "longer than the window and cut" in said
-    imbalance = {
-        name: float(x) for name, x in re.findall(r"^\s*(plain|wlb\w*)/per_sequence\s+([\d.]+)", said, re.M)
-    }
+    found = re.findall(r"^\s*(plain|wlb\w*)/per_sequence\s+([\d.]+)", said, re.M)
+    imbalance = {name: float(number) for name, number in found}
     assert imbalance["plain"] > 1.1 > imbalance["wlb_lazy"] >= 1
     assert imbalance["plain"] > imbalance["wlb"]
 

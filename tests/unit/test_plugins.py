@@ -35,9 +35,8 @@ def configured(tmp_path, text, *words):
 
 
 def test_a_policy_of_one_s_own_is_named_by_its_module(tmp_path):
-    settings = configured(
-        tmp_path, '[packing]\npolicy = "toys:Reversed"\nevery = 2\ncost_model = "quadratic:1,9"'
-    )
+    text = '[packing]\npolicy = "toys:Reversed"\nevery = 2\ncost_model = "quadratic:1,9"'
+    settings = configured(tmp_path, text)
     assert settings.packing.name == "toys:Reversed"
     assert (settings.packing.every, settings.packing.cost_model) == (2, "quadratic:1,9")
     ours, plain = (
@@ -203,9 +202,8 @@ def test_classes_of_others_are_held_to_their_rules(name, rule):
     policies = {"sharding": f"toys_wrong:{name}"} if name in DIVISIONS else {"packing": f"toys_wrong:{name}"}
     degrees = {"data_parallel": 2, "context_parallel": 2}
     planner = planning.make_planner(LENGTHS, window=1024, micro_batches=4, **policies, **degrees)
-    with pytest.raises(
-        PlanError, match=f"^toys_wrong:{name} breaks a rule of [a-z ]+ .docs/extending.md.: .*({rule})"
-    ):
+    said = f"^toys_wrong:{name} breaks a rule of [a-z ]+ .docs/extending.md.: .*({rule})"
+    with pytest.raises(PlanError, match=said):
         planner.hold_to_rules()
 
 
@@ -223,12 +221,8 @@ def test_the_rules_are_those_that_every_policy_of_ours_keeps(monkeypatch, packin
 
 
 def test_an_order_gives_each_micro_batch_one_place():
-    job = Job(
-        window=1024,
-        micro_batches=4,
-        degrees=Degrees(pipeline=2),
-        order=ORDERS.configure("toys_wrong:Repeats"),
-    )
+    order = ORDERS.configure("toys_wrong:Repeats")
+    job = Job(window=1024, micro_batches=4, degrees=Degrees(pipeline=2), order=order)
     with pytest.raises(PlanError, match="toys_wrong:Repeats breaks the rule of orders"):
         job.planner(Documents(lengths=LENGTHS)).next()
 
@@ -263,17 +257,9 @@ def test_one_that_does_not_fit_is_left_out_of_what_auto_tries(monkeypatch):
 
 def test_a_step_is_whole_runs_through_the_pipeline():
     """16 micro-batches of a replica in runs of 15 used to end in an assertion of the order."""
-    best, degrees = ORDERS.configure("best"), Degrees(pipeline=3, shard=4)
-    facts = {
-        "window": 1024,
-        "schedule": "InterleavedZeroBubble",
-        "chunks": 2,
-        "order": best,
-        "degrees": degrees,
-    }
-    with pytest.raises(
-        PlanError, match="16 micro-batches of a step cannot be divided into runs of 15"
-    ) as refused:
+    facts = {"window": 1024, "schedule": "InterleavedZeroBubble", "chunks": 2}
+    facts |= {"order": ORDERS.configure("best"), "degrees": Degrees(pipeline=3, shard=4)}
+    with pytest.raises(PlanError, match="16 micro-batches of a step cannot be divided into") as refused:
         Job(micro_batches=64, run=15, **facts)
     assert refused.value.setting == "training.local_batch_size"
     plan = Job(micro_batches=60, run=15, **facts).planner(Documents(lengths=LENGTHS)).next()

@@ -22,9 +22,8 @@ def test_a_full_disk_behind_tensorboard_ends_no_run(tmp_path, caplog, monkeypatc
     metrics = MetricsProcessor.__new__(MetricsProcessor)
     metrics.logger = SimpleNamespace(log=full, close=full)
     metrics._reports = True
-    metrics._lines, metrics._validation_lines = (
-        JsonLines(tmp_path / name) for name in ("steps", "validations")
-    )
+    metrics._lines = JsonLines(tmp_path / "steps")
+    metrics._validation_lines = JsonLines(tmp_path / "validations")
     warn_once.cache_clear()
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     metrics.log_validation(1.5, 3, {})

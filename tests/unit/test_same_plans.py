@@ -201,9 +201,8 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     if job.undecided:
         job = choose(job, training_documents(config.wlb), on_one_rank=SharedAnswer()).job
     corpus = open_corpus(config.wlb.corpus)
-    settings = PlannedDataLoader.Config(
-        corpus=corpus, documents=training_documents(config.wlb, corpus), job=job
-    )
+    facts = {"documents": training_documents(config.wlb, corpus), "job": job}
+    settings = PlannedDataLoader.Config(corpus=corpus, **facts)
     loader = PlannedDataLoader(settings, dp_world_size=2, dp_rank=1)
     steps = iter(loader)
     trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]

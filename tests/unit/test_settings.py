@@ -15,9 +15,8 @@ PAGE = (ROOT / "docs" / "settings.md").read_text()
 
 
 def test_the_committed_page_is_current():
-    assert runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]() == PAGE, (
-        "run `python docs/settings.py`"
-    )
+    page = runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]()
+    assert page == PAGE, "run `python docs/settings.py`"
 
 
 @pytest.mark.parametrize("folder", [ROOT / "train_configs", None], ids=["by path", "by name"])

@@ -221,9 +221,8 @@ def test_a_published_models_config_is_a_base(config, tmp_path, monkeypatch):
     published.write_text(json.dumps(LLAMA3_8B))
     model = load_config(config, ["--base", "config.json"]).config.model_spec
     assert (model.name, model.flavor) == ("llama3", "8B")
-    nearest = (
-        "The nearest base is 'torchtitan.models.llama3.config_registry:llama3_8b': num_hidden_layers is 30"
-    )
+    base = "The nearest base is 'torchtitan.models.llama3.config_registry:llama3_8b': "
+    nearest = base + "num_hidden_layers is 30"
     llama2 = {"hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000}
     published.write_text(json.dumps(LLAMA3_8B | llama2 | {"rope_theta": 1e4, "rope_scaling": None}))
     assert load_config(config, ["--base", "config.json"]).config.model_spec.flavor == "7B"
