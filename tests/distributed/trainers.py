@@ -1,8 +1,5 @@
 """Trainers of the tests, as bases: `trainers:probed` writes gradients, `trainers:watched` what a step waits
-for, `trainers:failing` fails on rank 1, `trainers:diverging` has a norm there that is NaN from step 5 on,
-`trainers:lopsided` routes all tokens to two of four experts,
-`trainers:asked` is asked to stop in a validation, `trainers:apart` divides micro-batches by rank,
-`trainers:still` learns nothing, and `trainers:clocked` has a clock of its own."""
+for, `trainers:failing` fails on rank 1, `trainers:lopsided` routes all tokens to two of four experts."""
 
 import json
 import signal
@@ -86,10 +83,6 @@ class StillTrainer(Trainer):
         return torch.zeros(())
 
 
-def still():
-    return trained_by(StillTrainer, llama())
-
-
 class FailingTrainer(Trainer):
     def train_step(self, data_iterator):
         if self.step == 2 and dist.get_rank() == 1:
@@ -97,12 +90,8 @@ class FailingTrainer(Trainer):
         super().train_step(data_iterator)
 
 
-def failing():
-    return trained_by(FailingTrainer, llama())
-
-
 class DivergingTrainer(Trainer):
-    """Where no step is to be saved, it is asked to stop."""
+    """Its norm is NaN on rank 1 from step 5 on; where no step is to be saved, it is asked to stop."""
 
     def update(self):
         norm = super().update()
@@ -121,14 +110,6 @@ class ApartTrainer(Trainer):
         self.dataloader._own_digest ^= dist.get_rank()
 
 
-def apart():
-    return trained_by(ApartTrainer, llama())
-
-
-def diverging():
-    return trained_by(DivergingTrainer, llama())
-
-
 class AskedTrainer(Trainer):
     """Asked on rank 1 to stop in its first micro-batch of validation, of which each takes a while."""
 
@@ -143,10 +124,6 @@ class AskedTrainer(Trainer):
         self.asked = True
         time.sleep(0.2)
         return self.loss_of_validation(*arguments)
-
-
-def asked():
-    return trained_by(AskedTrainer, llama())
 
 
 class LopsidedTrainer(Trainer):
@@ -181,8 +158,12 @@ class ClockedTrainer(Trainer):
         return self.loss_of_validation(*arguments)
 
 
-def clocked():
-    return trained_by(ClockedTrainer, llama())
+def __getattr__(name):
+    """`failing`: `llama` with `FailingTrainer`; and so the others."""
+    trainer = globals().get(f"{name.capitalize()}Trainer")
+    if trainer is None:
+        raise AttributeError(name)
+    return lambda: trained_by(trainer, llama())
 
 
 class Watch(TorchDispatchMode):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from corpora import write_datatrove, write_megatron, write_prepared
+from planning import LARGER
 
 from wlb_titan.config.documents import documents_of, open_corpus
 from wlb_titan.config.settings import CorpusSettings
-from wlb_titan.cost.models import ModelShape
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import ROW
@@ -19,9 +19,6 @@ from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 
 pytestmark = pytest.mark.slow
-
-MODEL = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=256)
-
 
 DOCUMENTS = [[5, 6, 7, 8], [9, 255, 1], [2] * 20, [156, 4, 3]]
 MASKS = [[1, 0, 1, 0], [1, 1, 1], [0, 1] * 10, [0, 0, 1]]
@@ -64,7 +61,7 @@ def loading(job, settings):
 @pytest.mark.parametrize(("write", "kind"), FORMS)
 def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, kind):
     """The next token where that is learned, -100 elsewhere: what torch's cross-entropy reads."""
-    job = Job(model=MODEL, window=30, micro_batches=1, packing=POLICIES.configure("plain"), dtype="float32")
+    job = Job(model=LARGER, window=30, micro_batches=1, packing=POLICIES.configure("plain"), dtype="float32")
     loader = loading(job, CorpusSettings(**write(tmp_path, kind)))
     step = next(iter(loader))
     loader.close()
@@ -80,7 +77,7 @@ def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, k
 @pytest.mark.parametrize("policy", ["plain", "slim"])
 def test_orders_of_passes_are_lowered_in_the_planners_thread(policy, tmp_path):
     write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
-    job = Job(model=MODEL, window=256, micro_batches=4, packing=POLICIES.configure(policy), dtype="float32")
+    job = Job(model=LARGER, window=256, micro_batches=4, packing=POLICIES.configure(policy), dtype="float32")
     loader = loading(job, CorpusSettings(path=str(tmp_path / "corpus")))
     lowered = []
     steps = loader.steps(lambda flow: lowered.append((flow, threading.current_thread().name.split("_")[0])))

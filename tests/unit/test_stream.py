@@ -74,12 +74,6 @@ def test_what_is_read_until_enough_or_to_a_label_is_as_if_read_one_by_one(length
     assert str(stream.state_dict()) == str(state)
 
 
-def test_arrive_reads_on_until_enough_pieces_have_a_label():
-    stream = DocumentStream(Mixture(np.array([1, 1, 1, 5, 1, 4]), seed=None), 4)
-    pieces = stream.arrive(2, lambda pieces: stream.has_label(pieces).sum() >= 2)
-    assert pieces[:, ID].tolist() == [0, 1, 2, 3, 3, 4, 5]
-
-
 def test_epochs_are_shuffled_differently_and_seeds_matter():
     def order(seed, epoch):
         return Mixture(np.arange(1, 101), seed=seed).read(np.arange(100) + 100 * epoch)[0].tolist()
