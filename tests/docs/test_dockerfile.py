@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 
-ROOT = Path(__file__).parents[2]
 LEFT_OUT = re.compile(r" --(no-cache-dir|no-cache|compile-bytecode)\b")
 
 

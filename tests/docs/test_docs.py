@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import click
 import pytest
+from commands import ROOT
 from wlb_titan.launch import components
 
 from wlb_titan.commands.main import main
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(^<!-- not run: [^>]+? -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SMALL = "--training.steps 2 --training.seq_len 512"

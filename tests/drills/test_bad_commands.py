@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import CONFIGS, ROOT, invoke
 from drill_ground import make_corpus
 
-ROOT = Path(__file__).parents[2]
 HUGE = "99999999999999999999"
 SHIPPED = (ROOT / "wlb_titan" / "cost" / "clusters" / "h100_roce.toml").read_text()
 
 FILES = {
     "good.toml": 'base = "llama3_debug"\nwlb.corpus.path = "corpus"\ntraining.seq_len = 256\n',
-    "table.toml": f'extends = "{ROOT / "train_configs" / "llama2_550m_64k.toml"}"\n',
+    "table.toml": f'extends = "{CONFIGS / "llama2_550m_64k.toml"}"\n',
     "late.toml": 'extends = "good.toml"\nwlb.policy = "wlb"\nwlb.packing.thresholds = [300]\n',
     "deep.toml": 'base = "llama3_debug"\na = ' + "[" * 5000 + "]" * 5000,
     "digits.toml": 'base = "llama3_debug"\ntraining.steps = ' + "9" * 5000,

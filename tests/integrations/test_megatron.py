@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from commands import ROOT
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-FOLDER = Path(__file__).parents[2] / "examples" / "megatron"
+FOLDER = ROOT / "examples" / "megatron"
 EqualWorkScheduler = runpy.run_path(str(FOLDER / "wlb_megatron.py"))["EqualWorkScheduler"]
 
 

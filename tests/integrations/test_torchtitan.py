@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from commands import ROOT
+
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 
-ROOT = Path(__file__).parents[2]
 FLAGS = "--training.steps 3 --training.seq_len 512 --training.local_batch_size 2 --debug.seed 1"
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from commands import ROOT
 
 
 @pytest.fixture(scope="module")

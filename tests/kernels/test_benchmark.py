@@ -5,10 +5,10 @@ attention.py runs from end to end (on the CPU, with the reference).
 import json
 from importlib import import_module
 from itertools import groupby, product
-from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import SHARD, packed, visible
@@ -23,7 +23,7 @@ from wlb_titan.commands.profile import time_attention
 def scripts():
     """A script of benchmarks/ by its name."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
         yield import_module
 
 

@@ -3,12 +3,12 @@ make the kernels do all that they can. And whatever segments choose was compiled
 """
 
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from commands import CONFIGS
 from crosscompile import recording, version
 from gluon_trial import LAYOUTS
 from hypothesis import assume, given, settings
@@ -109,7 +109,7 @@ def head_layouts() -> set[tuple[int, int]]:
     from wlb_titan.runtime.models.load import load_config
 
     found = set()
-    for path in sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml")):
+    for path in sorted((CONFIGS).glob("*.toml")):
         if path.name.startswith("cpu"):
             continue
         config = load_config(str(path), ()).config

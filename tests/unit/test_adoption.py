@@ -6,10 +6,10 @@ import functools
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.config import Configurable
 from torchtitan.models.common.attention import BaseAttention, FlexAttention, VarlenAttention
@@ -80,7 +80,7 @@ def test_nothing_is_lost_or_the_base_is_refused(bases, package):
 
 
 def test_the_documentation_names_every_base_that_trains(bases):
-    page = Path(__file__).parents[2] / "docs" / "models.md"
+    page = ROOT / "docs" / "models.md"
     before, after = page.read_text().split("These are refused:")
     trains = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*$", before, re.MULTILINE))))
     refused = set(re.findall(r"`(\w+)`", after[: after.index("##")]))

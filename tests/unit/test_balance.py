@@ -9,6 +9,7 @@ from pathlib import Path
 import annotated_types
 import numpy as np
 import pytest
+from commands import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,15 +172,14 @@ def test_a_sampler_takes_whole_numbers(wrong):
 @pytest.mark.slow
 def test_examples_of_the_page_run_where_nothing_is_but_numpy_and_annotated_types(tmp_path):
     """In a Python of their own, which finds nothing else."""
-    root = Path(__file__).parents[2]
     libraries = [Path(module.__file__).parent for module in (np, annotated_types)]
     for folder in (*libraries, libraries[0].with_name("numpy.libs")):
         (tmp_path / folder.name).symlink_to(folder)
     package = tmp_path / "wlb_titan"  # as it is installed
     package.mkdir()
-    for part in (*(root / "wlb_titan").iterdir(), root / "kernels", root / "launch"):
+    for part in (*(ROOT / "wlb_titan").iterdir(), ROOT / "kernels", ROOT / "launch"):
         (package / part.name).symlink_to(part)
-    page = (root / "docs" / "python.md").read_text()
+    page = (ROOT / "docs" / "python.md").read_text()
     examples = re.findall(r"\n\n```python\n(.*?)```", page, re.DOTALL)
     for name, example in zip(("balance(", "Sampler(", "Job("), examples, strict=True):
         assert name in example

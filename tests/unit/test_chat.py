@@ -3,12 +3,11 @@
 import json
 import shutil
 from itertools import cycle
-from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
-from commands import invoke
+from commands import ROOT, invoke
 from corpora import decode
 from tokenizers import AddedToken, Tokenizer
 
@@ -360,7 +359,7 @@ def test_conversations_that_teach_nothing_are_left_out_and_counted(tmp_path, tok
 
 
 def test_the_example_s_template_writes_parts_calls_and_tools(tmp_path, tokenizer):
-    template = Path(__file__).parents[2] / "examples/chat/template.jinja"
+    template = ROOT / "examples/chat/template.jinja"
     source = write_lines(tmp_path / "chat.jsonl", [[*CALLED[:3], said("assistant", TEXT)]], tools=TOOLS)
     corpus = prepare(tmp_path, tokenizer, template.read_text(), source=source)
     ends = "<|endoftext|>"

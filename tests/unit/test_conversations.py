@@ -2,11 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import CONFIGS, invoke
 from corpora import write_megatron, write_prepared
 from planning import LARGER
 
@@ -23,7 +22,6 @@ from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow
 
-CONFIGS = Path(__file__).parents[2] / "train_configs"
 DOCUMENTS = [[5, 6, 7]] * 64
 MASKS = [[0, 1, 1]] * 64
 

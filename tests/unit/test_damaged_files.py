@@ -5,13 +5,13 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from commands import ROOT
 from corpora import write_datatrove, write_prepared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,7 +35,6 @@ from wlb_titan.toml.sources import read_sources
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], list(range(40))]
 SAID = [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "5"}]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

@@ -4,19 +4,17 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import CONFIGS, ROOT, invoke
 
 from wlb_titan import plugins
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-TABLE_1 = ROOT / "train_configs" / "llama2_550m_64k.toml"
-CPU = ROOT / "train_configs" / "cpu_debug.toml"
+TABLE_1 = CONFIGS / "llama2_550m_64k.toml"
+CPU = CONFIGS / "cpu_debug.toml"
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)

@@ -11,10 +11,10 @@ import sys
 import types
 import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from commands import CONFIGS, ROOT
 from forking import Rank, free_port
 from lab import make_corpus
 from torch.distributed.run import config_from_args, parse_args
@@ -32,9 +32,8 @@ from wlb_titan.runtime.train import show_warning, train
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-CONFIG = str(ROOT / "train_configs" / "cpu_debug.toml")
-SEVEN_B = str(ROOT / "train_configs" / "llama2_7b_128k.toml")
+CONFIG = str(CONFIGS / "cpu_debug.toml")
+SEVEN_B = str(CONFIGS / "llama2_7b_128k.toml")
 SPREAD = ("--parallelism.pipeline_parallel_degree", "1", "--parallelism.context_parallel_degree", "1")
 SPREAD += ("--parallelism.data_parallel_shard_degree", "-1", "--training.local_batch_size", "1")
 """As many data-parallel ranks as there are processes."""
@@ -193,9 +192,9 @@ def spread(gpus, folder):
 def test_the_demonstrations_start_with_any_number_of_gpus(gpus, tmp_path):
     """`make train` on four processes of the CPU, `make train-gpu` on a power of two GPUs."""
     here = {"is_here": False, "runs_here": True}
-    assert hosts_of(str(ROOT / "train_configs" / "cpu_debug.toml"), [], **here).processes == 4
+    assert hosts_of(str(CONFIGS / "cpu_debug.toml"), [], **here).processes == 4
     words = spread(gpus, tmp_path).stdout.split()
-    hosts = hosts_of(str(ROOT / "train_configs" / "gpu_debug.toml"), words, **here)
+    hosts = hosts_of(str(CONFIGS / "gpu_debug.toml"), words, **here)
     assert hosts.processes == {3: 2}.get(gpus, gpus)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import CONFIGS, invoke
 
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines
 from wlb_titan.simulator.measured import Pass
@@ -16,7 +16,7 @@ from wlb_titan.summary import Estimate
 
 pytestmark = pytest.mark.slow
 
-FILE = Path(__file__).parents[2] / "train_configs" / "llama2_550m_64k.toml"
+FILE = CONFIGS / "llama2_550m_64k.toml"
 SELECTIVE = ["--activation_checkpoint.class", "SelectiveDocumentAC"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"]
 PAGES = {  # number of charts, titles of the sections after "Try next", the answer

@@ -2,11 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import CONFIGS, invoke
 from corpora import write_prepared
 
 from wlb_titan.commands.command_line import show_table
@@ -16,7 +15,7 @@ from wlb_titan.summary import Summary
 
 pytestmark = pytest.mark.slow
 
-FILE = Path(__file__).parents[2] / "train_configs" / "llama2_7b_128k.toml"
+FILE = CONFIGS / "llama2_7b_128k.toml"
 DEGREES = "--parallelism.context_parallel_degree 1 --parallelism.pipeline_parallel_degree 1"
 SHORT = f"--training.seq_len 256 --training.local_batch_size 4 {DEGREES}".split()
 ARGUMENTS = [*SHORT, "--wlb.packing.cost_model", "quadratic:2,100"]

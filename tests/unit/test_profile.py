@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import ROOT
 
 from wlb_titan.commands import profile as command
 from wlb_titan.context.strategy import STRATEGIES
@@ -28,7 +29,7 @@ from wlb_titan.job import Job
 
 pytestmark = pytest.mark.slow
 
-RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_profile.json"
+RECORDED = ROOT / "benchmarks" / "results" / "cpu" / "attention_profile.json"
 LINEAR = LinearProfile("bfloat16", 4e14, 2e12)
 
 

@@ -1,16 +1,14 @@
 """The reference of all settings: docs/settings.md, and `wlb-titan config show --explain`."""
 
 import runpy
-from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import CONFIGS, ROOT, invoke
 
 from wlb_titan.runtime.models.load import load_config
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "settings.md").read_text()
 
 
@@ -19,7 +17,7 @@ def test_the_committed_page_is_current():
     assert page == PAGE, "run `python docs/settings.py`"
 
 
-@pytest.mark.parametrize("folder", [ROOT / "train_configs", None], ids=["by path", "by name"])
+@pytest.mark.parametrize("folder", [CONFIGS, None], ids=["by path", "by name"])
 def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = str(folder / "cpu_debug.toml") if folder else "cpu_debug"

@@ -4,13 +4,13 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import planning
 import pytest
 from click.testing import CliRunner
+from commands import CONFIGS
 from torchtitan.config import ParallelismConfig
 
 from wlb_titan.commands.command_line import load_job
@@ -29,7 +29,6 @@ from wlb_titan.simulator.search import candidates
 
 pytestmark = pytest.mark.slow
 
-CONFIGS = Path(__file__).parents[2] / "train_configs"
 SMALL = [CONFIGS / "llama2_550m_64k.toml", "--training.seq_len", 16384, "--steps", 2]
 
 
