@@ -61,7 +61,10 @@ PLAN = """
 --wlb.packing.cost_model nope.json -> no cost model is called 'nope.json'
 --wlb.packing.cost_model quadratic:1,2,3 -> is malformed
 --wlb.packing.cost_model quadratic:x,y | --wlb.packing.cost_model quadratic:nan,1
---wlb.packing.cost_model quadratic:0,0 | --wlb.packing.cost_model quadratic:1e308,1e308
+--wlb.packing.cost_model quadratic:0,0 -> not both 0 | --wlb.packing.cost_model quadratic:1e308,1e308
+--wlb.packing.cost_model quadratic:-1,2 -> not both 0 | --wlb.packing.cost_model quadratic: -> malformed
+--wlb.packing.cost_model simulate -> Did you mean 'simulated'
+--wlb.packing.cost_model simulated:3 -> takes nothing after its name
 --wlb.policy wlb --wlb.packing.thresholds [64,32] -> 64, 32 are out of order
 --wlb.policy wlb --wlb.packing.thresholds [400] -> command line: wlb.packing.thresholds = [400]: The
 --wlb.policy wlb --wlb.packing.thresholds [0] | --wlb.policy wlb --wlb.packing.thresholds 64

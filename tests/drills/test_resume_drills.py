@@ -36,13 +36,11 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_taken(ground):
     assert (checkpoints / "broken-6" / piece.name).exists()
 
 
-RATE = ("--optimizer.param_groups.0.optimizer_kwargs.lr", "1e30")
-
-
 def test_a_run_that_diverges_keeps_its_good_checkpoint_and_goes_on_with_a_lower_rate(ground):
     """It diverges between two steps that are logged."""
     checkpoints = ground.cut_off("diverged", keep=4) / "checkpoint"
-    words = ("--metrics.log_freq", "100", "--checkpoint.keep_latest_k", "2", *RATE)
+    rate = ("--optimizer.param_groups.0.optimizer_kwargs.lr", "1e30")
+    words = ("--metrics.log_freq", "100", "--checkpoint.keep_latest_k", "2", *rate)
     ground.start("diverged", *words).ends_in_error("From step 6 on (this is step 6)", "step 4 is intact")
     assert {path.name for path in checkpoints.iterdir()} == {"step-2", "step-4"}
     ground.ends_undisturbed("diverged")
@@ -71,15 +69,13 @@ def test_figures_of_a_former_run_are_kept(ground):
     assert [record["step"] for record in job.metrics()] == [1, 2]
 
 
-OTHER_NORM = ("--training.max_norm", "0.001")
-
-
 @pytest.mark.long
 def test_a_run_that_begins_at_an_older_step_leaves_the_former_ones_and_goes_on_from_its_own(ground):
     """And a checkpoint that it cannot finish is no checkpoint: nothing is overwritten."""
     checkpoints = ground.cut_off("branch", keep=8) / "checkpoint"
     former = {file.name: file.read_bytes() for file in (checkpoints / "step-6").iterdir()}
-    words = ("--checkpoint.load_step", "4", *OTHER_NORM)
+    other_norm = ("--training.max_norm", "0.001")
+    words = ("--checkpoint.load_step", "4", *other_norm)
     job = ground.run("branch", *words, largest_file=200_000)
     assert 0 not in job.codes and "its disk is full" in job.log(), job.log()
     assert "continues from step 4" in job.log()
@@ -90,21 +86,19 @@ def test_a_run_that_begins_at_an_older_step_leaves_the_former_ones_and_goes_on_f
     branch = ground.run("branch", *words, "--training.steps", "7", "--lr_scheduler.total_steps", "8")
     assert branch.codes == [0, 0], branch.log()
     first = branch.losses()
-    (again := ground.start("branch", *OTHER_NORM)).wait()
+    (again := ground.start("branch", *other_norm)).wait()
     assert again.codes == [0, 0] and "checkpoint/step-7" in again.log(), again.log()
     losses = again.losses()
     assert losses[:4] == ground.undisturbed.losses()[:4] and losses[:7] == first
     assert losses[5] != ground.undisturbed.losses()[5]
 
 
-EXPORTING = ("--checkpoint.last_save_in_hf", "true", "--checkpoint.last_save_model_only", "true")
-
-
 @pytest.mark.long
 def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
     """It validates and exports after the corpus was deleted; more steps begin where there is an optimizer."""
     shutil.copytree(ground.corpus, ground.folder / "deleted")
-    words = ("--wlb.validation.hold_out", "0.05", *EXPORTING, "--lr_scheduler.total_steps", "6")
+    words = ("--wlb.validation.hold_out", "0.05", "--lr_scheduler.total_steps", "6")
+    words += ("--checkpoint.last_save_in_hf", "true", "--checkpoint.last_save_model_only", "true")
     short = ("--training.steps", "4", "--wlb.corpus.path", str(ground.folder / "deleted"))
     job = ground.start("extended", *words, *short)
     job.await_step(1)

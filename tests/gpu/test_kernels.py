@@ -49,12 +49,8 @@ def check(target, implementation, segments, tokens, heads, dims, dtype, window=N
             got, again = (with_gradients(call, *given, dlse) for _ in range(2))
         assert all(torch.equal(got[name], again[name]) for name in got)
         if judge is wanted:
-            want = wanted(
-                [x.cpu() for x in (*given, 0 * dlse if call is attend_without else dlse)],
-                segments,
-                0.1,
-                window,
-            )
+            on_cpu = [x.cpu() for x in (*given, dlse * (call is attend))]
+            want = wanted(on_cpu, segments, 0.1, window)
             want["lse"] *= call is attend
         else:  # the reference in float64 on that device
             wide = torch.float64 if judge == REFERENCE else dtype

@@ -129,9 +129,8 @@ def trained():
     program = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
     program += [str(Path(__file__).with_name("megatron_program.py"))]
     path = {"PYTHONPATH": os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, *program], capture_output=True, text=True, timeout=300, env=os.environ | path
-    )
+    how = {"capture_output": True, "text": True, "timeout": 300, "env": os.environ | path}
+    done = subprocess.run([sys.executable, *program], **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -13,13 +13,8 @@ from commands import ROOT
 def trained(tmp_path_factory):
     """What the example prints, by the sampler's name."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, ROOT / "examples" / "trl" / "train.py"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path_factory.mktemp("trl"),
-        timeout=600,
-    )
+    how = {"capture_output": True, "text": True, "cwd": tmp_path_factory.mktemp("trl"), "timeout": 600}
+    done = subprocess.run([*command, ROOT / "examples" / "trl" / "train.py"], **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -14,16 +14,7 @@ from safetensors.torch import save_file
 
 from wlb_titan.errors import UserError
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
-from wlb_titan.runtime.hugging_face import (
-    ROPE,
-    described,
-    differences,
-    differing_ids,
-    differing_tensors,
-    exchanged,
-    read_description,
-    untied,
-)
+from wlb_titan.runtime import hugging_face as hf
 from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow
@@ -165,7 +156,7 @@ def initial_load(corpora, write, tmp_path):
         if description is not None:
             (weights / "config.json").write_text(json.dumps(description))
         if tensors:
-            write_zeros(weights / "model.safetensors", exchanged(base_config(base).model_spec)[0])
+            write_zeros(weights / "model.safetensors", hf.exchanged(base_config(base).model_spec)[0])
         if index:
             (weights / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
         file = corpora / tokenizer / "tokenizer" / "tokenizer.json"
@@ -240,7 +231,7 @@ def test_tokenizers_are_compared_by_the_ids_that_texts_get(corpora, tmp_path, fi
     before = json.loads((theirs / file).read_text()) if (theirs / file).exists() else {}
     (theirs / file).write_text(json.dumps(before | change, indent=1))
     (theirs / "config.json").write_text(json.dumps(LLAMA_8B))  # of which transformers would add tokens
-    assert re.match(words or "$", differing_ids(ours, theirs))
+    assert re.match(words or "$", hf.differing_ids(ours, theirs))
 
 
 def test_what_an_export_lacks_is_named_before_the_start(corpora, write, tmp_path):
@@ -261,7 +252,7 @@ DEEPSEEK = "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_671b"
 GPT_OSS = "torchtitan.models.gpt_oss.config_registry:gpt_oss_20b"
 
 
-ROTARY = (*ROPE, "rope_theta", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
+ROTARY = (*hf.ROPE, "rope_theta", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
 
 
 @pytest.mark.parametrize(
@@ -295,10 +286,12 @@ ROTARY = (*ROPE, "rope_theta", "beta_fast", "beta_slow", "truncate", "mscale", "
 def test_what_changes_a_model_is_named(base, change, tmp_path):
     model = base_config(base).model_spec.model
     for changes in ({}, change):
-        config = described(model) | changes
+        config = hf.described(model) | changes
         config["rope_scaling"] = {name: config.pop(name) for name in ROTARY if name in config}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        named = [words.split()[0] for words in differences(model, read_description(tmp_path / "config.json"))]
+        named = [
+            words.split()[0] for words in hf.differences(model, hf.read_description(tmp_path / "config.json"))
+        ]
         assert named == sorted(changes, key=named.index)
 
 
@@ -320,8 +313,8 @@ def test_what_transformers_writes_of_published_models_fits(tmp_path):
     for base, config in ((LLAMA, llama), (QWEN, qwen), (DEEPSEEK, deepseek), (GPT_OSS, gpt_oss)):
         for keys in (config.to_dict(), config.to_diff_dict()):
             (tmp_path / "config.json").write_text(json.dumps(keys | others))
-            described_there = read_description(tmp_path / "config.json")
-            assert differences(base_config(base).model_spec.model, described_there) == []
+            described_there = hf.read_description(tmp_path / "config.json")
+            assert hf.differences(base_config(base).model_spec.model, described_there) == []
 
 
 @pytest.mark.parametrize("base", [LLAMA, QWEN, QWEN_0_6B, DEEPSEEK, GPT_OSS])
@@ -329,14 +322,14 @@ def test_a_key_that_is_left_out_has_the_value_that_transformers_gives_it(tmp_pat
     from transformers import AutoConfig
 
     model, file = base_config(base).model_spec.model, tmp_path / "config.json"
-    values = described(model)
+    values = hf.described(model)
     rope = {name: values.pop(name) for name in ROTARY if name in values}
     other = []
     for name in values.keys() - {"model_type", "num_hidden_layers"}:
         left = {key: value for key, value in values.items() if key != name}
         file.write_text(json.dumps({**left, "rope_parameters": rope}))
         theirs = getattr(AutoConfig.from_pretrained(tmp_path), name, values[name])
-        named = [words.split()[0] for words in differences(model, read_description(file))]
+        named = [words.split()[0] for words in hf.differences(model, hf.read_description(file))]
         assert (name in named) == (theirs != values[name]), f"{name}: {theirs} of transformers, {named}"
         other += [name] * (name in named)
     assert ("norm_topk_prob" in other) == (base == QWEN)
@@ -363,7 +356,7 @@ def test_every_tensor_of_a_folder_is_accounted_for(tmp_path, files, index, words
         save_file(tensors, tmp_path / f"{number}.safetensors")
     if index is not None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    differ = differing_tensors(tmp_path, TWO, r"rotary_emb\.inv_freq$")
+    differ = hf.differing_tensors(tmp_path, TWO, r"rotary_emb\.inv_freq$")
     assert not differ if words is None else re.search(words, *differ)
 
 
@@ -371,17 +364,17 @@ def test_a_tied_matrix_that_is_another_is_named(tmp_path):
     """Also where it lies in another file than the embedding."""
     embedding = torch.arange(6.0).reshape(3, 2)
     save_file({"model.embed_tokens.weight": embedding}, tmp_path / "0.safetensors")
-    assert untied(tmp_path) == []
+    assert hf.untied(tmp_path) == []
     for head in (embedding.clone(), embedding + 1e-6, embedding.bfloat16(), embedding[:2].clone()):
         save_file({"lm_head.weight": head}, tmp_path / "1.safetensors")
-        assert bool(untied(tmp_path)) != (head.dtype == torch.float32 and torch.equal(head, embedding))
+        assert bool(hf.untied(tmp_path)) != (head.dtype == torch.float32 and torch.equal(head, embedding))
 
 
 def test_a_file_that_is_cut_off_is_named(tmp_path):
     save_file({"a": torch.zeros(9)}, file := tmp_path / "model.safetensors")
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(UserError, match=f"{file} cannot be read"):
-        differing_tensors(tmp_path, {"a": [9]}, "^$")
+        hf.differing_tensors(tmp_path, {"a": [9]}, "^$")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
     with pytest.raises(UserError, match=r"index\.json cannot be read"):
-        differing_tensors(tmp_path, {"a": [9]}, "^$")
+        hf.differing_tensors(tmp_path, {"a": [9]}, "^$")

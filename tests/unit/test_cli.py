@@ -52,15 +52,12 @@ def test_a_file_that_is_not_there_is_told_without_torch(words):
     assert "nowhere.toml: there is no such file. Give the file first" in result.stderr
 
 
-def test_help_lists_every_subcommand():
+def test_help_lists_every_subcommand_and_there_is_a_version():
+    said = CliRunner().invoke(main, ["--version"]).output
+    assert said == f"wlb-titan, version {__version__}\n"
     lines = [line.split() for line in CliRunner().invoke(main, ["--help"]).stdout.splitlines()]
     for name, (_, text) in SUBCOMMANDS.items():
         assert [name, *text.split()] in lines
-
-
-def test_version():
-    result = CliRunner().invoke(main, ["--version"])
-    assert result.output == f"wlb-titan, version {__version__}\n"
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)

@@ -14,15 +14,8 @@ from wlb_titan.corpus import Corpus
 from wlb_titan.errors import UserError
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.prepare.tokenizer import CorpusTokenizer
+from wlb_titan.runtime import hugging_face as hf
 from wlb_titan.runtime.checkpoints import beginning
-from wlb_titan.runtime.hugging_face import (
-    ROUTER_BIAS,
-    begin_export,
-    complete_export,
-    drop_router_bias,
-    export_files,
-    on_meta,
-)
 from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow
@@ -55,7 +48,7 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, prepared, t
     weights = {name: t.clone().contiguous() for name, t in adapter.to_hf(model.state_dict()).items()}
     save_file(weights, tmp_path / "model.safetensors")
     config.checkpoint.export_dtype = "float32"
-    begin_export(tmp_path, export_files(config, corpus))
+    hf.begin_export(tmp_path, hf.export_files(config, corpus))
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and theirs.dtype == torch.float32
     ids = torch.tensor([corpus.tokens(0, 0, 24).tolist()])
@@ -82,13 +75,13 @@ def test_a_killed_export_is_made_again_and_only_a_whole_one_is_done(prepared, tm
     """Killed at any moment until torch has written the index of the weights."""
     config, folder = step_5(tmp_path)
     for _ in range(2):
-        begin_export(folder, export_files(config, Corpus.open(prepared)))
+        hf.begin_export(folder, hf.export_files(config, Corpus.open(prepared)))
         assert beginning(config).step == -1
     writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
     dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
     with pytest.raises(UserError, match="has completed its 5 steps"):
         beginning(config)
-    complete_export(folder)
+    hf.complete_export(folder)
     weights = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
     settings = {"config.json", "generation_config.json", "tokenizer.json"}
     names = {file.name for file in folder.iterdir()}
@@ -99,13 +92,13 @@ def test_a_killed_export_is_made_again_and_only_a_whole_one_is_done(prepared, tm
 def test_a_bias_that_the_export_loses_is_named(prepared, tmp_path, recwarn, biased):
     """A run that trained with it is started again with an export, for which the model has none."""
     config, folder = step_5(tmp_path, "torchtitan.models.qwen3.config_registry:qwen3_moe_debug")
-    names = [name for name in on_meta(config.model_spec).state_dict() if "layers.1." in name]
-    bias = next(name for name in names if name.endswith(ROUTER_BIAS))
-    assert drop_router_bias(config.model_spec)
+    names = [name for name in hf.on_meta(config.model_spec).state_dict() if "layers.1." in name]
+    bias = next(name for name in names if name.endswith(hf.ROUTER_BIAS))
+    assert hf.drop_router_bias(config.model_spec)
     kept = {name: torch.ones(1) for name in names if biased or name != bias}
     dcp.save(kept, checkpoint_id=folder, no_dist=True)
     config.checkpoint.load_step = 5
-    export_files(config, Corpus.open(prepared))
+    hf.export_files(config, Corpus.open(prepared))
     said = f"1 biases of routers, such as {bias}, for which Hugging Face's format of qwen3 has no place"
     assert any(said in str(warning.message) for warning in recwarn) is biased
 
@@ -137,10 +130,10 @@ def test_an_export_says_what_the_run_says(prepared, tmp_path, caplog):
     config.training.seq_len = 512
     opened = Corpus.open(tmp_path / "corpus")
     with caplog.at_level("INFO"):
-        files = export_files(config, opened)
+        files = hf.export_files(config, opened)
     (end,) = {CorpusTokenizer(corpus).end_of_text_id}
     shutil.rmtree(corpus), shutil.rmtree(weights)
-    begin_export(tmp_path / "export", files)
+    hf.begin_export(tmp_path / "export", files)
     saved = {file.name: file.read_text() for file in (tmp_path / "export").iterdir()}
     ids = {"eos_token_id": end, "pad_token_id": end}
     assert json.loads(saved["generation_config.json"]) == ids | {"top_k": 20}
@@ -160,5 +153,5 @@ def test_a_chat_template_of_the_weights_stays_where_the_corpus_has_none(prepared
     texts = {"chat_template.jinja": "of before", "additional_chat_templates/tool_use.jinja": "with tools"}
     for name, text in texts.items():
         (weights / name).write_text(text)
-    begin_export(tmp_path / "export", export_files(loading(weights), Corpus.open(prepared)))
+    hf.begin_export(tmp_path / "export", hf.export_files(loading(weights), Corpus.open(prepared)))
     assert {name: (tmp_path / "export" / name).read_text() for name in texts} == texts
