@@ -28,8 +28,7 @@ def trained_by(trainer, base):
 
 
 def llama(layers=2):
-    """The debug model with two of its four layers, and few more tokens than the corpus has. Activation
-    checkpointing would take a third of a step."""
+    """The debug model in small. Activation checkpointing would take a third of a step."""
     config = base_config("llama3_debug")
     model = config.model_spec.model
     model.layers = [copy.deepcopy(model.layers[i % 4]) for i in range(layers)]

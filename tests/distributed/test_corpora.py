@@ -55,12 +55,8 @@ def test_first_losses_of_masked_corpora_are_those_of_the_prepared_conversations(
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
         "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    settings = PrepareSettings(
-        source=f"jsonl:{tmp_path / 'chat.jsonl'}",
-        tokenizer=str(lab.corpus / "tokenizer"),
-        chat=True,
-        chat_template=str(tmp_path / "t.jinja"),
-    )
+    own = {"tokenizer": str(lab.corpus / "tokenizer"), "chat_template": str(tmp_path / "t.jinja")}
+    settings = PrepareSettings(source=f"jsonl:{tmp_path / 'chat.jsonl'}", chat=True, **own)
     corpus = prepare_corpus(settings, tmp_path / "prepared")
     write_forms(tmp_path, corpus)
     words, masked = ("--training.steps", "1"), ("--wlb.corpus.mask", str(tmp_path / "mask"))

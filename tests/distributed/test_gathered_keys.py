@@ -61,8 +61,7 @@ def difference(policy, lengths, token_seconds, sliced, mesh):
 
 
 def run_gather(*, name, words):
-    """On rank 0 of every rank and case the largest difference of outputs and gradients, and which levels of
-    groups had something to exchange."""
+    """Of every rank and case the largest difference, and which levels of groups had something to exchange."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -248,11 +248,9 @@ def hugging_face(folder, step, weight, kind=LlamaForCausalLM, **description):
     """Loss and gradients of Hugging Face's model, or one of another description, document by document."""
     description = {"dtype": torch.float64, "attn_implementation": "eager", **description}
     model = kind.from_pretrained(folder, **description)
-    divisor = sum(
-        sum(target != -100 for target in targets) / (total if weight == "conversation" else 1)
-        for _, targets, total in step
-        if total
-    )
+    weights = [1 / total if weight == "conversation" else 1 for *_, total in step if total]
+    learned = [sum(target != -100 for target in targets) for _, targets, total in step if total]
+    divisor = np.dot(learned, weights)
     loss = torch.zeros((), dtype=torch.float64)
     for tokens, targets, total in step:
         scores = model(torch.tensor([tokens])).logits[0]

@@ -6,10 +6,8 @@ import torch
 from lab import CONFIG, going_on, layout
 from trainers import WEIGHTS
 
-COMMON = (
-    *("--training.seq_len", "512", "--training.steps", "3", "--checkpoint.interval", "2"),
-    *("--wlb.packing.cost_model", "quadratic:1,1000"),
-)
+COMMON = ("--training.seq_len", "512", "--training.steps", "3", "--checkpoint.interval", "2")
+COMMON += ("--wlb.packing.cost_model", "quadratic:1,1000")
 
 
 def job(lab, name, base, dimension, degree, degrees="", own="", local=1, others=()):

@@ -10,14 +10,8 @@ from lab import going_on, layout
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-LAYER = {
-    "attention.wo": [128, 128],
-    "attention_norm": [128],
-    "feed_forward.w1": [384, 128],
-    "feed_forward.w2": [128, 384],
-    "feed_forward.w3": [384, 128],
-    "ffn_norm": [128],
-}
+LAYER = {"attention.wo": [128, 128], "attention_norm": [128], "ffn_norm": [128]}
+LAYER |= {f"feed_forward.w{n}": shape for n, shape in ((1, [384, 128]), (2, [128, 384]), (3, [384, 128]))}
 SPLIT = {"wq": [128, 128], "wk": [64, 128], "wv": [64, 128]}
 JOINT = {"wqkv": [256, 128]}
 SETTINGS = (

@@ -9,10 +9,8 @@ from rows import rows
 
 COMMON = ("--loss.num_chunks", "2", "--wlb.packing.cost_model", "quadratic:1,1000")
 TWO_STEPS = ("pp4 layers4 slim11 slack", "pp2 dp2 layers4 slim6 Interleaved1F1B asymmetric full")
-CASES = (
-    *(*TWO_STEPS, "pp2 cp2 layers4 slim8 Interleaved1F1B adaptive selective"),
-    *("cp4 slim7 hybrid full", "pp2 tp2 slim8 asymmetric full"),
-)
+CASES = (*TWO_STEPS, "pp2 cp2 layers4 slim8 Interleaved1F1B adaptive selective", "cp4 slim7 hybrid full")
+CASES += ("pp2 tp2 slim8 asymmetric full",)
 LONG_CASES = (
     # First: in one process, groups of all earlier cases take their time while it compiles.
     *("pp2 dp2 slim6 compiled", "pp2 dp2 layers4 slim7 selective", "pp2 tp2 slim8 full"),
@@ -21,10 +19,8 @@ LONG_CASES = (
 )
 # The longest document is beyond a data-parallel rank's share of the work. Of three ranks the last, of six the
 # last two have nobody to share with, but make the others' groups with them.
-MERGED = (
-    *("pp2 dp2 layers4 slim6 merged selective", "dp2 layers1 slim6 merged compiled"),
-    *("dp2 replicas2 slim6 merged", "dp3 slim6 merged"),
-)
+MERGED = ("pp2 dp2 layers4 slim6 merged selective", "dp2 layers1 slim6 merged compiled", "dp3 slim6 merged")
+MERGED += ("dp2 replicas2 slim6 merged",)
 LONG_MERGED = (
     *("pp2 dp2 layers4 slim6 merged Interleaved1F1B full", "dp4 slim6 merged", "dp2 tp2 slim6 merged"),
     *("dp2 cp2 slim6 merged hybrid selective", "dp3 slim6 merged milp", "dp6 layers1 slim6 merged"),

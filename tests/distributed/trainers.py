@@ -34,8 +34,7 @@ WAITS = {
 
 
 def gathered(trainer, of, alike=False):
-    """`of(parameter)` of the whole model by name, on rank 0, else None; bit by bit the same if `alike`. A
-    frozen weight has no gradient."""
+    """`of(parameter)` of the whole model by name, on rank 0, else None; bit by bit the same if `alike`."""
     named = [named for part in trainer.model_parts for named in part.named_parameters()]
     mine = {clean(name): whole(of(p)) for name, p in named if p.requires_grad or of(p) is not None}
     everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

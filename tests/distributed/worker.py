@@ -232,15 +232,8 @@ def run_abort(*, name, words, aborts):
     return name
 
 
-KINDS = {
-    "plan": run_plan,
-    "pipeline": run_pipeline,
-    "weights": run_weights,
-    "drill": run_drill,
-    "calls": run_calls,
-    "abort": run_abort,
-    "gather": run_gather,
-}
+RUNS = (run_plan, run_pipeline, run_weights, run_drill, run_calls, run_abort, run_gather)
+KINDS = {run.__name__.removeprefix("run_"): run for run in RUNS}
 
 
 def main():

@@ -1,5 +1,4 @@
-"""Two hosts, of which one is told to stop, or goes: two of our agents, as TorchX starts them. And one host,
-which loses a rank."""
+"""Two hosts, of which one is told to stop, or goes; and one that loses a rank: our agents, as TorchX does."""
 
 import contextlib
 import os

@@ -88,8 +88,7 @@ def test_windows_and_groups(target, implementation, heads, window):
 @pytest.mark.parametrize("case", ["window", "chunk"])
 def test_as_others_compute_it(target, case, judge, implementation, dims, dtype):
     """A packed window: documents of all lengths, enough for every multiprocessor, so that Gluon packs heads
-    both ways. The last chunk of a document so long that Gluon walks over one head after the other.
-    """
+    both ways. The last chunk of a document so long that Gluon walks over one head after the other."""
     lengths = target.pick(cuda=[3000, 1, 5, 130, 4000, 777, *[300, 64, 9] * 60], cpu=[90, 1, 5, 60])
     segments, tokens = packed(lengths), (sum(lengths) + 3, sum(lengths) + 3)
     if case == "chunk":

@@ -36,8 +36,7 @@ print(check_kernels(noise, Options(0.1, implementation="gluon")))
 @pytest.fixture
 def made(target):
     """What kernels are made with of a shape of a GPU, in small on a CPU: shape, options, dtype and device. A
-    CPU has the reference's one way to divide the backward, and is its own judge.
-    """
+    CPU has the reference's one way to divide the backward, and is its own judge."""
 
     def made(shape, small=(4, 2, 16, 16)):
         shape = Shape(*target.pick(cuda=shape, cpu=small))

@@ -184,10 +184,8 @@ def transfer_mismatches(ttgir: str) -> list[str]:
     """
     wrong = []
     width = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "si32": 4}
-    copies = (
-        r"async_tma_copy_global_to_local .*?: !tt\.tensordesc<(?:tensor<)?((?:\d+x)+)(\w+)"
-        r".*?-> !ttg\.memdesc<((?:\d+x)+)"
-    )
+    source = r"async_tma_copy_global_to_local .*?: !tt\.tensordesc<(?:tensor<)?((?:\d+x)+)(\w+)"
+    copies = source + r".*?-> !ttg\.memdesc<((?:\d+x)+)"
     copied = 0
     for shape, dtype, buffer in re.findall(copies, ttgir):
         elements, room = (prod(int(n) for n in s.split("x") if n) for s in (shape, buffer))

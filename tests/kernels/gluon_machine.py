@@ -1,6 +1,5 @@
 """What the Gluon emulator runs on: a scheduler, clocks that say what threads have seen of each other, buffers
-that know who reads and writes them, barriers, descriptors and pointers. See gluon_emulator.py.
-"""
+that know who reads and writes them, barriers, descriptors and pointers. See gluon_emulator.py."""
 
 import math
 import random

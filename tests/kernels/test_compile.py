@@ -154,8 +154,7 @@ def before(lines: list[str], end: int, wanted: str, ends: str) -> bool:
 
 def check_arrivals(lines: list[str]) -> None:
     """All warps of a partition have met when one thread of it arrives at a barrier for all, and touch nothing
-    that is shared in between.
-    """
+    that is shared in between."""
     arrivals = places(lines, r"mbarrier\.arrive")
     assert len(arrivals) > 10
     for i in arrivals:
@@ -178,8 +177,7 @@ def check_turns(lines: list[str]) -> None:
 
 def check_handing_over(lines: list[str]) -> None:
     """What threads store to shared memory they fence before they meet and one of them arrives, so that the
-    copy engine and matrix products see it.
-    """
+    copy engine and matrix products see it."""
     meetings = places(lines, f"^{MEETING}")
     last = [max(j for j in meetings if j < i) for i in places(lines, r"mbarrier\.arrive")]
     handed = [before(lines, i, r"fence\.proxy\.async\.shared", r"stmatrix|st\.shared") for i in last]

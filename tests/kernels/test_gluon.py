@@ -125,8 +125,7 @@ QUERIES_FIRST = {"file": "tiles", "change": ("(-begin, haste, tile)", "(begin, t
 )
 def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
     """A program waits for two steps of others, each of eight products and additions; in the other order for
-    many.
-    """
+    many."""
     case = packed(lengths), (sum(lengths), sum(lengths)), (heads, 1), (64, 64)
     each_a_tile = {"units": 1, "programs": 10}
     assert run(monkeypatch, *case, **each_a_tile)[2] <= 16

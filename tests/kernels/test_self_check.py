@@ -1,6 +1,5 @@
 """The check of the kernels sees what a broken one would leave: here the reference is broken. Its segments
-make the kernels do all that they can. And whatever segments choose was compiled before.
-"""
+make the kernels do all that they can. And whatever segments choose was compiled before."""
 
 from itertools import count
 from types import SimpleNamespace
@@ -120,8 +119,7 @@ def head_layouts() -> set[tuple[int, int]]:
 
 def test_the_check_covers_what_the_kernels_can_do():
     """For the heads of every configuration that ships, and those of the trial, in every division: tiles for
-    each multiprocessor, turns, items with steps that need no mask, and steps of a tile.
-    """
+    each multiprocessor, turns, items with steps that need no mask, and steps of a tile."""
     ships = head_layouts()
     assert (6, 6) in ships  # of llama2_30b_64k.toml, whose degrees are those of the file that it extends
     for q_heads, kv_heads in sorted(ships | {*LAYOUTS, (4, 1), (5, 1), (32, 1), (32, 32), (40, 8)}):

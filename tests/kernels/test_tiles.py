@@ -181,8 +181,7 @@ def test_a_window_makes_the_work_linear():
 
 def test_tiles_are_few_and_see_few_keys():
     """Short documents share tiles, and long ones do not. Chunks of 16 tokens at the ends of long documents
-    have a tile each, which reads no key for nothing.
-    """
+    have a tile each, which reads no key for nothing."""
     chunks = rows(*[[16 * i, 16, 4096 * i, 4096] for i in range(50)])
     for segments, count, most_keys in (
         (packed([12] * 1000), 94, 128 + 2 * 12), (packed([5000, 5000]), 80, 5000), (chunks, 50, 4096)

@@ -1,6 +1,5 @@
 """torch's FlashAttention as an implementation: the CPU's kernel itself; of the GPU's what is given to it, by
-a dense op in its place that has its contract, in float64.
-"""
+a dense op in its place that has its contract, in float64."""
 
 import doctest
 from types import SimpleNamespace

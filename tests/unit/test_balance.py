@@ -62,11 +62,10 @@ def test_everything_is_there_once_and_fits_into_as_few_as_can_be(data):
 @given(lengths=st.lists(st.integers(1, 100), min_size=3, max_size=8), ranks=st.integers(2, 3))
 def test_it_is_near_the_best_of_all(lengths, ranks):
     plan = wlb_titan.balance(lengths, ranks=ranks, cost=lambda tokens: tokens.astype(float))
-    best = min(
-        np.bincount(owners, lengths, ranks).max()
-        for owners in itertools.product(range(ranks), repeat=len(lengths))
-        if len(set(owners)) == ranks
+    every = (
+        owners for owners in itertools.product(range(ranks), repeat=len(lengths)) if len({*owners}) == ranks
     )
+    best = min(np.bincount(owners, lengths, ranks).max() for owners in every)
     assert plan.work.max() <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # Graham's bound of the first deal
 
 

@@ -66,10 +66,9 @@ def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, k
     step = next(iter(loader))
     loader.close()
     labels = step.items[0].labels
-    expected = [
-        [token if on else -100 for token, on in zip(tokens[1:], mask[1:], strict=True)] + [-100]
-        for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)
-    ]
+    expected = []
+    for tokens, mask in zip(DOCUMENTS, MASKS, strict=True):
+        expected.append([*np.where(mask[1:], tokens[1:], -100), -100])
     assert labels.tolist() == [list(chain(*(expected[row] for row in step.plan.documents[:, ROW])))]
     assert labels.dtype == torch.int64 and step.labels == int((labels != -100).sum())
 

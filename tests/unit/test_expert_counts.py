@@ -39,8 +39,7 @@ def loss(model, kinds=()):
 
 
 def balanced(kind, *, compiled=False):
-    """Counts (2, experts) of two micro-batches and a validation, which counts nothing; the bias after a
-    step."""
+    """Counts (2, experts) of two micro-batches and a validation, which counts none; the bias after a step."""
     torch._dynamo.reset()
     model = built(kind)
     if compiled:

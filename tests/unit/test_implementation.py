@@ -39,14 +39,12 @@ LAYERS = {  # head dims of q and v, and what else decides
 }
 MIXED = "gluon, then triton"
 SINKS = "torch, then triton"
+CPU_OTHERS = ["reference", "torch_cpu, then reference", "reference"]
 TAKEN = [  # by "auto" in the layers above, and by "torch"
     *((gpu, "auto", ["torch"] * 4 + ["triton", SINKS, "torch"]) for gpu in OTHERS),
     (HOPPER, "auto", ["triton", MIXED, "triton", "triton", "triton", "triton", MIXED]),
     (AMD, "auto", ["triton"] * 7),
-    *(
-        (CPU, wish, ["torch_cpu"] * 4 + ["reference", "torch_cpu, then reference", "reference"])
-        for wish in ("auto", "torch")
-    ),
+    *((CPU, wish, ["torch_cpu"] * 4 + CPU_OTHERS) for wish in ("auto", "torch")),
     *((gpu, "torch", ["torch"] * 4 + ["triton", SINKS, "torch"]) for gpu in (HOPPER, *OTHERS)),
     *((gpu, "triton", ["triton"] * 7) for gpu in (HOPPER, AMPERE)),
     *((device, "reference", ["reference"] * 7) for device in (HOPPER, CPU)),

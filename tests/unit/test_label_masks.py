@@ -9,10 +9,7 @@ from wlb_titan.corpus import Corpus, CorpusError
 
 pytestmark = pytest.mark.slow
 
-LABELS = [
-    [token if on else -100 for token, on in zip(tokens, mask, strict=True)]
-    for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)
-]
+LABELS = [np.where(mask, tokens, -100).tolist() for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)]
 
 
 def learned(corpus):

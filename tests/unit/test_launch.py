@@ -1,5 +1,4 @@
-"""The TorchX components: what they submit, and how they refuse. The agent of a host: what it hands on, and
-how it ends beside others."""
+"""The TorchX components: what they submit and refuse. A host's agent: what it hands on, and how it ends."""
 
 import contextlib
 import logging

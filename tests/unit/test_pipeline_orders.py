@@ -78,8 +78,7 @@ def test_a_step_takes_longer_as_soon_as_an_action_passes_its_slack(shape):
 
 @every_shape
 def test_ends_by_repeated_relaxation(shape):
-    """Longest paths found another way: by moving every action later until nothing moves any more. Two steps
-    at once."""
+    """Longest paths of two steps, found by moving every action later until nothing moves any more."""
     n, random = 4, np.random.default_rng(0)
     durations = PassTimes(*random.lognormal(0.0, 0.8, size=(3, shape.stages, n, 2)))
     delay = random.random((n, 2))

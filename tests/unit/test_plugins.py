@@ -39,10 +39,8 @@ def test_a_policy_of_one_s_own_is_named_by_its_module(tmp_path):
     settings = configured(tmp_path, text)
     assert settings.packing.name == "toys:Reversed"
     assert (settings.packing.every, settings.packing.cost_model) == (2, "quadratic:1,9")
-    ours, plain = (
-        planning.make_planner(LENGTHS, window=1024, micro_batches=4, packing=packing)
-        for packing in (settings.packing, "plain")
-    )
+    how = {"window": 1024, "micro_batches": 4}
+    ours, plain = (planning.make_planner(LENGTHS, packing=one, **how) for one in (settings.packing, "plain"))
     for step in range(4):
         mine, theirs = (planner.next().micro_batches for planner in (ours, plain))
         order = theirs if step % 2 else theirs[::-1]
@@ -189,11 +187,8 @@ RULES = {
     "Forgets": "[0-9,]+ tokens that were read are neither packed",
     "OneRank": "`assigned` gives each micro-batch to a data-parallel rank",
 }
-DIVISIONS = {
-    "Overlap": "every token of a micro-batch lies on one rank",
-    "Misses": "every token of a micro-batch lies on one rank",
-    "Uneven": "each of 2 ranks has 512 tokens at most",
-}
+DIVISIONS = dict.fromkeys(("Overlap", "Misses"), "every token of a micro-batch lies on one rank")
+DIVISIONS["Uneven"] = "each of 2 ranks has 512 tokens at most"
 
 
 @pytest.mark.parametrize(("name", "rule"), [*RULES.items(), *DIVISIONS.items()])

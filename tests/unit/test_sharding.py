@@ -27,11 +27,8 @@ SHARDINGS = (*FIXED, "adaptive", "hybrid")
 
 LATENCY = hopper(128, 32)
 
-ragged = st.lists(
-    st.one_of(st.integers(1, 9), st.integers(1, 300), st.sampled_from([1, 2, 7, 137, 2041, 20000])),
-    min_size=1,
-    max_size=40,
-)
+length = st.one_of(st.integers(1, 9), st.integers(1, 300), st.sampled_from([1, 2, 7, 137, 2041, 20000]))
+ragged = st.lists(length, min_size=1, max_size=40)
 degrees = st.integers(1, 16)
 slack = st.integers(0, 3)
 
@@ -199,16 +196,12 @@ def test_the_examples_of_the_docstrings():
     lengths = np.array([6, 2])
     assert [r.tolist() for r in layout.per_sequence(lengths, 8, 2)] == [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
     lengths = np.array([9, 7])
-    assert [r.tolist() for r in layout.per_document(lengths, 16, 2)] == [
-        [[0, 0, 3], [0, 7, 2], [1, 0, 1], [1, 5, 2]],
-        [[0, 3, 4], [1, 1, 4]],
-    ]
+    per_document = [[[0, 0, 3], [0, 7, 2], [1, 0, 1], [1, 5, 2]], [[0, 3, 4], [1, 1, 4]]]
+    assert [r.tolist() for r in layout.per_document(lengths, 16, 2)] == per_document
     lengths = np.array([8192, 100, 100])
     name, sharding = planning.shard("hybrid", lengths, 8400, 2, planning.UNMERGED)
-    assert name == "hybrid" and [r.tolist() for r in sharding] == [
-        [[0, 0, 2048], [0, 6144, 2048], [1, 0, 100]],
-        [[0, 2048, 4096], [2, 0, 100]],
-    ]
+    hybrid = [[[0, 0, 2048], [0, 6144, 2048], [1, 0, 100]], [[0, 2048, 4096], [2, 0, 100]]]
+    assert name == "hybrid" and [r.tolist() for r in sharding] == hybrid
 
 
 both_kernels = pytest.mark.parametrize("latency", [LATENCY, planning.UNMERGED], ids=["merged", "unmerged"])
@@ -228,10 +221,8 @@ def test_a_policy_that_chooses_is_never_predicted_slower_than_what_it_chooses_fr
     before[0] = prefix or 0
     slices = None if prefix is None else Slices(before, before > 0)
     strategies = {policy: STRATEGIES.configure(policy).make(ranks, latency) for policy in SHARDINGS}
-    shards = {
-        policy: layout.with_prefix(strategy.shard(lengths, total, slices=slices)[1], before)
-        for policy, strategy in strategies.items()
-    }
+    divided = {policy: one.shard(lengths, total, slices=slices)[1] for policy, one in strategies.items()}
+    shards = {policy: layout.with_prefix(one, before) for policy, one in divided.items()}
     for better, worse in (("adaptive", FIXED), ("hybrid", ("adaptive",))):
         times = {policy: slowest(strategies[better].seconds(shards[policy])) for policy in (better, *worse)}
         assert times[better] == min(times.values())

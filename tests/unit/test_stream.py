@@ -88,10 +88,8 @@ def test_only_a_documents_last_token_has_no_label(lengths):
     stream = DocumentStream(Mixture(np.array(lengths), seed=0), 4)
     pieces = stream.fill(60)
     whole = stream.lengths_of(pieces[:, ID])
-    expected = [
-        any(start + i + 1 < total for i in range(length))
-        for (_, start, length), total in zip(pieces.tolist(), whole.tolist(), strict=True)
-    ]
+    rows = zip(pieces.tolist(), whole.tolist(), strict=True)
+    expected = [any(start + i + 1 < total for i in range(length)) for (_, start, length), total in rows]
     assert stream.has_label(pieces).tolist() == expected
 
 
