@@ -62,9 +62,8 @@ def scaled_llama():
     """The same with rotary positions as Llama 3.1 scales them, for a model that knew 64 tokens before."""
     config = llama()
     for layer in config.model_spec.model.layers:
-        layer.attention.rope = dataclasses.replace(
-            layer.attention.rope, theta=500000.0, scaling="llama", original_max_position_embeddings=64
-        )
+        scaled = {"theta": 500000.0, "scaling": "llama", "original_max_position_embeddings": 64}
+        layer.attention.rope = dataclasses.replace(layer.attention.rope, **scaled)
     return config
 
 

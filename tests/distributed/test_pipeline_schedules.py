@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from torch import nn
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torchtitan.config import CompileConfig, ParallelismConfig
 

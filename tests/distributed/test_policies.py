@@ -8,14 +8,8 @@ import pytest
 from lab import Cases, Run, assert_met, going_on, layout
 from rows import rows
 
-COMMON = (
-    "--training.seq_len",
-    "512",
-    "--training.steps",
-    "2",
-    "--wlb.packing.cost_model",
-    "quadratic:1,1000",
-)
+COMMON = ("--training.seq_len", "512", "--training.steps", "2")
+COMMON += ("--wlb.packing.cost_model", "quadratic:1,1000")
 HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
 LAZY = "pp2 cp2 wlb_lazy hybrid best selective"
 TRACED = "cp2 tp2 wlb hybrid full"

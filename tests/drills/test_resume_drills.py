@@ -49,9 +49,8 @@ def test_a_run_that_diverges_keeps_its_good_checkpoint_and_goes_on_with_a_lower_
 def test_no_whole_checkpoint_is_an_error(ground):
     folder = ground.cut_off("none-whole", keep=2)
     (folder / "checkpoint" / "step-2" / ".metadata").write_bytes(b"rubbish")
-    ground.start("none-whole").ends_in_error(
-        "cannot continue from any checkpoint", "step-2 is broken: its .metadata is damaged"
-    )
+    told = ("cannot continue from any checkpoint", "step-2 is broken: its .metadata is damaged")
+    ground.start("none-whole").ends_in_error(*told)
 
 
 def test_figures_of_a_former_run_are_kept(ground):

@@ -145,9 +145,8 @@ def tma_store(descriptor: Descriptor, corner, source: Shared) -> None:
 
 def wait_for_additions(to_be_added: bool) -> None:
     mine = here.additions
-    here.machine.pause(
-        lambda: all(x.is_added if to_be_added else x.box is not None for x in mine), "its additions"
-    )
+    ready = lambda: all(x.is_added if to_be_added else x.box is not None for x in mine)  # noqa: E731
+    here.machine.pause(ready, "its additions")
     for addition in mine:
         addition.read.ends = addition.read.ends or here.clock[here.task.name]
         addition.added.ends = here.clock[here.task.name] if to_be_added else None
@@ -345,9 +344,7 @@ class Emulated:
     Whatever the grid, `programs` run, all at once: the kernels' work is done by any number. None: the grid's.
     """
 
-    def __init__(
-        self, function: Callable, ordered: bool = False, order: str = "any", programs: int | None = 3
-    ):
+    def __init__(self, function: Callable, ordered=False, order: str = "any", programs: int | None = 3):
         self.function, self.ordered, self.order, self.programs = function, ordered, order, programs
         self.races: set[str] = set()
         self.waited = 0  # products and additions of others that a program has waited for, at most

@@ -18,9 +18,7 @@ REPEATS = 300  # of the rich segments, in each way
 SMALL_REPEATS = 2_000  # of some short documents, in each way
 
 
-def try_way(
-    noise: Noise, options: Options, want: dict[str, torch.Tensor], divided: Division, repeats: int
-) -> None:
+def try_way(noise: Noise, options: Options, want: dict, divided: Division, repeats: int) -> None:
     """Checks that a division is right, and repeats with any number of programs."""
     got = attend(noise, options, divided)
     compare(got, want, f"{divided}")

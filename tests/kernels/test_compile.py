@@ -67,12 +67,8 @@ def test_without_tma(target):
 
 
 # Of a backward: query heads of the one key head, multiprocessors, and whether one head comes after the other.
-WAYS = {
-    "split": (8, 132, False),
-    "packed": (8, 1, False),
-    "fours": (4, 1, False),
-    "heads first": (8, 1, True),
-}
+WAYS = {"split": (8, 132, False), "packed": (8, 1, False), "fours": (4, 1, False)}
+WAYS["heads first"] = (8, 1, True)
 
 
 def gluon_launches(dim: int) -> dict[str, Launch]:

@@ -62,9 +62,8 @@ def test_everything_is_there_once_and_fits_into_as_few_as_can_be(data):
 @given(lengths=st.lists(st.integers(1, 100), min_size=3, max_size=8), ranks=st.integers(2, 3))
 def test_it_is_near_the_best_of_all(lengths, ranks):
     plan = wlb_titan.balance(lengths, ranks=ranks, cost=lambda tokens: tokens.astype(float))
-    every = (
-        owners for owners in itertools.product(range(ranks), repeat=len(lengths)) if len({*owners}) == ranks
-    )
+    every = itertools.product(range(ranks), repeat=len(lengths))
+    every = (owners for owners in every if len(set(owners)) == ranks)
     best = min(np.bincount(owners, lengths, ranks).max() for owners in every)
     assert plan.work.max() <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # Graham's bound of the first deal
 
@@ -87,9 +86,8 @@ def test_what_finds_no_room_waits_and_the_earliest_do_not(lengths, ranks, micro_
     assert not equal or len({len(batch) for batch in batches}) == 1
     if plan.waiting and not equal:  # one more would not have fitted
         with pytest.raises(PlanError, match="do not fit into"):
-            wlb_titan.balance(
-                lengths[: len(dealt) + 1], ranks=ranks, micro_batches=micro_batches, tokens_per_rank=limit
-            )
+            bound = {"micro_batches": micro_batches, "tokens_per_rank": limit}
+            wlb_titan.balance(lengths[: len(dealt) + 1], ranks=ranks, **bound)
 
 
 @settings(max_examples=150, deadline=None)
@@ -128,9 +126,8 @@ def test_a_step_has_the_sequences_of_the_shuffle_and_a_pool_evens_out_more():
 def test_a_shared_prompt_is_computed_once():
     costs = {"tokens": lambda tokens: tokens.astype(float), "model": Quadratic(1.0, 0.0)}
     for name, expected in (("tokens", 100 + 10 + 20), ("model", 100**2 + 110**2 - 100**2 + 120**2 - 100**2)):
-        plan = wlb_titan.balance(
-            [10, 20, 30], ranks=2, groups=["a", "a", "b"], prompts=[100, 100, 50], cost=costs[name]
-        )
+        words = {"groups": ["a", "a", "b"], "prompts": [100, 100, 50], "cost": costs[name]}
+        plan = wlb_titan.balance([10, 20, 30], ranks=2, **words)
         place = next((r, 0) for r, own in enumerate(plan.micro_batches) if own == [[0, 1]])
         assert plan.work[place] == pytest.approx(expected)
         assert plan.tokens[place] == 130

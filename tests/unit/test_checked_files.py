@@ -289,9 +289,8 @@ def test_what_changes_a_model_is_named(base, change, tmp_path):
         config = hf.described(model) | changes
         config["rope_scaling"] = {name: config.pop(name) for name in ROTARY if name in config}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        named = [
-            words.split()[0] for words in hf.differences(model, hf.read_description(tmp_path / "config.json"))
-        ]
+        differs = hf.differences(model, hf.read_description(tmp_path / "config.json"))
+        named = [words.split()[0] for words in differs]
         assert named == sorted(changes, key=named.index)
 
 
@@ -303,9 +302,8 @@ def test_what_transformers_writes_of_published_models_fits(tmp_path):
     yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
     wide = {"rope_theta": 1e6, "rope_type": "default"}
     llama = theirs.LlamaConfig(**LLAMA_8B, rope_parameters=NEWER["rope_parameters"])
-    qwen = theirs.Qwen3MoeConfig(
-        num_hidden_layers=48, head_dim=128, norm_topk_prob=True, rope_parameters=wide
-    )
+    sizes = {"num_hidden_layers": 48, "head_dim": 128, "norm_topk_prob": True}
+    qwen = theirs.Qwen3MoeConfig(**sizes, rope_parameters=wide)
     # torchtitan's base has other norms than what is published, which is told.
     deepseek = theirs.DeepseekV3Config(rms_norm_eps=1e-5, rope_parameters=yarn)
     others = {"_name_or_path": "x", "torch_dtype": "bfloat16", "pad_token_id": 3, "auto_map": {"A": "x"}}

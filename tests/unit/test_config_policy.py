@@ -62,11 +62,8 @@ def test_without_it_the_base_decides_and_a_stronger_one_replaces_a_weaker_one_wh
     assert wlb.packing.max_delay == 3
     found = resolved(extending, "--wlb.policy", "slim")
     wlb = found.config.wlb  # without keys of other classes in weaker files
-    assert [one.name for one in (wlb.packing, wlb.context, wlb.pipeline)] == [
-        "slim",
-        "per_sequence",
-        "as_packed",
-    ]
+    names = [one.name for one in (wlb.packing, wlb.context, wlb.pipeline)]
+    assert names == ["slim", "per_sequence", "as_packed"]
     assert found.provenance["wlb.policy"] == "command line"
 
 

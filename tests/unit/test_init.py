@@ -11,15 +11,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cores", "processes"), [(0, 1, 1), (0, 64, 4), (1, 64, 1), (6, 64, 4), (8, 64, 8)]
+    ("gpus", "cores", "ranks"), [(0, 1, 1), (0, 64, 4), (1, 64, 1), (6, 64, 4), (8, 64, 8)]
 )
-def test_the_experiment_is_valid_on_any_machine(tmp_path, gpus, cores, processes):
+def test_the_experiment_is_valid_on_any_machine(tmp_path, gpus, cores, ranks):
     file = tmp_path / "job.toml"
     corpus = 'a "corpus" \\ of mine'
     file.write_text(experiment(str(file), corpus, gpus, cores))
-    config = load_config(file, world_size=processes).config
+    config = load_config(file, world_size=ranks).config
     assert config.wlb.corpus.path == corpus
-    assert degrees_product(config) == processes
+    assert degrees_product(config) == ranks
     assert config.training.mixed_precision_param == ("bfloat16" if gpus else "float32")
 
 

@@ -165,9 +165,7 @@ def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():
         assert {q_len for q_len, _, _ in cases} == set(grid.q_lens)
 
 
-def test_the_command_measures_this_machine_and_writes_what_planning_reads(
-    tmp_path, monkeypatch, request, on_terminal
-):
+def test_the_command_writes_what_planning_reads(tmp_path, monkeypatch, request, on_terminal):
     """The reference attention of two files' models on a smaller grid; no time is judged."""
     small = command.CPU_GRID._replace(q_lens=(16, 64), kv_lens=(256,), keys=(256, 512), pairs=2**22)
     monkeypatch.setattr(command, "CPU_GRID", small)

@@ -210,9 +210,7 @@ both_kernels = pytest.mark.parametrize("latency", [LATENCY, planning.UNMERGED], 
 @both_kernels
 @given(lengths=ragged, ranks=degrees, extra=slack, prefix=st.one_of(st.none(), st.integers(1, 100_000)))
 @settings(max_examples=80)
-def test_a_policy_that_chooses_is_never_predicted_slower_than_what_it_chooses_from(
-    latency, lengths, ranks, extra, prefix
-):
+def test_who_chooses_is_never_predicted_slower_than_its_choices(latency, lengths, ranks, extra, prefix):
     """Also where the first document is a slice, whose queries see a prefix."""
     if sum(lengths) < ranks:
         return

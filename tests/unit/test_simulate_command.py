@@ -225,10 +225,8 @@ def test_a_published_models_config_is_a_base(config, tmp_path, monkeypatch):
     llama2 = {"hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000}
     published.write_text(json.dumps(LLAMA3_8B | llama2 | {"rope_theta": 1e4, "rope_scaling": None}))
     assert load_config(config, ["--base", "config.json"]).config.model_spec.flavor == "7B"
-    for text, message in (
-        (json.dumps(LLAMA3_8B | {"num_hidden_layers": 30}), nearest),
-        ("[", "cannot be read"),
-    ):
+    texts = {json.dumps(LLAMA3_8B | {"num_hidden_layers": 30}): nearest, "[": "cannot be read"}
+    for text, message in texts.items():
         published.write_text(text)
         assert message in run(config, "--base", "config.json", "--lengths", "web", code=2)
 
