@@ -1,12 +1,11 @@
 """Training on corpora as other tools write them, and on mixtures of them."""
 
 import json
-import warnings
 
 import datasets
 import numpy as np
 import pytest
-import torch
+from corpora import write_datatrove, write_megatron
 from lab import going_on, layout
 
 from wlb_titan.corpus import Corpus
@@ -17,22 +16,12 @@ STEPS = ("--training.steps", "6", "--wlb.policy", "wlb_lazy")
 
 def write_forms(folder, corpus):
     """The corpus in the forms of other tools, written by them, with its mask if it has one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of extensions that Megatron would like to have
-        from datatrove.pipeline.tokens.tokenizer import TokenizedFile
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     documents = [corpus.tokens(row).tolist() for row in range(len(corpus))]
     masks = [corpus.learned(row, 0, len(tokens)).astype(int).tolist() for row, tokens in enumerate(documents)]
-    for name, rows in {"megatron": documents, "mask": masks}.items():
-        megatron = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=np.uint16)
-        for row in rows:
-            megatron.add_item(torch.tensor(row))
-            megatron.end_document()
-        megatron.finalize(str(folder / f"{name}.idx"))
-    trove = TokenizedFile(str(folder / "datatrove"), "00000.ds", save_loss_metadata=corpus.masked)
-    for document, mask in zip(documents, masks, strict=True):
-        trove.write(document, mask if corpus.masked else None)
-    trove.close()
+    write_megatron(folder / "megatron", documents, np.uint16)
+    write_megatron(folder / "mask", masks, np.uint16)
+    (folder / "datatrove").mkdir()
+    write_datatrove(folder / "datatrove" / "00000.ds", documents, masks=masks if corpus.masked else None)
     columns = {"input_ids": documents, **({"completion_mask": masks} if corpus.masked else {})}
     datasets.Dataset.from_dict(columns).save_to_disk(folder / "hugging_face", num_shards=3)
     return folder

@@ -1,7 +1,5 @@
-"""A job that is killed and started again sees the token stream, and the losses, of one that was not.
-
-It trains one epoch of conversations with label masks, of which some are held out.
-"""
+"""A job that is killed and started again sees the token stream, and the losses, of one that was not: in one
+epoch of conversations with label masks, of which some are held out."""
 
 import pytest
 import torch

@@ -1,8 +1,6 @@
-"""Runs the cases of `lab.Cases` one after the other in the same processes, beside a plain process.
-
-Its one argument is a JSON file with "results", the file to write, and "cases": by name a kind, overrides of
-experiment.toml in `words`, and other arguments of the function that runs the kind.
-"""
+"""Runs the cases of `lab.Cases` one after the other in the same processes, beside a plain process. Its one
+argument is a JSON file with "results", the file to write, and "cases": by name a kind, overrides of
+experiment.toml in `words`, and other arguments of the function that runs the kind."""
 
 import cProfile
 import itertools

@@ -1,9 +1,8 @@
 """Every command of README and docs is run, page by page in a fresh folder, on data made small.
 
 A ```bash block is commands, a ```console block commands after `$ ` with what they print below. Every other
-block names its language too, and holds no command. A block that cannot be run has a comment in front of it:
-
-    <!-- not run: needs a Slurm cluster -->
+block names its language too, and holds no command. What cannot be run has a comment in front of it:
+<!-- not run: needs a Slurm cluster -->
 """
 
 import json

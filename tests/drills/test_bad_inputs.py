@@ -1,7 +1,5 @@
 """Bad settings, generated from the schema itself: each key misspelt, of a wrong type, out of range, absurd.
-
-None may be accepted, or end in anything but a ConfigError that names the place, the key and the value.
-"""
+All end in a ConfigError that names the place, the key and the value."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Several ranks on one GPU give the losses of one process; and what a machine of so many GPUs refuses.
-
-Ranks that share a GPU are NCCL's own experiment (NCCL_MULTI_RANK_GPU_ENABLE), in which ranks that find no
-room hang: each job has its time limit. Time is not measured here.
-"""
+"""Several ranks on one GPU give the losses of one process; and what a machine of so many GPUs refuses. Ranks
+that share a GPU are NCCL's own experiment, in which those that find no room hang: each job has its limit."""
 
 from functools import cache
 

@@ -2,8 +2,7 @@
 
     pytest -x --device cuda tests/gpu/test_trial.py
 
-In the order of what goes wrong first: launches end; they are right; they repeat, also beside others, and by
-any number of programs; what is broken on purpose is found; and what tools see in them.
+In the order of what goes wrong first: launches end; they are right; they repeat; what is broken is found.
 """
 
 import importlib.util

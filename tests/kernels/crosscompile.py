@@ -1,8 +1,7 @@
 """Compile kernels for sm_90 with no GPU, and read from the result what decides whether they are any good.
 
-A launch is recorded rather than run: the launch code of wlb_titan.kernels is called on CPU tensors with the
-kernel replaced by a recorder, so what is compiled is what would be launched, with its real descriptors and
-options. Each launch is compiled in a process of its own, because the compiler's assertions abort the process.
+The launch code of wlb_titan.kernels is called on CPU tensors with the kernel replaced by a recorder, so that
+what is compiled is what would be launched. Each launch has a process, which the compiler's assertions abort.
 """
 
 import multiprocessing

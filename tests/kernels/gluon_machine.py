@@ -1,5 +1,5 @@
-"""What the Gluon emulator runs on: a scheduler, clocks that say what threads have seen of each other, buffers
-that know who reads and writes them, barriers, descriptors and pointers. See gluon_emulator.py."""
+"""What gluon_emulator.py runs on: a scheduler, clocks that say what threads have seen of each other, buffers
+that know who reads and writes them, barriers, descriptors and pointers."""
 
 import math
 import random

@@ -1,9 +1,6 @@
-"""What a race or a wrong layout of Gluon's backward would show in, on a GPU or emulated.
-
-The check of a job's start, with the reference as judge; the same bits for any number of programs, one of
-which has no other to race with; the same bits in many launches. n clean launches bound the rate of a race to
-3 / n a launch (95 %).
-"""
+"""What a race or a wrong layout of Gluon's backward would show in, on a GPU or emulated: the check of a job's
+start; the same bits for any number of programs, one of which has none to race with, and in many launches. n
+clean launches bound the rate of a race to 3 / n a launch (95 %)."""
 
 import torch
 from wlb_titan.kernels import op

@@ -1,9 +1,6 @@
-"""The Triton kernels, run by Triton's interpreter on the CPU, against the dense float64 oracle.
-
-Started by test_interpreter.py with TRITON_INTERPRET=1. Tiles are far smaller than those that ship, so that
-short segments already have full, masked, partial and merged tiles; the interpreter does not mind. float16 and
-float32 only: it computes bfloat16 products wrongly without a word.
-"""
+"""The Triton kernels, run by Triton's interpreter on the CPU, against the dense float64 oracle, as
+test_interpreter.py starts it. Tiles are far smaller than those that ship, so that short segments have full,
+masked, partial and merged ones. float16 and float32 only: it computes bfloat16 products wrongly."""
 
 import os
 

@@ -1,5 +1,5 @@
 """The scripts of benchmarks/ that are about attention: cases and counts, the replay of a launch, and that
-attention.py runs from end to end (on the CPU, with the reference)."""
+attention.py runs from end to end on the CPU, with the reference."""
 
 import json
 from importlib import import_module

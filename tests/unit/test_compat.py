@@ -1,7 +1,5 @@
-"""The private names of torch and torchtitan that the runtime uses are as they were when it was written.
-
-A failure after an upgrade names what changed; wlb_titan/runtime/compat.py says what it is for and what to do.
-"""
+"""The private names of torch and torchtitan that the runtime uses are as they were when it was written. What
+fails after an upgrade has changed; wlb_titan/runtime/compat.py says what it is for and what to do."""
 
 import ast
 import functools

@@ -1,7 +1,4 @@
-"""`wlb.policy` chooses the classes of three sections, and older words are refused with it.
-
-A file may extend several.
-"""
+"""`wlb.policy` chooses the classes of three sections, alone; and a file may extend several."""
 
 from dataclasses import dataclass, field
 

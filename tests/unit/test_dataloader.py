@@ -33,9 +33,7 @@ def write_dataset(path, kind):
 
 
 def write_masked_datatrove(path, token_size):
-    write_datatrove(path / "a.ds", DOCUMENTS, token_size)
-    (path / "a.ds.loss").write_bytes(bytes(chain(*MASKS)))
-    return {"path": str(path)}
+    return {"path": str(write_datatrove(path / "a.ds", DOCUMENTS, token_size, MASKS))}
 
 
 def write_masked_megatron(path, dtype):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_compiled import Products
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from wlb_titan.runtime.attention.module import DocumentMask
@@ -77,21 +77,11 @@ def test_experts_are_balanced_as_if_nothing_was_recomputed(expected, kind, compi
     assert torch.equal(counts, expected[0]) and torch.equal(bias, expected[1])
 
 
-class Products(TorchDispatchMode):
-    """Counts products of experts."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += func is torch.ops.aten._grouped_mm.default
-        return func(*args, **(kwargs or {}))
-
-
 def repeated_products(kind):
     """Of experts, in a backward pass beside the six for gradients of a layer."""
     model = built(kind)
-    found = loss(model)
-    with Products() as products:
+    found, experts = loss(model), torch.ops.aten._grouped_mm.default
+    with Products(experts) as products:
         found.backward()
     return products.number - 6 * len(model.layers)
 

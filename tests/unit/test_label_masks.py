@@ -191,6 +191,4 @@ def test_megatron_s_and_datatrove_s_masks_are_second_files(forms, tmp_path):
     assert not Corpus.open(forms / "m").masked
     with pytest.raises(CorpusError, match="0 pairs"):
         Corpus.open(forms / "m", mask="nowhere")
-    write_datatrove(tmp_path / "a.ds", DOCUMENTS)
-    (tmp_path / "a.ds.loss").write_bytes(bytes(value for mask in MASKS for value in mask))
-    assert learned(Corpus.open(tmp_path / "a.ds")) == MASKS
+    assert learned(Corpus.open(write_datatrove(tmp_path / "a.ds", DOCUMENTS, masks=MASKS))) == MASKS

@@ -1,10 +1,12 @@
-"""The reference of all settings: docs/settings.md, and `wlb-titan config show --explain`."""
+"""The reference of all settings: docs/settings.md, and `config show --explain`; and what `init` writes."""
 
 import runpy
 
 import pytest
 from commands import CONFIGS, ROOT, invoke
 
+from wlb_titan.commands.config import experiment
+from wlb_titan.runtime.configured import degrees_product
 from wlb_titan.runtime.models.load import load_config
 
 pytestmark = pytest.mark.slow
@@ -37,3 +39,26 @@ def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeyp
     (tmp_path / "explained.toml").write_text(result.output)
     again = load_config(tmp_path / "explained.toml")
     assert again.config.wlb == load_config(ROOT / "train_configs/cpu_debug.toml", words.split()).config.wlb
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "ranks"), [(0, 1, 1), (0, 64, 4), (1, 64, 1), (6, 64, 4), (8, 64, 8)]
+)
+def test_the_experiment_is_valid_on_any_machine(tmp_path, gpus, cores, ranks):
+    file = tmp_path / "job.toml"
+    corpus = 'a "corpus" \\ of mine'
+    file.write_text(experiment(str(file), corpus, gpus, cores))
+    config = load_config(file, world_size=ranks).config
+    assert config.wlb.corpus.path == corpus
+    assert degrees_product(config) == ranks
+    assert config.training.mixed_precision_param == ("bfloat16" if gpus else "float32")
+
+
+def test_a_file_that_is_there_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = invoke("init")
+    assert first.exit_code == 0 and "wlb-titan train job.toml" in first.output
+    before = (tmp_path / "job.toml").read_text()
+    again = invoke("init", "--corpus", "other")
+    assert again.exit_code == 2 and "job.toml already exists" in again.output
+    assert (tmp_path / "job.toml").read_text() == before
