@@ -29,11 +29,6 @@ def bench(lab, name, *words):
     return lab.experiment(name, *policies, "--wlb.packing.cost_model", "quadratic:1,1000", *words)
 
 
-def losses(log, policy):
-    return re.findall(rf"(?:warm-up|round \d of {ROUNDS}) \| {re.escape(policy)} \| loss +(\S+)", log)
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("degrees", ["dp2", pytest.param("pp2 cp2", marks=pytest.mark.long)])
 def test_policies_in_turns_train_what_each_would_train_at_these_weights(lab, degrees):
     """A run of its own whose weights stay has the same losses step by step."""
@@ -49,7 +44,8 @@ def test_policies_in_turns_train_what_each_would_train_at_these_weights(lab, deg
 
     log = benched.log.read_text()
     for policy, run in alone.items():
-        assert losses(log, policy) == [f"{loss:.5f}" for loss in run.losses()], policy
+        line = rf"(?:warm-up|round \d of {ROUNDS}) \| {re.escape(policy)} \| loss +(\S+)"
+        assert re.findall(line, log) == [f"{loss:.5f}" for loss in run.losses()], policy
     records = json.loads((benched.folder / "bench.json").read_text())["policies"]
     assert [record["policy"] for record in records] == list(POLICIES)
     assert all(list(record) == KEYS.split() for record in records)

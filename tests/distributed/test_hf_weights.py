@@ -72,7 +72,6 @@ def published(lab):
     return folder, weights
 
 
-@pytest.mark.timeout(300)
 def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     folder, weights = published
     words = ("--base", "bases:scaled_llama", "--training.steps", "2", *loading(folder))
@@ -97,7 +96,6 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     assert unscaled != pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.long
 def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     base = ("--base", "bases:qwen3_moe", "--checkpoint.export_dtype", "float32")
@@ -113,7 +111,6 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     assert loaded.losses() == pytest.approx(saved.losses(), rel=1e-5)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.long
 def test_a_checkpoint_is_exported_in_one_process_as_a_run_saves_it(lab, on_terminal):
     """Of ranks that had other layers or other shares of the weights, in another dtype than the run's."""
@@ -163,7 +160,6 @@ GPT_OSS = json.loads(
 )
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.long
 def test_gpt_oss_trains_from_published_weights_and_is_exported_whole(lab):
     """Experts' weights too: loss and gradient norm are transformers', as near as bfloat16 gets, and what is
@@ -197,7 +193,6 @@ def test_gpt_oss_trains_from_published_weights_and_is_exported_whole(lab):
     in_transformers(saved)
 
 
-@pytest.mark.timeout(300)
 def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint(lab, published):
     folder, _ = published
     kept = ("--checkpoint.last_save_model_only", "false", "--lr_scheduler.total_steps", "3")
@@ -270,7 +265,6 @@ def written(experiment):
     return spec.state_dict_adapter(spec.model, None).to_hf(model.state_dict())
 
 
-@pytest.mark.timeout(300)
 def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversations):
     folder, _ = published
     experiments = {}
@@ -296,7 +290,6 @@ def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversa
             assert not all(learns), "every micro-batch learns something"
 
 
-@pytest.mark.timeout(300)
 def test_validation_losses_are_hugging_face_s_over_what_is_held_out(lab, published, conversations):
     """Of each source of a mixture and of all, with other policies, degrees and seeds."""
     folder, _ = published

@@ -139,12 +139,6 @@ def taken_for_granted(page: Path, folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def smaller(command: str) -> str:
-    for pattern, replacement in SMALLER:
-        command = re.sub(pattern, replacement, command.replace("\\\n", " "))
-    return command
-
-
 def expected(output: str) -> re.Pattern[str]:
     """What a page says that a command prints: `...` stands for anything, and space for any space."""
     parts = [r"\s+".join(map(re.escape, part.split())) for part in output.split("...")]
@@ -156,7 +150,9 @@ def run(command: Command, folder: Path) -> None:
 
     One that the page shows with an error must end with it.
     """
-    text = smaller(command.text)
+    text = command.text
+    for pattern, replacement in SMALLER:
+        text = re.sub(pattern, replacement, text.replace("\\\n", " "))
     result = shell(text, folder)
     wrong = command.output.startswith("Error:")
     assert (result.returncode != 0) == wrong, f"line {command.line}: {text}\n{result.stdout[-3000:]}"

@@ -26,12 +26,9 @@ def says(*words: object) -> str:
 def started(log: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "wlb_titan.commands.main", *words]
     with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=hears_ctrl_c)
-
-
-def hears_ctrl_c() -> None:
-    """Also where these drills run behind a shell's `&`, which has SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # It hears Ctrl-C also where these drills run behind a shell's `&`, which has SIGINT ignored.
+        heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **heard)
 
 
 @pytest.mark.timeout(1800)

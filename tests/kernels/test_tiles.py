@@ -93,7 +93,6 @@ def test_key_tiles_cover_every_pair_once(case, reach, tokens, block_n, turns):
     assert (found == mask).all()
 
 
-@settings(max_examples=100)
 @given(segment_lists(), reaches, st.sampled_from([16, 64]), st.sampled_from([8, 32]))
 def test_turns_order_all_that_is_added_to_a_row(case, reach, block_n, size):
     """In the order of the list no tile waits; and what waits for nobody shares no row with another tile."""

@@ -140,7 +140,6 @@ def test_the_kernel_of_cpus(case, dtype, tolerance):
         check(torch_cpu, segments, tokens, heads, None, dtype, tolerance)
 
 
-@settings(max_examples=100, deadline=None)
 @given(segment_lists(longest=60))
 def test_any_segments_on_a_cpu(case):
     segments, *tokens = case

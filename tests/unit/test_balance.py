@@ -68,7 +68,6 @@ def test_it_is_near_the_best_of_all(lengths, ranks):
     assert plan.work.max() <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # Graham's bound of the first deal
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 500), min_size=12, max_size=80),
     ranks=st.integers(1, 4),

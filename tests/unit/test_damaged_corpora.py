@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from corpora import DOCUMENTS, MASKS, write_prepared
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb_titan.corpus import Corpus, CorpusError
@@ -104,7 +104,6 @@ def test_damaged_files(forms, tmp_path, corpus, changes, message):
         Corpus.open(folder / corpus)
 
 
-@settings(max_examples=100)
 @given(data=st.data())
 def test_who_reads_damaged_lists_has_an_error_or_as_many_tokens(tmp_path_factory, data):
     """A bit is flipped in lengths, tokens or masks; headers are pyarrow's to read. Without masks there is

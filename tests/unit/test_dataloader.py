@@ -32,10 +32,6 @@ def write_dataset(path, kind):
     return {"path": str(path)}
 
 
-def write_masked_datatrove(path, token_size):
-    return {"path": str(write_datatrove(path / "a.ds", DOCUMENTS, token_size, MASKS))}
-
-
 def write_masked_megatron(path, dtype):
     mask = write_megatron(path / "mask", MASKS, np.uint8)
     return {"path": str(write_megatron(path / "m", DOCUMENTS, dtype)), "mask": str(mask)}
@@ -44,7 +40,7 @@ def write_masked_megatron(path, dtype):
 FORMS = [
     (lambda path, _: {"path": str(write_prepared(path / "p", DOCUMENTS, MASKS))}, "int32"),
     *((write_dataset, kind) for kind in ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")),
-    *((write_masked_datatrove, size) for size in (2, 4)),
+    *((lambda at, n: {"path": str(write_datatrove(at / "a.ds", DOCUMENTS, n, MASKS))}, n) for n in (2, 4)),
     *((write_masked_megatron, dtype) for dtype in (np.uint8, np.uint16, np.int16, np.int32, np.int64)),
 ]
 
