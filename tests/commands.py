@@ -12,3 +12,10 @@ CONFIGS = ROOT / "train_configs"
 
 def invoke(*words):
     return CliRunner().invoke(main, list(map(str, words)))
+
+
+def said(*words):
+    """What it prints; it has to succeed."""
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    return result.output

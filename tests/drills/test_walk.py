@@ -11,16 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import said
 from forking import await_
 
 SMALL = ["--training.seq_len", "512", "--training.steps", "6", "--wlb.corpus.seed", "3"]
 
 
 def says(*words: object) -> str:
-    result = invoke(*words)
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
+    return " ".join(said(*words).split())
 
 
 def started(log: Path, *words: str) -> subprocess.Popen[bytes]:

@@ -2,7 +2,7 @@
 
 The source is executed with stand-ins for Triton's modules: tensors are torch tensors, a partition is a Python
 thread, some programs run at once. One thread runs at a time; who is next is decided by an order and a seed
-(gluon_machine.ORDERS), so that a run repeats. What a GPU does on its own time takes turns like a thread: a TMA
+(gluon_machine.ORDERS), so that a run repeats. What a GPU does on its own time takes turns too: a TMA
 load fills its buffer with NaN at once, with data later, and only then completes its barrier; a TMA addition
 reads shared memory later and adds to global memory later still; a matrix product reads at its wait.
 

@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from commands import invoke
+from commands import invoke, said
 from safetensors.torch import save_file
 
 from wlb_titan.errors import UserError
@@ -77,16 +77,14 @@ long_share = 0.9
 
 def test_plan_shows_what_a_mixture_does(write, tmp_path):
     path = write(SMALL + MIXTURE)
-    assert invoke("config", "check", path).exit_code == 0
-    planned = invoke("plan", path, "--policies", "plain,wlb_lazy", "--steps", 20, "--report", tmp_path / "r")
-    assert planned.exit_code == 0, planned.output
-    output = " ".join(planned.output.split())
+    said("config", "check", path)
+    output = said("plan", path, "--policies", "plain,wlb_lazy", "--steps", 20, "--report", tmp_path / "r")
+    output = " ".join(output.split())
     assert "a mixture of short, books: 360 documents" in output and "90.0% from the" in output
     assert "short: 25.0% of the tokens; has 300 documents" in output
     assert "books: 75.0% of the tokens; has 60 documents" in output
     assert "How a mixture of short, books packs" in (tmp_path / "r" / "report.html").read_text()
-    simulated = invoke("simulate", path, "--cluster", "cpu", "--steps", 2, "--policies", "plain,wlb_lazy")
-    assert simulated.exit_code == 0, simulated.output
+    said("simulate", path, "--cluster", "cpu", "--steps", 2, "--policies", "plain,wlb_lazy")
 
 
 @pytest.mark.parametrize(
@@ -173,8 +171,7 @@ def initial_load(corpora, write, tmp_path):
     ids=["Llama 3.1 8B", "in the newer form", "Qwen3 30B-A3B"],
 )
 def test_the_published_models_fit_their_bases(initial_load, base, description):
-    result = invoke("config", "check", initial_load(base, description))
-    assert result.exit_code == 0, result.stderr
+    said("config", "check", initial_load(base, description))
 
 
 LAYERS = {"num_hidden_layers": 16, "rms_norm_eps": 1e-6}
@@ -240,7 +237,7 @@ def test_what_an_export_lacks_is_named_before_the_start(corpora, write, tmp_path
     checkpoint = "checkpoint = { enable = true, last_save_in_hf = true, last_save_model_only = true }"
     small = SMALL.replace("FOLDER/corpus/tokenizer", str(tokenizer))
     path = write(f'{small}\nwlb.corpus.path = "FOLDER/short"\n{checkpoint}')
-    assert invoke("config", "check", path).exit_code == 0
+    said("config", "check", path)
     (tokenizer / "generation_config.json").write_text("[1]")
     assert_refused(path, "generation_config.json cannot be read")
     (tokenizer / config).unlink()

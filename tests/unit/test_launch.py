@@ -12,8 +12,7 @@ import warnings
 from functools import partial
 
 import pytest
-from click.testing import CliRunner
-from commands import CONFIGS, ROOT
+from commands import CONFIGS, ROOT, invoke, said
 from forking import Rank, free_port
 from lab import make_corpus
 from torch.distributed.run import config_from_args, parse_args
@@ -23,7 +22,6 @@ from wlb_titan.launch import in_torchx
 from wlb_titan.launch.elastic import Agent, run
 from wlb_titan.launch.job import AGENT, hosts_of
 
-from wlb_titan.commands.main import main
 from wlb_titan.cost import profile
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.runtime.metrics import Console
@@ -231,14 +229,13 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     corpus = ["--wlb.corpus.path", str(tmp_path / "corpus")]
     words = ["slurm", SEVEN_B, "--time", "8:00:00", "-o", "partition=gpu", "--checkpoint.enable", "true"]
     monkeypatch.setattr(sys, "argv", ["wlb-titan", *words, "--dump_folder", "a\nexit 9\n"])
-    script = CliRunner().invoke(main, [*words, *corpus])
+    script = invoke(*words, *corpus)
     assert script.exit_code == 0, script.output
     assert script.stderr == "", "nothing about this machine's CPU"
     assert set(re.findall("^#SBATCH --(.*)", script.stdout, re.MULTILINE)) == set(SBATCH.split())
-    on_cpu = CliRunner().invoke(main, ["slurm", CONFIG, "--nproc-per-node", "2", *corpus])
-    assert on_cpu.exit_code == 0, on_cpu.output
-    assert "--nodes=2" in on_cpu.stdout and "--nproc_per_node 2" in on_cpu.stdout
-    assert "gpu" not in "".join(re.findall("^#SBATCH.*", on_cpu.stdout, re.MULTILINE))
+    on_cpu = said("slurm", CONFIG, "--nproc-per-node", "2", *corpus)
+    assert "--nodes=2" in on_cpu and "--nproc_per_node 2" in on_cpu
+    assert "gpu" not in "".join(re.findall("^#SBATCH.*", on_cpu, re.MULTILINE))
     for name, text in FAKE_SLURM.items():
         (tmp_path / name).write_text("#!/bin/bash\n" + text)
         (tmp_path / name).chmod(0o755)
@@ -257,12 +254,11 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     assert (agent.rdzv_endpoint, agent.rdzv_id) == ("node1:24711", "4711.0")
     assert (agent.module, agent.training_script) == (True, "wlb_titan.runtime.train")
     assert agent.training_script_args == ["--config", SEVEN_B, "--checkpoint.enable", "true", *corpus]
-    shared = CliRunner().invoke(main, [*words, *corpus, "-o", "cpus-per-task=96", "-o", "mem=500G"])
-    assert "cpus-per-task=96\n#SBATCH --mem=500G\n" in shared.stdout and "exclusive" not in shared.stdout
-    for again in (("enable", "false"), ("load_only", "true")):
-        lost = CliRunner().invoke(main, [*words, *corpus, f"--checkpoint.{again[0]}", again[1]])
-        assert lost.exit_code == 0, lost.output
-        assert "scontrol requeue" not in lost.stdout, "it would begin again, for ever"
+    shared = said(*words, *corpus, "-o", "cpus-per-task=96", "-o", "mem=500G")
+    assert "cpus-per-task=96\n#SBATCH --mem=500G\n" in shared and "exclusive" not in shared
+    for key, value in (("enable", "false"), ("load_only", "true")):
+        lost = said(*words, *corpus, f"--checkpoint.{key}", value)
+        assert "scontrol requeue" not in lost, "it would begin again, for ever"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +278,7 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
 )
 def test_a_batch_script_that_would_stop_at_once_or_run_elsewhere_is_refused(words, message):
     corpus = ["--wlb.corpus.path", str(ROOT)]
-    refused = CliRunner().invoke(main, ["slurm", SEVEN_B, *words.split(), *corpus])
+    refused = invoke("slurm", SEVEN_B, *words.split(), *corpus)
     assert refused.exit_code == 2 and re.search(message, refused.stderr), refused.output
     assert not refused.stdout
 

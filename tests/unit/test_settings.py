@@ -3,7 +3,7 @@
 import runpy
 
 import pytest
-from commands import CONFIGS, ROOT, invoke
+from commands import CONFIGS, ROOT, invoke, said
 
 from wlb_titan.commands.config import experiment
 from wlb_titan.runtime.configured import degrees_product
@@ -24,9 +24,8 @@ def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     file = str(folder / "cpu_debug.toml") if folder else "cpu_debug"
     words = "--wlb.policy wlb_lazy --wlb.corpus.sources [{path='a'}] --optimizer.param_groups.0.pattern .*"
-    result = invoke("config", "show", file, "--explain", *words.split())
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.output.replace("\n# ", " ").split())
+    output = said("config", "show", file, "--explain", *words.split())
+    text = " ".join(output.replace("\n# ", " ").split())
     for told in (
         "Iterations after which a document is packed, whatever the imbalance. (integer, at least 0; "
         "default 16) max_delay = 16",
@@ -36,7 +35,7 @@ def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeyp
         "How many train steps to run (integer; default 10000) steps =",  # torchtitan's own
     ):
         assert told in text, told
-    (tmp_path / "explained.toml").write_text(result.output)
+    (tmp_path / "explained.toml").write_text(output)
     again = load_config(tmp_path / "explained.toml")
     assert again.config.wlb == load_config(ROOT / "train_configs/cpu_debug.toml", words.split()).config.wlb
 

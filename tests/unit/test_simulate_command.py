@@ -9,13 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import planning
 import pytest
-from click.testing import CliRunner
-from commands import CONFIGS
+from commands import CONFIGS, invoke
 from test_checked_files import LLAMA_3_1_8B
 from torchtitan.config import ParallelismConfig
 
 from wlb_titan.commands.command_line import load_job
-from wlb_titan.commands.main import main
 from wlb_titan.commands.simulate import winner_words
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
@@ -55,7 +53,7 @@ def config(tmp_path_factory):
 
 
 def run(*arguments, code=0):
-    result = CliRunner().invoke(main, ["simulate", *map(str, arguments)])
+    result = invoke("simulate", *arguments)
     assert result.exit_code == code and (code or not result.stderr), result.output
     return result.output
 
