@@ -43,14 +43,11 @@ def test_numbers_of_micro_batches_are_refused_as_torch_would(name, ranks):
             check_micro_batches(name, ranks, stages, micro_batches)
 
 
-def test_every_concrete_schedule_of_torch_is_known():
+def test_every_concrete_schedule_of_torch_is_known_and_spelled_in_any_case():
     with pytest.raises(ValueError) as error:
         get_schedule_class("none")
     offered = set(str(error.value).split("[")[1].rstrip("]").replace("'", "").split(", "))
     assert offered == {*SCHEDULES, "PipelineScheduleSingle", "PipelineScheduleMulti"}
-
-
-def test_names_are_spelled_in_any_case():
     assert canonical_name("interleaved1f1b") == "Interleaved1F1B"
     with pytest.raises(ValueError, match=r"'PipelineScheduleSingle'.*GPipe"):
         canonical_name("PipelineScheduleSingle")

@@ -126,11 +126,8 @@ dryrun good.toml --output good.toml -> --output: good.toml exists
 rehearse good.toml --output corpus/corpus.json -> corpus.json exists, and this command did not
 compare nowhere | compare . | compare good.txt | compare nowhere --report pages -> report.html exists
 """
-COMMANDS = {
-    "plan good.toml --lengths good.txt": PLAN,
-    "simulate table.toml --lengths good.txt": SIMULATE,
-    "": OTHERS,
-}
+COMMANDS = {"plan good.toml --lengths good.txt": PLAN, "": OTHERS}
+COMMANDS["simulate table.toml --lengths good.txt"] = SIMULATE
 """These words go before what stands between bars and ends of lines; after an arrow is what an answer says."""
 
 

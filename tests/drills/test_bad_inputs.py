@@ -115,8 +115,7 @@ def test_every_key_in_every_wrong_way(schema, corpus, tmp_path):
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
 
 
-# Settings that are in range each, and the key by which the planner, the optimizer or the corpus refuses them.
-# More stand in test_bad_commands.py.
+# In range each, and the key by which planner, optimizer or corpus refuses them; more in test_bad_commands.py.
 WHOLE = """
 wlb.policy = "wlb_lazy"; wlb.packing.max_length = 100              -> wlb.packing.max_length
 wlb.corpus.path = "/"                                              -> wlb.corpus.path

@@ -19,12 +19,9 @@ def trained(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_every_example_is_trained_once_an_epoch(trained):
+def test_every_example_is_trained_once_an_epoch_with_the_losses_of_those_in_order(trained):
     for found in trained.values():
         assert found["trained"] == sorted(2 * found["lengths"])
-
-
-def test_losses_are_those_of_examples_dealt_out_in_order(trained):
     ordinary, balanced = (trained[name]["losses"] for name in ("InOrder", "BalancedBatchSampler"))
     assert len(balanced) == 16 and balanced == pytest.approx(ordinary, rel=1e-5)
     assert np.ptp(balanced) > 0.01, "it learns"

@@ -60,18 +60,13 @@ def test_divisions_that_are_timed_can_run_and_differ_in_speed_only(heads):
         assert group % (one.split * one.pack) == 0 and 1 <= one.section <= heads[1]
 
 
-def test_shards_add_up():
-    from attention_cases import pairs, shard, whole
+def test_shards_add_up_and_flops_count_the_real_mask():
+    from attention_cases import flops, pairs, shard, whole
 
     documents = [3000, 7, 640, 1]
     shards = [shard(documents, 4, rank) for rank in range(4)]
     assert sum(pairs(s) for s in shards) == pairs(whole(documents))
     assert sum(int(s[:, 1].sum()) for s in shards) == sum(documents)
-
-
-def test_flops_count_the_real_mask():
-    from attention_cases import flops, pairs
-
     assert pairs(SHARD) == int(visible(SHARD, 13, 12).sum())
     assert flops(SHARD, Shape(4, 2, 16, 8)) == 2 * pairs(SHARD) * 4 * (16 + 8)
 

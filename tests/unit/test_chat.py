@@ -352,10 +352,17 @@ def test_what_stands_beside_a_conversation_is_written_or_refused(name, tmp_path,
     assert_learned(message or ["b<|end|>"], tmp_path, tokenizer, template, source=source)
 
 
-def test_conversations_that_teach_nothing_are_left_out_and_counted(tmp_path, tokenizer):
+def test_conversations_that_teach_nothing_or_are_long_are_left_out_and_counted(tmp_path, tokenizer):
     corpus = prepare(tmp_path, tokenizer, PLAIN, [spoken("b", weight=0), *CHATS])
     assert (len(corpus), corpus.preparation.unlearned_documents) == (2, 1)
     assert learned_texts(corpus) == ANSWERS
+    lengths = sorted(np.asarray(prepare(tmp_path, tokenizer, PLAIN).lengths).tolist())
+    for longest, kept in {lengths[1]: 2, lengths[1] - 1: 1, lengths[0]: 1}.items():
+        corpus = prepare(tmp_path, tokenizer, PLAIN, max_length=longest)
+        assert sorted(np.asarray(corpus.lengths).tolist()) == lengths[:kept]
+        assert corpus.preparation.long_documents == 2 - kept
+    with pytest.raises(CorpusError, match="0 documents are empty, 2 too long"):
+        prepare(tmp_path, tokenizer, PLAIN, max_length=lengths[0] - 1)
 
 
 def test_the_example_s_template_writes_parts_calls_and_tools(tmp_path, tokenizer):
@@ -364,16 +371,6 @@ def test_the_example_s_template_writes_parts_calls_and_tools(tmp_path, tokenizer
     corpus = prepare(tmp_path, tokenizer, template.read_text(), source=source)
     ends = "<|endoftext|>"
     assert learned_texts(corpus) == [[f'I ask.\ncall f: {{"city": "Rome"}}{ends}', f"Two parts{ends}"]]
-
-
-def test_long_conversations_are_left_out_and_counted(tmp_path, tokenizer):
-    lengths = sorted(np.asarray(prepare(tmp_path, tokenizer, PLAIN).lengths).tolist())
-    for longest, kept in {lengths[1]: 2, lengths[1] - 1: 1, lengths[0]: 1}.items():
-        corpus = prepare(tmp_path, tokenizer, PLAIN, max_length=longest)
-        assert sorted(np.asarray(corpus.lengths).tolist()) == lengths[:kept]
-        assert corpus.preparation.long_documents == 2 - kept
-    with pytest.raises(CorpusError, match="0 documents are empty, 2 too long"):
-        prepare(tmp_path, tokenizer, PLAIN, max_length=lengths[0] - 1)
 
 
 NO_ROLE = 'message 1 has no "role"'

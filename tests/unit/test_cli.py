@@ -105,11 +105,8 @@ def test_what_concerns_the_user_is_told_once_in_a_line(failing, what, exit_code,
     assert (result.exit_code, result.stderr) == (exit_code, told)
 
 
-def test_signs_that_an_encoding_lacks_are_no_error(failing):
+def test_signs_that_an_encoding_lacks_are_no_error_and_a_defect_keeps_its_traceback(failing):
     assert failing("signs", charset="latin-1").stdout_bytes == b"\xb1 ?\n"
-
-
-def test_a_defect_keeps_its_traceback(failing):
     assert isinstance(failing("defect").exception, ValueError)
 
 

@@ -168,13 +168,10 @@ def test_figures_that_no_run_has_make_no_row(folder):
     assert cells("imbalance, measured", text) == ["–", "1.500"]
 
 
-def test_runs_of_the_same_name_are_told_apart_by_path(folder):
+def test_runs_of_one_name_are_told_apart_by_path_and_a_line_that_is_being_written_left_out(folder):
     a, b = folder("x/run", [record(1)]), folder("y/run", [record(1)])
     assert [run.name for run in open_runs([a, b])] == [str(a), str(b)]
     assert [run.name for run in open_runs([a, a])] == ["run"], "once is enough"
-
-
-def test_a_line_that_is_being_written_is_left_out(folder):
     path = folder("a", [record(1), record(2)])
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')

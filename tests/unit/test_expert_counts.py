@@ -69,9 +69,7 @@ def expected():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "compiled"]
-)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_experts_are_balanced_as_if_nothing_was_recomputed(expected, kind, compiled):
     counts, bias, _ = balanced(kind, compiled=compiled)
     assert torch.equal(counts, expected[0]) and torch.equal(bias, expected[1])

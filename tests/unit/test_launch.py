@@ -56,8 +56,7 @@ def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
 
 LOSING_WORDS = f"--nnodes 2:4 --nproc_per_node 1 -- {' '.join(SPREAD)} --training.global_batch_size 12"
 
-# Scheduler and arguments of `wlb.train`, or with policies of `wlb.bench`, besides the image; indented what of
-# the job says them, or not.
+# Scheduler, and arguments of `wlb.train` or `wlb.bench` besides the image; indented what it says, or not.
 JOBS = f"""
 local_cwd --config CONFIG -- --training.steps 5
     wlb-agent --rdzv_backend c10d; --nproc_per_node 4; --config CONFIG --training.steps 5

@@ -58,7 +58,7 @@ def test_pour_keeps_to_the_bound_and_leaves_nothing_that_has_ample_room(lengths,
         assert held.all()
 
 
-def test_pour_levels_what_is_uneven():
+def test_pour_levels_what_is_uneven_and_a_ceiling_leaves_the_shortest():
     rng = np.random.default_rng(0)
     bins = Bins(16, 10**6)
     long = -np.sort(-rng.integers(5_000, 60_000, 16))
@@ -66,9 +66,6 @@ def test_pour_levels_what_is_uneven():
     lengths = -np.sort(-rng.integers(5, 900, 20_000))
     bins.pour(lengths, lengths.astype(float))
     assert max(bins.loads) / np.mean(bins.loads) < 1.0005
-
-
-def test_a_ceiling_leaves_the_shortest():
     bins = Bins(2, 10**6)
     lengths = np.array([64] * 50 + [8] * 100)
     assigned = bins.pour(lengths, lengths.astype(float), ceiling=1700.0)

@@ -69,13 +69,10 @@ def test_passes_are_drawn_to_scale():
     assert drawn.count('rect class="apart"') == 12
 
 
-def test_names_in_a_trace_are_no_html():
+def test_names_in_a_trace_are_no_html_and_what_an_outline_would_hide_has_none():
     drawn = pipelines({"<i>": [Pass("F", 0, 0, 0, 1, rank="<script>", facts={"<b>": "</title>"})]})
     Tags(drawn)
     assert ">&lt;script&gt;</text>" in drawn and "&lt;b&gt;: &lt;/title&gt;" in drawn
-
-
-def test_passes_that_an_outline_would_hide_have_none():
     drawn = pipelines({"a": [Pass("F", 0, number, number, 1) for number in range(1000)]})
     assert drawn.count("<rect") == 1000 and 'rect class="apart"' not in drawn
 

@@ -131,13 +131,10 @@ def test_the_example_of_the_module():
         assert graph.step_times(unequal, 2 * unequal, orders).tolist() == steps
 
 
-def test_a_circle_is_refused_by_name():
+def test_circles_schedules_and_numbers_of_micro_batches_without_a_graph_are_refused():
     first = [Action("F", 0, 0), Action("B", 0, 0)]
     with pytest.raises(PlanError, match=r"1F1B wait.*rank 0 at B0 of stage 0, rank 1 at B0 of stage 1"):
         PipelineGraph(PipelineShape("1F1B", 2), 1, [first, [Action("B", 1, 0), Action("F", 1, 0)]])
-
-
-def test_schedules_and_numbers_of_micro_batches_that_have_no_graph_are_refused():
     with pytest.raises(PlanError, match="'DualPipeV'"):
         PipelineGraph(PipelineShape("DualPipeV", 2, 2), 4)
     with pytest.raises(PlanError, match="ZBVZeroBubble runs 2 stages a rank, not 1"):

@@ -159,13 +159,10 @@ def test_it_changes_the_times_of_passes():
     assert 1.2 < (twins.pipeline / alone.pipeline).mean() < 1.5
 
 
-def test_a_search_leaves_it_as_it_is():
+def test_a_search_leaves_it_as_it_is_and_its_ranks_share_no_micro_batch():
     found = list(degrees_of(with_own(Apart.Config(degree=2)), 32))
     assert found and all(degrees.ranks == 32 and degrees.own for degrees in found)
     assert not list(degrees_of(with_own(Apart.Config(degree=2)), 33))
-
-
-def test_its_ranks_share_no_micro_batch():
     slim = POLICIES.configure("slim", dp_merge=True)
     with pytest.raises(PlanError, match="have different weights"):
         _ = replace(with_own(Apart.Config(degree=2)), packing=slim).by_sharers

@@ -46,15 +46,12 @@ def test_bubble_is_the_idle_share_between_the_first_pass_and_the_last():
     assert bubble(SECOND) == 0.0
 
 
-def test_imbalance_is_of_whole_micro_batches_over_all_stages_and_replicas():
+def test_imbalance_is_of_whole_micro_batches_over_stages_and_replicas_of_ranks_that_share_once():
     assert measured_imbalance(FIRST + SECOND, PLAN) == pytest.approx(12 / 9)
     replica = [replace(one, replica="dp 1") for one in FIRST]
     plan = plan_of(*PLAN.micro_batches, pack(0, 1), pack(1, 1))
     found = measured_imbalance(FIRST + SECOND + replica, plan)
     assert found == pytest.approx(12 / np.mean([6, 12, 3, 6]))
-
-
-def test_ranks_that_share_a_micro_batch_count_once():
     pair = [Pass("FB", 0, i, 2 * i, 2 + 2 * i, "dp 0", f"cp {cp}") for cp in range(2) for i in range(2)]
     assert measured_imbalance(pair, PLAN) == pytest.approx(4 / 3)
 
