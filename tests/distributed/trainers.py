@@ -197,8 +197,10 @@ class WatchingTrainer(Trainer):
     """Writes what of each step waits for the device or compiles."""
 
     def train_step(self, data_iterator):
-        timeouts = [seconds(group) for group in process_groups()]
-        compiled = []
+        timeouts, compiled = [], []
+        for group in process_groups():
+            (backend,) = {group._get_backend(device) for device in group._device_types}
+            timeouts.append(backend.options._timeout.total_seconds())
         knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
         with noticed_by_cuda() as by_cuda, Watch() as watch:
             super().train_step(data_iterator)
@@ -206,12 +208,6 @@ class WatchingTrainer(Trainer):
         record |= {"longest": self.dataloader.plan.longest, "timeouts": timeouts}
         with (Path(self.config.dump_folder) / WAITED.format(rank=dist.get_rank())).open("a") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def seconds(group):
-    """After which a process group gives others up."""
-    (backend,) = {group._get_backend(device) for device in group._device_types}
-    return backend.options._timeout.total_seconds()
 
 
 def watched(base=llama):

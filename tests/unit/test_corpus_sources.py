@@ -229,12 +229,7 @@ def test_settings_that_contradict(options, message):
 
 # From texts to tokens.
 
-TEXTS = [
-    "def f(x):\n    return x\n",
-    "the cat sat on the mat\n" * 20,
-    "Grüße, 世界 🙂\n",
-    "a\r\nb\tc  d\n\n\n",
-]
+TEXTS = ["def f(x):\n    return x\n", "a cat sat on the mat\n" * 20, "Grüße, 世界 🙂\n", "a\r\nb\tc  d\n\n\n"]
 
 
 class Texts:

@@ -1,7 +1,12 @@
-"""What is made of measured passes: imbalance and bubble."""
+"""What is made of measured passes: imbalance and bubble; and that what a run reports ends no training."""
 
+import errno
 import itertools
+import json
+import logging
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +15,7 @@ from slicing import PACKINGS, planner
 
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.plan import MicroBatch, Plan
+from wlb_titan.runtime.metrics import JsonLines, MetricsProcessor, warn_once
 from wlb_titan.runtime.step_trace import PassTimer, bubble, measured_imbalance
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import rank_imbalance
@@ -91,3 +97,22 @@ def test_the_timer_measures_only_while_it_is_on():
     assert found == [("F", 0, 0, 1, 1), ("L", 1, 7, 3, 1)]
     timer.start()
     assert timer.stop() == []
+
+
+def test_a_full_disk_behind_tensorboard_ends_no_run(tmp_path, caplog, monkeypatch):
+    """Neither where a validation is reported nor at the end, where TensorBoard raises once more."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    metrics = MetricsProcessor.__new__(MetricsProcessor)
+    metrics.logger = SimpleNamespace(log=full, close=full)
+    metrics._reports = True
+    metrics._lines = JsonLines(tmp_path / "steps")
+    metrics._validation_lines = JsonLines(tmp_path / "validations")
+    warn_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    metrics.log_validation(1.5, 3, {})
+    metrics.close()
+    assert caplog.text.count("log cannot be written: [Errno 28] No space left on device") == 1
+    assert json.loads((tmp_path / "validations").read_text()) == {"step": 3, "loss": 1.5}
