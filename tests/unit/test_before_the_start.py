@@ -1,4 +1,4 @@
-"""What is settled before a first step: the shape of the model, whether it fits, how long ranks wait, on what."""
+"""What is settled before a first step: a model's shape, whether it fits, how long ranks wait, which GPUs."""
 
 from copy import deepcopy
 from dataclasses import replace

@@ -92,17 +92,14 @@ def failing(monkeypatch):
     return lambda what, **how: CliRunner(**how).invoke(main, ["fail", what])
 
 
-@pytest.mark.parametrize(
-    ("what", "exit_code", "told"),
-    [
-        ("mistake", 2, "Error: The file is missing. Make one.\n"),
-        ("warnings", 0, "Warning: twice\nWarning: once\n"),
-        ("interrupt", 130, "\nInterrupted.\n"),
-    ],
-)
-def test_what_concerns_the_user_is_told_once_in_a_line(failing, what, exit_code, told):
+TOLD = {"mistake": (2, "Error: The file is missing. Make one.\n"), "interrupt": (130, "\nInterrupted.\n")}
+TOLD["warnings"] = (0, "Warning: twice\nWarning: once\n")
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_what_concerns_the_user_is_told_once_in_a_line(failing, what):
     result = failing(what)
-    assert (result.exit_code, result.stderr) == (exit_code, told)
+    assert (result.exit_code, result.stderr) == TOLD[what]
 
 
 def test_signs_that_an_encoding_lacks_are_no_error_and_a_defect_keeps_its_traceback(failing):

@@ -23,15 +23,10 @@ from wlb_titan.summary import rank_imbalance
 pytestmark = pytest.mark.slow
 
 # Two ranks of a pipeline, micro-batches of 3 and 6 seconds a rank; rank 1 waits one second and rank 0 for it.
-FIRST = [
-    *(Pass("F", 0, 0, 0, 1, "dp 0", "pp 0"), Pass("F", 0, 1, 1, 2, "dp 0", "pp 0")),
-    *(Pass("B", 0, 0, 4, 2, "dp 0", "pp 0"), Pass("B", 0, 1, 9, 4, "dp 0", "pp 0")),
-]
-SECOND = [
-    *(Pass("F", 1, 0, 1, 0.5, "dp 0", "pp 1"), Pass("L", 1, 0, 1.5, 0.5, "dp 0", "pp 1")),
-    *(Pass("B", 1, 0, 2, 2, "dp 0", "pp 1"), Pass("F", 1, 1, 4, 2, "dp 0", "pp 1")),
-    Pass("B", 1, 1, 6, 4, "dp 0", "pp 1"),
-]
+ROWS = [("F", 0, 0, 0, 1), ("F", 0, 1, 1, 2), ("B", 0, 0, 4, 2), ("B", 0, 1, 9, 4)]
+FIRST = [Pass(*row, "dp 0", "pp 0") for row in ROWS]
+ROWS = [("F", 1, 0, 1, 0.5), ("L", 1, 0, 1.5, 0.5), ("B", 1, 0, 2, 2), ("F", 1, 1, 4, 2), ("B", 1, 1, 6, 4)]
+SECOND = [Pass(*row, "dp 0", "pp 1") for row in ROWS]
 
 
 def pack(index, dp_rank=0, passes="FB", length=8):

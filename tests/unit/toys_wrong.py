@@ -83,19 +83,13 @@ class Divided(AllGather):
         return "divided", from_runs(number, *self.runs(number, share), lengths, self.ranks)
 
 
-class Overlap(Divided):
-    def runs(self, number, share):
-        return 0 * number, 0 * number + share
-
-
-class Misses(Divided):
-    def runs(self, number, share):
-        return number * share, number * share + share - 8
-
-
-class Uneven(Divided):
-    def runs(self, number, share):
-        return number * share + (number > 0) * 8, number * share + share + 8
+RUNS = {  # by ranks, where those of each begin and end
+    "Overlap": lambda number, share: (0 * number, 0 * number + share),
+    "Misses": lambda number, share: (number * share, number * share + share - 8),
+    "Uneven": lambda number, share: (number * share + (number > 0) * 8, number * share + share + 8),
+}
+for name, runs in RUNS.items():
+    globals()[name] = type(name, (Divided,), {"runs": staticmethod(runs), "__module__": __name__})
 
 
 class Repeats(AsPacked):
