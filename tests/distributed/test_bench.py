@@ -71,19 +71,16 @@ def test_a_rank_that_dies_ends_the_bench(lab):
     assert codes[0] not in (0, None) and not (experiment.folder / "bench.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("policies", "words", "message"),
-    [
+def test_policies_that_cannot_share_a_model_are_refused_by_name(lab):
+    for policies, words, message in (
         ("plain,slom", (), "slom: no packing policy is called 'slom'. Did you mean 'slim'"),
         ("plain/ulysses,plain", ("cp8",), "plain/ulysses cannot take turns in this job: With ulysses 8"),
         ("plain,slim", ("pp2", "GPipe"), "slim cannot take turns in this job: Slices need the"),
         ("plain,slim", ("pp2", "slim4", "asymmetric", "full"), "only some of wlb.bench.policies can use its"),
-    ],
-)
-def test_policies_that_cannot_share_a_model_are_refused_by_name(lab, policies, words, message):
-    experiment = lab.experiment("refused", *layout(" ".join(words)), "--wlb.bench.policies", policies)
-    with pytest.raises(UserError, match=re.escape(message)):
-        load_config_of(lab, experiment)
+    ):
+        experiment = lab.experiment("refused", *layout(" ".join(words)), "--wlb.bench.policies", policies)
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_config_of(lab, experiment)
 
 
 def test_drift_of_the_machine_and_a_burst_do_not_reach_the_ratio():

@@ -213,18 +213,15 @@ def test_sources_that_cannot_be_used(here, source, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_settings_that_contradict():
+    for options, message in (
         ({"tokenizer": "t", "vocab_size": 300}, "leave out --vocab-size"),
         ({"max_length": 9}, "are for --chat only"),
         ({"chat": True, "tokenizer": "t"}, "Conversations are records of jsonl:, parquet: or hf:"),
         ({"chat": True, "source": "jsonl:a"}, "template of the model's tokenizer: --tokenizer DIR"),
-    ],
-)
-def test_settings_that_contradict(options, message):
-    with pytest.raises(CorpusError, match=message):
-        PrepareSettings(**options)
+    ):
+        with pytest.raises(CorpusError, match=message):
+            PrepareSettings(**options)
 
 
 # From texts to tokens.

@@ -77,18 +77,15 @@ def test_changing_the_policy_keeps_what_both_have(tmp_path):
         configured(tmp_path, '[packing]\npolicy = "plain"\nmax_length = 2048')
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_names_that_lead_nowhere():
+    for name, message in (
         ("wlb_lasy", r"no packing policy is called 'wlb_lasy'. Did you mean 'wlb_lazy'\?"),
         ("toys:Nothing", "cannot be imported: module 'toys' has no attribute 'Nothing'"),
         ("nowhere:Policy", "cannot be imported: No module named 'nowhere'"),
         ("toys:Contiguous", "is not a packing policy: it does not derive from"),
-    ],
-)
-def test_names_that_lead_nowhere(name, message):
-    with pytest.raises(UserError, match=message):
-        POLICIES.find(name)
+    ):
+        with pytest.raises(UserError, match=message):
+            POLICIES.find(name)
 
 
 @pytest.mark.parametrize(

@@ -61,18 +61,15 @@ def test_the_latency_model_takes_its_passes_units_and_heads_from_profile_and_sha
     assert latent.forward == profile.entries[4].cost
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind"),
-    [
+def test_an_attention_that_was_not_measured_is_named(profile):
+    for shape, kind in (
         (AttentionShape(head_dim=192, group=8), "head dim 192, GQA group 8, bfloat16; it has head dim 64"),
         (AttentionShape(head_dim=64, group=4), "GQA group 4"),
         (AttentionShape(head_dim=64, group=8, dtype="float32"), "float32"),
         (AttentionShape(head_dim=64, v_head_dim=32, group=8), "head dim 64/32"),
-    ],
-)
-def test_an_attention_that_was_not_measured_is_named(profile, shape, kind):
-    with pytest.raises(PlanError, match=f"Some GPU has no attention of .*{kind}.*wlb-titan profile FILE"):
-        profile.latency(shape)
+    ):
+        with pytest.raises(PlanError, match=f"Some GPU has no attention of .*{kind}.*wlb-titan profile FILE"):
+            profile.latency(shape)
 
 
 def test_measured_rates_take_the_place_of_the_clusters(profile, tmp_path, monkeypatch):
