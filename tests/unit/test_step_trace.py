@@ -47,7 +47,7 @@ def test_bubble_is_the_idle_share_between_the_first_pass_and_the_last():
     assert bubble(SECOND) == 0.0
 
 
-def test_imbalance_is_of_whole_micro_batches_over_stages_and_replicas_of_ranks_that_share_once():
+def test_imbalance_is_of_whole_micro_batches_over_stages_and_replicas_and_shared_ones_count_once():
     assert measured_imbalance(FIRST + SECOND, PLAN) == pytest.approx(12 / 9)
     replica = [replace(one, replica="dp 1") for one in FIRST]
     plan = plan_of(*PLAN.micro_batches, pack(0, 1), pack(1, 1))
