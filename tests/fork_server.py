@@ -1,13 +1,12 @@
 """A process that has torch and torchtitan imported, and forks the ranks of jobs.
 
 Importing takes far longer than a tiny experiment, and ranks that outlive their job carry its process groups
-and DTensor's caches into the next. Forked ranks start at once and clean. Where something has asked CUDA for
-its devices before, which a fork does not survive, ranks are new processes after all.
+and DTensor's caches into the next. Where something has asked CUDA for its devices before, which a fork does
+not survive, ranks are new processes after all.
 
-Each line of standard input is a job, as `forking.ForkServer.start` writes it; jobs run beside each other.
-Each line of standard output is news of one: {"job", "processes"} with the process numbers of its ranks, and
-{"job", "rank", "code"} as each rank ends. A job's ranks are children of a launcher of their own,
-as they are torchrun's otherwise.
+Each line of standard input is a job, as `forking.ForkServer.start` writes it; jobs run side by side, each
+with a launcher as its ranks' parent. Each line of standard output is news of one: {"job", "processes"} with
+the process numbers of its ranks, and {"job", "rank", "code"} as each rank ends.
 """
 
 import faulthandler

@@ -164,8 +164,7 @@ def await_(happened: Callable[[], object], log: Callable[[], str], patience: flo
 
 
 def free_port() -> int:
-    """A port that nobody has, below those that systems give to connections: one of these could be gone before
-    the job listens on it."""
+    """A port that nobody has, below those that systems give to connections, which could be gone at once."""
     while True:
         port = random.randrange(10000, 32768)
         with socket.socket() as s, contextlib.suppress(OSError):

@@ -28,8 +28,7 @@ def trained_by(trainer, base):
 
 
 def llama(layers=2):
-    """The debug model with two of its four layers, and few more tokens than the corpus has. Activation
-    checkpointing would take a third of a step."""
+    """The debug model in small. Activation checkpointing would take a third of a step."""
     config = base_config("llama3_debug")
     model = config.model_spec.model
     model.layers = [copy.deepcopy(model.layers[i % 4]) for i in range(layers)]
@@ -63,9 +62,8 @@ def scaled_llama():
     """The same with rotary positions as Llama 3.1 scales them, for a model that knew 64 tokens before."""
     config = llama()
     for layer in config.model_spec.model.layers:
-        layer.attention.rope = dataclasses.replace(
-            layer.attention.rope, theta=500000.0, scaling="llama", original_max_position_embeddings=64
-        )
+        scaled = {"theta": 500000.0, "scaling": "llama", "original_max_position_embeddings": 64}
+        layer.attention.rope = dataclasses.replace(layer.attention.rope, **scaled)
     return config
 
 

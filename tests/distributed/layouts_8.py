@@ -8,10 +8,8 @@ Not among the tests that `make test` collects, because eight processes are slow 
 import pytest
 from lab import Cases
 
-COMMON = (
-    *("--training.seq_len", "512", "--training.steps", "2", "--wlb.policy", "wlb_lazy/hybrid"),
-    *("--wlb.packing.cost_model", "quadratic:1,1000"),
-)
+COMMON = ("--training.seq_len", "512", "--training.steps", "2", "--wlb.policy", "wlb_lazy/hybrid")
+COMMON += ("--wlb.packing.cost_model", "quadratic:1,1000")
 LAYOUTS = (
     "pp2 cp2 tp2 layers4 wlb_lazy hybrid best",
     "dp2 replicas2 pp2 layers4 GPipe",

@@ -41,13 +41,8 @@ def make_micro_batch(seed, length):
 
 def step_data(step, lengths, data_parallel):
     """Per data-parallel rank the micro-batches of a step; rank r has the lengths in an order shifted by r."""
-    return [
-        [
-            make_micro_batch((step, rank, index), length)
-            for index, length in enumerate(lengths[rank:] + lengths[:rank])
-        ]
-        for rank in range(data_parallel)
-    ]
+    orders = [enumerate(lengths[rank:] + lengths[:rank]) for rank in range(data_parallel)]
+    return [[make_micro_batch((step, rank, i), n) for i, n in own] for rank, own in enumerate(orders)]
 
 
 def valid_tokens(data):
@@ -85,18 +80,13 @@ class Reference:
             mask = DocumentMask(torch.from_numpy(segments))
             tokens, labels, positions = (torch.from_numpy(x) for x in (s.tokens, s.labels, s.positions))
             with torch.set_grad_enabled(backward), without_meshes():
-                logits = self.model(
-                    tokens.unsqueeze(0), positions=positions.unsqueeze(0), attention_masks=mask
-                )
-                loss = torch.nn.functional.cross_entropy(
-                    logits.squeeze(0).float(), labels, reduction="sum", ignore_index=IGNORE_INDEX
-                )
+                logits = self.model(tokens[None], positions=positions[None], attention_masks=mask)
+                loss = torch.nn.functional.cross_entropy(logits[0].float(), labels, reduction="sum")
             if backward:
                 (s.weight * loss / count).backward()
             total += s.weight * loss.item()
-        return total / float(count), {
-            name: p.grad for name, p in self.model.named_parameters() if p.requires_grad
-        }
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+        return total / float(count), gradients
 
 
 def differences(mine, reference):

@@ -1,8 +1,5 @@
 """Whether all that ranks of a test's job ask of their process groups meets, by NCCL's rules and not gloo's.
-
-Hooks of the process groups see every call of the main thread, on any backend: those of the threads that plan
-ahead or save checkpoints have groups of their own.
-"""
+Hooks of the groups see every call of the main thread; threads that plan or save have groups of their own."""
 
 import threading
 from functools import partial

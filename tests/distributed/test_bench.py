@@ -29,11 +29,6 @@ def bench(lab, name, *words):
     return lab.experiment(name, *policies, "--wlb.packing.cost_model", "quadratic:1,1000", *words)
 
 
-def losses(log, policy):
-    return re.findall(rf"(?:warm-up|round \d of {ROUNDS}) \| {re.escape(policy)} \| loss +(\S+)", log)
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("degrees", ["dp2", pytest.param("pp2 cp2", marks=pytest.mark.long)])
 def test_policies_in_turns_train_what_each_would_train_at_these_weights(lab, degrees):
     """A run of its own whose weights stay has the same losses step by step."""
@@ -42,17 +37,15 @@ def test_policies_in_turns_train_what_each_would_train_at_these_weights(lab, deg
     benched = bench(lab, f"bench_{name}", *words)
     still = ("--base", "trainers:still", "--training.steps", str(1 + ROUNDS), "--metrics.log_freq", "1")
     cost = ("--wlb.packing.cost_model", "quadratic:1,1000")
-    alone = {
-        policy: lab.experiment(
-            f"{name}_{policy.partition('/')[0]}", *words, *still, *cost, "--wlb.policy", policy
-        )
-        for policy in POLICIES
-    }
+    names = {policy: f"{name}_{policy.partition('/')[0]}" for policy in POLICIES}
+    words = (*words, *still, *cost, "--wlb.policy")
+    alone = {policy: lab.experiment(names[policy], *words, policy) for policy in POLICIES}
     lab.run(ranks, [benched, *alone.values()])
 
     log = benched.log.read_text()
     for policy, run in alone.items():
-        assert losses(log, policy) == [f"{loss:.5f}" for loss in run.losses()], policy
+        line = rf"(?:warm-up|round \d of {ROUNDS}) \| {re.escape(policy)} \| loss +(\S+)"
+        assert re.findall(line, log) == [f"{loss:.5f}" for loss in run.losses()], policy
     records = json.loads((benched.folder / "bench.json").read_text())["policies"]
     assert [record["policy"] for record in records] == list(POLICIES)
     assert all(list(record) == KEYS.split() for record in records)
@@ -78,31 +71,16 @@ def test_a_rank_that_dies_ends_the_bench(lab):
     assert codes[0] not in (0, None) and not (experiment.folder / "bench.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("policies", "words", "message"),
-    [
-        (
-            "plain,slom",
-            (),
-            "slom: no packing policy is called 'slom'. Did you mean 'slim'",
-        ),
+def test_policies_that_cannot_share_a_model_are_refused_by_name(lab):
+    for policies, words, message in (
+        ("plain,slom", (), "slom: no packing policy is called 'slom'. Did you mean 'slim'"),
         ("plain/ulysses,plain", ("cp8",), "plain/ulysses cannot take turns in this job: With ulysses 8"),
-        (
-            "plain,slim",
-            ("pp2", "GPipe"),
-            "slim cannot take turns in this job: Slices need the pipeline schedule",
-        ),
-        (
-            "plain,slim",
-            ("pp2", "slim4", "asymmetric", "full"),
-            "only some of wlb.bench.policies can use its stages",
-        ),
-    ],
-)
-def test_policies_that_cannot_share_a_model_are_refused_by_name(lab, policies, words, message):
-    experiment = lab.experiment("refused", *layout(" ".join(words)), "--wlb.bench.policies", policies)
-    with pytest.raises(UserError, match=re.escape(message)):
-        load_config_of(lab, experiment)
+        ("plain,slim", ("pp2", "GPipe"), "slim cannot take turns in this job: Slices need the"),
+        ("plain,slim", ("pp2", "slim4", "asymmetric", "full"), "only some of wlb.bench.policies can use its"),
+    ):
+        experiment = lab.experiment("refused", *layout(" ".join(words)), "--wlb.bench.policies", policies)
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_config_of(lab, experiment)
 
 
 def test_drift_of_the_machine_and_a_burst_do_not_reach_the_ratio():
@@ -110,10 +88,9 @@ def test_drift_of_the_machine_and_a_burst_do_not_reach_the_ratio():
     the other's time is 1.25x as fast."""
     drift, work = np.linspace(1, 2, 6), np.array([5, 9, 4, 7, 6, 5.0])
     rest = np.tile([100, 1.1, 0.2, 3], (6, 1))
-    taken = {
-        name: np.column_stack([share * drift * work, work, rest])
-        for name, share in (("plain", 1.0), ("slim", 0.8))
-    }
+    taken = {}
+    for name, share in (("plain", 1.0), ("slim", 0.8)):
+        taken[name] = np.column_stack([share * drift * work, work, rest])
     taken["plain"][3, 0] *= 5
     first, second = bench_records(taken, [2.0, 2.6])
     assert second["over_first"] == pytest.approx(1.25) and second["scatter"] < 1e-12
@@ -134,9 +111,8 @@ def test_a_profile_is_fitted_to_the_traced_steps_of_a_run(lab, tmp_path):
 
     assert re.search(r"off by \S+% before and \S+% now, at the median of \d+", fitted())
     profile = ("--wlb.context.profile", str(tmp_path / "profile.json"))
-    configs = [
-        load_config_of(lab, lab.experiment("again", *layout("pp2"), *words)) for words in ((), profile)
-    ]
+    again = [lab.experiment("again", *layout("pp2"), *words) for words in ((), profile)]
+    configs = [load_config_of(lab, one) for one in again]
     before, after = (job_of(config, parallel_dims(config)).token.matrices for config in configs)
     assert after != before
     config = run.folder / "config.toml"

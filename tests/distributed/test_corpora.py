@@ -1,12 +1,11 @@
 """Training on corpora as other tools write them, and on mixtures of them."""
 
 import json
-import warnings
 
 import datasets
 import numpy as np
 import pytest
-import torch
+from corpora import write_datatrove, write_megatron
 from lab import going_on, layout
 
 from wlb_titan.corpus import Corpus
@@ -17,22 +16,12 @@ STEPS = ("--training.steps", "6", "--wlb.policy", "wlb_lazy")
 
 def write_forms(folder, corpus):
     """The corpus in the forms of other tools, written by them, with its mask if it has one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of extensions that Megatron would like to have
-        from datatrove.pipeline.tokens.tokenizer import TokenizedFile
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     documents = [corpus.tokens(row).tolist() for row in range(len(corpus))]
     masks = [corpus.learned(row, 0, len(tokens)).astype(int).tolist() for row, tokens in enumerate(documents)]
-    for name, rows in {"megatron": documents, "mask": masks}.items():
-        megatron = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=np.uint16)
-        for row in rows:
-            megatron.add_item(torch.tensor(row))
-            megatron.end_document()
-        megatron.finalize(str(folder / f"{name}.idx"))
-    trove = TokenizedFile(str(folder / "datatrove"), "00000.ds", save_loss_metadata=corpus.masked)
-    for document, mask in zip(documents, masks, strict=True):
-        trove.write(document, mask if corpus.masked else None)
-    trove.close()
+    write_megatron(folder / "megatron", documents, np.uint16)
+    write_megatron(folder / "mask", masks, np.uint16)
+    (folder / "datatrove").mkdir()
+    write_datatrove(folder / "datatrove" / "00000.ds", documents, masks=masks if corpus.masked else None)
     columns = {"input_ids": documents, **({"completion_mask": masks} if corpus.masked else {})}
     datasets.Dataset.from_dict(columns).save_to_disk(folder / "hugging_face", num_shards=3)
     return folder
@@ -47,38 +36,25 @@ def test_first_losses_of_masked_corpora_are_those_of_the_prepared_conversations(
     """Of which only the assistant's words are learned."""
     with (tmp_path / "chat.jsonl").open("w") as file:
         for number in range(1, 300):
-            chat = [
-                ("user", f"{number} + {number}? " * (number % 7)),
-                ("assistant", f"It is {2 * number}. " * 5),
-            ]
+            chat = [("user", f"{number} + {number}? " * (number % 7))]
+            chat.append(("assistant", f"It is {2 * number}. " * 5))
             messages = [{"role": role, "content": content or "?"} for role, content in chat]
             file.write(json.dumps({"messages": messages}) + "\n")
     (tmp_path / "t.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
         "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    settings = PrepareSettings(
-        source=f"jsonl:{tmp_path / 'chat.jsonl'}",
-        tokenizer=str(lab.corpus / "tokenizer"),
-        chat=True,
-        chat_template=str(tmp_path / "t.jinja"),
-    )
+    own = {"tokenizer": str(lab.corpus / "tokenizer"), "chat_template": str(tmp_path / "t.jinja")}
+    settings = PrepareSettings(source=f"jsonl:{tmp_path / 'chat.jsonl'}", chat=True, **own)
     corpus = prepare_corpus(settings, tmp_path / "prepared")
     write_forms(tmp_path, corpus)
-    words = ("--training.steps", "1")
-    names = ("megatron", "datatrove", "hugging_face")
+    words, masked = ("--training.steps", "1"), ("--wlb.corpus.mask", str(tmp_path / "mask"))
+    names = {"megatron": masked, "datatrove": (), "hugging_face": ()}
     experiments = [lab.experiment("chat", *words, "--wlb.corpus.path", str(corpus.path))]
-    experiments += [lab.experiment(f"chat_{name}", *words, *lab.reading(tmp_path / name)) for name in names]
-    experiments[1] = lab.experiment(
-        "chat_megatron",
-        *words,
-        *lab.reading(tmp_path / "megatron"),
-        "--wlb.corpus.mask",
-        str(tmp_path / "mask"),
-    )
-    experiments += [
-        lab.experiment("chat_unmasked", *words, *lab.reading(corpus.path), "--wlb.corpus.mask", "none")
-    ]
+    for name, more in names.items():
+        experiments.append(lab.experiment(f"chat_{name}", *words, *lab.reading(tmp_path / name), *more))
+    unmasked = (*lab.reading(corpus.path), "--wlb.corpus.mask", "none")
+    experiments.append(lab.experiment("chat_unmasked", *words, *unmasked))
     lab.run(1, experiments)
     prepared, *others, unmasked = (experiment.losses() for experiment in experiments)
     assert len(prepared) == 1 and others == [prepared] * 3

@@ -36,7 +36,6 @@ def started(lab, way: str, name: str, *overrides: str) -> subprocess.Popen:
     )
 
 
-@pytest.mark.timeout(300)
 def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
     job = started(lab, "wlb-titan", "failing", "--base", "trainers:failing")
     output, _ = job.communicate(timeout=240)
@@ -133,7 +132,6 @@ def test_ranks_that_divide_a_micro_batch_otherwise_end_the_job_at_the_next_repor
     assert experiment.metrics()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.long
 def test_ctrl_c_ends_all_processes_after_their_step(lab):
     """`wlb-titan train` is our agent alone; TorchX is one more program that Ctrl-C reaches."""

@@ -39,16 +39,12 @@ def difference(policy, lengths, token_seconds, sliced, mesh):
     cached = np.arange(len(lengths)) % 2 == 0
     slices = Slices(np.zeros_like(lengths), cached) if sliced else None
     _, sharding = strategy.shard(lengths, total, slices=slices)
-    generator = torch.Generator().manual_seed(total)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(total), dtype=torch.float64)
     shapes = ((4, 16), (2, 16), (2, 8), (4, 8))  # of q, k, v and the output's gradient
-    *everything, gradient = (
-        torch.randn(total, *shape, generator=generator, dtype=torch.float64) for shape in shapes
-    )
+    *everything, gradient = (draw(total, *shape) for shape in shapes)
     gradient[tokens:] = 0
-    alone = [x.requires_grad_() for x in everything]
-    expected, _ = varlen_attention(
-        *alone, torch.from_numpy(segments(whole_sequence(lengths), lengths)), return_lse=True
-    )
+    alone, whole = [x.requires_grad_() for x in everything], segments(whole_sequence(lengths), lengths)
+    expected, _ = varlen_attention(*alone, torch.from_numpy(whole), return_lse=True)
     expected_gradients = torch.autograd.grad(expected, alone, gradient)
     own = torch.from_numpy(sequence_positions(sharding, lengths, total)[rank])
     mask = strategy.mask(sharding, lengths, total, rank, slices)
@@ -65,8 +61,7 @@ def difference(policy, lengths, token_seconds, sliced, mesh):
 
 
 def run_gather(*, name, words):
-    """On rank 0 of every rank and case the largest difference of outputs and gradients, and which levels of
-    groups had something to exchange."""
+    """Of every rank and case the largest difference, and which levels of groups had something to exchange."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

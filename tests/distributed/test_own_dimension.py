@@ -6,18 +6,15 @@ import torch
 from lab import CONFIG, going_on, layout
 from trainers import WEIGHTS
 
-COMMON = (
-    *("--training.seq_len", "512", "--training.steps", "3", "--checkpoint.interval", "2"),
-    *("--wlb.packing.cost_model", "quadratic:1,1000"),
-)
+COMMON = ("--training.seq_len", "512", "--training.steps", "3", "--checkpoint.interval", "2")
+COMMON += ("--wlb.packing.cost_model", "quadratic:1,1000")
 
 
 def job(lab, name, base, dimension, degree, degrees="", own="", local=1, others=()):
     """A job with a dimension, from a TOML file of its own."""
     file = lab.folder / f"{name}.toml"
-    file.write_text(
-        f'extends = "{CONFIG}"\n[[wlb.dimensions]]\nname = "{dimension}"\ndegree = {degree}\n{own}'
-    )
+    dimension = f'[[wlb.dimensions]]\nname = "{dimension}"\ndegree = {degree}\n{own}'
+    file.write_text(f'extends = "{CONFIG}"\n{dimension}')
     words = [*layout(degrees), "--training.local_batch_size", str(local), *others]
     return lab.experiment(name, "--config", str(file), "--base", f"averaging:{base}", *COMMON, *words)
 

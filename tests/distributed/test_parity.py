@@ -20,9 +20,9 @@ VALIDATION = ("--wlb.validation.hold_out", "0.1", "--wlb.validation.every", "5")
 
 @pytest.fixture(scope="module")
 def runs(lab):
-    experiments = {
-        name: lab.experiment(name, *layout(name), *VALIDATION, *words) for name, words in LAYOUTS.items()
-    }
+    experiments = {}
+    for name, words in LAYOUTS.items():
+        experiments[name] = lab.experiment(name, *layout(name), *VALIDATION, *words)
     lab.run(4, list(experiments.values()))
     experiments["one_process"] = lab.experiment("one_process", *VALIDATION)
     lab.run(1, [experiments["one_process"]])
@@ -60,12 +60,9 @@ def test_a_validation_between_two_reports_is_no_time_of_steps(clocked):
     assert [(record["step"], record["seconds"]) for record in records] == [(s, 1.0) for s in (1, 2, 4, 6)]
 
 
-def test_torchtitan_s_own_copy_of_the_configuration_is_written(clocked):
+def test_torchtitan_s_copy_of_the_configuration_and_its_dashboards_are_written(clocked):
     written = json.loads((clocked.folder / "all.json").read_text())
     assert written["wlb"]["validation"]["hold_out"] == 0.1 and written["optimizer"]["param_groups"]
-
-
-def test_dashboards_made_for_torchtitan_show_a_run(clocked):
     events = EventAccumulator(str(next(clocked.folder.rglob("events.*")))).Reload()
     theirs = set(re.findall('"(.+?)": ', inspect.getsource(titan.MetricsProcessor.log)))
     assert set(events.Tags()["scalars"]) >= {*IN_TORCHTITAN.values(), "throughput(tps)"} <= theirs

@@ -13,10 +13,9 @@ from torchtitan.config import CompileConfig, ParallelismConfig
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.schedule import SCHEDULES, check_micro_batches
 from wlb_titan.runtime.metrics import metrics_rank
-from wlb_titan.runtime.pipeline.keys import (
-    canonical_name,
-    check_schedule,
-)
+from wlb_titan.runtime.pipeline.keys import canonical_name, check_schedule
+
+V_SHAPED = schedules.ScheduleZBVZeroBubble | schedules.ScheduleDualPipeV
 
 
 def torch_runs(name, ranks, micro_batches):
@@ -24,10 +23,9 @@ def torch_runs(name, ranks, micro_batches):
     kind = get_schedule_class(name)
     single = issubclass(kind, PipelineScheduleSingle)
     stages = ranks if single else 2 * ranks
+    numbers = range(0, stages, ranks)
     same = {"num_stages": stages, "group_rank": 0, "group_size": ranks, "submod": nn.Identity()}
-    mine = [
-        SimpleNamespace(stage_index=i, stage_index_to_group_rank={}, **same) for i in range(0, stages, ranks)
-    ]
+    mine = [SimpleNamespace(stage_index=i, stage_index_to_group_rank={}, **same) for i in numbers]
     try:
         kind(mine[0] if single else mine, micro_batches, loss_fn=lambda output, target: output)
     except ValueError:
@@ -45,14 +43,11 @@ def test_numbers_of_micro_batches_are_refused_as_torch_would(name, ranks):
             check_micro_batches(name, ranks, stages, micro_batches)
 
 
-def test_every_concrete_schedule_of_torch_is_known():
+def test_every_concrete_schedule_of_torch_is_known_and_spelled_in_any_case():
     with pytest.raises(ValueError) as error:
         get_schedule_class("none")
     offered = set(str(error.value).split("[")[1].rstrip("]").replace("'", "").split(", "))
     assert offered == {*SCHEDULES, "PipelineScheduleSingle", "PipelineScheduleMulti"}
-
-
-def test_names_are_spelled_in_any_case():
     assert canonical_name("interleaved1f1b") == "Interleaved1F1B"
     with pytest.raises(ValueError, match=r"'PipelineScheduleSingle'.*GPipe"):
         canonical_name("PipelineScheduleSingle")
@@ -60,9 +55,7 @@ def test_names_are_spelled_in_any_case():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_loss_is_reported_by_a_rank_that_has_the_last_stage(name):
-    v_shaped = issubclass(
-        get_schedule_class(name), schedules.ScheduleZBVZeroBubble | schedules.ScheduleDualPipeV
-    )
+    v_shaped = issubclass(get_schedule_class(name), V_SHAPED)
     for spelled in (name, name.lower()):
         dims = SimpleNamespace(pp_enabled=True, pp=2, world_size=8)
         assert metrics_rank(dims, spelled) == (0 if v_shaped else 4)

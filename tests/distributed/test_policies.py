@@ -8,72 +8,46 @@ import pytest
 from lab import Cases, Run, assert_met, going_on, layout
 from rows import rows
 
-COMMON = (
-    *("--training.seq_len", "512", "--training.steps", "2"),
-    *("--wlb.packing.cost_model", "quadratic:1,1000"),
-)
+COMMON = ("--training.seq_len", "512", "--training.steps", "2")
+COMMON += ("--wlb.packing.cost_model", "quadratic:1,1000")
 HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
 LAZY = "pp2 cp2 wlb_lazy hybrid best selective"
 TRACED = "cp2 tp2 wlb hybrid full"
 OWN = "cp2 reversed contiguous"
-# name as of `lab.layout` -> other overrides
+# name as of `lab.layout` -> other overrides. Four query heads and two key heads: with four ranks two share a
+# key head, with CP 2 x TP 2 too. Under `dealt` data-parallel ranks share windows.
 CASES = {
-    "cp4 wlb per_sequence": (),
-    "cp4 wlb per_document": (),
     "cp4 wlb hybrid selective": (),
-    # Windows that data-parallel ranks share.
-    "dp4 dealt sharers2 hybrid": (),
     "dp2 cp2 dealt sharers2 hybrid selective": (),
-    "pp2 dp2 dealt sharers2 per_document": (),
-    "dp2 tp2 dealt sharers2 hybrid": (),
     "dp2 cp2 wlb_lazy adaptive": (),
     "dp2 cp2 fixed_solver": (),
     LAZY: ("--wlb.trace_every", "2"),
-    "pp2 tp2 wlb best selective": (),
     TRACED: ("--wlb.trace_every", "1"),
-    "cp2 wlb_lazy hybrid qwen3": (),
-    # Four query heads and two key heads: with four ranks two share a key head, with CP 2 x TP 2 too.
     "cp4 wlb ulysses selective": (),
-    "dp2 cp2 wlb_lazy ulysses": (),
-    "pp2 cp2 fixed_greedy ulysses": (),
-    "cp2 tp2 wlb ulysses": (),
     # Groups within context parallelism, which the stage without attention makes too, and then another one.
     "pp2 cp2 wlb gather": (
         *("--parallelism.module_fqns_per_model_part", HEAD_APART),
         *("--checkpoint.enable", "true", "--checkpoint.async_mode", "async"),
     ),
-    "cp2 layers1 wlb ulysses compiled": (),
     "cp2 layers1 wlb hybrid compiled": (),
-    "pp2 wlb best selective compiled": (),
     # Policies, a strategy and mesh axes that the project does not know; and whatever `auto` chooses.
     OWN: (),
-    "cp4 reversed gather": (),
     "cp2 auto": (),
     "cp2 wlb_lazy per_sequence muse_glimmer": (),
 }
-# Tolerances of loss and gradients where experts compute in bfloat16, and with gpt_oss' everything.
-EXPERTS = {
-    "cp2 ep2 wlb_lazy hybrid qwen3_moe": (1e-5, 1e-2),
-    "cp2 ep2 wlb_lazy hybrid deepseek_v3": (1e-5, 1e-2),
-    "cp2 ep2 wlb_lazy hybrid gpt_oss": (3e-3, 0.1),
-}
-LONG = {
-    *(
-        "cp4 wlb per_sequence",
-        "cp4 wlb per_document",
-        "dp4 dealt sharers2 hybrid",
-        "cp2 wlb_lazy hybrid qwen3",
-    ),
+LONG = (
+    *("cp4 wlb per_sequence", "cp4 wlb per_document", "dp4 dealt sharers2 hybrid"),
     *("pp2 dp2 dealt sharers2 per_document", "dp2 tp2 dealt sharers2 hybrid", "pp2 tp2 wlb best selective"),
-    *(
-        "dp2 cp2 wlb_lazy ulysses",
-        "pp2 cp2 fixed_greedy ulysses",
-        "cp2 tp2 wlb ulysses",
-        "cp4 reversed gather",
-    ),
-    *("cp2 layers1 wlb ulysses compiled", "pp2 wlb best selective compiled"),
-    *("cp2 ep2 wlb_lazy hybrid deepseek_v3", "cp2 ep2 wlb_lazy hybrid gpt_oss"),
-}
+    *("cp2 wlb_lazy hybrid qwen3", "dp2 cp2 wlb_lazy ulysses", "pp2 cp2 fixed_greedy ulysses"),
+    *("cp2 tp2 wlb ulysses", "cp2 layers1 wlb ulysses compiled", "pp2 wlb best selective compiled"),
+    "cp4 reversed gather",
+)
+CASES |= dict.fromkeys(LONG, ())
+# Tolerances of loss and gradients where experts compute in bfloat16, and with gpt_oss' everything.
+BASE = "cp2 ep2 wlb_lazy hybrid"
+EXPERTS = {f"{BASE} {model}": (1e-5, 1e-2) for model in ("qwen3_moe", "deepseek_v3")}
+EXPERTS[f"{BASE} gpt_oss"] = (3e-3, 0.1)
+LONG += tuple(EXPERTS)[1:]
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,6 @@
 """Layouts drawn at random give the losses and gradients of one process that knows none of them, or are
-refused before the start.
-
-`--layouts 300` draws so many, `--layouts 100:200` those of these seeds. A draw that fails says with which
-command it can be run alone.
-"""
+refused before the start. `--layouts 300` draws so many, `--layouts 100:200` those of these seeds; a draw that
+fails says with which command it can be run alone."""
 
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
-"""A job that is killed and started again sees the token stream, and the losses, of one that was not.
-
-It trains one epoch of conversations with label masks, of which some are held out.
-"""
+"""A job that is killed and started again sees the token stream, and the losses, of one that was not: in one
+epoch of conversations with label masks, of which some are held out."""
 
 import pytest
 import torch
@@ -10,25 +8,17 @@ from lab import going_on, layout
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-LAYER = {
-    "attention.wo": [128, 128],
-    "attention_norm": [128],
-    "feed_forward.w1": [384, 128],
-    "feed_forward.w2": [128, 384],
-    "feed_forward.w3": [384, 128],
-    "ffn_norm": [128],
-}
+LAYER = {"attention.wo": [128, 128], "attention_norm": [128], "ffn_norm": [128]}
+LAYER |= {f"feed_forward.w{n}": shape for n, shape in ((1, [384, 128]), (2, [128, 384]), (3, [384, 128]))}
 SPLIT = {"wq": [128, 128], "wk": [64, 128], "wv": [64, 128]}
 JOINT = {"wqkv": [256, 128]}
 SETTINGS = (
     "amsgrad betas capturable decoupled_weight_decay differentiable eps foreach fused initial_lr lr maximize "
     "weight_decay"
 )
-OVERRIDES = (
-    *("--wlb.epochs", "1", "--wlb.validation.hold_out", "0.1"),
-    *("--checkpoint.interval", "2"),
-    *("--parallelism.pipeline_parallel_degree", "2"),
-)
+OVERRIDES = ("--wlb.epochs", "1", "--wlb.validation.hold_out", "0.1", "--checkpoint.interval", "2")
+OVERRIDES += ("--parallelism.pipeline_parallel_degree", "2")
+SCHEDULE = ("--lr_scheduler.warmup_steps", "8", "--lr_scheduler.total_steps", "40")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +96,10 @@ def test_a_checkpoint_has_the_entries_that_it_always_had(uninterrupted):
     others = ("dataloader.planner", "lr_scheduler.last_epoch", "train_state.ntokens_seen", "train_state.step")
     folder = uninterrupted.folder / "checkpoint" / "step-4"
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    found = {name: description(entry) for name, entry in entries.items()}
+    found = dict.fromkeys(entries, "bytes")
+    for name, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            found[name] = f"{list(entry.size)} {entry.properties.dtype}"
     assert found == expected | dict.fromkeys(others, "bytes")
 
 
@@ -114,9 +107,7 @@ def test_a_checkpoint_has_the_entries_that_it_always_had(uninterrupted):
     "words",
     [
         ("--optimizer.param_groups.0.optimizer_kwargs", "{lr = 0.006, weight_decay = 0.5}"),
-        pytest.param(
-            ("--lr_scheduler.warmup_steps", "8", "--lr_scheduler.total_steps", "40"), marks=pytest.mark.long
-        ),
+        pytest.param(SCHEDULE, marks=pytest.mark.long),
     ],
     ids=["settings", "schedule"],
 )
@@ -136,9 +127,8 @@ def test_rate_and_decay_are_those_of_the_file_also_of_a_run_that_goes_on(lab, co
             mean, square = (after[f"optimizer.state.{name}.{key}"] for key in ("exp_avg", "exp_avg_sq"))
             update = mean / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
             weight = before[name] * (1 - expected * decay) - expected * update
-            torch.testing.assert_close(
-                after[name] - before[name], weight - before[name], rtol=1e-3, atol=1e-6
-            )
+            moved = after[name] - before[name]
+            torch.testing.assert_close(moved, weight - before[name], rtol=1e-3, atol=1e-6)
         before = after
 
 
@@ -146,11 +136,8 @@ def tensors(run, step) -> dict[str, torch.Tensor]:
     """Those of a checkpoint, whole."""
     folder = run.folder / "checkpoint" / f"step-{step}"
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata.items()
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    entries = [(name, entry) for name, entry in entries if isinstance(entry, TensorStorageMetadata)]
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries}
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
 
@@ -162,10 +149,9 @@ def test_experts_go_on_as_if_nothing_was(lab):
     words += ("--training.seq_len", "128", "--debug.seed", "0")  # no router is near a tie
     whole = lab.experiment("experts", *words, *layout("dp2"), "--checkpoint.initial_load_path", "none")
     lab.run(2, [whole])
-    names = ("dp2 compiled", "dp2 ep2", "tp2", "pp2")
-    runs = {
-        name: lab.experiment(f"experts {name}", *words, *layout(name), *going_on(whole, 2)) for name in names
-    }
+    runs = {}
+    for name in ("dp2 compiled", "dp2 ep2", "tp2", "pp2"):
+        runs[name] = lab.experiment(f"experts {name}", *words, *layout(name), *going_on(whole, 2))
     lab.run(2, list(runs.values()))
     expected = tensors(whole, 3)
     assert any(tensor.any() for name, tensor in expected.items() if "expert_bias" in name)
@@ -194,9 +180,3 @@ def test_a_seed_checkpoint_of_a_run_of_epochs(lab, corpus, uninterrupted):
     assert tokens[0] == tokens[1]
     before, after = (tensors(run, step) for step in (0, len(tokens[0])))
     assert all(torch.equal(after[name], before[name]) for name in before if "optimizer." not in name)
-
-
-def description(entry) -> str:
-    if isinstance(entry, TensorStorageMetadata):
-        return f"{list(entry.size)} {entry.properties.dtype}"
-    return "bytes"

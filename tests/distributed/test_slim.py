@@ -8,50 +8,24 @@ from lab import Cases, assert_met, going_on, layout, make_corpus
 from rows import rows
 
 COMMON = ("--loss.num_chunks", "2", "--wlb.packing.cost_model", "quadratic:1,1000")
-CASES = (
+TWO_STEPS = ("pp4 layers4 slim11 slack", "pp2 dp2 layers4 slim6 Interleaved1F1B asymmetric full")
+CASES = (*TWO_STEPS, "pp2 cp2 layers4 slim8 Interleaved1F1B adaptive selective", "cp4 slim7 hybrid full")
+CASES += ("pp2 tp2 slim8 asymmetric full",)
+LONG_CASES = (
     # First: in one process, groups of all earlier cases take their time while it compiles.
-    "pp2 dp2 slim6 compiled",
-    "pp4 layers4 slim11 slack",
-    "pp2 dp2 layers4 slim7 selective",
-    "pp2 dp2 layers4 slim6 Interleaved1F1B full",
-    "pp2 tp2 slim8 full",
-    "pp2 cp2 layers4 slim8 Interleaved1F1B adaptive selective",
-    "pp2 cp2 slim8 ulysses",
-    "cp2 tp2 slim6 per_document",
-    "cp4 slim7 hybrid full",
-    "pp4 layers4 slim9 asymmetric full",
-    "pp2 dp2 layers4 slim6 Interleaved1F1B asymmetric full",
-    "pp2 tp2 slim8 asymmetric full",
-    "pp2 cp2 slim8 adaptive asymmetric full",
-    "dp4 slim4 milp",
+    *("pp2 dp2 slim6 compiled", "pp2 dp2 layers4 slim7 selective", "pp2 tp2 slim8 full"),
+    *("pp2 dp2 layers4 slim6 Interleaved1F1B full", "pp2 cp2 slim8 ulysses", "cp2 tp2 slim6 per_document"),
+    *("pp4 layers4 slim9 asymmetric full", "pp2 cp2 slim8 adaptive asymmetric full", "dp4 slim4 milp"),
 )
-MERGED = (  # the longest document is beyond a data-parallel rank's share of the work
-    "pp2 dp2 layers4 slim6 merged selective",
-    "pp2 dp2 layers4 slim6 merged Interleaved1F1B full",
-    "dp2 layers1 slim6 merged compiled",
-    "dp4 slim6 merged",
-    "dp2 replicas2 slim6 merged",
-    "dp2 cp2 slim6 merged hybrid selective",
-    "dp2 tp2 slim6 merged",
-    # The last rank, or the last two, have nobody to share with, but make the others' groups with them.
-    "dp3 slim6 merged",
-    "dp3 slim6 merged milp",
-    "dp6 layers1 slim6 merged",
-)
-ALL = CASES + MERGED
-LONG = {
-    *(
-        "pp2 dp2 slim6 compiled",
-        "pp2 dp2 layers4 slim7 selective",
-        "pp2 tp2 slim8 full",
-        "pp2 cp2 slim8 ulysses",
-    ),
-    *("pp2 dp2 layers4 slim6 Interleaved1F1B full", "cp2 tp2 slim6 per_document", "dp4 slim4 milp"),
-    *("pp4 layers4 slim9 asymmetric full", "pp2 cp2 slim8 adaptive asymmetric full"),
+# The longest document is beyond a data-parallel rank's share of the work. Of three ranks the last, of six the
+# last two have nobody to share with, but make the others' groups with them.
+MERGED = ("pp2 dp2 layers4 slim6 merged selective", "dp2 layers1 slim6 merged compiled", "dp3 slim6 merged")
+MERGED += ("dp2 replicas2 slim6 merged",)
+LONG_MERGED = (
     *("pp2 dp2 layers4 slim6 merged Interleaved1F1B full", "dp4 slim6 merged", "dp2 tp2 slim6 merged"),
     *("dp2 cp2 slim6 merged hybrid selective", "dp3 slim6 merged milp", "dp6 layers1 slim6 merged"),
-}
-TWO_STEPS = ("pp4 layers4 slim11 slack", "pp2 dp2 layers4 slim6 Interleaved1F1B asymmetric full")
+)
+LONG = LONG_CASES + LONG_MERGED
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +34,8 @@ def results(lab, tmp_path_factory, fork_server):
     outliers = folder / "outliers"
     make_corpus(folder / "outliers.jsonl", outliers, lengths=([125] + [8] * 40) * 10)
     results = Cases(fork_server, folder, lab.corpus)
-    cases = {name: {"steps": [1, 2] if name in TWO_STEPS else [1]} for name in CASES}
-    for name in MERGED:
+    cases = {name: {"steps": [1, 2] if name in TWO_STEPS else [1]} for name in CASES + LONG_CASES}
+    for name in MERGED + LONG_MERGED:
         linear = 100 if "replicas" in name else 10
         words = ["--wlb.corpus.path", str(outliers), "--wlb.packing.cost_model", f"quadratic:1,{linear}"]
         cases[name] = {"words": words}
@@ -69,7 +43,7 @@ def results(lab, tmp_path_factory, fork_server):
     return results
 
 
-@pytest.mark.parametrize("name", rows(ALL, LONG))
+@pytest.mark.parametrize("name", rows(CASES + MERGED + LONG, LONG))
 def test_losses_and_gradients_equal_one_process(results, name):
     for record in results[name]:
         assert record["loss"] == pytest.approx(record["reference"], rel=1e-5)
@@ -78,7 +52,7 @@ def test_losses_and_gradients_equal_one_process(results, name):
     assert_met(results[name][-1]["met"])
 
 
-@pytest.mark.parametrize("name", rows(MERGED, LONG))
+@pytest.mark.parametrize("name", rows(MERGED + LONG_MERGED, LONG))
 def test_documents_were_shared(results, name):
     groups = {tuple(ranks) for ranks in results[name][0]["merged"]}
     assert groups == {(0, 1, 2, 3) if name.startswith(("dp4", "dp6")) else (0, 1)}

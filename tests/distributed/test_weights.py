@@ -20,10 +20,8 @@ LONG = {"dp2 lora", "cp2 lora full", "dp1 full compiled"}
 STEPS = 2
 GROUPED = ("dp1 stored", "dp1 full compiled", "pp2 selective")
 STILL = r"^norm\.|^layers\.\d+\.(attention\.wo|ffn_norm)\."
-GROUPS = [
-    f"{{pattern = '{pattern}', optimizer_name = 'AdamW', optimizer_kwargs = {{lr = {rate}}}}}"
-    for pattern, rate in ((STILL, 0.0), (".*", 0.001))
-]
+GROUP = "{{pattern = '{}', optimizer_name = 'AdamW', optimizer_kwargs = {{lr = {}}}}}"
+GROUPS = [GROUP.format(*one) for one in ((STILL, 0.0), (".*", 0.001))]
 
 
 @pytest.fixture(scope="module")

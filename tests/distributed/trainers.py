@@ -1,8 +1,5 @@
 """Trainers of the tests, as bases: `trainers:probed` writes gradients, `trainers:watched` what a step waits
-for, `trainers:failing` fails on rank 1, `trainers:diverging` has a norm there that is NaN from step 5 on,
-`trainers:lopsided` routes all tokens to two of four experts,
-`trainers:asked` is asked to stop in a validation, `trainers:apart` divides micro-batches by rank,
-`trainers:still` learns nothing, and `trainers:clocked` has a clock of its own."""
+for, `trainers:failing` fails on rank 1, `trainers:lopsided` routes all tokens to two of four experts."""
 
 import json
 import signal
@@ -37,8 +34,7 @@ WAITS = {
 
 
 def gathered(trainer, of, alike=False):
-    """`of(parameter)` of the whole model by name, on rank 0, else None; bit by bit the same if `alike`. A
-    frozen weight has no gradient."""
+    """`of(parameter)` of the whole model by name, on rank 0, else None; bit by bit the same if `alike`."""
     named = [named for part in trainer.model_parts for named in part.named_parameters()]
     mine = {clean(name): whole(of(p)) for name, p in named if p.requires_grad or of(p) is not None}
     everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -86,10 +82,6 @@ class StillTrainer(Trainer):
         return torch.zeros(())
 
 
-def still():
-    return trained_by(StillTrainer, llama())
-
-
 class FailingTrainer(Trainer):
     def train_step(self, data_iterator):
         if self.step == 2 and dist.get_rank() == 1:
@@ -97,12 +89,8 @@ class FailingTrainer(Trainer):
         super().train_step(data_iterator)
 
 
-def failing():
-    return trained_by(FailingTrainer, llama())
-
-
 class DivergingTrainer(Trainer):
-    """Where no step is to be saved, it is asked to stop."""
+    """Its norm is NaN on rank 1 from step 5 on; where no step is to be saved, it is asked to stop."""
 
     def update(self):
         norm = super().update()
@@ -121,14 +109,6 @@ class ApartTrainer(Trainer):
         self.dataloader._own_digest ^= dist.get_rank()
 
 
-def apart():
-    return trained_by(ApartTrainer, llama())
-
-
-def diverging():
-    return trained_by(DivergingTrainer, llama())
-
-
 class AskedTrainer(Trainer):
     """Asked on rank 1 to stop in its first micro-batch of validation, of which each takes a while."""
 
@@ -143,10 +123,6 @@ class AskedTrainer(Trainer):
         self.asked = True
         time.sleep(0.2)
         return self.loss_of_validation(*arguments)
-
-
-def asked():
-    return trained_by(AskedTrainer, llama())
 
 
 class LopsidedTrainer(Trainer):
@@ -181,8 +157,12 @@ class ClockedTrainer(Trainer):
         return self.loss_of_validation(*arguments)
 
 
-def clocked():
-    return trained_by(ClockedTrainer, llama())
+def __getattr__(name):
+    """`failing`: `llama` with `FailingTrainer`; and so the others."""
+    trainer = globals().get(f"{name.capitalize()}Trainer")
+    if trainer is None:
+        raise AttributeError(name)
+    return lambda: trained_by(trainer, llama())
 
 
 class Watch(TorchDispatchMode):
@@ -217,8 +197,10 @@ class WatchingTrainer(Trainer):
     """Writes what of each step waits for the device or compiles."""
 
     def train_step(self, data_iterator):
-        timeouts = [seconds(group) for group in process_groups()]
-        compiled = []
+        timeouts, compiled = [], []
+        for group in process_groups():
+            (backend,) = {group._get_backend(device) for device in group._device_types}
+            timeouts.append(backend.options._timeout.total_seconds())
         knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
         with noticed_by_cuda() as by_cuda, Watch() as watch:
             super().train_step(data_iterator)
@@ -226,12 +208,6 @@ class WatchingTrainer(Trainer):
         record |= {"longest": self.dataloader.plan.longest, "timeouts": timeouts}
         with (Path(self.config.dump_folder) / WAITED.format(rank=dist.get_rank())).open("a") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def seconds(group):
-    """After which a process group gives others up."""
-    (backend,) = {group._get_backend(device) for device in group._device_types}
-    return backend.options._timeout.total_seconds()
 
 
 def watched(base=llama):

@@ -1,8 +1,6 @@
-"""Runs the cases of `lab.Cases` one after the other in the same processes, beside a plain process.
-
-Its one argument is a JSON file with "results", the file to write, and "cases": by name a kind, overrides of
-experiment.toml in `words`, and other arguments of the function that runs the kind.
-"""
+"""Runs the cases of `lab.Cases` one after the other in the same processes, beside a plain process. Its one
+argument is a JSON file with "results", the file to write, and "cases": by name a kind, overrides of
+experiment.toml in `words`, and other arguments of the function that runs the kind."""
 
 import cProfile
 import itertools
@@ -80,9 +78,8 @@ def run_plan(*, name, words, steps=(1,)):
         if reference:
             record["reference"], expected = reference.step([whole_documents(trainer, plan)])
             record["error"], record["worst"] = differences(gradients, expected)
-            record["reference_norm"] = float(
-                torch.stack([g.double().norm() for g in expected.values()]).norm()
-            )
+            norms = [gradient.double().norm() for gradient in expected.values()]
+            record["reference_norm"] = float(torch.stack(norms).norm())
             record["longest_pack"] = max(m.length for m in plan.micro_batches)
             record["longest_document"] = int(plan.document_lengths.max())
             record["merged"] = [list(m.merged) for m in plan.packs if m.merged]
@@ -233,15 +230,8 @@ def run_abort(*, name, words, aborts):
     return name
 
 
-KINDS = {
-    "plan": run_plan,
-    "pipeline": run_pipeline,
-    "weights": run_weights,
-    "drill": run_drill,
-    "calls": run_calls,
-    "abort": run_abort,
-    "gather": run_gather,
-}
+RUNS = (run_plan, run_pipeline, run_weights, run_drill, run_calls, run_abort, run_gather)
+KINDS = {run.__name__.removeprefix("run_"): run for run in RUNS}
 
 
 def main():

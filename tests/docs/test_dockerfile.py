@@ -1,8 +1,6 @@
 """The Dockerfile's steps without Docker: in folders of their own, with nothing else of the checkout in reach.
-
-Base image and Debian packages are this machine's, absolute paths lie in the test's folder, and flags that
-only change the image's size or start are left out. It downloads what pip and uv do not have in their caches.
-"""
+Base image and Debian packages are this machine's, and flags that only change the image's size or start are
+left out. It downloads what pip and uv do not have in their caches."""
 
 import json
 import os
@@ -15,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 
-ROOT = Path(__file__).parents[2]
 LEFT_OUT = re.compile(r" --(no-cache-dir|no-cache|compile-bytecode)\b")
 
 

@@ -1,8 +1,5 @@
-"""A Slurm of two nodes on this machine, with munge, ports and files of its own.
-
-Debian's packages slurm-wlm and munge have all that it needs; their services need not run, and nothing is read
-from /etc. Who starts it may be root or any user, whose jobs alone it runs.
-"""
+"""A Slurm of two nodes on this machine, with munge, ports and files of its own: Debian's slurm-wlm and munge
+have all that it needs, and nothing is read from /etc. Any user may start it, whose jobs alone it runs."""
 
 from __future__ import annotations
 

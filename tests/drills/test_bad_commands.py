@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import CONFIGS, ROOT, invoke
 from drill_ground import make_corpus
 
-ROOT = Path(__file__).parents[2]
 HUGE = "99999999999999999999"
 SHIPPED = (ROOT / "wlb_titan" / "cost" / "clusters" / "h100_roce.toml").read_text()
 
 FILES = {
     "good.toml": 'base = "llama3_debug"\nwlb.corpus.path = "corpus"\ntraining.seq_len = 256\n',
-    "table.toml": f'extends = "{ROOT / "train_configs" / "llama2_550m_64k.toml"}"\n',
+    "table.toml": f'extends = "{CONFIGS / "llama2_550m_64k.toml"}"\n',
     "late.toml": 'extends = "good.toml"\nwlb.policy = "wlb"\nwlb.packing.thresholds = [300]\n',
     "deep.toml": 'base = "llama3_debug"\na = ' + "[" * 5000 + "]" * 5000,
     "digits.toml": 'base = "llama3_debug"\ntraining.steps = ' + "9" * 5000,
@@ -63,7 +61,10 @@ PLAN = """
 --wlb.packing.cost_model nope.json -> no cost model is called 'nope.json'
 --wlb.packing.cost_model quadratic:1,2,3 -> is malformed
 --wlb.packing.cost_model quadratic:x,y | --wlb.packing.cost_model quadratic:nan,1
---wlb.packing.cost_model quadratic:0,0 | --wlb.packing.cost_model quadratic:1e308,1e308
+--wlb.packing.cost_model quadratic:0,0 -> not both 0 | --wlb.packing.cost_model quadratic:1e308,1e308
+--wlb.packing.cost_model quadratic:-1,2 -> not both 0 | --wlb.packing.cost_model quadratic: -> malformed
+--wlb.packing.cost_model simulate -> Did you mean 'simulated'
+--wlb.packing.cost_model simulated:3 -> takes nothing after its name
 --wlb.policy wlb --wlb.packing.thresholds [64,32] -> 64, 32 are out of order
 --wlb.policy wlb --wlb.packing.thresholds [400] -> command line: wlb.packing.thresholds = [400]: The
 --wlb.policy wlb --wlb.packing.thresholds [0] | --wlb.policy wlb --wlb.packing.thresholds 64
@@ -125,11 +126,8 @@ dryrun good.toml --output good.toml -> --output: good.toml exists
 rehearse good.toml --output corpus/corpus.json -> corpus.json exists, and this command did not
 compare nowhere | compare . | compare good.txt | compare nowhere --report pages -> report.html exists
 """
-COMMANDS = {
-    "plan good.toml --lengths good.txt": PLAN,
-    "simulate table.toml --lengths good.txt": SIMULATE,
-    "": OTHERS,
-}
+COMMANDS = {"plan good.toml --lengths good.txt": PLAN, "": OTHERS}
+COMMANDS["simulate table.toml --lengths good.txt"] = SIMULATE
 """These words go before what stands between bars and ends of lines; after an arrow is what an answer says."""
 
 

@@ -1,7 +1,5 @@
 """Bad settings, generated from the schema itself: each key misspelt, of a wrong type, out of range, absurd.
-
-None may be accepted, or end in anything but a ConfigError that names the place, the key and the value.
-"""
+All end in a ConfigError that names the place, the key and the value."""
 
 from __future__ import annotations
 
@@ -117,8 +115,7 @@ def test_every_key_in_every_wrong_way(schema, corpus, tmp_path):
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
 
 
-# Settings that are in range each, and the key by which the planner, the optimizer or the corpus refuses them.
-# More stand in test_bad_commands.py.
+# In range each, and the key by which planner, optimizer or corpus refuses them; more in test_bad_commands.py.
 WHOLE = """
 wlb.policy = "wlb_lazy"; wlb.packing.max_length = 100              -> wlb.packing.max_length
 wlb.corpus.path = "/"                                              -> wlb.corpus.path

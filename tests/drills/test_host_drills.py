@@ -1,5 +1,4 @@
-"""Two hosts, of which one is told to stop, or goes: two of our agents, as TorchX starts them. And one host,
-which loses a rank."""
+"""Two hosts, of which one is told to stop, or goes; and one that loses a rank: our agents, as TorchX does."""
 
 import contextlib
 import os
@@ -38,13 +37,8 @@ class Hosts(Run):
         self.agents = []
         for number in range(2):
             with self.folder.with_suffix(f".host{number}").open("a") as log:
-                agent = subprocess.Popen(
-                    [sys.executable, "-m", job.AGENT, *arguments],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-                    start_new_session=True,
-                )
+                how = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+                agent = subprocess.Popen([sys.executable, "-m", job.AGENT, *arguments], **how)
             self.agents.append(agent)
             # The first host holds the rendezvous, as its name does where each host has a name of its own.
             await_(lambda: is_open(port), self.log, PATIENCE)

@@ -1,7 +1,5 @@
-"""Jobs of which ranks are killed or hang, that are starved of disk or given damaged files.
-
-No rank waits for the timeout of a collective: a drill would take longer than `drill_ground.PATIENCE` then.
-"""
+"""Jobs of which ranks are killed or hang, that are starved of disk or given damaged files; none of them waits
+for the timeout of a collective, which is longer than `drill_ground.PATIENCE`."""
 
 import json
 import shutil
@@ -17,17 +15,13 @@ from wlb_titan.runtime.dump_folder import held
 FOREVER = ("--training.steps", "10000")
 
 
-def test_an_error_of_any_rank_is_printed_by_it_and_ends_all(ground):
-    job = ground.start("no-corpus", rank1=("--wlb.corpus.path", "/nowhere"))
-    job.ends_in_error()
-    assert job.codes[1] == 2
-    assert "error: rank 1 on host" in job.log(1) and "There is no corpus at /nowhere" in job.log(1)
-
-
-def test_the_same_error_on_all_ranks_is_printed_once(ground):
-    job = ground.start("same-error", "--wlb.corpus.path", "/nowhere")
-    job.ends_in_error()
-    assert job.log().count("There is no corpus at /nowhere") == 1
+def test_an_error_of_any_rank_or_of_all_is_printed_once_and_ends_all(ground):
+    nowhere = ("--wlb.corpus.path", "/nowhere")
+    jobs = ground.start("no-corpus", rank1=nowhere), ground.start("same-error", *nowhere)
+    for job in jobs:
+        job.ends_in_error()
+        assert job.codes[1] == 2 and job.log().count("There is no corpus at /nowhere") == 1
+    assert "error: rank 1 on host" in jobs[0].log(1) and "/nowhere" in jobs[0].log(1)
 
 
 def test_a_rank_that_is_gone_ends_the_others(ground):

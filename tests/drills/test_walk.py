@@ -11,27 +11,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import said
 from forking import await_
 
 SMALL = ["--training.seq_len", "512", "--training.steps", "6", "--wlb.corpus.seed", "3"]
 
 
 def says(*words: object) -> str:
-    result = invoke(*words)
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
+    return " ".join(said(*words).split())
 
 
 def started(log: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "wlb_titan.commands.main", *words]
     with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=hears_ctrl_c)
-
-
-def hears_ctrl_c() -> None:
-    """Also where these drills run behind a shell's `&`, which has SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # It hears Ctrl-C also where these drills run behind a shell's `&`, which has SIGINT ignored.
+        heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **heard)
 
 
 @pytest.mark.timeout(1800)

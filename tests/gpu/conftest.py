@@ -67,11 +67,6 @@ def lab(target, tmp_path_factory, fork_server):
     """Experiments on documents of which some, on a GPU, are long enough for the kernels' other tables."""
     short = np.clip(np.random.default_rng(0).lognormal(4.0, 1.2, size=400), 4, 1500).astype(int)
     lengths = np.insert(short, range(0, 400, 40), target.pick(cuda=4096, cpu=1024))
-    return Lab(
-        tmp_path_factory.mktemp("lab"),
-        fork_server,
-        base=target.base("llama"),
-        common=target.pick(cuda=["--training.mixed_precision_param", "bfloat16"], cpu=[]),
-        environment=target.pick(cuda=ONE_GPU, cpu={}),
-        lengths=lengths,
-    )
+    common = target.pick(cuda=["--training.mixed_precision_param", "bfloat16"], cpu=[])
+    how = {"common": common, "environment": target.pick(cuda=ONE_GPU, cpu={}), "lengths": lengths}
+    return Lab(tmp_path_factory.mktemp("lab"), fork_server, base=target.base("llama"), **how)

@@ -24,8 +24,7 @@ def qwen3():
 
 
 def gpt_oss():
-    """64 heads of 64, eight of them on a key head, with sinks; a layer with a window of 128 tokens, and one
-    without; experts."""
+    """64 heads of 64, eight on a key head, with sinks; layers with a window of 128 tokens, and without."""
     return _small(bases.few_experts(gpt_oss_registry.gpt_oss_20b()))
 
 

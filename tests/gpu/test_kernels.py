@@ -49,12 +49,8 @@ def check(target, implementation, segments, tokens, heads, dims, dtype, window=N
             got, again = (with_gradients(call, *given, dlse) for _ in range(2))
         assert all(torch.equal(got[name], again[name]) for name in got)
         if judge is wanted:
-            want = wanted(
-                [x.cpu() for x in (*given, 0 * dlse if call is attend_without else dlse)],
-                segments,
-                0.1,
-                window,
-            )
+            on_cpu = [x.cpu() for x in (*given, dlse * (call is attend))]
+            want = wanted(on_cpu, segments, 0.1, window)
             want["lse"] *= call is attend
         else:  # the reference in float64 on that device
             wide = torch.float64 if judge == REFERENCE else dtype
@@ -92,8 +88,7 @@ def test_windows_and_groups(target, implementation, heads, window):
 @pytest.mark.parametrize("case", ["window", "chunk"])
 def test_as_others_compute_it(target, case, judge, implementation, dims, dtype):
     """A packed window: documents of all lengths, enough for every multiprocessor, so that Gluon packs heads
-    both ways. The last chunk of a document so long that Gluon walks over one head after the other.
-    """
+    both ways. The last chunk of a document so long that Gluon walks over one head after the other."""
     lengths = target.pick(cuda=[3000, 1, 5, 130, 4000, 777, *[300, 64, 9] * 60], cpu=[90, 1, 5, 60])
     segments, tokens = packed(lengths), (sum(lengths) + 3, sum(lengths) + 3)
     if case == "chunk":

@@ -1,8 +1,5 @@
-"""Several ranks on one GPU give the losses of one process; and what a machine of so many GPUs refuses.
-
-Ranks that share a GPU are NCCL's own experiment (NCCL_MULTI_RANK_GPU_ENABLE), in which ranks that find no
-room hang: each job has its time limit. Time is not measured here.
-"""
+"""Several ranks on one GPU give the losses of one process; and what a machine of so many GPUs refuses. Ranks
+that share a GPU are NCCL's own experiment, in which those that find no room hang: each job has its limit."""
 
 from functools import cache
 
@@ -10,10 +7,8 @@ import pytest
 from lab import first_failure, layout, lines_of, ranks
 from trainers import WAITED
 
-COMMON = (
-    *("--training.steps", "3", "--wlb.policy", "wlb_lazy/hybrid", "--metrics.log_freq", "1"),
-    *("--wlb.packing.cost_model", "quadratic:1,1000"),
-)
+COMMON = ("--training.steps", "3", "--wlb.policy", "wlb_lazy/hybrid", "--metrics.log_freq", "1")
+COMMON += ("--wlb.packing.cost_model", "quadratic:1,1000")
 STAGES = "--parallelism.module_fqns_per_model_part"
 HEAD_APART = (STAGES, '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]')
 THREE = (STAGES, '[["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "lm_head"]]')

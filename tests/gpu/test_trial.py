@@ -2,8 +2,7 @@
 
     pytest -x --device cuda tests/gpu/test_trial.py
 
-In the order of what goes wrong first: launches end; they are right; they repeat, also beside others, and by
-any number of programs; what is broken on purpose is found; and what tools see in them.
+In the order of what goes wrong first: launches end; they are right; they repeat; what is broken is found.
 """
 
 import importlib.util
@@ -34,26 +33,33 @@ print(check_kernels(noise, Options(0.1, implementation="gluon")))
 
 
 @pytest.fixture
-def way(target):
-    """Noise on rich segments, options, what is right, and a way to divide the backward. On a CPU in small,
-    and the reference's: it has one way, and is its own judge.
-    """
-    device = torch.device(target.device)
-    shape = target.pick(cuda=Shape(32, 4, *DIMS), cpu=Shape(4, 2, 16, 16))
-    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
-    options = Options(shape.dim**-0.5, implementation=target.pick(cuda="gluon", cpu="reference"))
+def made(target):
+    """What kernels are made with of a shape of a GPU, in small on a CPU: shape, options, dtype and device. A
+    CPU has the reference's one way to divide the backward, and is its own judge."""
+
+    def made(shape, small=(4, 2, 16, 16)):
+        shape = Shape(*target.pick(cuda=shape, cpu=small))
+        options = Options(shape.dim**-0.5, implementation=target.pick(cuda="gluon", cpu="reference"))
+        dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
+        return shape, options, dtype, torch.device(target.device)
+
+    return made
+
+
+@pytest.fixture
+def way(target, made):
+    """Noise on rich segments, options, what is right, and a way to divide the backward."""
+    shape, options, dtype, device = made((32, 4, *DIMS))
     noise = self_check.Noise.rich(shape, dtype, device, target.pick(cuda=1, cpu=20))
     divided = self_check.ways(noise, options)[0]
     return noise, options, self_check.wanted(noise, options, "reference"), divided
 
 
 @pytest.mark.parametrize(("length", "documents"), [(129, 2032), (257, 1020)])
-def test_tiles_that_wait_for_each_other_end(target, monkeypatch, length, documents):
+def test_tiles_that_wait_for_each_other_end(target, made, monkeypatch, length, documents):
     monkeypatch.setattr(self_check, "PATIENCE", 5.0)
-    device, segments = torch.device(target.device), packed([length] * target.pick(cuda=documents, cpu=3))
-    shape = target.pick(cuda=Shape(8, 2, *DIMS), cpu=Shape(4, 2, 16, 16))
-    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
-    options = Options(0.1, implementation=target.pick(cuda="gluon", cpu="reference"))
+    segments = packed([length] * target.pick(cuda=documents, cpu=3))
+    shape, options, dtype, device = made((8, 2, *DIMS))
     self_check.warm_up(shape, options, dtype, device)  # compiles, which takes more than PATIENCE
     noise = self_check.Noise.on(segments, shape, dtype, device)
     got = self_check.attend(noise, options)
@@ -97,22 +103,14 @@ def test_what_is_broken_on_purpose_is_found(target, way, monkeypatch, tmp_path, 
 
 
 @pytest.mark.parametrize("heads", LAYOUTS, ids=str)
-def test_every_way_is_right_and_repeats_in_many_launches(target, heads):
+def test_every_way_is_right_and_repeats_in_many_launches(target, made, heads):
     """Of groups that together pack and split in every way."""
-    device = torch.device(target.device)
-    shape = Shape(*heads, *target.pick(cuda=DIMS, cpu=(16, 16)))
-    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
-    options = Options(shape.dim**-0.5, implementation=target.pick(cuda="gluon", cpu="reference"))
+    shape, options, dtype, device = made((*heads, *DIMS), small=(*heads, 16, 16))
     self_check.warm_up(shape, options, dtype, device)
-    noise = self_check.Noise.rich(
-        shape, dtype, device, target.pick(cuda=1, cpu=20), seed=LAYOUTS.index(heads)
-    )
-    small = self_check.Noise.on(
-        self_check.rich_segments(shape.kv_heads, 1, scale=16 * target.pick(cuda=1, cpu=10)),
-        shape,
-        dtype,
-        device,
-    )
+    scale, seed = target.pick(cuda=1, cpu=20), LAYOUTS.index(heads)
+    noise = self_check.Noise.rich(shape, dtype, device, scale, seed=seed)
+    few = self_check.rich_segments(shape.kv_heads, 1, scale=16 * target.pick(cuda=1, cpu=10))
+    small = self_check.Noise.on(few, shape, dtype, device)
     want = self_check.wanted(noise, options, "reference")
     for divided in self_check.ways(noise, options):
         try_way(noise, options, want, divided, target.pick(cuda=REPEATS, cpu=2))
@@ -120,13 +118,8 @@ def test_every_way_is_right_and_repeats_in_many_launches(target, heads):
 
 
 def run_toy(command: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        [*command, sys.executable, "-c", TOY],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
+    how = {"capture_output": True, "text": True, "timeout": 540, "env": os.environ | environment}
+    done = subprocess.run([*command, sys.executable, "-c", TOY], **how)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
@@ -142,16 +135,14 @@ def test_compute_sanitizer_finds_nothing(target):
     run_toy(["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "3"], {})
 
 
-def test_offsets_of_more_than_32_bits(target):
-    """The last document of a million tokens, forward and backward; nothing before it is compared, as the
-    point is addresses that overflow 32 bits."""
-    shape = target.pick(cuda=Shape(32, 4, *DIMS), cpu=Shape(4, 2, 16, 16))
-    implementation = target.pick(cuda="gluon", cpu="reference")
+def test_offsets_of_more_than_32_bits(target, made):
+    """The last document of a million tokens, forward and backward, whose addresses overflow 32 bits."""
+    shape, options, _, device = made((32, 4, *DIMS))
     length, documents = 1024, target.pick(cuda=2**10, cpu=2)
     segments = packed([length] * documents)
-    q, k, v, dout = self_check.make_inputs(segments, shape, torch.bfloat16, target.device)
+    q, k, v, dout = self_check.make_inputs(segments, shape, torch.bfloat16, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = varlen_attention(*leaves, segments, implementation=implementation)
+    out = varlen_attention(*leaves, segments, implementation=options.implementation)
     got = (out, *torch.autograd.grad(out, leaves, dout))
     last = [x[-length:].detach().float().requires_grad_() for x in (q, k, v)]
     want = varlen_attention(*last, packed([length]), implementation="reference")

@@ -41,15 +41,9 @@ class Counts(torch.nn.Embedding):
 
 
 def step(scheduler, lengths):
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=4,
-        context_parallel_size=CONTEXT,
-        hybrid_context_parallel=True,
-        max_seqlen_per_dp_cp_rank=LIMIT,
-        calculate_per_token_loss=True,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 4, "context_parallel_size": CONTEXT}
+    switches = {"hybrid_context_parallel": True, "calculate_per_token_loss": True}
+    config = TransformerConfig(**sizes, **switches, max_seqlen_per_dp_cp_rank=LIMIT)
     share = np.array_split(np.arange(SAMPLES), parallel_state.get_data_parallel_world_size())
     ids = share[parallel_state.get_data_parallel_rank()]
     own = {"tokens": torch.tensor(np.repeat(ids, lengths[ids]))}
@@ -72,14 +66,9 @@ def step(scheduler, lengths):
         ran.append([number, width])
         return model(tokens).sum(), lambda loss: (loss, torch.tensor(tokens.numel()), {})
 
-    forward_backward_no_pipelining(
-        forward_step_func=forward,
-        data_iterator=wrapper,
-        model=model,
-        num_microbatches=1,
-        seq_length=LIMIT,
-        micro_batch_size=1,
-    )
+    sizes = {"num_microbatches": 1, "seq_length": LIMIT, "micro_batch_size": 1}
+    how = {"forward_step_func": forward, "data_iterator": wrapper, "model": model}
+    forward_backward_no_pipelining(**how, **sizes)
     dist.all_reduce(model.weight.grad)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, ran)

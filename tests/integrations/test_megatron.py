@@ -12,18 +12,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from commands import ROOT
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-FOLDER = Path(__file__).parents[2] / "examples" / "megatron"
+FOLDER = ROOT / "examples" / "megatron"
 EqualWorkScheduler = runpy.run_path(str(FOLDER / "wlb_megatron.py"))["EqualWorkScheduler"]
 
 
 def batch(ranks, most, number, *, median, spread, seed):
     """Samples of one step as Megatron's loader gives them: whole multiples of twice the ranks."""
-    tokens = (
-        np.random.default_rng([ranks, number, seed]).lognormal(np.log(median), spread, number).astype(int)
-    )
-    tokens = tokens // (2 * ranks) * 2 * ranks + 2 * ranks
+    tokens = np.random.default_rng([ranks, number, seed]).lognormal(np.log(median), spread, number)
+    tokens = tokens.astype(int) // (2 * ranks) * 2 * ranks + 2 * ranks
     return list(enumerate(np.minimum(tokens, ranks * most).tolist()))
 
 
@@ -82,9 +81,8 @@ def test_the_contract_is_megatrons(ranks):
     """It keeps it where `ranks` is a power of two, but for few batches: `trim_overload` puts a sample that it
     takes out of a group behind narrower ones, and in the last group it lies across two process groups (32
     ranks, seed 64). With 6, 10 or 12 ranks it asks for process groups that do not exist, or fails."""
-    broken = [
-        scheduled(BalancedCPScheduler, odd_batch(ranks, 4096, seed), ranks, 4096)[2] for seed in range(150)
-    ]
+    batches = [odd_batch(ranks, 4096, seed) for seed in range(150)]
+    broken = [scheduled(BalancedCPScheduler, one, ranks, 4096)[2] for one in batches]
     print(ranks, "ranks, broken:", [each for each in broken if each])
     assert set().union(*broken) <= {"aligned"} and sum(map(bool, broken)) <= 3
 
@@ -131,9 +129,8 @@ def trained():
     program = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
     program += [str(Path(__file__).with_name("megatron_program.py"))]
     path = {"PYTHONPATH": os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, *program], capture_output=True, text=True, timeout=300, env=os.environ | path
-    )
+    how = {"capture_output": True, "text": True, "timeout": 300, "env": os.environ | path}
+    done = subprocess.run([sys.executable, *program], **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from commands import ROOT
+
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 
-ROOT = Path(__file__).parents[2]
 FLAGS = "--training.steps 3 --training.seq_len 512 --training.local_batch_size 2 --debug.seed 1"
 
 
@@ -23,10 +24,8 @@ def test_losses_are_those_of_our_command(tmp_path):
 
     def losses(dump_folder, *command):
         words = [sys.executable, "-m", *command, *FLAGS.split(), "--dump_folder", dump_folder]
-        environment = os.environ | {"PYTHONPATH": path}
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
+        how = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": path}, "timeout": 300}
+        done = subprocess.run(words, capture_output=True, text=True, **how)
         assert done.returncode == 0, done.stderr[-3000:]
         lines = (tmp_path / dump_folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]

@@ -3,35 +3,25 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from commands import ROOT
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """What the example prints, by the sampler's name."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, ROOT / "examples" / "trl" / "train.py"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path_factory.mktemp("trl"),
-        timeout=600,
-    )
+    how = {"capture_output": True, "text": True, "cwd": tmp_path_factory.mktemp("trl"), "timeout": 600}
+    done = subprocess.run([*command, ROOT / "examples" / "trl" / "train.py"], **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_every_example_is_trained_once_an_epoch(trained):
+def test_every_example_is_trained_once_an_epoch_with_the_losses_of_those_in_order(trained):
     for found in trained.values():
         assert found["trained"] == sorted(2 * found["lengths"])
-
-
-def test_losses_are_those_of_examples_dealt_out_in_order(trained):
     ordinary, balanced = (trained[name]["losses"] for name in ("InOrder", "BalancedBatchSampler"))
     assert len(balanced) == 16 and balanced == pytest.approx(ordinary, rel=1e-5)
     assert np.ptp(balanced) > 0.01, "it learns"

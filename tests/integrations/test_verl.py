@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from commands import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +23,8 @@ def found(tmp_path_factory):
     def run(plugins):
         path = {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
         environment = os.environ | path | {"VERL_USE_EXTERNAL_PLUGINS": plugins}
-        done = subprocess.run(
-            [sys.executable, *program], capture_output=True, text=True, timeout=600, env=environment
-        )
+        how = {"capture_output": True, "text": True, "timeout": 600, "env": environment}
+        done = subprocess.run([sys.executable, *program], **how)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 

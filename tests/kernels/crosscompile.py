@@ -1,8 +1,7 @@
 """Compile kernels for sm_90 with no GPU, and read from the result what decides whether they are any good.
 
-A launch is recorded rather than run: the launch code of wlb_titan.kernels is called on CPU tensors with the
-kernel replaced by a recorder, so what is compiled is what would be launched, with its real descriptors and
-options. Each launch is compiled in a process of its own, because the compiler's assertions abort the process.
+The launch code of wlb_titan.kernels is called on CPU tensors with the kernel replaced by a recorder, so that
+what is compiled is what would be launched. Each launch has a process, which the compiler's assertions abort.
 """
 
 import multiprocessing
@@ -184,10 +183,8 @@ def transfer_mismatches(ttgir: str) -> list[str]:
     """
     wrong = []
     width = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "si32": 4}
-    copies = (
-        r"async_tma_copy_global_to_local .*?: !tt\.tensordesc<(?:tensor<)?((?:\d+x)+)(\w+)"
-        r".*?-> !ttg\.memdesc<((?:\d+x)+)"
-    )
+    source = r"async_tma_copy_global_to_local .*?: !tt\.tensordesc<(?:tensor<)?((?:\d+x)+)(\w+)"
+    copies = source + r".*?-> !ttg\.memdesc<((?:\d+x)+)"
     copied = 0
     for shape, dtype, buffer in re.findall(copies, ttgir):
         elements, room = (prod(int(n) for n in s.split("x") if n) for s in (shape, buffer))

@@ -2,21 +2,15 @@
 
 The source is executed with stand-ins for Triton's modules: tensors are torch tensors, a partition is a Python
 thread, some programs run at once. One thread runs at a time; who is next is decided by an order and a seed
-(gluon_machine.ORDERS), never by the clock, so that a run repeats. What a GPU does on its own time is a copy,
-which takes its turn like a thread:
+(gluon_machine.ORDERS), so that a run repeats. What a GPU does on its own time takes turns too: a TMA
+load fills its buffer with NaN at once, with data later, and only then completes its barrier; a TMA addition
+reads shared memory later and adds to global memory later still; a matrix product reads at its wait.
 
-- a TMA load fills its buffer with NaN at once and with data later, and only then completes its barrier;
-- a TMA addition reads shared memory later and adds to global memory later still;
-- a matrix product takes its operands from shared memory at the wait, not when it is issued.
-
-Whether two accesses to a buffer of shared memory are ordered is decided by vector clocks, which threads hand
-on through mbarriers and atomics: so an access that nothing orders is found even if it came at the right time.
-So are additions to one place of global memory, if they must be ordered. A store by threads that the copy
-engine or a matrix product reads needs a fence by the thread that stored.
-
-The same clocks count matrix products and additions, of the longest chain that comes before a thread's state:
-less its program's own, that is for how many it has waited, however quick the other threads were. Turns that
-come one after the other show there.
+Whether two accesses to a buffer of shared memory, or two additions to one place of global memory, are ordered
+is decided by vector clocks, which threads hand on through mbarriers and atomics: so an access that nothing
+orders is found even if it came at the right time. A store by threads that the copy engine or a matrix product
+reads needs a fence by the thread that stored. The clocks also count matrix products and additions of the
+longest chain before a thread's state: less its program's own, that is for how many it has waited.
 """
 
 import itertools
@@ -145,9 +139,8 @@ def tma_store(descriptor: Descriptor, corner, source: Shared) -> None:
 
 def wait_for_additions(to_be_added: bool) -> None:
     mine = here.additions
-    here.machine.pause(
-        lambda: all(x.is_added if to_be_added else x.box is not None for x in mine), "its additions"
-    )
+    ready = lambda: all(x.is_added if to_be_added else x.box is not None for x in mine)  # noqa: E731
+    here.machine.pause(ready, "its additions")
     for addition in mine:
         addition.read.ends = addition.read.ends or here.clock[here.task.name]
         addition.added.ends = here.clock[here.task.name] if to_be_added else None
@@ -345,9 +338,7 @@ class Emulated:
     Whatever the grid, `programs` run, all at once: the kernels' work is done by any number. None: the grid's.
     """
 
-    def __init__(
-        self, function: Callable, ordered: bool = False, order: str = "any", programs: int | None = 3
-    ):
+    def __init__(self, function: Callable, ordered=False, order: str = "any", programs: int | None = 3):
         self.function, self.ordered, self.order, self.programs = function, ordered, order, programs
         self.races: set[str] = set()
         self.waited = 0  # products and additions of others that a program has waited for, at most

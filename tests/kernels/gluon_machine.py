@@ -1,6 +1,5 @@
-"""What the Gluon emulator runs on: a scheduler, clocks that say what threads have seen of each other, buffers
-that know who reads and writes them, barriers, descriptors and pointers. See gluon_emulator.py.
-"""
+"""What gluon_emulator.py runs on: a scheduler, clocks that say what threads have seen of each other, buffers
+that know who reads and writes them, barriers, descriptors and pointers."""
 
 import math
 import random
@@ -244,9 +243,8 @@ class Descriptor:
         self.additions: dict[tuple, list[tuple[Access, Tensor]]] = {}  # to each box, and where they are not 0
 
     def inside(self, corner) -> tuple[slice, ...]:
-        return tuple(
-            slice(c, min(c + b, n)) for c, b, n in zip(corner, self.block, self.view.shape, strict=True)
-        )
+        sizes = zip(corner, self.block, self.view.shape, strict=True)
+        return tuple(slice(c, min(c + b, n)) for c, b, n in sizes)
 
     def load(self, corner) -> Tensor:
         box = torch.zeros(self.block, dtype=self.dtype)

@@ -1,9 +1,6 @@
-"""What a race or a wrong layout of Gluon's backward would show in, on a GPU or emulated.
-
-The check of a job's start, with the reference as judge; the same bits for any number of programs, one of
-which has no other to race with; the same bits in many launches. n clean launches bound the rate of a race to
-3 / n a launch (95 %).
-"""
+"""What a race or a wrong layout of Gluon's backward would show in, on a GPU or emulated: the check of a job's
+start; the same bits for any number of programs, one of which has none to race with, and in many launches. n
+clean launches bound the rate of a race to 3 / n a launch (95 %)."""
 
 import torch
 from wlb_titan.kernels import op
@@ -18,9 +15,7 @@ REPEATS = 300  # of the rich segments, in each way
 SMALL_REPEATS = 2_000  # of some short documents, in each way
 
 
-def try_way(
-    noise: Noise, options: Options, want: dict[str, torch.Tensor], divided: Division, repeats: int
-) -> None:
+def try_way(noise: Noise, options: Options, want: dict, divided: Division, repeats: int) -> None:
     """Checks that a division is right, and repeats with any number of programs."""
     got = attend(noise, options, divided)
     compare(got, want, f"{divided}")

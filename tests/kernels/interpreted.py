@@ -1,9 +1,6 @@
-"""The Triton kernels, run by Triton's interpreter on the CPU, against the dense float64 oracle.
-
-Started by test_interpreter.py with TRITON_INTERPRET=1. Tiles are far smaller than those that ship, so that
-short segments already have full, masked, partial and merged tiles; the interpreter does not mind. float16 and
-float32 only: it computes bfloat16 products wrongly without a word.
-"""
+"""The Triton kernels, run by Triton's interpreter on the CPU, against the dense float64 oracle, as
+test_interpreter.py starts it. Tiles are far smaller than those that ship, so that short segments have full,
+masked, partial and merged ones. float16 and float32 only: it computes bfloat16 products wrongly."""
 
 import os
 
@@ -30,8 +27,7 @@ WIDE = Configs(*[Config(64, 64, warps=4)] * 3)
 
 def check(segments, q_tokens, kv_tokens, heads, dims, dtype, *, tma, configs=None, window=None, seed=0):
     """Forward, log-sum-exp and every gradient of one call, outputs poisoned beforehand; two key heads at a
-    time, with other configurations than those that ship.
-    """
+    time, with other configurations than those that ship."""
     tensors = q, k, v, dout, dlse = random_inputs(q_tokens, kv_tokens, heads, dims, dtype, seed)
     options = Options(0.2, window)
     schedule = schedule_of(segments, q_tokens, kv_tokens, q.device, options.reach)
@@ -77,8 +73,7 @@ def test_cases(case):
 @pytest.mark.parametrize("window", WINDOWS[1:])
 def test_windows(window):
     """Blocks that are masked at their start, at their end, at both and not at all, by either pass's loops;
-    and head dims that are filled up to one power of two, or to two.
-    """
+    and head dims that are filled up to one power of two, or to two."""
     check(*CASES["ragged"], (2, 1), (24, 40), F32, tma=True, configs=WIDE, window=window)
     check(*CASES["two_chunks"], (2, 1), (40, 24), F16, tma=False, configs=GROUPED, window=window)
 
@@ -105,8 +100,7 @@ def test_row_statistics(pack):
 @pytest.mark.parametrize(("dim", "pack"), [(64, 1), (128, 2), (64, 8)])
 def test_sums_of_dq(dim, pack):
     """Of the Gluon backward: put back in order, scaled and rounded, without the rows past the end, and zero
-    where a token has no keys and nobody wrote.
-    """
+    where a token has no keys and nobody wrote."""
     q = torch.zeros(150, 3 * pack, dim, dtype=F16)
     bounds = torch.tensor([[5] * 150, [9] * 150], dtype=torch.int32)
     bounds[:, 40] = 0
@@ -152,8 +146,7 @@ def test_op_takes_views_and_expanded_gradients():
 
 def test_op_copies_no_operand_that_tma_can_read():
     """Keys and values side by side in a row, and one head whatever its stride, are read where they lie; what
-    begins at an odd address, or has heads apart from each other, is not.
-    """
+    begins at an odd address, or has heads apart from each other, is not."""
     _, k, v, _, _ = random_inputs(1, 20, (2, 2), (64, 16), F32)
     one_head = torch.randn(20, 3, 64)[:, 1:2]
     for x in (k, v, one_head):

@@ -60,8 +60,7 @@ def attention_and_lse(
 
 def with_gradients(attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor) -> dict[str, Tensor]:
     """Output and log-sum-exp of attend(q, k, v), and all gradients; the log-sum-exp's rows of padding, which
-    are infinite, are left out.
-    """
+    are infinite, are left out."""
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     out, lse = attend(*leaves)
     lse = torch.where(torch.isfinite(lse), lse, 0.0)
@@ -126,8 +125,7 @@ def random_inputs(
     q_tokens: int, kv_tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, seed=0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, and the gradients of output and log-sum-exp, standard normal; all but the last in dtype. k and
-    v are views of one tensor with both in a row, which is how context parallelism gathers them.
-    """
+    v are views of one tensor with both in a row, which is how context parallelism gathers them."""
     rng = torch.Generator().manual_seed(seed)
     (q_heads, kv_heads), (dim, v_dim) = heads, dims
 

@@ -1,14 +1,13 @@
 """The scripts of benchmarks/ that are about attention: cases and counts, the replay of a launch, and that
-attention.py runs from end to end (on the CPU, with the reference).
-"""
+attention.py runs from end to end on the CPU, with the reference."""
 
 import json
 from importlib import import_module
 from itertools import groupby, product
-from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import SHARD, packed, visible
@@ -23,7 +22,7 @@ from wlb_titan.commands.profile import time_attention
 def scripts():
     """A script of benchmarks/ by its name."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
         yield import_module
 
 
@@ -61,18 +60,13 @@ def test_divisions_that_are_timed_can_run_and_differ_in_speed_only(heads):
         assert group % (one.split * one.pack) == 0 and 1 <= one.section <= heads[1]
 
 
-def test_shards_add_up():
-    from attention_cases import pairs, shard, whole
+def test_shards_add_up_and_flops_count_the_real_mask():
+    from attention_cases import flops, pairs, shard, whole
 
     documents = [3000, 7, 640, 1]
     shards = [shard(documents, 4, rank) for rank in range(4)]
     assert sum(pairs(s) for s in shards) == pairs(whole(documents))
     assert sum(int(s[:, 1].sum()) for s in shards) == sum(documents)
-
-
-def test_flops_count_the_real_mask():
-    from attention_cases import flops, pairs
-
     assert pairs(SHARD) == int(visible(SHARD, 13, 12).sum())
     assert flops(SHARD, Shape(4, 2, 16, 8)) == 2 * pairs(SHARD) * 4 * (16 + 8)
 

@@ -67,12 +67,8 @@ def test_without_tma(target):
 
 
 # Of a backward: query heads of the one key head, multiprocessors, and whether one head comes after the other.
-WAYS = {
-    "split": (8, 132, False),
-    "packed": (8, 1, False),
-    "fours": (4, 1, False),
-    "heads first": (8, 1, True),
-}
+WAYS = {"split": (8, 132, False), "packed": (8, 1, False), "fours": (4, 1, False)}
+WAYS["heads first"] = (8, 1, True)
 
 
 def gluon_launches(dim: int) -> dict[str, Launch]:
@@ -154,8 +150,7 @@ def before(lines: list[str], end: int, wanted: str, ends: str) -> bool:
 
 def check_arrivals(lines: list[str]) -> None:
     """All warps of a partition have met when one thread of it arrives at a barrier for all, and touch nothing
-    that is shared in between.
-    """
+    that is shared in between."""
     arrivals = places(lines, r"mbarrier\.arrive")
     assert len(arrivals) > 10
     for i in arrivals:
@@ -178,8 +173,7 @@ def check_turns(lines: list[str]) -> None:
 
 def check_handing_over(lines: list[str]) -> None:
     """What threads store to shared memory they fence before they meet and one of them arrives, so that the
-    copy engine and matrix products see it.
-    """
+    copy engine and matrix products see it."""
     meetings = places(lines, f"^{MEETING}")
     last = [max(j for j in meetings if j < i) for i in places(lines, r"mbarrier\.arrive")]
     handed = [before(lines, i, r"fence\.proxy\.async\.shared", r"stmatrix|st\.shared") for i in last]

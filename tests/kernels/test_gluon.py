@@ -125,8 +125,7 @@ QUERIES_FIRST = {"file": "tiles", "change": ("(-begin, haste, tile)", "(begin, t
 )
 def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
     """A program waits for two steps of others, each of eight products and additions; in the other order for
-    many.
-    """
+    many."""
     case = packed(lengths), (sum(lengths), sum(lengths)), (heads, 1), (64, 64)
     each_a_tile = {"units": 1, "programs": 10}
     assert run(monkeypatch, *case, **each_a_tile)[2] <= 16
@@ -175,8 +174,7 @@ def test_a_trial_refuses_what_is_wrong(monkeypatch, name, reason):
         gluon_trial.try_way(noise, wish, want, way, repeats=1)
 
 
-# Tiles of several blocks, two documents that share one, and a window; many tiles of one block on a single
-# program; two packs of heads.
+# Tiles of several blocks, two documents that share one, and a window; many tiles of one block; two packs.
 MUTANT_CASES = (
     (packed([420, 165]), (585, 585), (2, 1), (64, 64), {"units": 3, "window": 230}),
     (packed([128] * 4), (512, 512), (2, 1), (128, 128), {"units": 1}),

@@ -1,13 +1,15 @@
-"""Half of interpreted.py, the checks of the kernels' arithmetic, under Triton's interpreter.
+"""interpreted.py, the checks of the kernels' arithmetic, under Triton's interpreter.
 
 In a process of its own, because TRITON_INTERPRET is read when Triton is imported and would change every other
-test of this one. The other half is in another file, which another worker can run.
+test of this one.
 """
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SEGMENTS = "test_cases or test_windows"
 
@@ -23,3 +25,8 @@ def interpret(expression: str) -> None:
 
 def test_all_but_the_cases_of_segments():
     interpret(f"not ({SEGMENTS})")
+
+
+@pytest.mark.long
+def test_every_case_of_segments_and_window():
+    interpret(SEGMENTS)

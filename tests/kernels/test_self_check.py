@@ -1,14 +1,13 @@
 """The check of the kernels sees what a broken one would leave: here the reference is broken. Its segments
-make the kernels do all that they can. And whatever segments choose was compiled before.
-"""
+make the kernels do all that they can. And whatever segments choose was compiled before."""
 
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from commands import CONFIGS
 from crosscompile import recording, version
 from gluon_trial import LAYOUTS
 from hypothesis import assume, given, settings
@@ -109,7 +108,7 @@ def head_layouts() -> set[tuple[int, int]]:
     from wlb_titan.runtime.models.load import load_config
 
     found = set()
-    for path in sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml")):
+    for path in sorted((CONFIGS).glob("*.toml")):
         if path.name.startswith("cpu"):
             continue
         config = load_config(str(path), ()).config
@@ -120,8 +119,7 @@ def head_layouts() -> set[tuple[int, int]]:
 
 def test_the_check_covers_what_the_kernels_can_do():
     """For the heads of every configuration that ships, and those of the trial, in every division: tiles for
-    each multiprocessor, turns, items with steps that need no mask, and steps of a tile.
-    """
+    each multiprocessor, turns, items with steps that need no mask, and steps of a tile."""
     ships = head_layouts()
     assert (6, 6) in ships  # of llama2_30b_64k.toml, whose degrees are those of the file that it extends
     for q_heads, kv_heads in sorted(ships | {*LAYOUTS, (4, 1), (5, 1), (32, 1), (32, 32), (40, 8)}):

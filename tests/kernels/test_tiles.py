@@ -93,7 +93,6 @@ def test_key_tiles_cover_every_pair_once(case, reach, tokens, block_n, turns):
     assert (found == mask).all()
 
 
-@settings(max_examples=100)
 @given(segment_lists(), reaches, st.sampled_from([16, 64]), st.sampled_from([8, 32]))
 def test_turns_order_all_that_is_added_to_a_row(case, reach, block_n, size):
     """In the order of the list no tile waits; and what waits for nobody shares no row with another tile."""
@@ -181,8 +180,7 @@ def test_a_window_makes_the_work_linear():
 
 def test_tiles_are_few_and_see_few_keys():
     """Short documents share tiles, and long ones do not. Chunks of 16 tokens at the ends of long documents
-    have a tile each, which reads no key for nothing.
-    """
+    have a tile each, which reads no key for nothing."""
     chunks = rows(*[[16 * i, 16, 4096 * i, 4096] for i in range(50)])
     for segments, count, most_keys in (
         (packed([12] * 1000), 94, 128 + 2 * 12), (packed([5000, 5000]), 80, 5000), (chunks, 50, 4096)

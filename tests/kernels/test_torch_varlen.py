@@ -1,6 +1,5 @@
 """torch's FlashAttention as an implementation: the CPU's kernel itself; of the GPU's what is given to it, by
-a dense op in its place that has its contract, in float64.
-"""
+a dense op in its place that has its contract, in float64."""
 
 import doctest
 from types import SimpleNamespace
@@ -133,9 +132,7 @@ def test_the_ops_of_gpus_take_what_they_are_given(monkeypatch):
         assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, BF16) for x in (q, k, v)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (BF16, 1e-2), (torch.float16, 2e-3)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (BF16, 1e-2), (torch.half, 2e-3)])
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_of_cpus(case, dtype, tolerance):
     segments, *tokens = CASES[case]
@@ -143,7 +140,6 @@ def test_the_kernel_of_cpus(case, dtype, tolerance):
         check(torch_cpu, segments, tokens, heads, None, dtype, tolerance)
 
 
-@settings(max_examples=100, deadline=None)
 @given(segment_lists(longest=60))
 def test_any_segments_on_a_cpu(case):
     segments, *tokens = case

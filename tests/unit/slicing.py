@@ -92,8 +92,7 @@ def _numbers(m):
 
 
 def assert_shares_cover(plan, context):
-    """Asserts that the ranks that hold a pack have each place of its sequence once, and those that share it
-    the same documents at the same place."""
+    """Asserts that ranks have each place of a pack's sequence once, and that those that share it agree."""
     for m in plan.micro_batches:
         for other in (plan.of_rank(rank)[m.index] for rank in m.merged):
             assert m.dp_rank in m.merged == other.merged and other.length == m.length

@@ -6,10 +6,10 @@ import functools
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.config import Configurable
 from torchtitan.models.common.attention import BaseAttention, FlexAttention, VarlenAttention
@@ -80,7 +80,7 @@ def test_nothing_is_lost_or_the_base_is_refused(bases, package):
 
 
 def test_the_documentation_names_every_base_that_trains(bases):
-    page = Path(__file__).parents[2] / "docs" / "models.md"
+    page = ROOT / "docs" / "models.md"
     before, after = page.read_text().split("These are refused:")
     trains = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*$", before, re.MULTILINE))))
     refused = set(re.findall(r"`(\w+)`", after[: after.index("##")]))
@@ -301,27 +301,12 @@ GPT_OSS = "torchtitan.models.gpt_oss.config_registry:gpt_oss_debugmodel"
 @pytest.mark.parametrize(
     ("base", "change", "degrees", "words"),
     [
-        (
-            "llama3_debug",
-            widen_vocabulary,
-            {"tensor": 2},
-            "tensor_parallel_degree: 2 ranks cannot share the 4,097",
-        ),
+        ("llama3_debug", widen_vocabulary, {"tensor": 2}, "tensor_parallel_degree: 2 ranks .* the 4,097"),
         ("llama3_debug", widen_feed_forward, {"tensor": 2}, "the 385 entries of layers.2.feed_forward.w"),
         (MOE, widen_experts, {"tensor": 2}, "the 65 entries of layers.1.moe.routed_experts.inner_experts"),
         (MOE, widen_experts, {"tensor": 2, "expert": 2}, None),  # whole experts
-        (
-            MOE,
-            None,
-            {"context": 3, "expert": 3},
-            "expert_parallel_degree: 3 ranks cannot share the 64 entries",
-        ),
-        (
-            GPT_OSS,
-            None,
-            {"tensor": 2},
-            "expert_parallel_degree: tensor-parallel ranks would add .* set it to 2",
-        ),
+        (MOE, None, {"context": 3, "expert": 3}, "expert_parallel_degree: 3 ranks .* the 64 entries"),
+        (GPT_OSS, None, {"tensor": 2}, "expert_parallel_degree: tensor-parallel ranks .* set it to 2"),
         (GPT_OSS, None, {"tensor": 2, "expert": 2}, None),
     ],
 )
@@ -340,9 +325,7 @@ def test_a_seed_checkpoint_is_made_by_one_process():
     config = base_config("llama3_debug")
     config.checkpoint.enable = config.checkpoint.create_seed_checkpoint = True
     validate(config, 1)
-    with pytest.raises(
-        UserError, match=r"create_seed_checkpoint: one process makes a seed checkpoint.* 2 processes"
-    ):
+    with pytest.raises(UserError, match=r"create_seed_checkpoint: one process makes .* 2 processes"):
         validate(config, 2)
     config.checkpoint.enable = False
     with pytest.raises(UserError, match="create_seed_checkpoint: nothing is loaded or saved"):

@@ -135,15 +135,12 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
             assert all(set(left) == {None} for left in own.values())  # padding, which nobody asks for
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
+def test_what_cannot_be_is_named():
+    for changes, message in (
         ({"degrees": Degrees()}, "1 pipeline ranks and full"),
         ({"packing": replace(APART, solver="milp")}, "nothing to solve"),
         ({"packing": replace(APART, dp_merge=True)}, "ranks share no packs"),
-    ],
-)
-def test_what_cannot_be_is_named(changes, message):
-    with pytest.raises(PlanError, match=message) as error:
-        planner([64, 10, 10, 10], **{"packing": APART, **changes})
-    assert error.value.setting == "packing.asymmetric"
+    ):
+        with pytest.raises(PlanError, match=message) as error:
+            planner([64, 10, 10, 10], **{"packing": APART, **changes})
+        assert error.value.setting == "packing.asymmetric"

@@ -83,9 +83,8 @@ def test_a_slow_rank_is_named_with_what_it_takes(slow):
     named, measured = [f"rank {stage} on host b" for stage in range(4)], []
     for one, parts in zip(passes, calibrate.pass_parts(job, packs, passes).tolist(), strict=True):
         seconds = one.seconds * (1 + 0.03 * random.standard_normal()) * (1.3 if one.stage == slow else 1)
-        measured.append(
-            replace(one, seconds=seconds, facts={calibrate.PARTS: parts, calibrate.RANK: named[one.stage]})
-        )
+        facts = {calibrate.PARTS: parts, calibrate.RANK: named[one.stage]}
+        measured.append(replace(one, seconds=seconds, facts=facts))
     times = 1 if slow is None else 2 * calibrate.JUDGED // len(measured)  # more passes than it fits to
     said = calibrate.slow_ranks(measured * times, calibrate.as_predicted(job))
     assert [line.partition(" takes ")[0] for line in said] == ([] if slow is None else [named[slow]])

@@ -3,12 +3,11 @@
 import json
 import shutil
 from itertools import cycle
-from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
-from commands import invoke
+from commands import ROOT, invoke
 from corpora import decode
 from tokenizers import AddedToken, Tokenizer
 
@@ -224,9 +223,8 @@ def test_thoughts_of_the_last_turn_are_not_dropped_in_silence(tmp_path, tokenize
     assert learned_texts(prepare(tmp_path, tokenizer, THINKING, [chat])) == [["Hm AA<|end|>"]]
     with pytest.raises(CorpusError, match="drops the reasoning_content of message 2"):
         prepare(tmp_path, tokenizer, MARKED, [chat + talk("b", "B")])
-    last = MARKED.replace(
-        "{{ m['content'] }}<|end|>{% end", THOUGHT_IF_LAST + "{{ m['content'] }}<|end|>{% end"
-    )
+    answer = "{{ m['content'] }}<|end|>{% end"
+    last = MARKED.replace(answer, THOUGHT_IF_LAST + answer)
     corpus = prepare(tmp_path, tokenizer, last, [chat + talk("b", "B")])
     assert learned_texts(corpus) == [["A<|end|>", "B<|end|>"]]
     assert learned_texts(prepare(tmp_path, tokenizer, last, [chat])) == [["Hm AA<|end|>"]]
@@ -237,15 +235,12 @@ def chatml(written, head=""):
     return head + PLAIN.replace("{{ m['content'] }}", written)
 
 
-CALLS = (
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
-)
-ALL = chatml(
-    "{{ m.content or '' }}" + CALLS, "{% for t in tools or [] %}{{ t | tojson(indent=4) }}{% endfor %}"
-)
-QUOTED = chatml(
-    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content or '' }}{% endif %}" + CALLS
-)
+EACH = "{% for c in m.tool_calls or [] %}"
+CALLS = EACH + "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+INDENTED = "{% for t in tools or [] %}{{ t | tojson(indent=4) }}{% endfor %}"
+ALL = chatml("{{ m.content or '' }}" + CALLS, INDENTED)
+OF_TOOL = "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}"
+QUOTED = chatml(OF_TOOL + "{{ m.content or '' }}{% endif %}" + CALLS)
 PARTS = "{% for p in m.content %}[{{ p.text }}]{% endfor %}"
 LISTS = chatml("{% if m.content is string %}{{ m.content }}{% else %}" + PARTS + "{% endif %}")
 IF_LAST = "{% if loop.last %}{{ m.reasoning_content }}{{ m.content }}{% else %}"
@@ -267,49 +262,34 @@ def spoken(text, **more):
     return [said("user", "a"), said("assistant", text, **more)]
 
 
+def by_user(**more):
+    return [said("user", "a", **more), said("assistant", "b")]
+
+
+ONE_CALL = chatml("{{ m.content }}{% if m.tool_calls %}f{% endif %}")
+TEXT_ALONE = chatml("{{ m.content if m.content is string else '' }}")
+NO_MARKS = MARKED.replace("== 'assistant'", "== 'model'")
+AS_PYTHON = "tool_calls of message 2 .* as Python"
+UNLEARNED = "Of 1 conversations nothing is learned"
 WRITTEN = {  # messages, template, and what is learned or a part of the refusal
     "json": (CALLED, QUOTED, ['I ask.f {"city": "Rome"}<|end|>', " Yes.\n<|end|>"]),
     "trimmed": (spoken("  d  e \n"), chatml("{{ m.content | trim }}"), ["d  e<|end|>"]),
     "respaced": (spoken(" d  e\n"), chatml("{{ m.content.split() | join(' ') | upper }}"), ["D E<|end|>"]),
     "cut": (spoken("two words " * 9), chatml("{{ m.content[:50] }}"), "drops message 2"),
     "calls": (CALLED, PLAIN, r"drops the tool_calls of message 2 \(assistant\)"),
-    "no arguments": (
-        CALLED,
-        chatml("{{ m.content }}{% if m.tool_calls %}f{% endif %}"),
-        "drops the tool_calls",
-    ),
+    "no arguments": (CALLED, ONE_CALL, "drops the tool_calls"),
     "one call of two": (spoken("", tool_calls=[CALL, CALL]), FIRST, "drops the tool_calls"),
     "call without name": (spoken("b", tool_calls=[{}]), ALL, r"2 \(assistant\) calls an unnamed tool"),
     "call of text": (spoken("b", tool_calls=[{"function": "f"}]), ALL, "calls an unnamed tool"),
-    "calls as Python": (
-        CALLED,
-        chatml("{{ m.content }}{{ m.tool_calls or '' }}"),
-        "tool_calls of message 2 .* as Python",
-    ),
-    "arguments as Python": (
-        CALLED,
-        ALL.replace("arguments | tojson", "arguments"),
-        "tool_calls of message 2 .* as Python",
-    ),
-    "arguments quoted twice": (
-        spoken("b", tool_calls=[CALL]),
-        ALL,
-        "quotes it twice",
-    ),
+    "calls as Python": (CALLED, chatml("{{ m.content }}{{ m.tool_calls or '' }}"), AS_PYTHON),
+    "arguments as Python": (CALLED, ALL.replace("arguments | tojson", "arguments"), AS_PYTHON),
+    "arguments quoted twice": (spoken("b", tool_calls=[CALL]), ALL, "quotes it twice"),
     "parts joined": (spoken(TEXT), PLAIN, ["Two parts<|end|>"]),
-    "parts dropped": (
-        spoken(TEXT),
-        chatml("{{ m.content if m.content is string else '' }}"),
-        ["Two parts<|end|>"],
-    ),
+    "parts dropped": (spoken(TEXT), TEXT_ALONE, ["Two parts<|end|>"]),
     "parts followed": (spoken(TEXT), LISTS, ["[Two ][parts]<|end|>"]),
     "picture": (spoken([{"type": "image", "url": "x"}, *TEXT]), LISTS, "has a part that is not text"),
     "object": (spoken({"a": 1}), PLAIN, "has a part that is not text"),
-    "name": (
-        [said("user", "a", name="Eve"), said("assistant", "b")],
-        PLAIN,
-        r"the name of message 1 \(user\)",
-    ),
+    "name": (by_user(name="Eve"), PLAIN, r"the name of message 1 \(user\)"),
     "unknown": (spoken("b", refusal="I cannot"), PLAIN, "the refusal of message 2"),
     "ids and numbers": (spoken("b", id="x", time=12, flagged=False), PLAIN, ["b<|end|>"]),
     "old thoughts": (of_turn(reasoning_content="Hm"), FORGETFUL, ["5.<|end|>", "4.<|end|>"]),
@@ -320,49 +300,35 @@ WRITTEN = {  # messages, template, and what is learned or a part of the refusal
     "fraction": (of_turn(weight=0.5), PLAIN, r"2 \(assistant\) has 'weight': 0.5, which is not supported"),
     "word": (of_turn(train="no"), PLAIN, "has 'train': 'no'"),
     "another switch": (of_turn(loss_mask=[1]), PLAIN, "has 'loss_mask'"),
-    "the user's": (
-        [said("user", "a", weight=1), said("assistant", "b")],
-        PLAIN,
-        r"1 \(user\) has 'weight': 1",
-    ),
-    "not the user's": ([said("user", "a", weight=0), said("assistant", "b")], PLAIN, ["b<|end|>"]),
-    "nothing": (spoken("b", weight=0), PLAIN, "Of 1 conversations nothing is learned"),
-    "no marks": (
-        spoken("b"),
-        MARKED.replace("== 'assistant'", "== 'model'"),
-        "Of 1 conversations nothing is learned",
-    ),
+    "the user's": (by_user(weight=1), PLAIN, r"1 \(user\) has 'weight': 1"),
+    "not the user's": (by_user(weight=0), PLAIN, ["b<|end|>"]),
+    "nothing": (spoken("b", weight=0), PLAIN, UNLEARNED),
+    "no marks": (spoken("b"), NO_MARKS, UNLEARNED),
 }
+
+
+def assert_learned(expected, *given, **options):
+    """What is learned of the only conversation; or what its refusal says."""
+    if isinstance(expected, str):
+        with pytest.raises(CorpusError, match=expected):
+            prepare(*given, **options)
+    else:
+        assert learned_texts(prepare(*given, **options)) == [[text.strip("\n") for text in expected]]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_a_conversation_says_is_written_followed_or_refused(name, tmp_path, tokenizer):
     messages, template, expected = WRITTEN[name]
-    if isinstance(expected, str):
-        with pytest.raises(CorpusError, match=expected):
-            prepare(tmp_path, tokenizer, template, [messages])
-    else:
-        assert learned_texts(prepare(tmp_path, tokenizer, template, [messages])) == [
-            [text.strip("\n") for text in expected]
-        ]
+    assert_learned(expected, tmp_path, tokenizer, template, [messages])
 
 
+NAMES = "{% for t in tools or [] %}{{ t.function.name }}{{ t.function.description }}{% endfor %}"
+FIRST_NAME = "{{ (tools or [{}])[0].function.name }}"
 RECORDS = {
     "tools": ({"tools": TOOLS}, ALL, ""),
     "dropped": ({"tools": TOOLS}, PLAIN, "drops the name of tool 1"),
-    "half dropped": (
-        {"tools": TOOLS},
-        chatml("{{ m.content }}", "{{ (tools or [{}])[0].function.name }}"),
-        "the description of tool 1",
-    ),
-    "no parameters": (
-        {"tools": TOOLS},
-        chatml(
-            "{{ m.content }}",
-            "{% for t in tools or [] %}{{ t.function.name }}{{ t.function.description }}{% endfor %}",
-        ),
-        "drops the city of tool 1",
-    ),
+    "half dropped": ({"tools": TOOLS}, chatml("{{ m.content }}", FIRST_NAME), "the description of tool 1"),
+    "no parameters": ({"tools": TOOLS}, chatml("{{ m.content }}", NAMES), "drops the city of tool 1"),
     "as Python": ({"tools": TOOLS}, chatml("{{ m.content }}", "{{ tools }}"), "as Python"),
     "weight": ({"weight": 0.5}, PLAIN, "1: the record has a key 'weight', which is not read"),
     "weight of 0": ({"weight": 0}, PLAIN, "the record has a key 'weight'"),
@@ -383,28 +349,13 @@ RECORDS = {
 def test_what_stands_beside_a_conversation_is_written_or_refused(name, tmp_path, tokenizer):
     more, template, message = RECORDS[name]
     source = write_lines(tmp_path / "chat.jsonl", [talk("a", "b")], **more)
-    if message:
-        with pytest.raises(CorpusError, match=message):
-            prepare(tmp_path, tokenizer, template, source=source)
-    else:
-        assert learned_texts(prepare(tmp_path, tokenizer, template, source=source)) == [["b<|end|>"]]
+    assert_learned(message or ["b<|end|>"], tmp_path, tokenizer, template, source=source)
 
 
-def test_conversations_that_teach_nothing_are_left_out_and_counted(tmp_path, tokenizer):
+def test_conversations_that_teach_nothing_or_are_long_are_left_out_and_counted(tmp_path, tokenizer):
     corpus = prepare(tmp_path, tokenizer, PLAIN, [spoken("b", weight=0), *CHATS])
     assert (len(corpus), corpus.preparation.unlearned_documents) == (2, 1)
     assert learned_texts(corpus) == ANSWERS
-
-
-def test_the_example_s_template_writes_parts_calls_and_tools(tmp_path, tokenizer):
-    template = Path(__file__).parents[2] / "examples/chat/template.jinja"
-    source = write_lines(tmp_path / "chat.jsonl", [[*CALLED[:3], said("assistant", TEXT)]], tools=TOOLS)
-    corpus = prepare(tmp_path, tokenizer, template.read_text(), source=source)
-    ends = "<|endoftext|>"
-    assert learned_texts(corpus) == [[f'I ask.\ncall f: {{"city": "Rome"}}{ends}', f"Two parts{ends}"]]
-
-
-def test_long_conversations_are_left_out_and_counted(tmp_path, tokenizer):
     lengths = sorted(np.asarray(prepare(tmp_path, tokenizer, PLAIN).lengths).tolist())
     for longest, kept in {lengths[1]: 2, lengths[1] - 1: 1, lengths[0]: 1}.items():
         corpus = prepare(tmp_path, tokenizer, PLAIN, max_length=longest)
@@ -412,6 +363,14 @@ def test_long_conversations_are_left_out_and_counted(tmp_path, tokenizer):
         assert corpus.preparation.long_documents == 2 - kept
     with pytest.raises(CorpusError, match="0 documents are empty, 2 too long"):
         prepare(tmp_path, tokenizer, PLAIN, max_length=lengths[0] - 1)
+
+
+def test_the_example_s_template_writes_parts_calls_and_tools(tmp_path, tokenizer):
+    template = ROOT / "examples/chat/template.jinja"
+    source = write_lines(tmp_path / "chat.jsonl", [[*CALLED[:3], said("assistant", TEXT)]], tools=TOOLS)
+    corpus = prepare(tmp_path, tokenizer, template.read_text(), source=source)
+    ends = "<|endoftext|>"
+    assert learned_texts(corpus) == [[f'I ask.\ncall f: {{"city": "Rome"}}{ends}', f"Two parts{ends}"]]
 
 
 NO_ROLE = 'message 1 has no "role"'
@@ -422,11 +381,7 @@ BAD = {
     "another schema": ([{"from": "human", "value": "Hi"}], PLAIN, f"{NO_ROLE}; it has from, value"),
     "empty turn": (talk("Hi", " \n"), PLAIN, r"2 \(assistant\) has no text"),
     "no assistant": (talk("Hi"), PLAIN, "nothing would be learned"),
-    "calls under another role": (
-        [*CHATS[0], said("tool_call", "f")],
-        PLAIN,
-        r"5 \(tool_call\) has a role that",
-    ),
+    "another role": ([*CHATS[0], said("tool_call", "f")], PLAIN, r"5 \(tool_call\) has a role that"),
     "greeting": ([said("assistant", "a"), *talk("b", "c")], SYSTEM, "message 1 .* whole conversation"),
     "opened thought": (talk("a", "b"), OPENED, r"message 2 .* generation prompt ends, '.*<think>"),
     "special token": (talk("<|end|>", "a"), PLAIN, r"special token '<\|end\|>'"),
@@ -443,10 +398,10 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_conversations_end_the_preparation_with_file_and_line(name, tmp_path, tokenizer):
     chat, template, expected = BAD[name]
-    with pytest.raises(CorpusError, match=expected) as refused:
-        prepare(tmp_path, tokenizer, template, [CHATS[1], chat] if template == PLAIN else [chat])
-    line = 2 if template == PLAIN else 1
-    assert name == "no template" or str(refused.value).startswith(f"chat.jsonl:{line}: ")
+    before = [CHATS[1]] if template == PLAIN else []
+    place = "" if name == "no template" else rf"^chat\.jsonl:{1 + len(before)}: .*"
+    with pytest.raises(CorpusError, match=place + expected):
+        prepare(tmp_path, tokenizer, template, [*before, chat])
     assert not (tmp_path / "corpus").exists()
 
 

@@ -52,15 +52,12 @@ def test_a_file_that_is_not_there_is_told_without_torch(words):
     assert "nowhere.toml: there is no such file. Give the file first" in result.stderr
 
 
-def test_help_lists_every_subcommand():
+def test_help_lists_every_subcommand_and_there_is_a_version():
+    said = CliRunner().invoke(main, ["--version"]).output
+    assert said == f"wlb-titan, version {__version__}\n"
     lines = [line.split() for line in CliRunner().invoke(main, ["--help"]).stdout.splitlines()]
     for name, (_, text) in SUBCOMMANDS.items():
         assert [name, *text.split()] in lines
-
-
-def test_version():
-    result = CliRunner().invoke(main, ["--version"])
-    assert result.output == f"wlb-titan, version {__version__}\n"
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
@@ -95,24 +92,18 @@ def failing(monkeypatch):
     return lambda what, **how: CliRunner(**how).invoke(main, ["fail", what])
 
 
-@pytest.mark.parametrize(
-    ("what", "exit_code", "told"),
-    [
-        ("mistake", 2, "Error: The file is missing. Make one.\n"),
-        ("warnings", 0, "Warning: twice\nWarning: once\n"),
-        ("interrupt", 130, "\nInterrupted.\n"),
-    ],
-)
-def test_what_concerns_the_user_is_told_once_in_a_line(failing, what, exit_code, told):
+TOLD = {"mistake": (2, "Error: The file is missing. Make one.\n"), "interrupt": (130, "\nInterrupted.\n")}
+TOLD["warnings"] = (0, "Warning: twice\nWarning: once\n")
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_what_concerns_the_user_is_told_once_in_a_line(failing, what):
     result = failing(what)
-    assert (result.exit_code, result.stderr) == (exit_code, told)
+    assert (result.exit_code, result.stderr) == TOLD[what]
 
 
-def test_signs_that_an_encoding_lacks_are_no_error(failing):
+def test_signs_that_an_encoding_lacks_are_no_error_and_a_defect_keeps_its_traceback(failing):
     assert failing("signs", charset="latin-1").stdout_bytes == b"\xb1 ?\n"
-
-
-def test_a_defect_keeps_its_traceback(failing):
     assert isinstance(failing("defect").exception, ValueError)
 
 

@@ -1,7 +1,5 @@
-"""The private names of torch and torchtitan that the runtime uses are as they were when it was written.
-
-A failure after an upgrade names what changed; wlb_titan/runtime/compat.py says what it is for and what to do.
-"""
+"""The private names of torch and torchtitan that the runtime uses are as they were when it was written. What
+fails after an upgrade has changed; wlb_titan/runtime/compat.py says what it is for and what to do."""
 
 import ast
 import functools
@@ -112,16 +110,13 @@ def calls(source):
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
 
 
-def test_private_names_take_what_they_are_given():
+def test_private_names_take_what_they_are_given_and_owners_are_known():
     files = [file for file in Path(compat.__file__).parent.rglob("*.py") if file.name != "compat.py"]
     found = [call for file in files for call in calls(file.read_text())]
     named = [call for call in found if isinstance(call.func, ast.Name) and hasattr(compat, call.func.id)]
     assert len(named) > 20
     for call in named:
         bind(getattr(compat, call.func.id), call)
-
-
-def test_a_configuration_knows_what_it_builds():
     assert compat.owner_of(Validator.Config(steps=1)) is Validator
 
 
@@ -193,15 +188,12 @@ def test_replaced_functions_are_what_they_were(function):
     assert digest == REPLACED[function], "ours was written against another: compare the two, then renew this"
 
 
-def test_classes_and_modules_of_models_that_are_named_exist():
+def test_classes_modules_and_messages_that_are_named_exist():
     names = [*adoption.ATTENTION_CLASSES, *adoption.ONLY_WINDOWS, *adoption.REFUSED_MODULES, adoption.LORA]
     for name in names:
         module, _, qualified_name = name.partition(":")
         assert importlib.util.find_spec(module) is not None, name
         assert not qualified_name or hasattr(importlib.import_module(module), qualified_name), name
-
-
-def test_messages_that_are_left_out_of_the_log_are_still_written():
     sources = Path(torchtitan.__path__[0]).rglob("*.py")
     text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     for message in MISLEADING:

@@ -315,10 +315,8 @@ def test_a_rule_over_the_whole_names_the_place(load):
 
     assert rule("training.steps: too few") == "train.toml:3: training.steps = 3: too few"
     assert rule("training.rate: no") == "train.toml:1: training.rate = 1.0 (base small): no"
-    assert rule("training: odd.") == (
-        "train.toml:1: training: odd. You set training.steps = 3 (train.toml:3), "
-        "training.batch = 4 (train.toml:4)."
-    )
+    both = "You set training.steps = 3 (train.toml:3), training.batch = 4 (train.toml:4)."
+    assert rule("training: odd.") == f"train.toml:1: training: odd. {both}"
 
 
 def test_without_settings_the_base_comes_out_with_what_toml_cannot_express(load):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import ROOT, invoke
 from lab import make_corpus
 
 from wlb_titan.documents import Documents
@@ -21,7 +21,6 @@ from wlb_titan.runtime.pipeline.keys import stage_names
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parents[2]
 
 # What stands below the line `base = "llama3_debug"`, after a bar words, and indented what the message says.
 WRONG = """
@@ -239,10 +238,8 @@ def test_what_is_shown_has_its_origin_and_loads_to_the_same(here):
     words = "--training.steps 5 --wlb.policy wlb --wlb.packing.thresholds [64] --changed"
     changed = [" ".join(line.split()) for line in run(f"show t.toml {words}").stdout.splitlines()]
     assert "thresholds = [64] # command line; at least 2" in changed
-    assert changed[2:5] == [
-        *("[training]", "seq_len = 2048 # t.toml:4; at least 2 and at most 134217728"),
-        "steps = 5 # command line; at least 1",
-    ]
+    assert changed[2:4] == ["[training]", "seq_len = 2048 # t.toml:4; at least 2 and at most 134217728"]
+    assert changed[4] == "steps = 5 # command line; at least 1"
     everything = run("show t.toml --training.steps 5").stdout
     assert "lr = 0.003" in everything
     (here / "shown.toml").write_text(everything)
@@ -263,7 +260,7 @@ def without_model(resolved):
     return replace(resolved.config, model_spec=None)
 
 
-@pytest.mark.parametrize("file", REPOSITORY.glob("train_configs/*.toml"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", ROOT.glob("train_configs/*.toml"), ids=lambda path: path.stem)
 @pytest.mark.long
 def test_the_files_that_come_with_the_project_are_saved_as_they_are(here, file):
     resolved = load_config(file)
@@ -273,7 +270,7 @@ def test_the_files_that_come_with_the_project_are_saved_as_they_are(here, file):
     assert list(again.provenance) == list(resolved.provenance)
 
 
-@pytest.mark.parametrize("file", REPOSITORY.glob("train_configs/llama2_*.toml"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", ROOT.glob("train_configs/llama2_*.toml"), ids=lambda path: path.stem)
 def test_stages_of_table_1_are_as_equal_as_layers_allow(file):
     config = load_config(file).config
     stages = stage_names(config.parallelism, config.model_spec.model)
@@ -282,7 +279,7 @@ def test_stages_of_table_1_are_as_equal_as_layers_allow(file):
     assert max(layers) - min(layers) <= (1 if sum(layers) % len(layers) else 0)
 
 
-EXAMPLES = re.findall(r"```toml\n(.*?)```", (REPOSITORY / "docs" / "configuration.md").read_text(), re.DOTALL)
+EXAMPLES = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "configuration.md").read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -300,7 +297,7 @@ def test_the_documentation_says_of_every_key_of_torchtitan_whether_it_is_followe
     classes = '[activation_checkpoint]\nclass = "SelectiveDocumentAC"\n[loss]\nclass = "ChunkedLossWrapper"'
     (here / "t.toml").write_text(f"{BASE}{classes}")
     shown = tomllib.loads(load_config("t.toml").to_toml())
-    page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    page = (ROOT / "docs" / "configuration.md").read_text()
     rows = re.findall(r"^\| `\[(\w+)\]` \|(.*)", page, re.MULTILINE)
     listed = {section: set(re.findall(r"`(\w+)`", row)) for section, row in rows}
     sections = {name: keys for name, keys in shown.items() if isinstance(keys, dict) and name != "wlb"}

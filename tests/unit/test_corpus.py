@@ -5,19 +5,11 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import corpora
 import datasets
 import numpy as np
 import pytest
-from corpora import (
-    DOCUMENTS,
-    MASKS,
-    content,
-    decode,
-    save_dataset,
-    write_datatrove,
-    write_megatron,
-    write_prepared,
-)
+from corpora import DOCUMENTS, MASKS, content, write_megatron, write_prepared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,8 +95,8 @@ def test_megatron_documents_of_one_sequence_each_and_others(tmp_path):
 
 @pytest.mark.parametrize("token_size", [2, 4])
 def test_datatroves_tokenized_files(tmp_path, token_size):
-    write_datatrove(tmp_path / "00001_x.ds", DOCUMENTS[3:], token_size)
-    write_datatrove(tmp_path / "00000_x.ds", DOCUMENTS[:3], token_size)
+    corpora.write_datatrove(tmp_path / "00001_x.ds", DOCUMENTS[3:], token_size)
+    corpora.write_datatrove(tmp_path / "00000_x.ds", DOCUMENTS[:3], token_size)
     corpus = Corpus.open(tmp_path)
     assert content(corpus) == DOCUMENTS
     assert corpus.tokens(0).dtype.itemsize == token_size
@@ -124,7 +116,7 @@ def test_datatroves_pipeline(tmp_path, tokenizer):
     documents = [Document(text=text, id=text) for text in texts]
     LocalPipelineExecutor([documents, step], logging_dir=str(tmp_path / "log")).run()
     corpus = Corpus.open(tmp_path / "tokens", tokenizer=str(tokenizer))
-    assert {decode(tokenizer, tokens[:-1]) for tokens in content(corpus)} == texts
+    assert {corpora.decode(tokenizer, tokens[:-1]) for tokens in content(corpus)} == texts
     assert corpus.tokenizer_path == tokenizer
     corpus.check_sample(corpus.tokenizer.vocab_size)
 
@@ -204,7 +196,7 @@ def test_the_fingerprint_follows_content_and_reading_and_not_the_place(forms, tm
         folder = write_prepared(tmp_path / str(change) / "p", documents)
         assert Corpus.open(folder).fingerprint != found["p"]
         assert Corpus.open(write_megatron(folder.parent / "m", documents)).fingerprint != found["m"]
-    path = save_dataset(tmp_path / "d", loss_mask=MASKS)
+    path = corpora.save_dataset(tmp_path / "d", loss_mask=MASKS)
     ways = [{}, {"mask": "none"}, {"column": "loss_mask", "mask": "none"}]
     assert len({Corpus.open(path, **way).fingerprint for way in ways}) == 3
 

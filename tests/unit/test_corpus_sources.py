@@ -17,18 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from wlb_titan.commands.prepare import length_rows
 from wlb_titan.errors import CorpusError
+from wlb_titan.prepare import tokenizer as tokenizing
 from wlb_titan.prepare.prepare import PrepareSettings
 from wlb_titan.prepare.sources import PACKED, SourceSpec, open_source
-from wlb_titan.prepare.tokenizer import (
-    TRAINING_CHARACTERS,
-    CorpusTokenizer,
-    LeftOut,
-    copy_tokenizer,
-    split_at_lines,
-    tokenized,
-    train_tokenizer,
-    training_texts,
-)
+from wlb_titan.prepare.tokenizer import CorpusTokenizer, LeftOut, copy_tokenizer, train_tokenizer
 
 
 @pytest.fixture
@@ -206,39 +198,35 @@ def test_hugging_face_dataset_with_split_and_field(here, monkeypatch):
         ("parquet:a.parquet", "a.parquet has no field 'text'; it has body, number"),
         ("parquet:a.jsonl", "Cannot read parquet:a.jsonl: .*[Pp]arquet"),
         ("hf:./empty", "Cannot read hf:./empty: "),
+        ("jsonl:a.jsonl.gz", "a.jsonl.gz cannot be unpacked"),
+        ("jsonl:a.jsonl.xz", "a.jsonl.xz, which is compressed"),
+        ("parquet:a.parquet.gz", "a.parquet.gz, which is compressed"),
     ],
 )
 def test_sources_that_cannot_be_used(here, source, message):
     (here / "empty").mkdir()
-    (here / "a.jsonl").write_text('{"body": "one", "number": 1}\n')
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.parquet.gz"):
+        (here / name).write_text('{"body": "one", "number": 1}\n')
     pq.write_table(pa.table({"body": ["one"], "number": [1]}), here / "a.parquet")
     with pytest.raises(CorpusError, match=message) as caught:
         read_all(here, source)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_settings_that_contradict():
+    for options, message in (
         ({"tokenizer": "t", "vocab_size": 300}, "leave out --vocab-size"),
         ({"max_length": 9}, "are for --chat only"),
         ({"chat": True, "tokenizer": "t"}, "Conversations are records of jsonl:, parquet: or hf:"),
         ({"chat": True, "source": "jsonl:a"}, "template of the model's tokenizer: --tokenizer DIR"),
-    ],
-)
-def test_settings_that_contradict(options, message):
-    with pytest.raises(CorpusError, match=message):
-        PrepareSettings(**options)
+    ):
+        with pytest.raises(CorpusError, match=message):
+            PrepareSettings(**options)
 
 
 # From texts to tokens.
 
-TEXTS = [
-    "def f(x):\n    return x + 1\n",
-    "the cat sat on the mat\n" * 20,
-    "Grüße, 世界 🙂\n",
-    "a\r\nb\tc  d\n\n\n",
-]
+TEXTS = ["def f(x):\n    return x\n", "a cat sat on the mat\n" * 20, "Grüße, 世界 🙂\n", "a\r\nb\tc  d\n\n\n"]
 
 
 class Texts:
@@ -268,7 +256,7 @@ def tokenizer(tmp_path_factory) -> CorpusTokenizer:
 
 @given(text=st.text(alphabet="ab\n", max_size=60), size=st.integers(1, 10))
 def test_cutting_at_lines_loses_nothing(text, size):
-    pieces = list(split_at_lines(text, size))
+    pieces = list(tokenizing.split_at_lines(text, size))
     assert "".join(pieces) == text
     assert all(0 < len(piece) <= size for piece in pieces) or pieces == [""]
     for piece in pieces[:-1]:
@@ -290,7 +278,7 @@ def test_documents_decode_to_their_texts(tokenizer, texts, piece, batch, data):
     """Also where one spells the end of text. What is blank is counted, what cannot be read is named."""
     order, left_out = data.draw(st.permutations(range(len(texts)))), LeftOut()
     sizes = {"piece_characters": piece, "batch_characters": batch}
-    found = list(tokenized(Texts(texts), order, tokenizer, left_out, **sizes))
+    found = list(tokenizing.tokenized(Texts(texts), order, tokenizer, left_out, **sizes))
     expected = [(at, number) for at, number in enumerate(order) if texts[number] and texts[number].strip()]
     assert [(position, name) for position, name, *_ in found] == [(at, f"text {n}") for at, n in expected]
     for (_, number), (_, _, tokens, learned) in zip(expected, found, strict=True):
@@ -336,20 +324,6 @@ def test_packed_json_lines_below_a_folder_are_read(here, ending):
     assert read_all(here, f"jsonl:deep/b.jsonl{ending}") == packed
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a.jsonl.gz", "a.jsonl.gz cannot be unpacked"),
-        ("a.jsonl.xz", "a.jsonl.xz, which is compressed"),
-        ("a.parquet.gz", "a.parquet.gz, which is compressed"),
-    ],
-)
-def test_files_that_cannot_be_unpacked_are_named(here, name, message):
-    (here / name).write_text('{"text": "a"}\n')
-    with pytest.raises(CorpusError, match=message):
-        read_all(here, f"{name.split('.')[1]}:{name}")
-
-
 ALPACA = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Response:\na"
@@ -358,6 +332,10 @@ ALPACA = (
 LONG = "  q\n" * 400
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+UNLEARNED = [{**message, "weight": 0} for message in (USER, ASSISTANT, USER)]
+ASKED = {"instruction": "q", "input": "x", "output": "a"}
+ENDED = {"input": "", "output": "a\n\n", "text": ALPACA.format("q")}
+IN_LONG = {"instruction": LONG, "text": ALPACA.format(f"{LONG}\n\n### Input:\nx ")}
 
 
 @pytest.mark.parametrize(
@@ -366,25 +344,11 @@ TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         ({"conversations": TURNS}, [USER, ASSISTANT]),
         ({"conversations": [TURNS[0], {**TURNS[1], "weight": 0}]}, [USER, {**ASSISTANT, "weight": 0}]),
         ({"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
-        (
-            {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
-            [*({**message, "weight": 0} for message in (USER, ASSISTANT, USER)), ASSISTANT],
-        ),
-        ({"instruction": "q", "input": "", "output": "a"}, [USER, ASSISTANT]),
-        ({"instruction": "q", "input": "x", "output": "a"}, [{**USER, "content": "q\n\nx"}, ASSISTANT]),
-        (
-            {"instruction": "q", "input": "", "output": "a\n\n", "text": ALPACA.format("q")},
-            [USER, {**ASSISTANT, "content": "a\n\n"}],
-        ),
-        (
-            {
-                "instruction": LONG,
-                "input": "x",
-                "output": "a",
-                "text": ALPACA.format(f"{LONG}\n\n### Input:\nx "),
-            },
-            [{**USER, "content": f"{LONG}\n\nx"}, ASSISTANT],
-        ),
+        ({"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}, [*UNLEARNED, ASSISTANT]),
+        (ASKED | {"input": ""}, [USER, ASSISTANT]),
+        (ASKED, [{**USER, "content": "q\n\nx"}, ASSISTANT]),
+        (ASKED | ENDED, [USER, {**ASSISTANT, "content": "a\n\n"}]),
+        (ASKED | IN_LONG, [{**USER, "content": f"{LONG}\n\nx"}, ASSISTANT]),
     ],
 )
 def test_records_of_other_shapes_are_conversations(here, record, messages):
@@ -413,15 +377,13 @@ def test_records_of_unknown_shapes_say_what_was_found(here, record, message):
         opened.read(0)
 
 
-@pytest.mark.parametrize(
-    ("count", "from_each"), [(1, 100_000), (3, 100_000), (200, TRAINING_CHARACTERS // 64)]
-)
-def test_the_training_sample_is_spread_over_documents(count, from_each):
+@pytest.mark.parametrize(("count", "least"), [(1, 0), (3, 0), (200, tokenizing.TRAINING_CHARACTERS // 64)])
+def test_the_training_sample_is_spread_over_documents(count, least):
     texts = ["x " * 30_000 + chr(200 + number) * 90_000 for number in range(count)]
-    sample = "".join(training_texts(Texts([*texts, None]), [count, *range(count)]))
-    assert len(sample) == min(TRAINING_CHARACTERS, 150_000 * count)
-    most = max(60_000 + sample.count(chr(200 + number)) for number in range(count))
-    assert from_each <= most <= 150_000
+    sample = "".join(tokenizing.training_texts(Texts([*texts, None]), [count, *range(count)]))
+    assert len(sample) == min(tokenizing.TRAINING_CHARACTERS, 150_000 * count)
+    longest = max(60_000 + sample.count(chr(200 + number)) for number in range(count))
+    assert (least or 100_000) <= longest <= 150_000
 
 
 def test_a_users_tokenizer_is_copied(tokenizer, tmp_path):

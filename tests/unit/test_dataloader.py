@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from corpora import write_datatrove, write_megatron, write_prepared
+from planning import LARGER
 
 from wlb_titan.config.documents import documents_of, open_corpus
 from wlb_titan.config.settings import CorpusSettings
-from wlb_titan.cost.models import ModelShape
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import ROW
@@ -20,25 +20,15 @@ from wlb_titan.runtime.dataloader import PlannedDataLoader
 
 pytestmark = pytest.mark.slow
 
-MODEL = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=256)
-
-
 DOCUMENTS = [[5, 6, 7, 8], [9, 255, 1], [2] * 20, [156, 4, 3]]
 MASKS = [[1, 0, 1, 0], [1, 1, 1], [0, 1] * 10, [0, 0, 1]]
 
 
 def write_dataset(path, kind):
-    features = datasets.Features(
-        {name: datasets.List(datasets.Value(kind)) for name in ("input_ids", "loss_mask")}
-    )
+    lists = datasets.List(datasets.Value(kind))
+    features = datasets.Features({"input_ids": lists, "loss_mask": lists})
     columns = {"input_ids": DOCUMENTS, "loss_mask": MASKS}
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(path)
-    return {"path": str(path)}
-
-
-def write_masked_datatrove(path, token_size):
-    write_datatrove(path / "a.ds", DOCUMENTS, token_size)
-    (path / "a.ds.loss").write_bytes(bytes(chain(*MASKS)))
     return {"path": str(path)}
 
 
@@ -50,7 +40,7 @@ def write_masked_megatron(path, dtype):
 FORMS = [
     (lambda path, _: {"path": str(write_prepared(path / "p", DOCUMENTS, MASKS))}, "int32"),
     *((write_dataset, kind) for kind in ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")),
-    *((write_masked_datatrove, size) for size in (2, 4)),
+    *((lambda at, n: {"path": str(write_datatrove(at / "a.ds", DOCUMENTS, n, MASKS))}, n) for n in (2, 4)),
     *((write_masked_megatron, dtype) for dtype in (np.uint8, np.uint16, np.int16, np.int32, np.int64)),
 ]
 
@@ -65,15 +55,14 @@ def loading(job, settings):
 @pytest.mark.parametrize(("write", "kind"), FORMS)
 def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, kind):
     """The next token where that is learned, -100 elsewhere: what torch's cross-entropy reads."""
-    job = Job(model=MODEL, window=30, micro_batches=1, packing=POLICIES.configure("plain"), dtype="float32")
+    job = Job(model=LARGER, window=30, micro_batches=1, packing=POLICIES.configure("plain"), dtype="float32")
     loader = loading(job, CorpusSettings(**write(tmp_path, kind)))
     step = next(iter(loader))
     loader.close()
     labels = step.items[0].labels
-    expected = [
-        [token if on else -100 for token, on in zip(tokens[1:], mask[1:], strict=True)] + [-100]
-        for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)
-    ]
+    expected = []
+    for tokens, mask in zip(DOCUMENTS, MASKS, strict=True):
+        expected.append([*np.where(mask[1:], tokens[1:], -100), -100])
     assert labels.tolist() == [list(chain(*(expected[row] for row in step.plan.documents[:, ROW])))]
     assert labels.dtype == torch.int64 and step.labels == int((labels != -100).sum())
 
@@ -81,7 +70,7 @@ def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, k
 @pytest.mark.parametrize("policy", ["plain", "slim"])
 def test_orders_of_passes_are_lowered_in_the_planners_thread(policy, tmp_path):
     write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
-    job = Job(model=MODEL, window=256, micro_batches=4, packing=POLICIES.configure(policy), dtype="float32")
+    job = Job(model=LARGER, window=256, micro_batches=4, packing=POLICIES.configure(policy), dtype="float32")
     loader = loading(job, CorpusSettings(path=str(tmp_path / "corpus")))
     lowered = []
     steps = loader.steps(lambda flow: lowered.append((flow, threading.current_thread().name.split("_")[0])))

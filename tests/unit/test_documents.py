@@ -138,13 +138,10 @@ def test_slices_that_see_what_precedes_them_are_not_cut():
 MANY = 1 << 21
 
 
-def test_web_has_the_mean_and_the_tail_of_its_source():
+def test_web_and_code_have_the_mean_the_tail_and_the_quantiles_of_their_sources():
     lengths = NAMED["web"].draw(MANY)
     assert lengths.mean() == pytest.approx(20.5e12 / 14.5e9, rel=0.02)
     assert (lengths >= 65536).mean() == pytest.approx(6_661_465 / 14.5e9, rel=0.1)
-
-
-def test_code_has_the_quantiles_of_its_files():
     found = np.quantile(NAMED["code"].draw(MANY), (0.5, 0.9, 0.95, 0.99))
     assert found == pytest.approx([1580, 8888, 15100, 39048], rel=0.03)
 

@@ -143,9 +143,8 @@ def test_a_shared_document_by_hand():
     # Chunks 0 and 3, or 1 and 2, of 2 tokens each: pairs of queries and keys.
     attention = max(pairs(2) + pairs(8) - pairs(6), pairs(6) - pairs(2)) * 2 * 1e-6
     matrices = 2 * LAYER * 4 / 1e9
-    received = (
-        8 * made.model.kv_heads * made.model.head_dims / 2 * 2 / node.bandwidth
-    )  # of 8 tokens half, 2 bytes each
+    # Received: of 8 tokens half, 2 bytes each.
+    received = 8 * made.model.kv_heads * made.model.head_dims / 2 * 2 / node.bandwidth
     layer = matrices + attention + received + node.latency
     assert times.forward[0, 0] == pytest.approx([4 * layer + 2 * 8 * 32 * 4 / 1e9] * 2)
 

@@ -5,26 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_compiled import Products
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from wlb_titan.runtime.attention.module import DocumentMask
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+from wlb_titan.runtime.models import checkpointing
 from wlb_titan.runtime.models.bases import base_config
-from wlb_titan.runtime.models.checkpointing import (
-    AsNeededAC,
-    KeysAC,
-    SelectiveDocumentAC,
-    balance_experts,
-    count_once,
-)
 from wlb_titan.runtime.models.weights import build_optimizers
 
 pytestmark = pytest.mark.slow
 
-use_cpu_without_accelerator()
-
-KINDS = {"selective": SelectiveDocumentAC, "keys": KeysAC, "full": FullAC, "mix": AsNeededAC}
+KINDS = {"selective": checkpointing.SelectiveDocumentAC, "keys": checkpointing.KeysAC, "full": FullAC}
+KINDS["mix"] = checkpointing.AsNeededAC
 MIXES = (("none", "full"), ("keys", "selective"))  # of two layers, by micro-batch
 LENGTH = 24
 
@@ -34,15 +26,20 @@ def built(kind):
     torch.manual_seed(0)
     model = replace(config.model_spec.model, layers=config.model_spec.model.layers[:2]).build()
     model.init_weights()
-    count_once(model)
+    checkpointing.count_once(model)
     if kind:
         KINDS[kind].Config().build().apply(model)
     return model
 
 
+def loss(model, kinds=()):
+    """Of a document of random tokens."""
+    ids, mask = torch.randint(0, 100, (1, LENGTH)), torch.tensor([[0, LENGTH] * 2], dtype=torch.int32)
+    return model(ids, torch.arange(LENGTH)[None], DocumentMask(mask, kinds=kinds)).float().square().mean()
+
+
 def balanced(kind, *, compiled=False):
-    """Counts (2, experts) of two micro-batches and a validation, which counts nothing; the bias after a
-    step."""
+    """Counts (2, experts) of two micro-batches and a validation, which counts none; the bias after a step."""
     torch._dynamo.reset()
     model = built(kind)
     if compiled:
@@ -50,15 +47,12 @@ def balanced(kind, *, compiled=False):
             block.compile(backend="aot_eager", fullgraph=True)
     optimizers = build_optimizers(base_config("llama3_debug").optimizer, [model])
     alone = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, tp=1)
-    balance_experts(optimizers, [model], alone)
-    mask = DocumentMask(torch.tensor([[0, LENGTH, 0, LENGTH]], dtype=torch.int32))
+    checkpointing.balance_experts(optimizers, [model], alone)
     for mix in MIXES:
-        ids = torch.randint(0, 100, (1, LENGTH))
-        own = replace(mask, kinds=mix) if kind == "mix" else mask
-        model(ids, torch.arange(LENGTH)[None], own).float().square().mean().backward()
+        loss(model, mix if kind == "mix" else ()).backward()
     model.eval()
     with torch.no_grad():
-        model(ids, torch.arange(LENGTH)[None], mask)
+        loss(model)
     model.train()
     experts = [block.moe for block in model.layers.values()]
     counts = torch.stack([moe.tokens_per_expert_E.clone() for moe in experts])
@@ -75,31 +69,18 @@ def expected():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "compiled"]
-)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_experts_are_balanced_as_if_nothing_was_recomputed(expected, kind, compiled):
     counts, bias, _ = balanced(kind, compiled=compiled)
     assert torch.equal(counts, expected[0]) and torch.equal(bias, expected[1])
 
 
-class Products(TorchDispatchMode):
-    """Counts products of experts."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += func is torch.ops.aten._grouped_mm.default
-        return func(*args, **(kwargs or {}))
-
-
 def repeated_products(kind):
     """Of experts, in a backward pass beside the six for gradients of a layer."""
-    model, mask = built(kind), DocumentMask(torch.tensor([[0, LENGTH, 0, LENGTH]], dtype=torch.int32))
-    ids = torch.randint(0, 100, (1, LENGTH))
-    loss = model(ids, torch.arange(LENGTH)[None], mask).float().square().mean()
-    with Products() as products:
-        loss.backward()
+    model = built(kind)
+    found, experts = loss(model), torch.ops.aten._grouped_mm.default
+    with Products(experts) as products:
+        found.backward()
     return products.number - 6 * len(model.layers)
 
 

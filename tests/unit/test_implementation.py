@@ -39,14 +39,12 @@ LAYERS = {  # head dims of q and v, and what else decides
 }
 MIXED = "gluon, then triton"
 SINKS = "torch, then triton"
+CPU_OTHERS = ["reference", "torch_cpu, then reference", "reference"]
 TAKEN = [  # by "auto" in the layers above, and by "torch"
     *((gpu, "auto", ["torch"] * 4 + ["triton", SINKS, "torch"]) for gpu in OTHERS),
     (HOPPER, "auto", ["triton", MIXED, "triton", "triton", "triton", "triton", MIXED]),
     (AMD, "auto", ["triton"] * 7),
-    *(
-        (CPU, wish, ["torch_cpu"] * 4 + ["reference", "torch_cpu, then reference", "reference"])
-        for wish in ("auto", "torch")
-    ),
+    *((CPU, wish, ["torch_cpu"] * 4 + CPU_OTHERS) for wish in ("auto", "torch")),
     *((gpu, "torch", ["torch"] * 4 + ["triton", SINKS, "torch"]) for gpu in (HOPPER, *OTHERS)),
     *((gpu, "triton", ["triton"] * 7) for gpu in (HOPPER, AMPERE)),
     *((device, "reference", ["reference"] * 7) for device in (HOPPER, CPU)),
@@ -165,20 +163,17 @@ def test_it_reaches_every_call(on_hopper, sliced, compiled):
         assert passes(on_hopper, "auto", sliced) == ["gluon", "triton"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "settings", "expected"),
-    [
-        ("per_document", {}, [(12, 4)] * 4),
-        ("ulysses", {}, [(3, 1)] * 4),
-        ("own_policies.ulysses_gather:UlyssesGather", {"within": 2}, [(6, 2)] * 4),
-    ],
-)
+GATHER = ("own_policies.ulysses_gather:UlyssesGather", {"within": 2}, (6, 2))
+SHARDINGS = [("per_document", {}, (12, 4)), ("ulysses", {}, (3, 1)), GATHER]
+
+
+@pytest.mark.parametrize(("policy", "settings", "expected"), SHARDINGS)
 def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, expected):
     heads = replace(planning.MODEL, heads=24, kv_heads=8, head_dim=64, windows=((512, 2), (128, 1)))
     sharding = STRATEGIES.configure(policy, **settings)
     job = planning.job(window=1024, model=heads, degrees=Degrees(tensor=2, context=4), context=sharding)
     shapes = [implementation.attention_shape(job, rank) for rank in range(4)]
-    assert [(shape.q_heads, shape.kv_heads) for shape in shapes] == expected
+    assert [(shape.q_heads, shape.kv_heads) for shape in shapes] == [expected] * 4
     assert implementation.windows(job) == [None, 512, 128]
 
 

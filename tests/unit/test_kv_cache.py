@@ -54,11 +54,9 @@ def pieces(lengths, cuts):
 class Sliced:
     """Attention of packs, rows of (document, start, stop); another pass has documents of `cut` in parts."""
 
-    def __init__(
-        self, lengths, tensors, padding=0, cut=(), window=None, sinks=False, attend=sliced_attention
-    ):
+    def __init__(self, lengths, tensors, padding=0, cut=(), window=None, sinks=False, attend=None):
         self.lengths, self.tensors, self.padding, self.cut = lengths, tensors, padding, cut
-        self.window, self.sinks, self.attend = window, sinks, attend
+        self.window, self.sinks, self.attend = window, sinks, attend or sliced_attention
         self.begins, self.cache = np.cumsum([0, *lengths]), KeyValueCache()
 
     def places(self, pack):

@@ -9,10 +9,7 @@ from wlb_titan.corpus import Corpus, CorpusError
 
 pytestmark = pytest.mark.slow
 
-LABELS = [
-    [token if on else -100 for token, on in zip(tokens, mask, strict=True)]
-    for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)
-]
+LABELS = [np.where(mask, tokens, -100).tolist() for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)]
 
 
 def learned(corpus):
@@ -55,9 +52,7 @@ def test_masks_are_read_whole_when_labels_are_first_counted_and_once(tmp_path, m
 
 def test_two_columns_that_say_what_is_learned_are_refused_by_name(tmp_path):
     path = save_dataset(tmp_path / "chat", labels=LABELS, loss_mask=MASKS)
-    with pytest.raises(
-        CorpusError, match="several columns that say what is learned: labels, loss_mask"
-    ) as refused:
+    with pytest.raises(CorpusError, match=r"several columns .*: labels, loss_mask") as refused:
         Corpus.open(path)
     assert refused.value.setting == "corpus.mask"
     assert learned(Corpus.open(path, mask="loss_mask")) == MASKS
@@ -80,7 +75,7 @@ def test_masks_that_are_none_are_refused(tmp_path, columns, said):
 
 
 def of_rows(value):
-    return [[value(place) for place in range(len(tokens))] for tokens in DOCUMENTS]
+    return [[value(at) for at in range(len(tokens))] for tokens in DOCUMENTS]
 
 
 COLUMNS = {  # beside the tokens, and what is said about them
@@ -97,30 +92,15 @@ COLUMNS = {  # beside the tokens, and what is said about them
         },
         "",
     ),
-    "padding": (
-        {"attention_mask": of_rows(lambda place: int(place < 9))},
-        "'attention_mask' that shows rows",
-    ),
-    "two texts": (
-        {"token_type_ids": of_rows(lambda place: int(place > 9))},
-        "'token_type_ids' that shows rows",
-    ),
-    "restarts": ({"position_ids": of_rows(lambda place: place % 9)}, "'position_ids' that shows rows"),
-    "packed": (
-        {"seq_lengths": [[1, len(tokens) - 1] for tokens in DOCUMENTS]},
-        "'seq_lengths' that shows rows",
-    ),
-    "weights": (
-        {"loss_weights": of_rows(lambda place: 0.5)},
-        r"'loss_weights'.*remove_columns\('loss_weights'\)",
-    ),
+    "padding": ({"attention_mask": of_rows(lambda at: int(at < 9))}, "'attention_mask' that shows rows"),
+    "two texts": ({"token_type_ids": of_rows(lambda at: int(at > 9))}, "'token_type_ids' that shows rows"),
+    "restarts": ({"position_ids": of_rows(lambda at: at % 9)}, "'position_ids' that shows rows"),
+    "packed": ({"seq_lengths": [[1, len(row) - 1] for row in DOCUMENTS]}, "'seq_lengths' that shows rows"),
+    "weights": ({"loss_weights": of_rows(lambda at: 0.5)}, r"'loss_weights'.*_columns\('loss_weights'\)"),
     "a weight": ({"weight": [0.5] * 7}, "'weight', which is not read"),
-    "segments": ({"segment_ids": of_rows(lambda place: place % 2)}, "'segment_ids', which is not read"),
+    "segments": ({"segment_ids": of_rows(lambda at: at % 2)}, "'segment_ids', which is not read"),
     "a null": ({"labels": [[None, *labels[1:]] if labels else [] for labels in LABELS]}, "Row 0 of .* null"),
-    "a null row": (
-        {"loss_mask": [*MASKS[:3], None, *MASKS[4:]]},
-        "Row 3 of .* null in the column 'loss_mask'",
-    ),
+    "a null row": ({"loss_mask": [*MASKS[:3], None, *MASKS[4:]]}, "Row 3 .* null in the column 'loss_mask'"),
 }
 
 
@@ -150,17 +130,14 @@ def test_no_mask_overrules_columns_that_say_what_is_learned_and_not_padding(tmp_
 
 @pytest.mark.parametrize(("kind", "length"), [("bool", -1), ("float32", -1), ("int64", 2)])
 def test_columns_of_other_kinds_name_the_cast_that_helps(tmp_path, kind, length):
-    features = datasets.Features(
-        {
-            "input_ids": datasets.List(datasets.Value("int32"), length=length),
-            "loss_mask": datasets.List(datasets.Value(kind), length=length),
-        }
-    )
+    def lists(kind):
+        return datasets.List(datasets.Value(kind), length=length)
+
+    features = datasets.Features({"input_ids": lists("int32"), "loss_mask": lists(kind)})
     values = {"input_ids": [[5, 6], [7, 8]], "loss_mask": [[0, 1], [1, 1]]}
     datasets.Dataset.from_dict(values, features=features).save_to_disk(tmp_path / "d")
-    with pytest.raises(
-        CorpusError, match=r"cast_column\('\w+', datasets.List\(datasets.Value\('int32'\)\)\)"
-    ):
+    cast = r"cast_column\('\w+', datasets.List\(datasets.Value\('int32'\)\)\)"
+    with pytest.raises(CorpusError, match=cast):
         Corpus.open(tmp_path / "d")
     cast = datasets.load_from_disk(tmp_path / "d")
     for column in values:
@@ -214,6 +191,4 @@ def test_megatron_s_and_datatrove_s_masks_are_second_files(forms, tmp_path):
     assert not Corpus.open(forms / "m").masked
     with pytest.raises(CorpusError, match="0 pairs"):
         Corpus.open(forms / "m", mask="nowhere")
-    write_datatrove(tmp_path / "a.ds", DOCUMENTS)
-    (tmp_path / "a.ds.loss").write_bytes(bytes(value for mask in MASKS for value in mask))
-    assert learned(Corpus.open(tmp_path / "a.ds")) == MASKS
+    assert learned(Corpus.open(write_datatrove(tmp_path / "a.ds", DOCUMENTS, masks=MASKS))) == MASKS

@@ -36,9 +36,7 @@ def test_counts_are_those_of_tiles_drawn_one_by_one(query_tile, key_block, q_len
 @pytest.mark.parametrize(("query_tile", "key_block"), TILINGS[:4])
 @given(q_tiles=st.integers(1, 12), before=EARLIER, window=st.integers(1, 300) | st.integers(1, 5000))
 @settings(max_examples=60)
-def test_counts_in_a_window_are_those_of_tiles_drawn_one_by_one(
-    query_tile, key_block, q_tiles, before, window
-):
+def test_counts_in_a_window_are_those_of_drawn_tiles(query_tile, key_block, q_tiles, before, window):
     """But for what one tile masks: that in which the window begins to leave keys behind."""
     blocks = masked = 0
     for first in range(before, before + q_tiles * query_tile, query_tile):

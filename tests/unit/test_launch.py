@@ -1,5 +1,4 @@
-"""The TorchX components: what they submit, and how they refuse. The agent of a host: what it hands on, and
-how it ends beside others."""
+"""The TorchX components: what they submit and refuse. A host's agent: what it hands on, and how it ends."""
 
 import contextlib
 import logging
@@ -11,10 +10,9 @@ import sys
 import types
 import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import CONFIGS, ROOT, invoke, said
 from forking import Rank, free_port
 from lab import make_corpus
 from torch.distributed.run import config_from_args, parse_args
@@ -24,7 +22,6 @@ from wlb_titan.launch import in_torchx
 from wlb_titan.launch.elastic import Agent, run
 from wlb_titan.launch.job import AGENT, hosts_of
 
-from wlb_titan.commands.main import main
 from wlb_titan.cost import profile
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.runtime.metrics import Console
@@ -32,9 +29,8 @@ from wlb_titan.runtime.train import show_warning, train
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-CONFIG = str(ROOT / "train_configs" / "cpu_debug.toml")
-SEVEN_B = str(ROOT / "train_configs" / "llama2_7b_128k.toml")
+CONFIG = str(CONFIGS / "cpu_debug.toml")
+SEVEN_B = str(CONFIGS / "llama2_7b_128k.toml")
 SPREAD = ("--parallelism.pipeline_parallel_degree", "1", "--parallelism.context_parallel_degree", "1")
 SPREAD += ("--parallelism.data_parallel_shard_degree", "-1", "--training.local_batch_size", "1")
 """As many data-parallel ranks as there are processes."""
@@ -60,8 +56,7 @@ def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
 
 LOSING_WORDS = f"--nnodes 2:4 --nproc_per_node 1 -- {' '.join(SPREAD)} --training.global_batch_size 12"
 
-# Scheduler and arguments of `wlb.train`, or with policies of `wlb.bench`, besides the image; indented what of
-# the job says them, or not.
+# Scheduler, and arguments of `wlb.train` or `wlb.bench` besides the image; indented what it says, or not.
 JOBS = f"""
 local_cwd --config CONFIG -- --training.steps 5
     wlb-agent --rdzv_backend c10d; --nproc_per_node 4; --config CONFIG --training.steps 5
@@ -193,9 +188,9 @@ def spread(gpus, folder):
 def test_the_demonstrations_start_with_any_number_of_gpus(gpus, tmp_path):
     """`make train` on four processes of the CPU, `make train-gpu` on a power of two GPUs."""
     here = {"is_here": False, "runs_here": True}
-    assert hosts_of(str(ROOT / "train_configs" / "cpu_debug.toml"), [], **here).processes == 4
+    assert hosts_of(str(CONFIGS / "cpu_debug.toml"), [], **here).processes == 4
     words = spread(gpus, tmp_path).stdout.split()
-    hosts = hosts_of(str(ROOT / "train_configs" / "gpu_debug.toml"), words, **here)
+    hosts = hosts_of(str(CONFIGS / "gpu_debug.toml"), words, **here)
     assert hosts.processes == {3: 2}.get(gpus, gpus)
 
 
@@ -203,9 +198,7 @@ def test_each_process_wants_a_gpu(monkeypatch):
     monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", lambda: False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(
-        ConfigError, match=r'4 processes need a GPU each, and there is 1; .* or set wlb.device = "cpu"'
-    ):
+    with pytest.raises(ConfigError, match=r'4 processes need a GPU each, .* or set wlb.device = "cpu"'):
         train(CONFIG, ["--wlb.device", "auto"], rank=0, world_size=4, alarm=None)
 
 
@@ -235,14 +228,13 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     corpus = ["--wlb.corpus.path", str(tmp_path / "corpus")]
     words = ["slurm", SEVEN_B, "--time", "8:00:00", "-o", "partition=gpu", "--checkpoint.enable", "true"]
     monkeypatch.setattr(sys, "argv", ["wlb-titan", *words, "--dump_folder", "a\nexit 9\n"])
-    script = CliRunner().invoke(main, [*words, *corpus])
+    script = invoke(*words, *corpus)
     assert script.exit_code == 0, script.output
     assert script.stderr == "", "nothing about this machine's CPU"
     assert set(re.findall("^#SBATCH --(.*)", script.stdout, re.MULTILINE)) == set(SBATCH.split())
-    on_cpu = CliRunner().invoke(main, ["slurm", CONFIG, "--nproc-per-node", "2", *corpus])
-    assert on_cpu.exit_code == 0, on_cpu.output
-    assert "--nodes=2" in on_cpu.stdout and "--nproc_per_node 2" in on_cpu.stdout
-    assert "gpu" not in "".join(re.findall("^#SBATCH.*", on_cpu.stdout, re.MULTILINE))
+    on_cpu = said("slurm", CONFIG, "--nproc-per-node", "2", *corpus)
+    assert "--nodes=2" in on_cpu and "--nproc_per_node 2" in on_cpu
+    assert "gpu" not in "".join(re.findall("^#SBATCH.*", on_cpu, re.MULTILINE))
     for name, text in FAKE_SLURM.items():
         (tmp_path / name).write_text("#!/bin/bash\n" + text)
         (tmp_path / name).chmod(0o755)
@@ -261,12 +253,11 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     assert (agent.rdzv_endpoint, agent.rdzv_id) == ("node1:24711", "4711.0")
     assert (agent.module, agent.training_script) == (True, "wlb_titan.runtime.train")
     assert agent.training_script_args == ["--config", SEVEN_B, "--checkpoint.enable", "true", *corpus]
-    shared = CliRunner().invoke(main, [*words, *corpus, "-o", "cpus-per-task=96", "-o", "mem=500G"])
-    assert "cpus-per-task=96\n#SBATCH --mem=500G\n" in shared.stdout and "exclusive" not in shared.stdout
-    for again in (("enable", "false"), ("load_only", "true")):
-        lost = CliRunner().invoke(main, [*words, *corpus, f"--checkpoint.{again[0]}", again[1]])
-        assert lost.exit_code == 0, lost.output
-        assert "scontrol requeue" not in lost.stdout, "it would begin again, for ever"
+    shared = said(*words, *corpus, "-o", "cpus-per-task=96", "-o", "mem=500G")
+    assert "cpus-per-task=96\n#SBATCH --mem=500G\n" in shared and "exclusive" not in shared
+    for key, value in (("enable", "false"), ("load_only", "true")):
+        lost = said(*words, *corpus, f"--checkpoint.{key}", value)
+        assert "scontrol requeue" not in lost, "it would begin again, for ever"
 
 
 @pytest.mark.parametrize(
@@ -286,7 +277,7 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
 )
 def test_a_batch_script_that_would_stop_at_once_or_run_elsewhere_is_refused(words, message):
     corpus = ["--wlb.corpus.path", str(ROOT)]
-    refused = CliRunner().invoke(main, ["slurm", SEVEN_B, *words.split(), *corpus])
+    refused = invoke("slurm", SEVEN_B, *words.split(), *corpus)
     assert refused.exit_code == 2 and re.search(message, refused.stderr), refused.output
     assert not refused.stdout
 

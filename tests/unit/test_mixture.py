@@ -159,19 +159,16 @@ def test_the_description_says_how_often_each_source_is_read():
     assert Mixture(LENGTHS, seed=0).describe(1000) == []
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
+def test_mixtures_that_cannot_be_met():
+    for source, message in (
         ({}, "The source 'b' has no tokens"),
         ({"long_length": 4}, "only one of long_length and long_share"),
         ({"long_length": 99, "long_share": 0.5}, "no documents of at least 99 tokens .the longest has 8"),
         ({"long_length": 1, "long_share": 0.5}, "only documents of at least 1 tokens"),
-    ],
-)
-def test_mixtures_that_cannot_be_met(source, message):
-    with pytest.raises(PlanError, match=message):
-        sources = [Source(name="a", documents=3, **source), Source(name="b", documents=1)]
-        Mixture(np.array([8, 3, 2, 0]), sources, seed=0)
+    ):
+        with pytest.raises(PlanError, match=message):
+            sources = [Source(name="a", documents=3, **source), Source(name="b", documents=1)]
+            Mixture(np.array([8, 3, 2, 0]), sources, seed=0)
 
 
 def test_empty_documents_take_nothing_from_their_source_s_share():

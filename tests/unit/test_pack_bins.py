@@ -23,14 +23,11 @@ def test_the_level_takes_exactly_the_work(bins, share):
         assert poured == pytest.approx(work, abs=1e-9)
 
 
-def one_by_one(lengths, works, count, bound, algorithm_1=False):
-    """The bin of each document: of those with room the one with the least load; under Algorithm 1 the one
-    with the least load of all if that has room, and else the one with the fewest tokens."""
+def one_by_one(lengths, works, count, bound):
+    """The bin of each document: of those with room the one with the least load."""
     loads, filled, assigned = [0.0] * count, [0] * count, []
     for length, work in zip(lengths.tolist(), works.tolist(), strict=True):
         choices = sorted(range(count), key=loads.__getitem__)
-        if algorithm_1:
-            choices = choices[0], filled.index(min(filled))
         roomy = [index for index in choices if filled[index] + length <= bound]
         assigned.append(roomy[0] if roomy else REMAINS)
         if roomy:
@@ -45,10 +42,6 @@ def test_bins_are_filled_as_by_a_search(lengths, count, bound):
     works = lengths * (lengths + 30.0)
     assigned = bins.place(lengths, works).tolist()
     assert (assigned, bins.loads, bins.lengths) == one_by_one(lengths, works, count, bound)
-    lengths = -np.sort(-lengths)
-    works = lengths * (lengths + 30.0)
-    expected, _, _ = one_by_one(lengths, works, count, bound, algorithm_1=True)
-    assert pack_by_work(lengths, works, count, bound).tolist() == expected
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=200), st.integers(1, 6), st.integers(30, 400))
@@ -65,7 +58,7 @@ def test_pour_keeps_to_the_bound_and_leaves_nothing_that_has_ample_room(lengths,
         assert held.all()
 
 
-def test_pour_levels_what_is_uneven():
+def test_pour_levels_what_is_uneven_and_a_ceiling_leaves_the_shortest():
     rng = np.random.default_rng(0)
     bins = Bins(16, 10**6)
     long = -np.sort(-rng.integers(5_000, 60_000, 16))
@@ -73,9 +66,6 @@ def test_pour_levels_what_is_uneven():
     lengths = -np.sort(-rng.integers(5, 900, 20_000))
     bins.pour(lengths, lengths.astype(float))
     assert max(bins.loads) / np.mean(bins.loads) < 1.0005
-
-
-def test_a_ceiling_leaves_the_shortest():
     bins = Bins(2, 10**6)
     lengths = np.array([64] * 50 + [8] * 100)
     assigned = bins.pour(lengths, lengths.astype(float), ceiling=1700.0)

@@ -283,10 +283,9 @@ def test_a_checkpoint_of_an_earlier_version_is_continued():
     assert (first.iteration, trained) == (2, expected)
 
 
-GOES_ON = [
-    (name, name) for name in ("plain", "dealt-2", "fixed_greedy-3", "wlb", "wlb_lazy", "slim", "merged")
-]
-GOES_ON += [("plain", "wlb"), ("fixed_greedy-3", "plain"), ("wlb", "slim"), ("merged", "wlb_lazy")]
+GOES_ON = [(name, name) for name in ("plain", "dealt-2", "fixed_greedy-3", "wlb", "wlb_lazy")]
+GOES_ON += [("slim", "slim"), ("merged", "merged"), ("plain", "wlb"), ("fixed_greedy-3", "plain")]
+GOES_ON += [("wlb", "slim"), ("merged", "wlb_lazy")]
 
 
 @pytest.mark.filterwarnings("ignore:Queues lose")
@@ -360,11 +359,7 @@ def test_wlb_leaves_no_short_document_behind():
         ({"window": 0}, "context window is 0"),
         ({"micro_batches": 60}, "too few documents for the 60 micro-batches of one step: 50"),
         ({"micro_batches": 0}, "0 micro-batches"),
-        ({"data_parallel": 3}, "cannot be shared equally by 3"),
         ({"multiple": 3}, "must be a multiple of 3"),
-        ({"packing": replace(PACKINGS["wlb"], thresholds=[48, 32])}, "48, 32 are out of order"),
-        ({"packing": replace(PACKINGS["wlb"], thresholds=[32, 65])}, "65 is above the context window of 64"),
-        ({"packing": replace(PACKINGS["wlb"], max_length=63)}, "max_length is 63 tokens, below the context"),
         ({"packing": SHARED["dealt-2"]}, "2 of 1 data-parallel ranks cannot share"),
         ({"packing": SHARED["dealt-2"], "sharding": "ulysses", **SHARING}, "cannot share .* under ulysses"),
         ({"packing": replace(PACKINGS["wlb_lazy"], max_length=65), "multiple": 40}, "no room to pad"),

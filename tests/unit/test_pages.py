@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import CONFIGS, invoke
 
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines
 from wlb_titan.simulator.measured import Pass
@@ -16,7 +16,7 @@ from wlb_titan.summary import Estimate
 
 pytestmark = pytest.mark.slow
 
-FILE = Path(__file__).parents[2] / "train_configs" / "llama2_550m_64k.toml"
+FILE = CONFIGS / "llama2_550m_64k.toml"
 SELECTIVE = ["--activation_checkpoint.class", "SelectiveDocumentAC"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"]
 PAGES = {  # number of charts, titles of the sections after "Try next", the answer
@@ -49,9 +49,8 @@ def test_what_to_try_next_runs_where_the_page_was_made(tmp_path, monkeypatch):
 
 def test_a_diverged_run_is_drawn_as_far_as_it_goes():
     page = lines("loss", {"a": ((1, 2, 3), (2.0, 1.0, float("nan"))), "b": ((1,), (float("inf"),))})
-    assert re.findall(r'class="curve" x1="(.*?)" y1="(.*?)" x2="(.*?)" y2="(.*?)"', page) == [
-        ("0.00%", "0.0", "100.00%", "200.0")
-    ]
+    drawn = re.findall(r'class="curve" x1="(.*?)" y1="(.*?)" x2="(.*?)" y2="(.*?)"', page)
+    assert drawn == [("0.00%", "0.0", "100.00%", "200.0")]
     assert lines("loss", {"a": ((1,), (float("nan"),))}) == ""
 
 
@@ -70,13 +69,10 @@ def test_passes_are_drawn_to_scale():
     assert drawn.count('rect class="apart"') == 12
 
 
-def test_names_in_a_trace_are_no_html():
+def test_names_in_a_trace_are_no_html_and_what_an_outline_would_hide_has_none():
     drawn = pipelines({"<i>": [Pass("F", 0, 0, 0, 1, rank="<script>", facts={"<b>": "</title>"})]})
     Tags(drawn)
     assert ">&lt;script&gt;</text>" in drawn and "&lt;b&gt;: &lt;/title&gt;" in drawn
-
-
-def test_passes_that_an_outline_would_hide_have_none():
     drawn = pipelines({"a": [Pass("F", 0, number, number, 1) for number in range(1000)]})
     assert drawn.count("<rect") == 1000 and 'rect class="apart"' not in drawn
 

@@ -78,8 +78,7 @@ def test_a_step_takes_longer_as_soon_as_an_action_passes_its_slack(shape):
 
 @every_shape
 def test_ends_by_repeated_relaxation(shape):
-    """Longest paths found another way: by moving every action later until nothing moves any more. Two steps
-    at once."""
+    """Longest paths of two steps, found by moving every action later until nothing moves any more."""
     n, random = 4, np.random.default_rng(0)
     durations = PassTimes(*random.lognormal(0.0, 0.8, size=(3, shape.stages, n, 2)))
     delay = random.random((n, 2))
@@ -132,13 +131,10 @@ def test_the_example_of_the_module():
         assert graph.step_times(unequal, 2 * unequal, orders).tolist() == steps
 
 
-def test_a_circle_is_refused_by_name():
+def test_circles_schedules_and_numbers_of_micro_batches_without_a_graph_are_refused():
     first = [Action("F", 0, 0), Action("B", 0, 0)]
     with pytest.raises(PlanError, match=r"1F1B wait.*rank 0 at B0 of stage 0, rank 1 at B0 of stage 1"):
         PipelineGraph(PipelineShape("1F1B", 2), 1, [first, [Action("B", 1, 0), Action("F", 1, 0)]])
-
-
-def test_schedules_and_numbers_of_micro_batches_that_have_no_graph_are_refused():
     with pytest.raises(PlanError, match="'DualPipeV'"):
         PipelineGraph(PipelineShape("DualPipeV", 2, 2), 4)
     with pytest.raises(PlanError, match="ZBVZeroBubble runs 2 stages a rank, not 1"):
@@ -325,9 +321,8 @@ def test_equal_slices_have_the_bubble_of_1f1b():
 
 
 def test_a_limit_holds_but_for_what_a_document_needs():
-    free, tight = (
-        flowing([6, 1, 1, 1, 1, 1, 1], PipelineShape("1F1B", 4), limit=limit) for limit in (None, 1)
-    )
+    chains, shape = [6, 1, 1, 1, 1, 1, 1], PipelineShape("1F1B", 4)
+    free, tight = (flowing(chains, shape, limit=limit) for limit in (None, 1))
     assert most_in_flight(free) == 9
     assert most_in_flight(tight) == 6  # the document's own six packs
     assert tight.seconds > free.seconds

@@ -2,11 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import CONFIGS, invoke
 from corpora import write_prepared
 
 from wlb_titan.commands.command_line import show_table
@@ -16,7 +15,7 @@ from wlb_titan.summary import Summary
 
 pytestmark = pytest.mark.slow
 
-FILE = Path(__file__).parents[2] / "train_configs" / "llama2_7b_128k.toml"
+FILE = CONFIGS / "llama2_7b_128k.toml"
 DEGREES = "--parallelism.context_parallel_degree 1 --parallelism.pipeline_parallel_degree 1"
 SHORT = f"--training.seq_len 256 --training.local_batch_size 4 {DEGREES}".split()
 ARGUMENTS = [*SHORT, "--wlb.packing.cost_model", "quadratic:2,100"]
@@ -113,9 +112,8 @@ def test_a_comparison_has_a_row_for_each_policy(lengths, on_terminal):
     said, shown = on_terminal("plan", FILE, "--lengths", lengths, *words)
     assert said == run(lengths, *words) and "Planning wlb_lazy/per_sequence" in shown
     assert "3,000 documents" in said and "longer than the window and cut" in said
-    imbalance = {
-        name: float(x) for name, x in re.findall(r"^\s*(plain|wlb\w*)/per_sequence\s+([\d.]+)", said, re.M)
-    }
+    found = re.findall(r"^\s*(plain|wlb\w*)/per_sequence\s+([\d.]+)", said, re.M)
+    imbalance = {name: float(number) for name, number in found}
     assert imbalance["plain"] > 1.1 > imbalance["wlb_lazy"] >= 1
     assert imbalance["plain"] > imbalance["wlb"]
 

@@ -117,10 +117,8 @@ def test_documents_begin_as_the_tokenizer_begins_texts_or_the_command_warns(made
 
 def test_a_token_that_begins_documents_must_be_the_tokenizers(made, texts, tmp_path):
     with pytest.raises(CorpusError, match=r"--bos: the tokenizer_config\.json .* names no bos_token"):
-        prepare_corpus(
-            PrepareSettings(source=f"text:{texts}", tokenizer=str(made.tokenizer_path), bos=True),
-            tmp_path / "a",
-        )
+        own = {"tokenizer": str(made.tokenizer_path), "bos": True}
+        prepare_corpus(PrepareSettings(source=f"text:{texts}", **own), tmp_path / "a")
     with pytest.raises(CorpusError, match="--bos is for the text of a --tokenizer"):
         PrepareSettings(source=f"text:{texts}", bos=True)
 
@@ -147,12 +145,9 @@ def test_a_source_without_text(tmp_path):
 # What already lies at the place, which is never replaced.
 
 
-def test_a_complete_corpus_is_left_alone(settings, made):
+def test_a_complete_corpus_is_left_alone_and_other_settings_are_named(settings, made):
     again = prepare_corpus(settings, made.path, report=lambda *_: pytest.fail("work was done"))
     assert again.fingerprint == made.fingerprint
-
-
-def test_other_settings_are_named(settings, made):
     message = "vocab_size is 300 there, and 280 was asked for; seed is 0 there, and 5 was asked for. Delete"
     with pytest.raises(CorpusError, match=message):
         prepare_corpus(replace(settings, vocab_size=280, seed=5), made.path)
@@ -230,10 +225,8 @@ def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_pa
 
 @pytest.mark.parametrize("option", ["--vocab-size=256", "--max-length=1"])
 def test_sizes_below_the_least_are_refused(tmp_path, option):
-    assert (
-        f"{option.partition('=')[2]} is not in the range"
-        in invoke("prepare", tmp_path / "corpus", option).stderr
-    )
+    told = invoke("prepare", tmp_path / "corpus", option).stderr
+    assert f"{option.partition('=')[2]} is not in the range" in told
 
 
 @pytest.fixture

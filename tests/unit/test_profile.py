@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import ROOT
 
 from wlb_titan.commands import profile as command
 from wlb_titan.context.strategy import STRATEGIES
@@ -28,7 +29,7 @@ from wlb_titan.job import Job
 
 pytestmark = pytest.mark.slow
 
-RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_profile.json"
+RECORDED = ROOT / "benchmarks" / "results" / "cpu" / "attention_profile.json"
 LINEAR = LinearProfile("bfloat16", 4e14, 2e12)
 
 
@@ -60,18 +61,15 @@ def test_the_latency_model_takes_its_passes_units_and_heads_from_profile_and_sha
     assert latent.forward == profile.entries[4].cost
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind"),
-    [
+def test_an_attention_that_was_not_measured_is_named(profile):
+    for shape, kind in (
         (AttentionShape(head_dim=192, group=8), "head dim 192, GQA group 8, bfloat16; it has head dim 64"),
         (AttentionShape(head_dim=64, group=4), "GQA group 4"),
         (AttentionShape(head_dim=64, group=8, dtype="float32"), "float32"),
         (AttentionShape(head_dim=64, v_head_dim=32, group=8), "head dim 64/32"),
-    ],
-)
-def test_an_attention_that_was_not_measured_is_named(profile, shape, kind):
-    with pytest.raises(PlanError, match=f"Some GPU has no attention of .*{kind}.*wlb-titan profile FILE"):
-        profile.latency(shape)
+    ):
+        with pytest.raises(PlanError, match=f"Some GPU has no attention of .*{kind}.*wlb-titan profile FILE"):
+            profile.latency(shape)
 
 
 def test_measured_rates_take_the_place_of_the_clusters(profile, tmp_path, monkeypatch):
@@ -118,18 +116,15 @@ def test_times_are_those_of_the_backward_that_a_gpu_takes():
     """Of one document of 64K, as timed on an H100 (benchmarks/results/nvidia_h100), forward and backward."""
     h100, dims = load_cluster("h100_roce"), AttentionShape(head_dim=128, heads=32, group=8)
     document = [np.array([[0, 0, 65536]])]
-    seconds = {
-        kernels: configured_latency(h100, dims, kernels).seconds(document)[0]
-        for kernels in ("auto", "triton")
-    }
+    seconds = {}
+    for kernels in ("auto", "triton"):
+        seconds[kernels] = configured_latency(h100, dims, kernels).seconds(document)[0]
     assert seconds["auto"] == pytest.approx([0.0555, 0.2467], rel=0.03)
     assert seconds["triton"] == pytest.approx([0.0784, 0.2467], rel=0.03)
     assert configured_latency(h100, dims).source.endswith("Gluon's forward and Triton's backward pass")
     job = Job(window=65536, micro_batches=4, cluster=h100, model=replace(Job.model, heads=32))
-    longer = (
-        job.latency.seconds(document)[0, 1]
-        / replace(job, implementation="gluon").latency.seconds(document)[0, 1]
-    )
+    gluon = replace(job, implementation="gluon").latency
+    longer = job.latency.seconds(document)[0, 1] / gluon.seconds(document)[0, 1]
     assert longer == pytest.approx(1.53, rel=1e-3)
 
 
@@ -167,9 +162,7 @@ def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():
         assert {q_len for q_len, _, _ in cases} == set(grid.q_lens)
 
 
-def test_the_command_measures_this_machine_and_writes_what_planning_reads(
-    tmp_path, monkeypatch, request, on_terminal
-):
+def test_the_command_writes_what_planning_reads(tmp_path, monkeypatch, request, on_terminal):
     """The reference attention of two files' models on a smaller grid; no time is judged."""
     small = command.CPU_GRID._replace(q_lens=(16, 64), kv_lens=(256,), keys=(256, 512), pairs=2**22)
     monkeypatch.setattr(command, "CPU_GRID", small)

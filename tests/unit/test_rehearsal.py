@@ -109,13 +109,10 @@ def test_the_table_and_the_policies(forked_ranks, on_terminal, job, tmp_path):
     assert "all 8 passes" in said and "±" in said
 
 
-def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
+def test_what_does_not_fit_is_said_in_the_predictions_words_and_mistakes_are_refused(forked_ranks, job):
     result = invoke("rehearse", job, "--rank", "first", "--base", "llama2_70b")
     assert result.exit_code == 1
     assert "cannot fit" in result.stdout and "tokens in flight" in result.stdout
-
-
-def test_mistakes_are_refused(forked_ranks, job):
     for words, message in ((("--output", "/nowhere/x.json"), "/nowhere"), (("--policies", "wlbb"), "wlbb")):
         result = invoke("rehearse", job, *words)
         assert result.exit_code == 2 and message in result.stderr, result.output

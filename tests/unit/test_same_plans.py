@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch.distributed as dist
-from commands import invoke
+from commands import said
 from rows import rows
 
 from wlb_titan.commands.lone_ranks import LoneRanks
@@ -133,11 +133,6 @@ def configuration(file, words=()):
     return load_config(file, words, WORLD_SIZE).config
 
 
-def command(*words):
-    result = invoke(*words)
-    assert result.exit_code == 0, result.output
-
-
 def comparable(plan):
     """A plan without the time that it took, as JSON."""
     return {name: value for name, value in plan.items() if name != "plan_ms"}
@@ -165,7 +160,7 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     # `auto` tries every policy, with thresholds found in a sample: here in few steps, on few documents.
     monkeypatch.setattr("wlb_titan.simulator.choice.STEPS", 3)
     monkeypatch.setattr("wlb_titan.documents.mixture.SAMPLE", 1 << 14)
-    command("plan", file, "--steps", WARM_UP + STEPS, "--output", tmp_path / "plans.jsonl")
+    said("plan", file, "--steps", WARM_UP + STEPS, "--output", tmp_path / "plans.jsonl")
     planned = [comparable(json.loads(line)) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
     assert all("ranks" in m for plan in planned for m in plan["micro_batches"])
 
@@ -179,7 +174,7 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     monkeypatch.setattr(Scenario, "simulate", simulate)
     config = configuration(file)
     policy = "/".join((config.wlb.packing.name, config.wlb.context.name, config.wlb.pipeline.name))
-    command("simulate", file, "--policies", policy, "--steps", STEPS)
+    said("simulate", file, "--policies", policy, "--steps", STEPS)
     assert simulated[0] == planned[WARM_UP:]
 
     dry = []
@@ -194,16 +189,15 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
         return []
 
     monkeypatch.setattr(LoneRanks, "run", run)
-    command("dryrun", file, "--world-size", WORLD_SIZE)
+    said("dryrun", file, "--world-size", WORLD_SIZE)
     assert dry == planned[:STEPS]
 
     job = job_of(config, parallel_dims(config, WORLD_SIZE))
     if job.undecided:
         job = choose(job, training_documents(config.wlb), on_one_rank=SharedAnswer()).job
     corpus = open_corpus(config.wlb.corpus)
-    settings = PlannedDataLoader.Config(
-        corpus=corpus, documents=training_documents(config.wlb, corpus), job=job
-    )
+    facts = {"documents": training_documents(config.wlb, corpus), "job": job}
+    settings = PlannedDataLoader.Config(corpus=corpus, **facts)
     loader = PlannedDataLoader(settings, dp_world_size=2, dp_rank=1)
     steps = iter(loader)
     trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]

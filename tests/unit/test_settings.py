@@ -1,33 +1,31 @@
-"""The reference of all settings: docs/settings.md, and `wlb-titan config show --explain`."""
+"""The reference of all settings: docs/settings.md, and `config show --explain`; and what `init` writes."""
 
 import runpy
-from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import CONFIGS, ROOT, invoke, said
 
+from wlb_titan.commands.config import experiment
+from wlb_titan.runtime.configured import degrees_product
 from wlb_titan.runtime.models.load import load_config
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "settings.md").read_text()
 
 
 def test_the_committed_page_is_current():
-    assert runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]() == PAGE, (
-        "run `python docs/settings.py`"
-    )
+    page = runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]()
+    assert page == PAGE, "run `python docs/settings.py`"
 
 
-@pytest.mark.parametrize("folder", [ROOT / "train_configs", None], ids=["by path", "by name"])
+@pytest.mark.parametrize("folder", [CONFIGS, None], ids=["by path", "by name"])
 def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = str(folder / "cpu_debug.toml") if folder else "cpu_debug"
     words = "--wlb.policy wlb_lazy --wlb.corpus.sources [{path='a'}] --optimizer.param_groups.0.pattern .*"
-    result = invoke("config", "show", file, "--explain", *words.split())
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.output.replace("\n# ", " ").split())
+    output = said("config", "show", file, "--explain", *words.split())
+    text = " ".join(output.replace("\n# ", " ").split())
     for told in (
         "Iterations after which a document is packed, whatever the imbalance. (integer, at least 0; "
         "default 16) max_delay = 16",
@@ -37,6 +35,29 @@ def test_values_are_explained_in_the_words_of_the_page(folder, tmp_path, monkeyp
         "How many train steps to run (integer; default 10000) steps =",  # torchtitan's own
     ):
         assert told in text, told
-    (tmp_path / "explained.toml").write_text(result.output)
+    (tmp_path / "explained.toml").write_text(output)
     again = load_config(tmp_path / "explained.toml")
     assert again.config.wlb == load_config(ROOT / "train_configs/cpu_debug.toml", words.split()).config.wlb
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "ranks"), [(0, 1, 1), (0, 64, 4), (1, 64, 1), (6, 64, 4), (8, 64, 8)]
+)
+def test_the_experiment_is_valid_on_any_machine(tmp_path, gpus, cores, ranks):
+    file = tmp_path / "job.toml"
+    corpus = 'a "corpus" \\ of mine'
+    file.write_text(experiment(str(file), corpus, gpus, cores))
+    config = load_config(file, world_size=ranks).config
+    assert config.wlb.corpus.path == corpus
+    assert degrees_product(config) == ranks
+    assert config.training.mixed_precision_param == ("bfloat16" if gpus else "float32")
+
+
+def test_a_file_that_is_there_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = invoke("init")
+    assert first.exit_code == 0 and "wlb-titan train job.toml" in first.output
+    before = (tmp_path / "job.toml").read_text()
+    again = invoke("init", "--corpus", "other")
+    assert again.exit_code == 2 and "job.toml already exists" in again.output
+    assert (tmp_path / "job.toml").read_text() == before

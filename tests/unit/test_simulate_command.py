@@ -4,17 +4,16 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import planning
 import pytest
-from click.testing import CliRunner
+from commands import CONFIGS, invoke
+from test_checked_files import LLAMA_3_1_8B
 from torchtitan.config import ParallelismConfig
 
 from wlb_titan.commands.command_line import load_job
-from wlb_titan.commands.main import main
 from wlb_titan.commands.simulate import winner_words
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
@@ -29,7 +28,6 @@ from wlb_titan.simulator.search import candidates
 
 pytestmark = pytest.mark.slow
 
-CONFIGS = Path(__file__).parents[2] / "train_configs"
 SMALL = [CONFIGS / "llama2_550m_64k.toml", "--training.seq_len", 16384, "--steps", 2]
 
 
@@ -45,18 +43,17 @@ def lengths(tmp_path):
 def config(tmp_path_factory):
     """A training configuration on a small corpus, whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("simulate")
-    texts = folder / "texts"
-    texts.mkdir()
-    for index in range(40):
-        (texts / f"{index:02d}.txt").write_text("wlb " * (10 + 13 * index))
-    prepare_corpus(PrepareSettings(source=f"text:{texts}", vocab_size=257), folder / "corpus")
+    texts = [json.dumps({"text": "wlb " * (10 + 13 * index)}) for index in range(40)]
+    (folder / "texts.jsonl").write_text("\n".join(texts))
+    settings = PrepareSettings(source=f"jsonl:{folder}/texts.jsonl", vocab_size=257)
+    prepare_corpus(settings, folder / "corpus")
     path = folder / "train.toml"
     path.write_text(f'extends = "{CONFIGS / "cpu_debug.toml"}"\nwlb.corpus.path = "{folder / "corpus"}"\n')
     return path
 
 
 def run(*arguments, code=0):
-    result = CliRunner().invoke(main, ["simulate", *map(str, arguments)])
+    result = invoke("simulate", *arguments)
     assert result.exit_code == code and (code or not result.stderr), result.output
     return result.output
 
@@ -206,31 +203,19 @@ def test_policies_are_written_as_they_are_typed():
     assert Policy.parse(own) == Policy("toys:Reversed", "hybrid")
 
 
-LLAMA3_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256, "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "max_position_embeddings": 131072,
-    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-}  # fmt: skip
-
-
 def test_a_published_models_config_is_a_base(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     published = tmp_path / "config.json"
-    published.write_text(json.dumps(LLAMA3_8B))
+    published.write_text(json.dumps(LLAMA_3_1_8B))
     model = load_config(config, ["--base", "config.json"]).config.model_spec
     assert (model.name, model.flavor) == ("llama3", "8B")
-    nearest = (
-        "The nearest base is 'torchtitan.models.llama3.config_registry:llama3_8b': num_hidden_layers is 30"
-    )
+    base = "The nearest base is 'torchtitan.models.llama3.config_registry:llama3_8b': "
+    nearest = base + "num_hidden_layers is 30"
     llama2 = {"hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000}
-    published.write_text(json.dumps(LLAMA3_8B | llama2 | {"rope_theta": 1e4, "rope_scaling": None}))
+    published.write_text(json.dumps(LLAMA_3_1_8B | llama2 | {"rope_theta": 1e4, "rope_scaling": None}))
     assert load_config(config, ["--base", "config.json"]).config.model_spec.flavor == "7B"
-    for text, message in (
-        (json.dumps(LLAMA3_8B | {"num_hidden_layers": 30}), nearest),
-        ("[", "cannot be read"),
-    ):
+    texts = {json.dumps(LLAMA_3_1_8B | {"num_hidden_layers": 30}): nearest, "[": "cannot be read"}
+    for text, message in texts.items():
         published.write_text(text)
         assert message in run(config, "--base", "config.json", "--lengths", "web", code=2)
 

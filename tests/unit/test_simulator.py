@@ -157,9 +157,8 @@ def test_interleaved_stages_each_communicate():
 
 def test_experts_are_gathered_only_by_the_ranks_that_hold_them():
     """Those of EP 4 by none; of EP 2 each by two ranks, half of the experts, in half of the time of four."""
-    dense, half, all_ = (
-        communication(Degrees(shard=4, expert=expert), model=EXPERTS, overlap=False) for expert in (4, 2, 1)
-    )
+    how = {"model": EXPERTS, "overlap": False}
+    dense, half, all_ = (communication(Degrees(shard=4, expert=n), **how) for n in (4, 2, 1))
     experts = 4 * EXPERTS.expert_weights * (2 + 2 + 4) / 1e8  # gathered twice in bfloat16, reduced in float32
     assert all_ - dense == pytest.approx(experts * 3 / 4)
     assert half - dense == pytest.approx(experts / 2 / 2)

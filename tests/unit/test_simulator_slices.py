@@ -105,9 +105,8 @@ def test_the_cache_over_time_is_that_of_an_oracle(context, schedule, chunks, nam
             packs = pack_sizes(simulated, plan.of_rank(dp_rank))
             peaks = rank_memory(simulated, plan, dp_rank)
             walks = walked(simulated, plan, dp_rank)
-            for rank, actions, peak, (during, most, moments) in zip(
-                simulated.pipeline_ranks, flow, peaks, walks, strict=True
-            ):
+            of_ranks = zip(simulated.pipeline_ranks, flow, peaks, walks, strict=True)
+            for rank, actions, peak, (during, most, moments) in of_ranks:
                 run = RunArrays(rank, RunPacks(simulated, packs), flow, reduced=False)
                 assert run.terms["cache"] == pytest.approx(during)
                 assert min(abs(peak.cache - bytes_) for bytes_ in moments) <= 1 and peak.cache > 0

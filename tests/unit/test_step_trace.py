@@ -1,7 +1,12 @@
-"""What is made of measured passes: imbalance and bubble."""
+"""What is made of measured passes: imbalance and bubble; and that what a run reports ends no training."""
 
+import errno
 import itertools
+import json
+import logging
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +15,7 @@ from slicing import PACKINGS, planner
 
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.plan import MicroBatch, Plan
+from wlb_titan.runtime.metrics import JsonLines, MetricsProcessor, warn_once
 from wlb_titan.runtime.step_trace import PassTimer, bubble, measured_imbalance
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import rank_imbalance
@@ -17,15 +23,10 @@ from wlb_titan.summary import rank_imbalance
 pytestmark = pytest.mark.slow
 
 # Two ranks of a pipeline, micro-batches of 3 and 6 seconds a rank; rank 1 waits one second and rank 0 for it.
-FIRST = [
-    *(Pass("F", 0, 0, 0, 1, "dp 0", "pp 0"), Pass("F", 0, 1, 1, 2, "dp 0", "pp 0")),
-    *(Pass("B", 0, 0, 4, 2, "dp 0", "pp 0"), Pass("B", 0, 1, 9, 4, "dp 0", "pp 0")),
-]
-SECOND = [
-    *(Pass("F", 1, 0, 1, 0.5, "dp 0", "pp 1"), Pass("L", 1, 0, 1.5, 0.5, "dp 0", "pp 1")),
-    *(Pass("B", 1, 0, 2, 2, "dp 0", "pp 1"), Pass("F", 1, 1, 4, 2, "dp 0", "pp 1")),
-    Pass("B", 1, 1, 6, 4, "dp 0", "pp 1"),
-]
+ROWS = [("F", 0, 0, 0, 1), ("F", 0, 1, 1, 2), ("B", 0, 0, 4, 2), ("B", 0, 1, 9, 4)]
+FIRST = [Pass(*row, "dp 0", "pp 0") for row in ROWS]
+ROWS = [("F", 1, 0, 1, 0.5), ("L", 1, 0, 1.5, 0.5), ("B", 1, 0, 2, 2), ("F", 1, 1, 4, 2), ("B", 1, 1, 6, 4)]
+SECOND = [Pass(*row, "dp 0", "pp 1") for row in ROWS]
 
 
 def pack(index, dp_rank=0, passes="FB", length=8):
@@ -46,15 +47,12 @@ def test_bubble_is_the_idle_share_between_the_first_pass_and_the_last():
     assert bubble(SECOND) == 0.0
 
 
-def test_imbalance_is_of_whole_micro_batches_over_all_stages_and_replicas():
+def test_imbalance_is_of_whole_micro_batches_over_stages_and_replicas_and_shared_ones_count_once():
     assert measured_imbalance(FIRST + SECOND, PLAN) == pytest.approx(12 / 9)
     replica = [replace(one, replica="dp 1") for one in FIRST]
     plan = plan_of(*PLAN.micro_batches, pack(0, 1), pack(1, 1))
     found = measured_imbalance(FIRST + SECOND + replica, plan)
     assert found == pytest.approx(12 / np.mean([6, 12, 3, 6]))
-
-
-def test_ranks_that_share_a_micro_batch_count_once():
     pair = [Pass("FB", 0, i, 2 * i, 2 + 2 * i, "dp 0", f"cp {cp}") for cp in range(2) for i in range(2)]
     assert measured_imbalance(pair, PLAN) == pytest.approx(4 / 3)
 
@@ -94,3 +92,22 @@ def test_the_timer_measures_only_while_it_is_on():
     assert found == [("F", 0, 0, 1, 1), ("L", 1, 7, 3, 1)]
     timer.start()
     assert timer.stop() == []
+
+
+def test_a_full_disk_behind_tensorboard_ends_no_run(tmp_path, caplog, monkeypatch):
+    """Neither where a validation is reported nor at the end, where TensorBoard raises once more."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    metrics = MetricsProcessor.__new__(MetricsProcessor)
+    metrics.logger = SimpleNamespace(log=full, close=full)
+    metrics._reports = True
+    metrics._lines = JsonLines(tmp_path / "steps")
+    metrics._validation_lines = JsonLines(tmp_path / "validations")
+    warn_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    metrics.log_validation(1.5, 3, {})
+    metrics.close()
+    assert caplog.text.count("log cannot be written: [Errno 28] No space left on device") == 1
+    assert json.loads((tmp_path / "validations").read_text()) == {"step": 3, "loss": 1.5}

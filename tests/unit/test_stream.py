@@ -74,12 +74,6 @@ def test_what_is_read_until_enough_or_to_a_label_is_as_if_read_one_by_one(length
     assert str(stream.state_dict()) == str(state)
 
 
-def test_arrive_reads_on_until_enough_pieces_have_a_label():
-    stream = DocumentStream(Mixture(np.array([1, 1, 1, 5, 1, 4]), seed=None), 4)
-    pieces = stream.arrive(2, lambda pieces: stream.has_label(pieces).sum() >= 2)
-    assert pieces[:, ID].tolist() == [0, 1, 2, 3, 3, 4, 5]
-
-
 def test_epochs_are_shuffled_differently_and_seeds_matter():
     def order(seed, epoch):
         return Mixture(np.arange(1, 101), seed=seed).read(np.arange(100) + 100 * epoch)[0].tolist()
@@ -94,10 +88,8 @@ def test_only_a_documents_last_token_has_no_label(lengths):
     stream = DocumentStream(Mixture(np.array(lengths), seed=0), 4)
     pieces = stream.fill(60)
     whole = stream.lengths_of(pieces[:, ID])
-    expected = [
-        any(start + i + 1 < total for i in range(length))
-        for (_, start, length), total in zip(pieces.tolist(), whole.tolist(), strict=True)
-    ]
+    rows = zip(pieces.tolist(), whole.tolist(), strict=True)
+    expected = [any(start + i + 1 < total for i in range(length)) for (_, start, length), total in rows]
     assert stream.has_label(pieces).tolist() == expected
 
 
@@ -136,17 +128,12 @@ def test_lengths_are_looked_up_a_block_at_a_time():
     assert lengths.most <= 1 << 16 and stream._block.cache_info().currsize <= 4
 
 
-@pytest.mark.parametrize(
-    ("lengths", "window", "message"),
-    [
-        ([], 8, "no documents"),
-        ([0, 0], 8, "no tokens"),
-        ([3, -4], 8, "length -4"),
-        ([1, 1], 8, "no next token"),
-        ([3], 1, "window is 1 tokens; it must be at least 2"),
-    ],
-)
-def test_bad_corpora_are_named(lengths, window, message):
+BAD = {"no documents": [], "no tokens": [0, 0], "length -4": [3, -4], "no next token": [1, 1]}
+
+
+@pytest.mark.parametrize("message", [*BAD, "window is 1 tokens; it must be at least 2"])
+def test_bad_corpora_are_named(message):
+    lengths, window = (BAD[message], 8) if message in BAD else ([3], 1)
     with pytest.raises(PlanError, match=message):
         DocumentStream(Mixture(np.array(lengths, dtype=np.int64), seed=0), window)
 

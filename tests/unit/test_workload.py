@@ -11,7 +11,7 @@ from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import AttentionShape, configured_latency
 from wlb_titan.cost.workload import Quadratic, cost_model, workload
 from wlb_titan.dimensions.degrees import Degrees
-from wlb_titan.errors import PlanError, UserError
+from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 
 GOOD = """
@@ -167,17 +167,3 @@ def test_work_is_superlinear_and_more_so_in_the_backward_pass_and_divided_by_par
     # Communication comes on top of a sixteenth.
     assert (alone.forward(lengths) / 16 < divided.forward(lengths)).all()
     assert (divided.forward(lengths) < alone.forward(lengths)).all()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *((f"quadratic:{numbers}", "malformed") for numbers in ("1", "a,b", "1,2,3", "")),
-        *((f"quadratic:{numbers}", "not both 0") for numbers in ("-1,2", "0,0", "nan,1", "inf,1")),
-        ("simulate", "no cost model is called 'simulate'.*Did you mean 'simulated'"),
-        ("simulated:3", "takes nothing after its name"),
-    ],
-)
-def test_what_is_no_cost_model_is_refused(text, message):
-    with pytest.raises(UserError, match=message):
-        cost_model(text, JOB)

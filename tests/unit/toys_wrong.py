@@ -19,33 +19,31 @@ class Spoilt(Plain):
         packing = super().next()
         return self.spoilt(packing, packing.packs)
 
-    def first(self, packing, documents):
-        packing.packs[0] = replace(packing.packs[0], documents=documents)
+    def spoilt(self, packing, packs):
+        documents = self.other(packs[0].documents)
+        packs[0] = replace(packs[0], documents=documents)
         return packing
 
 
-def moved(packs, number=0, start=0):
-    return packs[0].documents + np.array([number, start, 0, 0])
-
-
-class Loses(Spoilt):
-    def spoilt(self, packing, packs):
-        return self.first(packing, packs[0].documents[1:])
-
-
-class Twice(Spoilt):
-    def spoilt(self, packing, packs):
-        documents = packs[0].documents
-        return self.first(packing, np.concatenate([documents[:-1], documents[:1]]))
+BY_50 = np.array([0, 50, 0, 0])  # tokens
+OTHER_DOCUMENTS = {  # in a step's first micro-batch
+    "Loses": lambda documents: documents[1:],
+    "Twice": lambda documents: np.concatenate([documents[:-1], documents[:1]]),
+    "Beyond": lambda documents: documents + BY_50,
+    "Before": lambda documents: documents - BY_50,
+    "Unread": lambda documents: documents + 10_000 * np.eye(4, dtype=int)[0],
+}
+for name, other in OTHER_DOCUMENTS.items():
+    globals()[name] = type(name, (Spoilt,), {"other": staticmethod(other), "__module__": __name__})
 
 
 class TwiceMuchLater(Spoilt):
     steps, kept = 0, None
 
-    def spoilt(self, packing, packs):
+    def other(self, documents):
         self.steps += 1
-        self.kept = packs[0].documents if self.steps == 2 else self.kept
-        return self.first(packing, self.kept) if self.steps == 18 else packing
+        self.kept = documents if self.steps == 2 else self.kept
+        return self.kept if self.steps == 18 else documents
 
 
 class Fewer(Spoilt):
@@ -54,25 +52,11 @@ class Fewer(Spoilt):
         return packing
 
 
-class Beyond(Spoilt):
-    def spoilt(self, packing, packs):
-        return self.first(packing, moved(packs, start=50))
-
-
-class Before(Spoilt):
-    def spoilt(self, packing, packs):
-        return self.first(packing, moved(packs, start=-50))
-
-
-class Unread(Spoilt):
-    def spoilt(self, packing, packs):
-        return self.first(packing, moved(packs, number=10_000))
-
-
 class Empty(Spoilt):
     def spoilt(self, packing, packs):
-        packs[1] = replace(packs[1], documents=np.concatenate([packs[1].documents, packs[0].documents]))
-        return self.first(packing, packs[0].documents[:0])
+        both = np.concatenate([packs[1].documents, packs[0].documents])
+        packs[:2] = replace(packs[0], documents=both[:0]), replace(packs[1], documents=both)
+        return packing
 
 
 class Nothing(Spoilt):
@@ -99,19 +83,13 @@ class Divided(AllGather):
         return "divided", from_runs(number, *self.runs(number, share), lengths, self.ranks)
 
 
-class Overlap(Divided):
-    def runs(self, number, share):
-        return 0 * number, 0 * number + share
-
-
-class Misses(Divided):
-    def runs(self, number, share):
-        return number * share, number * share + share - 8
-
-
-class Uneven(Divided):
-    def runs(self, number, share):
-        return number * share + (number > 0) * 8, number * share + share + 8
+RUNS = {  # by ranks, where those of each begin and end
+    "Overlap": lambda number, share: (0 * number, 0 * number + share),
+    "Misses": lambda number, share: (number * share, number * share + share - 8),
+    "Uneven": lambda number, share: (number * share + (number > 0) * 8, number * share + share + 8),
+}
+for name, runs in RUNS.items():
+    globals()[name] = type(name, (Divided,), {"runs": staticmethod(runs), "__module__": __name__})
 
 
 class Repeats(AsPacked):

@@ -53,12 +53,13 @@ def write_megatron(prefix: Path, documents, dtype=np.int32, *, sequences=False, 
     return prefix
 
 
-def write_datatrove(path: Path, documents, token_size=2) -> Path:
+def write_datatrove(path: Path, documents, token_size=2, masks=None) -> Path:
     from datatrove.pipeline.tokens.tokenizer import TokenizedFile
 
-    file = TokenizedFile(str(path.parent), path.name, token_size=token_size)
-    for document in documents:
-        file.write(document, None)
+    how = {"token_size": token_size, "save_loss_metadata": masks is not None}
+    file = TokenizedFile(str(path.parent), path.name, **how)
+    for number, document in enumerate(documents):
+        file.write(document, masks and masks[number])
     file.close()
     return path
 
