@@ -125,7 +125,6 @@ LONGER = {"kernels/gluon_backward.py": 399, "wlb_titan/corpus/shards.py": 354}
 LONGER |= {"wlb_titan/job.py": 395, "wlb_titan/memory/layer.py": 371}
 LONGER |= {
     "wlb_titan/prepare/chat.py": 357,
-    "wlb_titan/prepare/sources.py": 363,
     "wlb_titan/runtime/trainer.py": 356,
 }
 
