@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import save, show
+from common import save, saved, show
 
 ROOT = Path(__file__).parents[1]
 KINDS = {
@@ -148,10 +148,11 @@ def rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    found = show(COLUMNS, rows(sys.argv[1:] or [*LAYERS, "table_1"]))
+    names = sys.argv[1:] or [*LAYERS, "table_1"]
+    found = show(COLUMNS, rows(names))
     print(f"\nThe largest difference is {max(abs(row['difference']) for row in found):.1%}.")
-    if not sys.argv[1:]:
-        save("memory_traced", found)
+    run = {row["base"] for row in found}
+    save("memory_traced", [row for row in saved("memory_traced") if row["base"] not in run] + found)
 
 
 if __name__ == "__main__":
