@@ -121,7 +121,7 @@ parallelism.pipeline_parallel_degree = 2; parallelism.pipeline_parallel_schedule
 wlb.validation.path = "a"; wlb.validation.hold_out = 0.1
     t.toml:2: [wlb.validation]: ValidationSettings rejects this: path names
 wlb.epochs = 2; wlb.corpus.sources = [{path = "a"}]
-    t.toml:2: wlb.epochs = 2: WlbSettings rejects this: a mixture has no epochs, as its sources
+    t.toml:2: wlb.epochs = 2: WlbSettings rejects this: the sources of a mixture end at different times
 wlb.corpus.path = "nowhere"
     t.toml:2: ... nowhere ... wlb-titan prepare
 dump_folder = "."

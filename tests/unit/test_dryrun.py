@@ -398,7 +398,7 @@ def test_experts_get_equally_many_tokens(dryrun):
 
 
 def test_gradients_that_wait_are_not_predicted_of_a_model_that_the_formulas_do_not_know(dryrun):
-    _, (rank,) = dryrun(ADAPTED, *NONE, PP, 2, SCHEDULE, "ZBVZeroBubble", *FIRST_STEP)
+    _, (rank,) = dryrun(LATENT, *NONE, PP, 2, SCHEDULE, "ZBVZeroBubble", *FIRST_STEP)
     assert rank["predicted_gib"] is None and rank["traced_gib"] > 0.005
 
 
