@@ -21,9 +21,10 @@ from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.choice import Scenario
+from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
-from wlb_titan.simulator.trace import Span, step_timeline, write_trace
+from wlb_titan.simulator.trace import step_timeline, write_trace
 from wlb_titan.summary import Estimate
 from wlb_titan.toml.build import dotted
 from wlb_titan.toml.values import to_text
@@ -195,7 +196,7 @@ def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
 STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
 
 
-def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, list[Span]]:
+def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, list[Pass]]:
     """For each policy, the passes of the step nearest to the mean."""
     steps = {}
     for policy, prediction in predictions.items():

@@ -48,9 +48,7 @@ class Weights(NamedTuple):
     gathered: float
     trained: float  # of `all`
     gradients: float  # those of `gathered` that are trained
-    matrix: (
-        float  # the largest one of `gradients`, or those that a layer has at its backward's fullest moment
-    )
+    matrix: float  # of `gradients` the largest one, or those at a backward pass's fullest moment
     experts: float  # those of `gathered` in routed experts
     tables: float  # bytes of buffers, such as rotary factors, for each position of the window
 

@@ -36,9 +36,7 @@ class MemorySettings:
     """The settings that memory depends on, besides shape, degrees and lengths."""
 
     checkpointing: str = "selective"  # a name of `CHECKPOINTING`
-    as_needed: bool = (
-        False  # whether layers may keep more or less of it, as the planner chooses (`Job.mixes`)
-    )
+    as_needed: bool = False  # whether the planner may choose other kinds (`Job.mixes`)
     compiled: bool = False  # whether torch.compile decides what a layer keeps of its collectives
     parameter_bytes: int = 4  # of a weight as the optimizer keeps it, and of its gradient
     compute_bytes: int = 2  # of a weight or an activation in forward and backward

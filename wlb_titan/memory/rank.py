@@ -146,8 +146,7 @@ class PipelineRank:
         else:
             repeating = [kind.name for kind in KINDS] if job.mixes else [settings.recompute.name]
             weights = RankWeights.told(job.account, job.model, layers, self.stages, repeating)
-            every = [layer for stage in self.stages for layer in job.account.of_stage(layers, stage)]
-            tables = sum(layer.weights.tables for layer in every)
+            tables = sum(layer.tables for layer in weights.layers)
         # Bytes of a weight's share on this GPU.
         share = settings.parameter_bytes / (degrees.tensor * degrees.sharding_ranks)
         self.gradients = weights.trained * share

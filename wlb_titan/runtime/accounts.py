@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,14 @@ def _known(key: str) -> ModelAccount | None:
 
 def _kept(key: str) -> Path:
     """Where an account of this version is kept."""
+    return KEPT / _version() / f"{key}.json"
+
+
+@cache
+def _version() -> str:
     folders = [Path(__file__).parent / name for name in TRACED_BY]
     sources = sorted(path for folder in folders for path in folder.glob("*.py"))
-    version = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
-    return KEPT / version / f"{key}.json"
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
 def key_of(config: TrainerConfig, shape: Shape) -> str:
@@ -116,5 +121,4 @@ def trace(
         key = key_of(config, shape)
         _found[key] = checked(ModelAccount, account)
         with suppress(OSError):  # another start traces it again
-            _kept(key).parent.mkdir(parents=True, exist_ok=True)
             save(_kept(key), account)

@@ -22,7 +22,6 @@ from wlb_titan.simulator.replicas import step_ends, step_passes
 
 COMPUTED = "processor_seconds"  # fact of a pass on a CPU: its thread's own time, without waiting
 LONGEST = 1e9  # seconds
-Span = Pass  # as commands/simulate.py calls it
 NAME = re.compile(rf"({'|'.join(ROWS)})([0-9]+)")  # of a pass, by its kind and micro-batch: `F3`
 
 

@@ -138,9 +138,9 @@ class AsNeededAC(SelectiveDocumentAC):
 
 def mixable(other: titan.ActivationCheckpointing.Config | None) -> AsNeededAC.Config:
     """`AsNeededAC` with the settings of another class, as far as that has them."""
-    shared = isinstance(other, titan.SelectiveAC.Config)
-    names = [field.name for field in dataclasses.fields(titan.SelectiveAC.Config)]
-    return AsNeededAC.Config(**{name: getattr(other, name) for name in names if shared})
+    shares = isinstance(other, titan.SelectiveAC.Config)
+    shared = dataclasses.fields(titan.SelectiveAC.Config) if shares else ()
+    return AsNeededAC.Config(**{field.name: getattr(other, field.name) for field in shared})
 
 
 class AsNeededBlock(ActivationWrapper):
