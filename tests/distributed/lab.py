@@ -314,13 +314,14 @@ def tight(given: Sequence[str], processes: int, folder: Path) -> list[str]:
     config = load_config(CONFIG, given, processes).config
     job = job_of(config, parallel_dims(config, processes))
     job = tracing(CONFIG, given, config)(job.on(replace(job.cluster, kind="gpu")))
+    job = replace(job, memory=replace(job.memory, as_needed=False))  # plans without a mix of their own
     corpus = config.wlb.corpus
     plans = job.plans(documents_of(corpus, open_corpus(corpus), config.wlb.validation.hold_out), 1)
     most, least = (
         fullest(peak_memory(replace(job, memory=replace(job.memory, checkpointing=kind)), plans)).total
         for kind in ("none", "full")
     )
-    memory = (most + least) / 2 / usable_share(job.packing.owner.slices)
+    memory = (2 * most + least) / 3 / usable_share(job.packing.owner.slices)
     text = (CLUSTERS / "cpu.toml").read_text().replace('kind = "cpu"', 'kind = "gpu"')  # memory bounds it
     cluster = folder / f"{memory:.0f}.toml"
     text = text.replace("cpu_attention.json", str(CLUSTERS / "cpu_attention.json"))
