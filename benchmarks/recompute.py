@@ -23,8 +23,8 @@ from predicted import FILES, PYTHON, ROOT, documents_of
 
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
+from wlb_titan.layers.recompute import KINDS
 from wlb_titan.memory.rank import GIB
-from wlb_titan.memory.recompute import KINDS
 from wlb_titan.packing.predicted import with_mixes
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.models.load import load_config
@@ -58,7 +58,7 @@ def choosing(job: Job, plan: Plan) -> float:
     seconds, unmixed = [], [replace(m, mix=None) for m in plan.of_rank(0)]
     for rank in range(job.shape.ranks):
         begin = time.process_time()
-        with_mixes(job, unmixed, flow, [rank])
+        with_mixes(job.fitting, unmixed, flow, [rank])
         seconds.append(time.process_time() - begin)
     return max(seconds)
 

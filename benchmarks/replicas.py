@@ -20,8 +20,8 @@ import numpy as np
 from common import save, show
 from predicted import FILES, ROOT, documents_of
 
-from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.job import Job, Policy
+from wlb_titan.layers.passes import MicroBatches, pass_times
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator

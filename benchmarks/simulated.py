@@ -29,7 +29,7 @@ from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
 from wlb_titan.job import Job, Policy
-from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.layers.recompute import MemorySettings
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing import POLICIES
 from wlb_titan.packing.plain import Plain

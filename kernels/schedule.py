@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import lengths, tiles
+from . import tiles
 from .segments import NO_WINDOW, check_segments
 
 
@@ -21,6 +21,16 @@ class Key(NamedTuple):
     reach: int  # keys that a query sees at most
     device: torch.device
     stream: int  # lists sent on one stream may not have arrived for another
+
+
+class Lengths(NamedTuple):
+    """Segments as cumulative lengths, as FlashAttention's varlen interface takes them."""
+
+    q: Tensor  # int32 (n + 1,): where the queries of each sequence begin, and their number
+    k: Tensor  # int32 (n + 1,): the same of the keys
+    most_q: int  # queries of a sequence
+    most_k: int
+    rows: Tensor | None  # int64: the keys in the order of the sequences; None where they are all, as they lie
 
 
 class Schedule:
@@ -45,10 +55,32 @@ class Schedule:
         return tiles.row_bounds(self.segments, self.key.q_tokens, self.key.reach, self.key.device)
 
     @cached_property
-    def lengths(self) -> lengths.Lengths:
-        """The segments as torch's varlen attention takes them."""
+    def lengths(self) -> Lengths:
+        """Keys that lie in the order of their queries, as those of whole documents do, are read where they
+        are: queries in no segment are a sequence without keys, keys in none one without queries. Others are
+        gathered, as for two chunks of a document:
+
+            >>> chunks = torch.tensor([[0, 2, 0, 2], [2, 2, 0, 8]], dtype=torch.int32)
+            >>> found = schedule_of(chunks, 4, 8, torch.device("cpu")).lengths
+            >>> found.q.tolist(), found.k.tolist(), found.rows.tolist()
+            ([0, 2, 4], [0, 2, 10], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7])
+        """
         q_tokens, kv_tokens, reach, device, _ = self.key
-        return lengths.lengths(self.segments, q_tokens, kv_tokens, reach, device)
+        q0, q1, k0, k1, _ = tiles.cover_of(self.segments, q_tokens)
+        k0 = np.maximum(k0, k1 - (q1 - q0) - reach + 1)
+        seen = k1 > k0
+        begin, end = k0[seen], k1[seen]
+        pairs = np.stack([q1 - q0, k1 - k0], axis=1)  # queries and keys of each sequence
+        in_order = bool((begin[1:] >= end[:-1]).all())
+        if in_order:
+            unseen = np.zeros((len(pairs) + 1, 2), dtype=np.int64)  # before each sequence, and after the last
+            unseen[np.append(seen, True), 1] = np.append(begin, kv_tokens) - np.append(0, end)
+            pairs = np.stack([unseen, np.pad(pairs, ((0, 1), (0, 0)))], axis=1).reshape(-1, 2)
+        pairs = pairs[pairs.any(axis=1)]
+        q, k = tiles.send(np.pad(pairs, ((1, 0), (0, 0))).cumsum(axis=0).T.astype(np.int32), device)
+        size = end - begin
+        rows = np.arange(size.sum()) + np.repeat(begin - (np.cumsum(size) - size), size)
+        return Lengths(q, k, *pairs.max(axis=0).tolist(), None if in_order else tiles.send(rows, device))
 
     def packed_bounds(self, pack: int) -> Tensor:
         """`bounds` of every row where `pack` heads of each token are packed; padded to 16 bytes, for TMA."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,13 +18,11 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingPolicy, rules
+from wlb_titan.packing.policies import Policies
 from wlb_titan.packing.predicted import with_mixes
 from wlb_titan.pipeline.order import arranged
 from wlb_titan.plan import ID, LENGTH, ROW, START, MicroBatch, Plan
 from wlb_titan.plugins import is_ours
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 STATE_VERSION = 4
 STREAM_FACTS = "corpus_fingerprint", "documents", "mixture", "seed", "context_window"
@@ -54,7 +52,7 @@ class PlannerState:
 class Planner:
     """Plans a job's steps one after the other."""
 
-    def __init__(self, documents: Documents, job: Job) -> None:
+    def __init__(self, documents: Documents, job: Policies) -> None:
         self._stream = DocumentStream(documents.mixture(), job.window)
         packing = job.packing
         if packing.owner.endless and len(documents.lengths) < job.micro_batches:
@@ -63,7 +61,7 @@ class Planner:
                 f"{len(documents.lengths)}. Use a larger corpus or fewer micro-batches.",
                 setting="corpus.path",
             )
-        self.policy: PackingPolicy = packing.make(self._stream, job)
+        self.policy: PackingPolicy = packing.make(self._stream, job.ask)
         self.fixed_length = not self.policy.variable_length
         if self.fixed_length and job.window % job.divisor:
             raise PlanError(
@@ -151,10 +149,11 @@ class Planner:
         waiting = self.policy.waiting
         flows = self.policy.flows(packing, sharded)
         mixing = range(self._job.shape.ranks) if pipeline_ranks is None else pipeline_ranks
+        least = self._job.window if self.fixed_length else 0
         micro_batches: list[MicroBatch] = []
         for dp_rank, packs in enumerate(assigned):
             of_rank = [
-                self._job.sized(drafts[pack], dp_rank, index=index, workload=float(workloads[pack]))
+                self._job.sized(drafts[pack], dp_rank, least, index=index, workload=float(workloads[pack]))
                 for index, pack in enumerate(packs)
             ]
             if dp_rank in sharded:
@@ -163,7 +162,8 @@ class Planner:
                     for micro_batch in of_rank:
                         self._rules.check_sharding(micro_batch)
                 if self._job.mixes:
-                    of_rank = with_mixes(self._job, of_rank, flows[dp_rank] if flows else None, mixing)
+                    flow = flows[dp_rank] if flows else None
+                    of_rank = with_mixes(self._job.fitting, of_rank, flow, mixing)
             micro_batches += of_rank
         plan = Plan(
             iteration=self.iteration,

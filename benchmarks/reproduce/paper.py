@@ -32,7 +32,7 @@ from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
-from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.layers.recompute import MemorySettings
 from wlb_titan.memory.rank import Passes
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import LENGTH, Plan

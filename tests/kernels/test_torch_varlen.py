@@ -2,6 +2,7 @@
 a dense op in its place that has its contract, in float64."""
 
 import doctest
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from oracle import CASES, WINDOWS, compare_all, random_inputs, rows
 from test_tiles import reaches, segment_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from wlb_titan.kernels import lengths, reference, torch_cpu, torch_varlen, varlen_attention
+from wlb_titan.kernels import reference, torch_cpu, torch_varlen, varlen_attention
 from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.segments import NO_WINDOW, Options, Saved
 
@@ -173,4 +174,4 @@ def test_what_torch_cannot_the_reference_computes(monkeypatch, dtype, dims, wind
 
 
 def test_example():
-    assert doctest.testmod(lengths).failed == 0
+    assert doctest.testmod(sys.modules[schedule_of.__module__]).failed == 0

@@ -11,7 +11,7 @@ from wlb_titan.cost.models import ModelShape
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
-from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.layers.recompute import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.summary import Summary
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.cost.passes import JobCost
 from wlb_titan.cost.workload import workload
+from wlb_titan.layers.passes import JobCost
+from wlb_titan.layers.recompute import KINDS
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Passes
-from wlb_titan.memory.recompute import KINDS
 from wlb_titan.runtime import accounts
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config, tracing
@@ -103,7 +103,7 @@ def test_a_trace_that_fails_is_said_and_nothing_is_predicted(asked, monkeypatch)
         UserWarning, match="(?s)The process that traces the model's layers ended.*not predicted"
     ):
         job = told(job)
-    assert not job.memory_known and not job.fitting.known
+    assert not job.memory_known and not job.memory_predicted
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_32k", "qwen3_30b_a3b_32k_8gpu"])

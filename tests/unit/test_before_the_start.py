@@ -10,10 +10,10 @@ from torchtitan.distributed import ParallelDims
 
 from wlb_titan.cost.cluster import CLUSTERS, load_cluster
 from wlb_titan.cost.models import rank_parameters
-from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.profile import configured_latency
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
+from wlb_titan.layers.passes import MicroBatches, pass_times
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.rank import Passes
 from wlb_titan.packing import POLICIES

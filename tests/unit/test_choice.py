@@ -12,8 +12,8 @@ from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
+from wlb_titan.layers.recompute import MemorySettings
 from wlb_titan.memory.fits import USABLE
-from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.choice import Scenario, choose, predicted

@@ -327,16 +327,16 @@ def job_in(folder, text):
 
 
 def test_memory_bounds_the_tokens_in_flight(here):
-    assert job_in(here, PIPELINE + "packing.tokens_in_flight = 40000").most_in_flight == 40000
+    assert job_in(here, PIPELINE + "packing.tokens_in_flight = 40000").packing.tokens_in_flight == 40000
     job = job_in(here, PIPELINE)
     device = max(rank.total for rank in job.fitting.least.document(8 * 32768)) * 0.8
     job = job.on(replace(job.cluster, memory=device))
-    assert 32768 <= job.most_in_flight < 8 * 32768
+    assert 32768 <= job.fitting.most_in_flight < 8 * 32768
 
     def fits(tokens):
         return max(rank.total for rank in job.fitting.least.document(tokens)) <= USABLE_IN_SLICES * device
 
-    assert fits(job.most_in_flight) and not fits(job.most_in_flight + 64)
+    assert fits(job.fitting.most_in_flight) and not fits(job.fitting.most_in_flight + 64)
 
 
 def test_a_window_is_enough_for_four_stages(here):

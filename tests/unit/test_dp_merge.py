@@ -15,6 +15,7 @@ from wlb_titan.cost.cluster import Link
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.layer import token_bytes
 from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.predicted import attention_seconds, pass_seconds, passing
 from wlb_titan.packing.slim import dp_merge
@@ -210,7 +211,7 @@ def test_auto_asks_for_the_times_of_few_packs(monkeypatch):
 
     made, (plan,) = predicted(slim())
     monkeypatch.setattr("wlb_titan.packing.slim.flow.pass_seconds", counted)
-    flows, packs = Flows(made), list(plan.packs)
+    flows, packs = Flows(made.ask, made.by_sharers, None), list(plan.packs)
     having = [(number, rank) for number, m in enumerate(packs) for rank in m.merged or [m.dp_rank]]
     packing = Packing(packs, assigned=[[n for n, rank in having if rank == own] for own in range(4)])
     step = flows.timed(packing, PREDICTED_IN_STEP)
@@ -228,7 +229,7 @@ def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations()
     peaks = [rank_memory(alone, other, rank)[0] for rank in range(4)]
     whole = max(peaks, key=lambda one: one.cache)
     prefix = max(m.slices[:, PREFIX].max() for m in plan.of_rank(0) if m.merged)
-    token = made.token_bytes
+    token = token_bytes(made)
     assert shared.cache == 4 * (64 * token.cached + prefix * token.cached_gradients)
     assert shared.activations < 0.75 * whole.activations
 
@@ -242,7 +243,7 @@ def test_a_step_is_ordered_by_its_slowest_rank_and_by_what_ranks_hold_on_average
 
     monkeypatch.setattr("wlb_titan.packing.slim.flow.packflow", recorded)
     made, (plan,) = predicted(ALWAYS)
-    held = Flows(made)._held
+    held = Flows(made.ask, made.by_sharers, None)._held
     assert 1 == held[1] > held[2] > held[4] > 0.25
     packs = [plan.of_rank(rank) for rank in range(4)]
     forward = np.array([[m.workload for m in own] for own in packs])

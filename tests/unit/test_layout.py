@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = (
     *("errors", "progress", "arrays", "plugins", "plan", "bins", "toml", "files"),
     *("documents", "pipeline", "cost", "dimensions"),
-    *("context", "memory", "balancing", "packing"),
+    *("context", "layers", "memory", "balancing", "packing"),
     *("sampler", "planner", "job", "summary"),
     *("simulator", "runs", "corpus", "prepare", "config"),
     *("runtime", "commands"),
@@ -38,9 +38,9 @@ MAY_USE = {
 }
 """Third-party packages by room; any other has numpy."""
 
-MAY_NAME = {"context": "wlb_titan.runtime.attention"}
-"""What strings may name besides: the half of a sharding policy that moves tensors. Users choose a policy by
-name, it is loaded where it trains, and planning imports no torch."""
+MAY_NAME = {"context": "wlb_titan.runtime.attention", "cost": "wlb_titan.layers.passes"}
+"""What strings may name besides: the half of a sharding policy that moves tensors, as it is loaded where it
+trains, and planning imports no torch; and the cost model that adds up passes."""
 
 THIRD_PARTY = {
     *("torch", "triton", "numpy", "scipy", "torchtitan", "torchx", "datasets", "tokenizers", "pyarrow"),
@@ -51,13 +51,6 @@ THIRD_PARTY = {
 
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
-
-
-def hinted(tree: ast.Module) -> set[int]:
-    """The nodes that type checkers alone see."""
-    checks = (node for node in ast.walk(tree) if isinstance(node, ast.If))
-    hints = [node for node in checks if "TYPE_CHECKING" in ast.unparse(node.test)]
-    return {id(inner) for node in hints for inner in ast.walk(node)}
 
 
 def imports(nodes: Iterable[ast.AST]) -> set[str]:
@@ -72,15 +65,8 @@ def imports(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def known(path: Path) -> set[str]:
-    """What a file imports, and what it is annotated with; the job may be named everywhere."""
-    tree = tree_of(path)
-    skipped = hinted(tree)
-    nodes = [
-        node
-        for node in ast.walk(tree)
-        if not (id(node) in skipped and isinstance(node, ast.ImportFrom) and node.module == "wlb_titan.job")
-    ]
-    return {name for name in imports(nodes) if name.split(".")[0] in THIRD_PARTY}
+    """What a file imports, and what it is annotated with."""
+    return {name for name in imports(ast.walk(tree_of(path))) if name.split(".")[0] in THIRD_PARTY}
 
 
 def named(path: Path) -> set[str]:
@@ -175,15 +161,14 @@ def test_every_dependency_is_declared():
 
 
 def test_no_module_imports_itself_by_way_of_others():
+    """By annotations neither."""
     files = [
         path.with_suffix("") for path in (ROOT / "wlb_titan").rglob("*.py") if path.name != "__init__.py"
     ]
     modules = {".".join(path.relative_to(ROOT).parts): path.with_suffix(".py") for path in files}
     imported = {}
     for name, path in modules.items():
-        tree = tree_of(path)
-        skipped = hinted(tree)
-        names = imports(node for node in ast.walk(tree) if id(node) not in skipped)
+        names = imports(ast.walk(tree_of(path)))
         imported[name] = (names | {name.rpartition(".")[0] for name in names}) & modules.keys()
     while leaves := [name for name, others in imported.items() if not others & imported.keys()]:
         for name in leaves:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from planning import DOCUMENTS, JOBS, job_of
 
-from wlb_titan.cost.passes import pass_times
 from wlb_titan.job import Policy
+from wlb_titan.layers.passes import pass_times
 from wlb_titan.packing.predicted import attention_seconds, pass_seconds, passing
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Action

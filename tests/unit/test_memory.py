@@ -8,8 +8,9 @@ from planning import FULL, MODEL, NONE, job
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.fits import USABLE, Fitting
-from wlb_titan.memory.layer import MemorySettings, TokenBytes
+from wlb_titan.layers.recompute import MemorySettings
+from wlb_titan.memory.fits import USABLE
+from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import GIB, Passes
 from wlb_titan.pipeline.schedule import layers_of_stages
 
@@ -24,7 +25,7 @@ def memory_job(degrees, settings=SELECTIVE, layers=(), **changes):
 
 def pipeline_memory(degrees, lengths, **job):
     """The peaks of a replica's micro-batches of these lengths."""
-    return Fitting(memory_job(degrees, **job), 0.0).peak(Passes.of(lengths))
+    return memory_job(degrees, **job).fitting.peak(Passes.of(lengths))
 
 
 def peak_tokens(schedule, lengths, ranks=4, chunks=1):
@@ -131,16 +132,20 @@ def test_the_longest_micro_batch_that_fits():
     job = memory_job(Degrees())
 
     def memory(length):
-        return Fitting(job, 0.0).peak(Passes.of([length]))[0].total
+        return job.fitting.peak(Passes.of([length]))[0].total
 
-    assert Fitting(job, memory(2 * 1024)).longest == 2 * 1024  # never more
-    tight = Fitting(job, USABLE * memory(1024))  # not even windows leave enough room
+    def filled(usable, **changes):
+        cluster = replace(job.cluster, memory=usable / USABLE + 1, **changes)
+        return job.on(cluster).fitting
+
+    assert filled(memory(2 * 1024)).longest == 2 * 1024  # never more
+    tight = filled(USABLE * memory(1024))  # not even windows leave enough room
     assert tight.longest == 1024 and not tight.windows_fit
-    unknown = Fitting(job, USABLE * memory(1024), known=False)
+    unknown = filled(USABLE * memory(1024), kind="cpu")
     assert unknown.longest == 2 * 1024 and unknown.windows_fit
     for windows in (1.0, 1.3, 1.77):
         usable = memory(int(windows * 1024))
-        longest = Fitting(job, usable).longest
+        longest = filled(usable).longest
         assert longest % 32 == 0 and memory(longest) <= usable < memory(longest + 32)
 
 
@@ -156,7 +161,7 @@ def test_the_papers_largest_job_fits_its_gpus_and_says_why():
 def test_slices_have_an_order_of_their_own():
     """On 3 ranks Interleaved1F1B cannot run the 16 slices of the imagined document; PackFlow can."""
     job = memory_job(Degrees(pipeline=3), schedule="Interleaved1F1B", chunks=2, layers=[1] * 6)
-    fitting = Fitting(job, 0.0)
+    fitting = job.fitting
     assert [rank.tokens for rank in fitting.document(1024)] == [2 * 1024] * 3
     with pytest.raises(PlanError, match="16 micro-batches on 3 ranks"):
         fitting.peak(Passes.of([64] * 16))

@@ -12,11 +12,11 @@ from planning import CLUSTER, FULL, NONE, job
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
+from wlb_titan.layers.recompute import KINDS, MemorySettings
 from wlb_titan.memory.fits import fullest, usable_share
-from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.memory.layer import token_bytes
 from wlb_titan.memory.mix import kinds_of_layers, mixed
 from wlb_titan.memory.rank import PackSize, Passes
-from wlb_titan.memory.recompute import KINDS
 from wlb_titan.memory.run import RunArrays, RunPacks
 from wlb_titan.packing import POLICIES
 from wlb_titan.simulator.replicas import peak_memory
@@ -45,7 +45,7 @@ def sized(degrees, lengths=(8192, 4096, 2048, 8192), schedule="1F1B", chunks=1, 
 
 def arrays(made, run, number=0):
     """A pipeline rank's run, without a mix."""
-    return RunArrays(made.pipeline_ranks[number], RunPacks(made, run.packs), run.flow, reduced=False)
+    return RunArrays(made.fitting.pipeline_ranks[number], RunPacks(made, run.packs), run.flow, reduced=False)
 
 
 def test_a_stage_without_layers_keeps_its_ends_alone():
@@ -55,7 +55,7 @@ def test_a_stage_without_layers_keeps_its_ends_alone():
     made, run = sized(Degrees(pipeline=4), [8192] * 8, "ZBVZeroBubble", 2, **facts)
     first, second, *_ = made.fitting.peak(run)
     assert (first.layers, second.layers) == (0, 2)
-    token = made.token_bytes
+    token = token_bytes(made)
     assert first.backward == 0 < first.loss  # it is fullest in the loss
     assert first.activations < 8 * 8192 * (token.inputs + 4 * token.hidden)
     assert second.backward == 8192 * token.backward
@@ -87,7 +87,7 @@ def test_a_change_of_one_chunk_is_that_of_the_whole(layout, seed, lengths):
         counts = np.array([random.multinomial(n, np.ones(len(KINDS)) / len(KINDS)) for n in rank.layers])
         bytes_ = rank.bytes_of(counts)
         assert rank.peak(counts).total == pytest.approx(
-            bytes_.max() + made.pipeline_ranks[number].still.total, abs=8
+            bytes_.max() + made.fitting.pipeline_ranks[number].still.total, abs=8
         )
         chunk = int(random.integers(len(counts)))
         changed = counts.copy()
@@ -203,7 +203,7 @@ def test_slices_are_judged_by_what_their_layers_may_repeat():
     plans = chosen.plans(DOCUMENTS, 2)
     assert {len(plan.micro_batches) for plan in plans} == {32}
     assert fullest(peak_memory(chosen, plans)).total <= usable
-    assert selective.most_in_flight < chosen.most_in_flight
+    assert selective.fitting.most_in_flight < chosen.fitting.most_in_flight
     with pytest.warns(UserWarning, match="predicted not to fit"):
         selective.plans(DOCUMENTS, 2)
 

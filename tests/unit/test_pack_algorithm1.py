@@ -86,7 +86,7 @@ def test_wlb_is_algorithm_1(lengths, n, thresholds, max_length):
     stream, arriving = (DocumentStream(Mixture(lengths, seed=1), WINDOW) for _ in range(2))
     cost = f"quadratic:{COST.a},{COST.b}"
     packing = Wlb.Config(thresholds=sorted(thresholds), max_length=max_length, cost_model=cost)
-    policy = Wlb(packing, stream, Job(window=WINDOW, micro_batches=n, packing=packing))
+    policy = Wlb(packing, stream, Job(window=WINDOW, micro_batches=n, packing=packing).ask)
     literal = Algorithm1(n, max_length + 1, sorted(thresholds))
     surplus = 0
     for _ in range(12):

@@ -15,7 +15,7 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError, quiet
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
-from wlb_titan.packing.plain import Plain, for_trial, imbalances
+from wlb_titan.packing.plain import Plain, imbalances
 from wlb_titan.packing.wlb import Wlb, drains, tune
 from wlb_titan.simulator import choice
 from wlb_titan.simulator.choice import predicted
@@ -73,9 +73,9 @@ def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
     job = Job(window=1024, micro_batches=4, packing=Plain.Config(cost_model="quadratic:1,100"))
     stream.fill(1000)
     state = stream.state_dict()
-    found = imbalances(job.packing, stream, job)
+    found = imbalances(job.packing, stream, job.ask)
     assert stream.state_dict() == state
-    assert found == imbalances(job.packing, stream.from_start(), job)
+    assert found == imbalances(job.packing, stream.from_start(), job.ask)
     assert found[0] == found[1] > 1
 
 
@@ -83,10 +83,10 @@ def test_a_trial_plans_some_of_many_data_parallel_ranks():
     packing = Wlb.Config(cost_model="quadratic:1,100")
     job = Job(window=1024, micro_batches=192, degrees=Degrees(shard=96), packing=packing)
     stream = DocumentStream(Mixture(lengths_of("heavy"), seed=3), 512)
-    assert for_trial(job).micro_batches == 48
-    assert [for_trial(replace(job, degrees=Degrees(shard=n))).micro_batches for n in (1, 2)] == [64, 64]
-    assert imbalances(Plain.Config(), stream, job)[1] > 1
-    assert len(Wlb(job.packing, stream, job).next().packs) == 192
+    assert job.ask.sample(64).micro_batches == 48
+    assert [replace(job, degrees=Degrees(shard=n)).ask.sample(64).micro_batches for n in (1, 2)] == [64, 64]
+    assert imbalances(Plain.Config(), stream, job.ask)[1] > 1
+    assert len(Wlb(job.packing, stream, job.ask).next().packs) == 192
 
 
 def test_wlb_says_when_queues_lose_and_not_when_they_win():
@@ -158,7 +158,7 @@ def test_automatic_thresholds_are_found_again_drain_and_are_among_the_best(lengt
     """As Algorithm 1 itself has it: no other candidates cost much less in delay and imbalance."""
     packing = POLICIES.configure("wlb", queues=queues, cost_model=WORK)
     job = Job(window=WINDOW, micro_batches=4, packing=packing)
-    found, again = (tune(packing, lengths[:50_000], WINDOW, 2 * WINDOW, job) for _ in range(2))
+    found, again = (tune(packing, lengths[:50_000], WINDOW, 2 * WINDOW, job.ask) for _ in range(2))
     assert found == again == sorted(set(found)) and len(found) == queues
     assert drains(lengths, found, WINDOW)
 

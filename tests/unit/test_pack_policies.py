@@ -14,7 +14,7 @@ from slicing import assert_conserved
 from wlb_titan.bins import REMAINS, Bins
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.layers.recompute import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.packing.fixed import Milp, solved
 from wlb_titan.packing.wlb import PATIENCE

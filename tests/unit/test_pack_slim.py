@@ -209,7 +209,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
     assert [b > 4 for b in more] == [peak > bound for peak in peaks]
     packing = replace(packing, tokens_in_flight=4 * WINDOW)  # else memory would refuse the window
     job = replace(made, packing=packing, cluster=replace(CLUSTER, memory=1.0))
-    policy = Slim(packing, DocumentStream(Mixture(documents.lengths, seed=0), WINDOW), job)
+    policy = Slim(packing, DocumentStream(Mixture(documents.lengths, seed=0), WINDOW), job.ask)
     with pytest.warns(UserWarning, match=r"Step 1 is predicted not to fit .* needs least.*\npipeline rank 0"):
         first = policy.next()
     with warnings.catch_warnings(action="error"):  # said once

@@ -219,9 +219,9 @@ MISFITS = [
     (POLICIES, "NewNeed", r"load_state_dict\(self, state, version\) is called as load_state_dict"),
     (POLICIES, "Called", r"waiting\(self\) is called as waiting\."),
     (POLICIES, "Lacking", "it lacks variable_length, balances, state_dict, load_state_dict"),
-    (POLICIES, "OldLongest", r"longest\(self\) is called as longest\(self, job"),
+    (POLICIES, "OldLongest", r"longest\(self\) is called as longest\(self, fitting"),
     (COST_MODELS, "OldCost", r"of\(self, config, job\) is called as of\(cls, config"),
-    (DIMENSIONS, "OldPeak", r"memory\(self, peak\) is called as memory\(self, job"),
+    (DIMENSIONS, "OldPeak", r"memory\(self, peak\) is called as memory\(self, rates"),
 ]
 
 
@@ -230,6 +230,12 @@ def test_a_class_of_another_interface_is_refused_when_it_is_loaded(family, name,
     with pytest.raises(UserError, match=f"^toys_wrong:{name}.* .*does not fit.*: .*{misfit}"):
         family.find(f"toys_wrong:{name}")
     assert STRATEGIES.find("toys_wrong:Wider").__name__ == "Wider"
+
+
+def test_a_policy_that_asks_for_the_job_is_told_what_there_is():
+    job = Job(window=64, micro_batches=2, packing=POLICIES.configure("toys_wrong:OldJob"))
+    with pytest.raises(PlanError, match=r"no job and no 'degrees', but .*: micro_batches, .* context, "):
+        job.planner(Documents(lengths=np.full(8, 64)))
 
 
 def test_one_that_does_not_fit_is_left_out_of_what_auto_tries(monkeypatch):

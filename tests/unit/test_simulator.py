@@ -9,13 +9,13 @@ from planning import CLUSTER, LAYER, MODEL, PAIRS, job, pairs
 
 from wlb_titan.context.layout import per_sequence
 from wlb_titan.cost.cluster import Link
-from wlb_titan.cost.passes import JobCost, MicroBatches, pass_times
 from wlb_titan.cost.workload import workload
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import MemorySettings, TokenBytes
-from wlb_titan.packing.predicted import passing
-from wlb_titan.packing.slim.asymmetric import regrouped_times
+from wlb_titan.layers.passes import JobCost, MicroBatches, pass_times
+from wlb_titan.layers.recompute import MemorySettings
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.packing.predicted import passing, regrouped_times
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.replicas import rank_memory, transfer_seconds
 from wlb_titan.simulator.step import simulate

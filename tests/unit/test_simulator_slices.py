@@ -8,16 +8,15 @@ from planning import CLUSTER, FULL, MODEL, job
 from slicing import PACKINGS, run_through, sliced, slim
 
 from wlb_titan.cost.cluster import Link
-from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.layers.passes import MicroBatches, pass_times
+from wlb_titan.memory.layer import TokenBytes, token_bytes
 from wlb_titan.memory.rank import kept_states
 from wlb_titan.memory.run import RunArrays, RunPacks
-from wlb_titan.packing.predicted import pack_sizes, pass_seconds, passing
+from wlb_titan.packing.predicted import pack_sizes, pass_seconds, passing, regrouped_times
 from wlb_titan.packing.slices import piece_numbers
-from wlb_titan.packing.slim.asymmetric import regrouped_times
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import TOTAL, Action, MicroBatch, Plan
 from wlb_titan.simulator.replicas import check_slices, rank_memory
@@ -84,7 +83,7 @@ def walked(simulated, plan, dp_rank):
 
 def in_flight(simulated, actions, packs):
     """Bytes of activations after each action, float64 (actions,), without the cache."""
-    token, layers = simulated.token_bytes, simulated.layers
+    token, layers = token_bytes(simulated), simulated.layers
     states = [token.hidden * states for states in kept_states(layers)]
     kept = states if simulated.packing.regroups else [token.kept * count for count in layers]
     signs = {"F": 1, "B": -1}
@@ -105,7 +104,7 @@ def test_the_cache_over_time_is_that_of_an_oracle(context, schedule, chunks, nam
             packs = pack_sizes(simulated, plan.of_rank(dp_rank))
             peaks = rank_memory(simulated, plan, dp_rank)
             walks = walked(simulated, plan, dp_rank)
-            of_ranks = zip(simulated.pipeline_ranks, flow, peaks, walks, strict=True)
+            of_ranks = zip(simulated.fitting.pipeline_ranks, flow, peaks, walks, strict=True)
             for rank, actions, peak, (during, most, moments) in of_ranks:
                 run = RunArrays(rank, RunPacks(simulated, packs), flow, reduced=False)
                 assert run.terms["cache"] == pytest.approx(during)
@@ -149,7 +148,7 @@ def test_an_order_against_the_slices_is_refused(one, said):
 def test_the_most_in_flight_fits_and_one_more_does_not():
     def most(memory):
         simulated = job(degrees=Degrees(pipeline=2), micro_batches=1600)
-        return simulated.on(replace(simulated.cluster, memory=memory)).most_in_flight
+        return simulated.on(replace(simulated.cluster, memory=memory)).fitting.most_in_flight
 
     step = 1600 * 64
     assert 64 < most(3e7) < step

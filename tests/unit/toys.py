@@ -20,8 +20,8 @@ class Reversed(Plain):
         every: int = 1
         """Steps of which one is turned."""
 
-    def __init__(self, config, stream, job):
-        super().__init__(config, stream, job)
+    def __init__(self, config, stream, ask):
+        super().__init__(config, stream, ask)
         self._every, self._step = config.every, 0
 
     def next(self):
@@ -41,8 +41,8 @@ class Reversed(Plain):
 class ByRank(Plain):
     """Plain windows; rank 1 turns those of the second step, as no policy may."""
 
-    def __init__(self, config, stream, job):
-        super().__init__(config, stream, job)
+    def __init__(self, config, stream, ask):
+        super().__init__(config, stream, ask)
         self._steps = 0
 
     def next(self):
@@ -67,7 +67,7 @@ class Apart(Dimension):
 
     axis, divides, every = "apart", "data", 2
 
-    def meeting(self, job, weights):
+    def meeting(self, rates, weights):
         return Meeting(4 * weights, 1)
 
 
@@ -76,5 +76,5 @@ class Twins(Dimension):
 
     axis, outside, runtime = "twins", "tp", "toys_runtime:Comparing"
 
-    def passes(self, job, times):
+    def passes(self, rates, times):
         return PassTimes(2 * times.forward, times.inputs, times.weights)

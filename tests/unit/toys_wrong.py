@@ -137,6 +137,14 @@ class OldCost(Quadratic):
         return self
 
 
+class OldJob(Plain):
+    """Of before there was an `Ask`."""
+
+    def __init__(self, config, stream, job):
+        super().__init__(config, stream, job)
+        self._ranks = job.degrees.context
+
+
 class OldPeak(Dimension):
     axis = "old"
 

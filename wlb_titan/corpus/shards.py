@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from wlb_titan.arrays import Ints
+from wlb_titan.arrays import Bools, Ints
 from wlb_titan.errors import CorpusError, reading, regular
-
-if TYPE_CHECKING:
-    from wlb_titan.corpus.formats import LabelMask
 
 Tokens = NDArray[np.integer[Any]]
 
-# Columns of a prepared corpus: token ids, which of them are learned, and where the text came from.
-TOKENS, MASK, SOURCE = "input_ids", "assistant_masks", "source"
-
-ROWS, POSITIONS = "seq_lengths", "position_ids"
-PLAIN: dict[str, Any] = {"attention_mask": 1, "token_type_ids": 0, POSITIONS: None, ROWS: None}
-"""Columns that may lie beside the tokens, with what they say of a row that is one document."""
-
 BLOCK = 1 << 20  # lengths compared at a time
+IGNORED = -100  # the label of a token that is not learned
 INDEX_BLOCK = 1 << 16  # documents of an index compared at a time; they fit into a cache
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
@@ -81,104 +73,79 @@ class Shard:
         return f"{self.path.name}[{row}]"
 
 
-class ArrowShard(Shard):
-    """An Arrow file in stream format, as of `datasets`; `column` has a list of integers per document."""
+class LabelMask:
+    """A value for each token: 0 or 1, or with `labels` a label. Messages say `name`, the column or file."""
 
-    def __init__(self, path: Path, column: str = TOKENS) -> None:
-        self.path, self._column = path, column
-        self.beside: dict[str, ArrowShard] = {}  # those of `PLAIN`
-        with reading(lambda reason: CorpusError(f"{path} cannot be read ({reason}).")):
-            self._pages = pa.memory_map(str(regular(path))).read_buffer()
-            table = self._table()
-            table.validate()
-            self.columns, self.schema = table.column_names, table.schema
-        offset_type, dtype = _list_types(table.schema, column, path)
-        # The whole file as offsets and as values, so that one lookup serves all record batches.
-        self._offsets, self.values = (
-            np.frombuffer(self._pages, kind, self._pages.size // kind.itemsize)
-            for kind in (offset_type, dtype)
-        )
-        lists = [chunk for chunk in table.column(column).chunks if len(chunk)]
-        at = np.array([_addresses(chunk) for chunk in lists], dtype=np.int64).reshape(-1, 2)
-        at -= self._pages.address
-        if ((at < 0) | (at >= self._pages.size)).any():
+    def __init__(self, values: Shard, tokens: Shard, *, labels: bool, name: str) -> None:
+        if values.documents != tokens.documents:
             raise CorpusError(
-                f"{path} is compressed, so it cannot be read in place; write it without compression."
+                f"The mask {name} has {values.documents:,} documents, but {tokens.path} has "
+                f"{tokens.documents:,}; write both from the same documents."
             )
-        offsets_at, self._values_at = at[:, 0] // offset_type.itemsize, at[:, 1] // dtype.itemsize
-        self._sizes = np.array([len(chunk.values) for chunk in lists], dtype=np.int64)
-        counts = np.array([len(chunk) for chunk in lists], dtype=np.int64)
-        self._firsts = np.cumsum(counts) - counts  # rows
-        for first, chunk in zip(self._firsts, lists, strict=True):
-            if chunk.null_count or chunk.values.null_count:
-                nulls = (i for i, row in enumerate(chunk) if row.values is None or row.values.null_count)
-                where = f"Row {first + next(nulls, 0)} of {path}"
+        for start in range(0, tokens.documents, BLOCK):
+            rows = np.arange(start, min(start + BLOCK, tokens.documents))
+            counts, wanted = values.lengths(rows), tokens.lengths(rows)
+            if (different := np.flatnonzero(counts != wanted)).size:
+                place = int(different[0])
                 raise CorpusError(
-                    f"{where} has a null in the column {column!r}, where every entry must be a number."
+                    f"The mask {name} has {counts[place]:,} values for {tokens.source(start + place)}, which "
+                    f"has {wanted[place]:,} tokens; it must have one value for each token."
                 )
-        self._first_offsets = offsets_at - self._firsts  # where that of row 0 would be
-        self.documents = int(counts.sum())
-        begins, ends = self._offsets[offsets_at], self._offsets[offsets_at + counts]
-        self.tokens = int((ends - begins).sum(dtype=np.int64))
+        self._values, self._tokens, self._labels, self._name = values, tokens, labels, name
 
-    def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
-        batches = np.searchsorted(self._firsts, rows, side="right") - 1
-        at = self._first_offsets[batches] + rows
-        begins, ends = self._offsets[at], self._offsets[at + 1]
-        if ((begins < 0) | (ends < begins) | (ends > self._sizes[batches])).any():
-            raise CorpusError(
-                f"{self.path} is damaged: offsets of its column {self._column!r} point outside the file. "
-                "Copy it again."
-            )
-        values_at = self._values_at[batches]
-        return values_at + begins, values_at + ends
+    def read(self, row: int, start: int, length: int) -> Bools:
+        """bool (length,), which of these tokens of a document are learned; other values are refused."""
+        values = self._values.read(row, start, length)
+        refused = self._refused(values, self._tokens.read(row, start, length))
+        if refused.any():
+            place = int(np.argmax(refused))
+            raise CorpusError(self._complaint(row, start + place, int(values[place])))
+        return self._learned(values)
 
-    def check_columns(self) -> None:
-        rows = max((1 << 18) * self.documents // max(self.tokens, 1), 1)  # at a time
-        for name, column in self.beside.items():
-            for start in range(0, self.documents, rows):
-                block = np.arange(start, min(start + rows, self.documents))
-                lengths = self.lengths(block)
-                counts, wanted = column.lengths(block), np.ones_like(lengths) if name == ROWS else lengths
-                plain: Any = lengths if name == ROWS else PLAIN.get(name)
-                if name == POSITIONS:
-                    plain = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-                if (counts != wanted).any() or (column.gathered(block, 1 << 62) != plain).any():
-                    raise CorpusError(
-                        f"{self.path} has a column {name!r} that shows rows with padding or with several "
-                        "documents. Save the dataset as it was before it was padded or packed: documents are "
-                        "packed during training."
-                    )
+    def fits(self, rows: Ints, most: int) -> bool:
+        """Whether `read` takes the first `most` values of each of these documents."""
+        return not self._refused(self._values.gathered(rows, most), self._tokens.gathered(rows, most)).any()
 
-    def source(self, row: int) -> str:
-        return str(self._table().column(SOURCE)[row]) if SOURCE in self.columns else super().source(row)
+    def count(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
+        """int64 (n,), learned tokens among start .. stop - 1 of each document; most are there whole."""
+        begins, ends = self._values.bounds(rows)
+        counts, values = self._of_documents[rows], self._values.values
+        (parts,) = np.nonzero((starts != 1) | (begins + stops != ends))
+        for part, begin in zip(parts.tolist(), begins[parts].tolist(), strict=True):
+            counts[part] = np.count_nonzero(self._learned(values[begin + starts[part] : begin + stops[part]]))
+        return counts
 
-    def _table(self) -> pa.Table:
-        """Views of the file."""
-        with pa.ipc.open_stream(self._pages) as stream:
-            return stream.read_all()
+    @cached_property
+    def _of_documents(self) -> Ints:
+        """int64 (documents,), learned tokens of each document without its first. Reads the whole mask, which
+        takes a second for 10^9 tokens, in the first step and not when a corpus is opened."""
+        documents, labels = self._values.documents, [np.zeros(0, dtype=np.int64)]
+        at_a_time = max(BLOCK * documents // max(self._values.tokens, 1), 1)
+        for start in range(0, documents, at_a_time):
+            rows = np.arange(start, min(start + at_a_time, documents))
+            lengths, learned = self._values.lengths(rows), self._learned(self._values.gathered(rows, 1 << 62))
+            ends, before = np.cumsum(lengths), np.cumsum(np.append(0, learned))
+            labels.append(before[ends] - before[np.minimum(ends - lengths + 1, ends)])
+        return np.concatenate(labels)
 
+    def _refused(self, values: Tokens, tokens: Tokens) -> Bools:
+        learned = self._learned(values)
+        refused: Bools = learned & (values != tokens) if self._labels else ~learned & (values != 0)
+        return refused
 
-def _addresses(lists: pa.Array) -> tuple[int, int]:
-    _, offsets, _, values = lists.buffers()
-    return offsets.address, (values or offsets).address
+    def _learned(self, values: Tokens) -> Bools:
+        learned: Bools = values != IGNORED if self._labels else values == 1
+        return learned
 
-
-def _list_types(schema: pa.Schema, column: str, path: Path) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    if column not in schema.names:
-        lists = [field.name for field in schema if pa.types.is_list(field.type)]
-        raise CorpusError(
-            f"{path} has no column {column!r}; it has {', '.join(schema.names)}. Name the one that holds the "
-            f"token ids with `column`{f', such as {lists[0]!r}' if lists else ''}."
+    def _complaint(self, row: int, place: int, value: int) -> str:
+        where = f"Token {place} of {self._tokens.source(row)}"
+        if not self._labels:
+            return f"{where} has the value {value} in the mask {self._name}; a mask has 1 and 0 only."
+        token = int(self._tokens.read(row, place, 1)[0])
+        return (
+            f"{where} is {token}, and its label in {self._name} is {value}; a label is the token at its own "
+            f"place, or {IGNORED}. Labels that are shifted by one already must be shifted back."
         )
-    kind = schema.field(column).type
-    large = pa.types.is_large_list(kind)
-    if not (large or pa.types.is_list(kind)) or not pa.types.is_integer(kind.value_type):
-        raise CorpusError(
-            f"The column {column!r} of {path} holds {kind}, but must hold a list of integers. Save the "
-            f"dataset with .cast_column({column!r}, datasets.List(datasets.Value('int32')))."
-        )
-    return np.dtype(np.int64 if large else np.int32), np.dtype(str(kind.value_type))
 
 
 class MegatronShard(Shard):

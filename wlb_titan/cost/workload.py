@@ -3,7 +3,7 @@
 W_a is attention, which grows with d^2; W_l is everything else (matrix products, element-wise operators and
 communication), which grows with d. Packing balances the sum of both passes (docs/packing.md).
 
-`simulated` (`cost/passes.py`) takes both from the simulator's passes. Left out are gradient reduction and
+`simulated` (`layers/passes.py`) takes both from the simulator's passes. Left out are gradient reduction and
 FSDP's gathers, which are the same for every micro-batch, and the pipeline's point-to-point traffic, which
 overlaps with computation.
 """
@@ -12,18 +12,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.cluster import Cluster
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.plugins import Family, Plugin, PluginConfig
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 LARGEST = 1e100  # coefficient for which the work of any step is still finite
 
@@ -32,7 +28,10 @@ COST_MODELS = Family(
     key="cost_model",
     group="wlb_titan.cost",
     base="wlb_titan.cost.workload:CostModel",
-    shipped={"simulated": "wlb_titan.cost.passes:JobCost", "quadratic": "wlb_titan.cost.workload:Quadratic"},
+    shipped={
+        "simulated": "wlb_titan.layers.passes:JobCost",
+        "quadratic": "wlb_titan.cost.workload:Quadratic",
+    },
 )
 
 
@@ -58,8 +57,8 @@ class CostModel(Plugin):
 
     @classmethod
     @abstractmethod
-    def of(cls, config: Any, job: Job) -> CostModel:
-        """The cost model of a job."""
+    def of(cls, config: Any, rates: Any) -> CostModel:
+        """The cost model of a job with these `wlb_titan.layers.rates.Rates`."""
 
     @abstractmethod
     def forward(self, lengths: NDArray[Any]) -> Floats:
@@ -75,7 +74,7 @@ class CostModel(Plugin):
         return backward if self.recomputes else self.forward(lengths) + backward
 
 
-def cost_model(text: str, job: Job) -> CostModel:
+def cost_model(text: str, rates: Any) -> CostModel:
     """The model of `[wlb.packing] cost_model`: a name, with settings after a colon (`quadratic:0.9e6,4e10`),
     or "package.module:Class"."""
     name, _, settings = text.partition(":")
@@ -83,7 +82,7 @@ def cost_model(text: str, job: Job) -> CostModel:
         name, settings = text, ""
     try:
         config: CostModel.Config = COST_MODELS.find(name).Config.parse(settings)
-        model: CostModel = config.owner.of(config, job)
+        model: CostModel = config.owner.of(config, rates)
     except UserError as error:
         raise PlanError(str(error), setting=error.setting or "packing.cost_model") from error
     return model
@@ -92,35 +91,6 @@ def cost_model(text: str, job: Job) -> CostModel:
 def workload(model: CostModel, lengths: NDArray[Any]) -> Floats:
     """float64 (n,), work of both passes: what packing balances."""
     return model.forward(lengths) + model.backward(lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSeconds:
-    """Forward seconds that one token adds to one rank, in one layer but for `head`; and those of no token."""
-
-    matrices: float  # products
-    elements: float  # element-wise operators
-    tensor: float  # collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer
-    head: float  # the product with the vocabulary, on the last stage
-    layer: tuple[float, float] = (0.0, 0.0)  # of a layer's forward and backward pass, whatever its tokens
-
-    @classmethod
-    def of(cls, job: Job, cluster: Cluster) -> TokenSeconds:
-        shape, tensor, element = job.model, job.degrees.tensor, job.memory.compute_bytes
-        ranks = tensor * job.degrees.context
-        head = shape.hidden * shape.vocabulary
-        layer = (shape.linear_weights - head) // shape.layers
-        # Reads and writes: two norms, two residuals, rotary embedding, gated activation.
-        elements = 12 * shape.hidden + 4 * shape.heads * shape.head_dim + 3 * shape.feed_forward
-        # Sequence-parallel TP gathers and scatters the activations twice a layer.
-        shared = 4 * shape.hidden * (tensor - 1) / tensor / job.degrees.context
-        return cls(
-            matrices=2.0 * layer / ranks / cluster.linear_flops,
-            elements=element * elements / ranks / cluster.memory_bandwidth,
-            tensor=element * shared / cluster.link(tensor).bandwidth,
-            head=2.0 * head / ranks / cluster.linear_flops,
-            layer=cluster.layer,
-        )
 
 
 class Quadratic(CostModel):
@@ -152,7 +122,7 @@ class Quadratic(CostModel):
         self.a, self.b = a, b
 
     @classmethod
-    def of(cls, config: Config, job: Job) -> Quadratic:
+    def of(cls, config: Config, rates: Any) -> Quadratic:
         return cls(config.a, config.b)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:

@@ -11,16 +11,13 @@ Kept elsewhere: a pipeline's order of passes (`pipeline/`), who holds which toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Interval
 
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plugins import Family, Plugin, PluginConfig
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 DIMENSIONS = Family(
     kind="dimension of parallelism",
@@ -74,19 +71,23 @@ class Dimension(Plugin):
         self.config = config
         self.degree: int = config.degree
 
-    def check(self, job: Job) -> None:
-        """Raises PlanError, with the setting to blame, for a job that it cannot divide."""
+    # Layouts and rates hold dimensions, so their types are known above this file only.
 
-    def memory(self, job: Job, peak: Any) -> Any:
+    def check(self, layout: Any) -> None:
+        """Raises PlanError, with the setting to blame, for a `wlb_titan.layers.layout.Layout` that it cannot
+        divide."""
+
+    def memory(self, rates: Any, peak: Any) -> Any:
         """The peak of a pipeline rank, a `wlb_titan.memory.rank.RankMemory` in bytes, as the dimension
-        changes it. The term `dimensions` is for what it holds beside all passes."""
+        changes it for a job with these `wlb_titan.layers.rates.Rates`. The term `dimensions` is for what it
+        holds beside all passes."""
         return peak
 
-    def passes(self, job: Job, times: PassTimes) -> PassTimes:
+    def passes(self, rates: Any, times: PassTimes) -> PassTimes:
         """The times of passes, as the dimension changes them."""
         return times
 
-    def meeting(self, job: Job, weights: float) -> Meeting | None:
+    def meeting(self, rates: Any, weights: float) -> Meeting | None:
         """What ranks of this number of weights all-reduce every `every` steps; None: nothing."""
         return None
 
@@ -96,15 +97,11 @@ class Pipeline(Dimension):
 
     axis, divides, key = "pp", "layers", "pipeline_parallel_degree"
 
-    def check(self, job: Job) -> None:
-        try:
-            _ = job.layers
-        except PlanError as error:
-            raise PlanError(str(error), setting=f"parallelism.{self.key}") from error
-        if job.run and self.degree > 1 and job.replica_micro_batches % job.run:
+    def check(self, layout: Any) -> None:
+        if layout.run and self.degree > 1 and layout.replica_micro_batches % layout.run:
             raise PlanError(
-                f"A replica's {job.replica_micro_batches} micro-batches of a step cannot be divided into "
-                f"runs of {job.run} through the pipeline.",
+                f"A replica's {layout.replica_micro_batches} micro-batches of a step cannot be divided into "
+                f"runs of {layout.run} through the pipeline.",
                 setting="training.local_batch_size",
             )
 
@@ -120,11 +117,11 @@ class Shard(Dimension):
 
     axis, divides, key = "dp_shard", "data", "data_parallel_shard_degree"
 
-    def check(self, job: Job) -> None:
-        if job.micro_batches < 1 or job.micro_batches % job.replicas:
+    def check(self, layout: Any) -> None:
+        if layout.micro_batches < 1 or layout.micro_batches % layout.replicas:
             raise PlanError(
-                f"{job.micro_batches} micro-batches cannot be shared equally by {job.replicas} data-parallel "
-                "ranks; the number must be a positive multiple of the data-parallel degree.",
+                f"{layout.micro_batches} micro-batches cannot be shared equally by {layout.replicas} "
+                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree.",
                 setting="training.global_batch_size",
             )
 
@@ -134,17 +131,14 @@ class Context(Dimension):
 
     axis, divides, key = "cp", "tokens", "context_parallel_degree"
 
-    def check(self, job: Job) -> None:
-        _ = job.strategy  # which checks itself
-
 
 class Tensor(Dimension):
     """Ranks that split each layer, with sequence parallelism (TP)."""
 
     axis, divides, key = "tp", "heads", "tensor_parallel_degree"
 
-    def check(self, job: Job) -> None:
-        for name, heads in (("heads", job.model.heads), ("kv_heads", job.model.kv_heads)):
+    def check(self, layout: Any) -> None:
+        for name, heads in (("heads", layout.model.heads), ("kv_heads", layout.model.kv_heads)):
             if heads % self.degree:
                 raise PlanError(
                     f"The model's {heads} {name} cannot be divided by the tensor parallel degree "
@@ -158,10 +152,10 @@ class Expert(Dimension):
 
     axis, divides, key, borrows = "ep", "experts", "expert_parallel_degree", True
 
-    def check(self, job: Job) -> None:
-        if self.degree > max(job.model.experts, 1):
+    def check(self, layout: Any) -> None:
+        if self.degree > max(layout.model.experts, 1):
             raise PlanError(
-                f"The expert parallel degree is {self.degree}, but a layer has only {job.model.experts} "
+                f"The expert parallel degree is {self.degree}, but a layer has only {layout.model.experts} "
                 "experts; lower it to that number or below.",
                 setting=f"parallelism.{self.key}",
             )

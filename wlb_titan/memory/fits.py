@@ -7,16 +7,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.rank import GIB, PackSize, Passes, RankMemory
+from wlb_titan.layers.rates import Rates
+from wlb_titan.memory.rank import GIB, PackSize, Passes, PipelineRank, RankMemory
 from wlb_titan.memory.run import RunArrays, RunPacks
 from wlb_titan.memory.slice_cache import CachedSlice
 from wlb_titan.plan import Action
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 USABLE = 0.9  # share of memory that predictions may fill; the rest is for what they do not count
 
@@ -46,10 +43,21 @@ def in_a_line(rank: RankMemory) -> str:
 class Fitting:
     """Which of a job's steps fit a device."""
 
-    job: Job
-    usable: float  # bytes of a device that predictions may fill
-    known: bool = True  # whether memory bounds micro-batches: there are a prediction and a device
+    rates: Rates
+    slices: bool = False  # whether long documents are computed in slices, all of them in flight together
+    sharers: int = 1  # data-parallel ranks that share every micro-batch
+    regroups: bool = False  # whether backward passes have packs of their own, which compute layers again
     sparing: bool = False  # whether layers that may have a mix, and have none yet, keep least
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that predictions may fill."""
+        return self.rates.cluster.memory * usable_share(self.slices)
+
+    @cached_property
+    def pipeline_ranks(self) -> tuple[PipelineRank, ...]:
+        ranks = range(self.rates.shape.ranks)
+        return tuple(PipelineRank(self.rates, number, regroups=self.regroups) for number in ranks)
 
     @property
     def room(self) -> str:
@@ -58,23 +66,21 @@ class Fitting:
     def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank over a replica's step."""
         kind, peaks = -1 if self.sparing else None, []
-        for start, packs in runs(self.job, passes):
-            arrays = [
-                RunArrays(rank, packs, passes.flow, reduced=start > 0) for rank in self.job.pipeline_ranks
-            ]
+        for start, packs in runs(self.rates, passes):
+            arrays = [RunArrays(rank, packs, passes.flow, reduced=start > 0) for rank in self.pipeline_ranks]
             peaks.append([run.peak(run.counts(kind)) for run in arrays])
         return tuple(self.with_dimensions(fullest(of_rank)) for of_rank in zip(*peaks, strict=True))
 
     def with_dimensions(self, rank: RankMemory) -> RankMemory:
         """A rank's memory with that of the user's own dimensions."""
-        for dimension in self.job.degrees.own:
-            rank = dimension.make().memory(self.job, rank)
+        for dimension in self.rates.degrees.own:
+            rank = dimension.make().memory(self.rates, rank)
         return rank
 
     def document(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document, all of its slices in flight: the step that holds
-        most. A job that `regroups` has packs of their own for backward passes."""
-        parts, shape, regroups = min(SLICES, tokens), self.job.shape, self.job.packing.regroups
+        most."""
+        parts, shape, regroups = min(SLICES, tokens), self.rates.shape, self.regroups
         slices = [
             CachedSlice(start, stop - start, tokens)
             for start, stop in itertools.pairwise(tokens * part // parts for part in range(parts + 1))
@@ -87,16 +93,16 @@ class Fitting:
             flow.append((*forward, *backward))
         return self.peak(Passes(packs, tuple(flow)))
 
-    @property
+    @cached_property
     def least(self) -> Fitting:
         """The same where layers keep least, if the planner may choose."""
-        return replace(self, sparing=self.job.mixes)
+        return replace(self, sparing=self.rates.mixes)
 
     @cached_property
     def longest(self) -> int:
         """The default of L_max: the most tokens, a multiple of `divisor` from one window to two, of which a
         step of micro-batches is predicted to fit; two windows where memory is not known."""
-        window, divisor = self.job.window, self.job.divisor
+        window, divisor = self.rates.window, self.rates.divisor
         shortest, most = -(-window // divisor), LONGEST * window // divisor
         longest = _most(self._fits, shortest, most) if self._fits(shortest) else shortest
         return longest * divisor
@@ -104,34 +110,33 @@ class Fitting:
     @cached_property
     def windows_fit(self) -> bool:
         """Whether a step with one window a micro-batch fits, as far as is known."""
-        return self.least._fits(-(-self.job.window // self.job.divisor))
+        return self.least._fits(-(-self.rates.window // self.rates.divisor))
 
     def _fits(self, parts: int) -> bool:
         """Whether micro-batches of `parts` times the divisor fit, as far as is known."""
-        if not self.known:
+        if not self.rates.memory_predicted:
             return True
         try:
-            return fullest(self._alike(parts * self.job.divisor)).total <= self.usable
+            return fullest(self._alike(parts * self.rates.divisor)).total <= self.usable
         except PlanError:  # the schedule's order is not known
             return True
 
     def _alike(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank where all micro-batches have so many tokens."""
-        lengths = [tokens] * self.job.replica_micro_batches
-        return self.peak(Passes.of(lengths, self.job.packing.always_shared))
+        lengths = [tokens] * self.rates.replica_micro_batches
+        return self.peak(Passes.of(lengths, self.sharers))
 
     def check_window(self) -> None:
         """Refuses a job in which micro-batches of one context window do not fit or, if documents are sliced,
         a document of the window: all its slices are in flight when its backward pass starts."""
-        window = self.job.window
-        sliced = self.job.packing.owner.slices
-        what = "a document" if sliced else "micro-batches"
+        window = self.rates.window
+        what = "a document" if self.slices else "micro-batches"
         try:
-            most = fullest(self.least.document(window) if sliced else self.least._alike(window))
+            most = fullest(self.least.document(window) if self.slices else self.least._alike(window))
         except PlanError:  # the schedule's order is not known
             return
         if most.total > self.usable:
-            save = "" if self.job.mixes else "save more with activation_checkpoint, "
+            save = "" if self.rates.mixes else "save more with activation_checkpoint, "
             raise PlanError(
                 f"this cannot fit {self.room}; with {what} of {window:,} tokens the prediction is "
                 f"{in_a_line(most)}. Raise a degree of parallelism, {save}or "
@@ -143,19 +148,19 @@ class Fitting:
     def most_in_flight(self) -> int:
         """The most tokens in flight that are predicted to fit, if all were one document's."""
         self.check_window()
-        window = self.job.window
-        return _most(self.least._document_fits, window, window * self.job.replica_micro_batches)
+        window = self.rates.window
+        return _most(self.least._document_fits, window, window * self.rates.replica_micro_batches)
 
     def _document_fits(self, tokens: int) -> bool:
         return fullest(self.document(tokens)).total <= self.usable
 
 
-def runs(job: Job, passes: Passes) -> Iterator[tuple[int, RunPacks]]:
+def runs(rates: Rates, passes: Passes) -> Iterator[tuple[int, RunPacks]]:
     """The runs through the pipeline of a replica's step: where they start, and their micro-batches."""
     packs = passes.packs
-    length = len(packs) if passes.flow is not None or job.run is None else job.run
+    length = len(packs) if passes.flow is not None or rates.run is None else rates.run
     for start in range(0, len(packs), length):
-        yield start, RunPacks(job, packs[start : start + length])
+        yield start, RunPacks(rates, packs[start : start + length])
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int:

@@ -1,19 +1,7 @@
-"""Bytes of a transformer layer and of the loss: the arithmetic below `rank.py`.
+"""Bytes of a transformer layer's tokens, of the loss, and of weights: the arithmetic below `rank.py`.
 
-`FsdpWhole` has the weights and gradients, and this text the rest: bytes on one GPU for each token of the
-micro-batch on all context-parallel ranks together. So a rank that holds one token in CP x TP counts a
-CP x TP-th of its bytes. In elements of the compute type:
-
-    s   hidden state between blocks, divided by sequence parallelism     hidden / (CP x TP)
-    g   the same gathered over the tensor-parallel ranks                 hidden / CP
-    q   queries, and attention's output                                  query heads x head_dim / (CP x TP)
-    k   keys, or values                                                  key heads x head_dim / (CP x TP)
-    f   one inner activation of the MLP                                  feed_forward / (CP x TP)
-    K   keys and values that a rank's documents have                     2 x key heads x head_dim / TP,
-                                                                         times `KeyShares.held`
-    G   those of them that are gathered, with its own share              the same, times `KeyShares.gathered`
-
-`recompute.py` has what a layer keeps of these, and needs in its passes.
+`TokenBytes` has what grows with tokens, in the symbols of `layers/recompute.py`; `FsdpWhole` has the weights
+and gradients.
 """
 
 from __future__ import annotations
@@ -26,44 +14,8 @@ from wlb_titan.context.strategy import ALL_KEYS, Exchange, KeyShares, all_gather
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
 from wlb_titan.cost.told import ModelAccount, Weights
 from wlb_titan.dimensions.degrees import Degrees
-from wlb_titan.memory.recompute import CHECKPOINTING, KINDS, Moments, Recompute
-
-FLOAT32 = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemorySettings:
-    """The settings that memory depends on, besides shape, degrees and lengths."""
-
-    checkpointing: str = "selective"  # a name of `CHECKPOINTING`
-    as_needed: bool = False  # whether the planner may choose other kinds (`Job.mixes`)
-    compiled: bool = False  # whether torch.compile decides what a layer keeps of its collectives
-    parameter_bytes: int = 4  # of a weight as the optimizer keeps it, and of its gradient
-    compute_bytes: int = 2  # of a weight or an activation in forward and backward
-    optimizer_bytes: int = 8  # of a weight's state: AdamW has two moments in float32
-    loss_chunks: int = 8  # pieces of a micro-batch whose logits exist one at a time
-    window: int = 0  # tokens, for which every layer has a table of rotary factors
-    rotary_bytes: int = 4  # of that table for each position and element of the head dim
-    sequence_parallel: bool = True  # whether tensor parallelism divides the tokens of hidden states
-    reshard: bool | None = None
-    """Whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default: not under
-    pipeline parallelism, where micro-batches add up gradients before they are reduced."""
-
-    @property
-    def recompute(self) -> Recompute:
-        return CHECKPOINTING[self.checkpointing]
-
-    @property
-    def kinds(self) -> tuple[Recompute, ...]:
-        """What a mix is of, in its order."""
-        return KINDS
-
-    def reduces_again(self, degrees: Degrees) -> bool:
-        """Whether layers that repeat something repeat wo's reduction, which only compiled code keeps."""
-        return degrees.tensor > 1 and not self.compiled
-
-    def reshards(self, degrees: Degrees) -> bool:
-        return degrees.pipeline == 1 if self.reshard is None else self.reshard
+from wlb_titan.layers.rates import Rates
+from wlb_titan.layers.recompute import FLOAT32, LayerBytes, MemorySettings, Moments, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,48 +92,12 @@ class TokenBytes:
         )
 
 
-class LayerBytes:
-    """The module's symbols in bytes, and what follows from them."""
-
-    def __init__(
-        self,
-        model: ModelShape,
-        degrees: Degrees,
-        settings: MemorySettings,
-        exchange: Exchange,
-        shares: KeyShares,
-    ) -> None:
-        cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
-        all_keys = exchange.keys * size
-        self.shared_keys = cp > 1  # whether context-parallel ranks exchange K and V
-        self.gathers = tp > 1 and settings.sequence_parallel  # hidden states, by tensor-parallel ranks
-        self.g = model.hidden * size / cp
-        self.s = self.g / tp if self.gathers else self.g
-        # What is kept of wo's reduction by compiled code, and of its output or else that reduction.
-        self.compiled = self.s if settings.compiled and tp > 1 else 0.0
-        self.reduced = self.compiled if tp > 1 else self.g
-        self.q = model.heads * model.head_dim * size / (cp * tp)
-        self.k = model.kv_heads * model.head_dim * size / (cp * tp)
-        self.qkv = self.q + 2 * self.k
-        self.f = model.feed_forward * size / (cp * tp)
-        # K; without context parallelism the rotated keys and a copy of the values.
-        self.keys = all_keys * shares.held if self.shared_keys else 2 * self.k
-        # What collectives bring of them, before it is put in order.
-        self.gathering = all_keys * shares.gathered if self.shared_keys else 2 * self.k
-        self.key_gradients = all_keys * shares.held
-        self.absent_keys, self.absent_gathering = all_keys - self.keys, all_keys - self.gathering
-        self.sent = exchange.sent * size if self.shared_keys else 0.0  # to the others before attention
-        self.outputs = exchange.outputs * size  # and queries, of tokens that are not the rank's own
-        self.exchanged = sum(move.kept for move in exchange.moves) * size  # by `selective`
-        self.log_sum_exp = FLOAT32 * model.heads / (cp * tp)
-        # QKV's output, attention's, and what its exchange keeps: of kinds that repeat no attention.
-        self.around_attention = self.qkv + self.q + self.outputs + self.exchanged + self.log_sum_exp
-        self.rotary = settings.rotary_bytes * model.head_dim / cp
-        # Inputs of the norms of queries and keys, for their gradients.
-        self.normed = self.q + self.k if model.qk_norm else 0.0
-        # With copies in float32 while both are rotated: as complex numbers, or one by one by cos and sin.
-        by_cos_sin = settings.rotary_bytes == 2 * FLOAT32
-        self.rotating = self.normed + (8 * self.q if by_cos_sin else 4 * (self.q + self.k))
+def token_bytes(
+    rates: Rates, keys: KeyShares = ALL_KEYS, kind: Recompute | None = None, number: int = 0
+) -> TokenBytes:
+    """Bytes that a rank holds for each token of a micro-batch, as `TokenBytes.of` has them."""
+    settings = rates.model, rates.degrees, rates.memory, rates.exchange
+    return TokenBytes.of(*settings, keys, kind, rates.account, number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.memory.recompute import KINDS
+from wlb_titan.layers.recompute import KINDS
 from wlb_titan.memory.run import RunArrays
 
 HIDDEN = 0.05  # weight of a second for which no other pass waits

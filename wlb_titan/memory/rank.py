@@ -37,20 +37,18 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.strategy import ALL_KEYS, KeyShares
-from wlb_titan.memory.layer import FsdpWhole, RankWeights
-from wlb_titan.memory.recompute import KINDS
+from wlb_titan.layers.rates import Rates
+from wlb_titan.layers.recompute import KINDS
+from wlb_titan.memory.layer import FsdpWhole, RankWeights, token_bytes
 from wlb_titan.memory.slice_cache import CachedSlice
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Action, Flow
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 GIB = 2**30
 PASSES = "FBIW"
@@ -122,30 +120,30 @@ class PipelineRank:
     """What of a pipeline rank's memory no micro-batch changes. Layers of a stage count from its end, as they
     go backward; L is the most of any stage."""
 
-    def __init__(self, job: Job, number: int) -> None:
-        self.job, self._number = job, number
-        self.stages, layers = job.shape.stages_of(number), job.layers
+    def __init__(self, rates: Rates, number: int, *, regroups: bool = False) -> None:
+        self.rates, self._number = rates, number
+        self.stages, layers = rates.shape.stages_of(number), rates.layers
         self.layers = np.array([layers[stage] for stage in self.stages])
         self.last = len(layers) - 1 in self.stages  # whether it has the head
-        self.alone = job.degrees.pipeline == 1
-        self.regroups = job.packing.regroups
+        self.alone = rates.degrees.pipeline == 1
+        self.regroups = regroups
         self.states = [kept_states(layers)[stage] for stage in self.stages]
         self.steps = np.arange(max(1, *self.layers))
-        settings, degrees = job.memory, job.degrees
-        numbers = [job.numbers_of_stage(stage) for stage in self.stages]
+        settings, degrees = rates.memory, rates.degrees
+        numbers = [rates.numbers_of_stage(stage) for stage in self.stages]
         self.numbers = np.zeros((len(self.stages), len(self.steps)), dtype=np.int64)
         """(stages, L), the numbers of layers in the job's account."""
         for row, own in zip(self.numbers, numbers, strict=True):
             row[: len(own)] = own[::-1]
-        kinds = len(job.account.layers) if job.account is not None else 1
+        kinds = len(rates.account.layers) if rates.account is not None else 1
         self.shares = [np.bincount(own or [0], minlength=kinds) / max(len(own), 1) for own in numbers]
         """By stage (kinds of layers,), how many of its layers are of each number."""
-        if job.account is None:
-            weights = RankWeights.of(job.model, degrees, layers, self.stages)
-            tables = float(self.layers.sum() * settings.rotary_bytes * job.model.head_dim)
+        if rates.account is None:
+            weights = RankWeights.of(rates.model, degrees, layers, self.stages)
+            tables = float(self.layers.sum() * settings.rotary_bytes * rates.model.head_dim)
         else:
-            repeating = [kind.name for kind in KINDS] if job.mixes else [settings.recompute.name]
-            weights = RankWeights.told(job.account, job.model, layers, self.stages, repeating)
+            repeating = [kind.name for kind in KINDS] if rates.mixes else [settings.recompute.name]
+            weights = RankWeights.told(rates.account, rates.model, layers, self.stages, repeating)
             tables = sum(layer.tables for layer in weights.layers)
         # Bytes of a weight's share on this GPU.
         share = settings.parameter_bytes / (degrees.tensor * degrees.sharding_ranks)
@@ -183,7 +181,7 @@ class PipelineRank:
     @cached_property
     def in_loss(self) -> Floats:
         """(2,), at the softmax and the head's gradient; in a pipeline how much more than in other passes."""
-        whole = np.array([gathered for _, gathered in self.whole.in_loss(self.job.token_bytes, ())])
+        whole = np.array([gathered for _, gathered in self.whole.in_loss(token_bytes(self.rates), ())])
         return whole if self.alone else whole - self.in_stages[0]
 
     def actions(self, micro_batches: int, flow: Flow | None) -> Ints:
@@ -191,7 +189,7 @@ class PipelineRank:
         return self._in_order(micro_batches) if flow is None else self._rows(flow[self._number])
 
     def _scheduled(self, micro_batches: int) -> Ints:
-        rows = self._rows(rank_actions(self.job.shape, micro_batches, self._number))
+        rows = self._rows(rank_actions(self.rates.shape, micro_batches, self._number))
         if 0 not in self.stages:
             return rows
         kind, first = rows[:, 0], rows[:, 1] == 0  # where nobody waits for the gradient of token ids

@@ -16,20 +16,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.strategy import KeyShares
-from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.layers.rates import Rates
+from wlb_titan.layers.recompute import KINDS
+from wlb_titan.memory.layer import TokenBytes, token_bytes
 from wlb_titan.memory.rank import PASSING, B, F, I, PackSize, PipelineRank, RankMemory, W
-from wlb_titan.memory.recompute import KINDS
 from wlb_titan.memory.slice_cache import PackSlices, cached
 from wlb_titan.plan import Flow
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 NEVER = -1e30  # bytes at a moment that a pass does not have
 ENDS, AT, ATTENTION, BEHIND = range(4)
@@ -40,12 +37,12 @@ OF_LAYER = "kept", "forward", "backward", "attention"
 class RunPacks:
     """The n micro-batches of a run: what depends neither on the pipeline rank nor on the order of passes."""
 
-    def __init__(self, job: Job, packs: Sequence[PackSize]) -> None:
+    def __init__(self, rates: Rates, packs: Sequence[PackSize]) -> None:
         self.packs = packs
         self.sharers = np.array([pack.sharers for pack in packs])
         self.tokens = np.array([pack.length for pack in packs])  # of one data-parallel rank
         self.length = self.tokens * self.sharers
-        numbers = len(job.account.layers) if job.account is not None else 1
+        numbers = len(rates.account.layers) if rates.account is not None else 1
         self.layers = np.full((len(OF_LAYER), len(packs), numbers, len(KINDS) + 1), NEVER)
         """(4, n, numbers, K + 1), bytes of a layer; the last column is for places without a layer."""
         self.layers[0, ..., -1] = 0.0
@@ -58,7 +55,7 @@ class RunPacks:
             if several:
                 keys = KeyShares(*np.array([packs[place].keys for place in group.tolist()]).T)
             for number, (column, kind) in itertools.product(range(numbers), enumerate(KINDS)):
-                token = job.token_bytes_of(sharers, keys, kind, number)
+                token = token_bytes(rates.shared(sharers), keys, kind, number)
                 for row, name in enumerate(OF_LAYER):
                     self.layers[row, group, number, column] = length * getattr(token, name)
             for row, name in enumerate(BYTES):
@@ -113,7 +110,7 @@ class RunArrays:
     def counts(self, kind: int | None = None) -> Ints:
         """int64 (C, K), layers of each kind: a micro-batch's mix, or all of the job's kind; where it may have
         a mix, all of another one, by its number in KINDS."""
-        jobs = KINDS.index(self._rank.job.memory.recompute)
+        jobs = KINDS.index(self._rank.rates.memory.recompute)
         result = np.zeros((len(self.layers), len(KINDS)), dtype=np.int64)
         result[range(len(result)), np.where(self.free, jobs if kind is None else kind, jobs)] = self.layers
         for place, pack in enumerate(self._packs.packs):
@@ -247,7 +244,7 @@ class RunArrays:
     def _add_slices(self) -> None:
         """Adds the cache of slices, with what a backward pass has beside it."""
         rank, slices = self._rank, self._packs.slices
-        token = rank.job.token_bytes  # of all keys, which all ranks cache
+        token = token_bytes(rank.rates)  # of all keys, which all ranks cache
         passes = np.stack([self._kind == F, self._stage, self._place], axis=1)
         keys, gradients, made = cached(passes, slices, rank.layers.tolist()).T
         self.terms["cache"] += keys * token.cached + gradients * token.cached_gradients

@@ -8,18 +8,14 @@ before all others. Only if there are fewer, because all documents are very short
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from wlb_titan.arrays import Ints
 from wlb_titan.documents.stream import DocumentStream, Pieces
-from wlb_titan.packing.policy import Pack
+from wlb_titan.packing.policy import Ask, Pack
 from wlb_titan.plan import DELAY, LENGTH
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
-
 
 Waiting = Ints
 """int64 (n, 4), columns ID, START, LENGTH and, in the place of DELAY, the iteration of arrival."""
@@ -104,10 +100,10 @@ class Arrivals:
     micro-batches.
     """
 
-    def __init__(self, stream: DocumentStream, job: Job) -> None:
+    def __init__(self, stream: DocumentStream, ask: Ask) -> None:
         self._stream = stream
-        self._micro_batches = job.micro_batches
-        self.least = Least(job.micro_batches, job.degrees.context)
+        self._micro_batches = ask.micro_batches
+        self.least = Least(ask.micro_batches, ask.context)
         self._surplus = 0  # tokens by which the last batch went past its end
         self.iteration = 0
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 from annotated_types import Interval
@@ -21,12 +21,10 @@ from wlb_titan.bins import balanced
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.layers.rates import Rates
 from wlb_titan.packing.plain import Plain
-from wlb_titan.packing.policy import Packing, check_merging
+from wlb_titan.packing.policy import Ask, Packing, check_merging
 from wlb_titan.plan import MicroBatch
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 
 class Dealt(Plain):
@@ -49,28 +47,28 @@ class Dealt(Plain):
         def always_shared(self) -> int:
             return self.sharers
 
-        def check(self, job: Job) -> None:
-            if job.replicas % self.sharers:
+        def check(self, rates: Rates) -> None:
+            if rates.replicas % self.sharers:
                 raise PlanError(
-                    f"{self.sharers} of {job.replicas} data-parallel ranks cannot share micro-batches; "
-                    f"choose a number that divides {job.replicas}.",
+                    f"{self.sharers} of {rates.replicas} data-parallel ranks cannot share micro-batches; "
+                    f"choose a number that divides {rates.replicas}.",
                     setting="packing.sharers",
                 )
-            check_merging(job, "packing.sharers")
+            check_merging(rates, self, "packing.sharers")
 
     balances = True
 
-    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        super().__init__(config, stream, job)
-        self._job = job
-        self._replicas, self._sharers = job.replicas, config.sharers
+    def __init__(self, config: Config, stream: DocumentStream, ask: Ask) -> None:
+        super().__init__(config, stream, ask)
+        self._ask = ask
+        self._replicas, self._sharers = ask.replicas, config.sharers
 
     def next(self) -> Packing:
         packing = super().next()
         windows, sharers = packing.packs, self._sharers
         if sharers == 1:
             return packing
-        works = packing.work(partial(workload, self._job.cost_model))
+        works = packing.work(partial(workload, self._ask.cost_model))
         rows = balanced(works, len(windows) // sharers)  # of the windows of each pack
         work = np.array([works[members].sum() for members in rows])
         packs: list[MicroBatch] = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Interval
@@ -24,11 +24,8 @@ from wlb_titan.bins import REMAINS, Bins, split
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Least, Waiting, arrived, delayed
-from wlb_titan.packing.policy import Packing, PackingPolicy, drafts
+from wlb_titan.packing.policy import Ask, Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 PATIENCE = 4
 
@@ -52,11 +49,11 @@ class FixedGreedy(PackingPolicy):
     variable_length = False
     balances = True
 
-    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, ask: Ask) -> None:
         self._stream = stream
-        self._micro_batches = job.micro_batches
-        self._packs = job.micro_batches * config.global_batches
-        self._least = Least(self._packs, job.degrees.context)
+        self._micro_batches = ask.micro_batches
+        self._packs = ask.micro_batches * config.global_batches
+        self._least = Least(self._packs, ask.context)
         self._iteration = 0
         self._remained: Waiting = NOTHING
         self._ready: list[Waiting] = []  # the packs of the window's coming steps
@@ -140,11 +137,11 @@ class FixedSolver(FixedGreedy):
         def planning_seconds(self) -> float:
             return self.time_limit
 
-    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        super().__init__(config, stream, job)
+    def __init__(self, config: Config, stream: DocumentStream, ask: Ask) -> None:
+        super().__init__(config, stream, ask)
         user = "The policy fixed_solver"
         self._milp = Milp(config.time_limit, config.gap, user=user, setting="wlb.policy")
-        self._on_one_rank = job.on_one_rank
+        self._on_one_rank = ask.on_one_rank
 
     def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:
         def solve() -> Floats:

@@ -7,9 +7,9 @@ A document that a window's end cuts goes on in the next window as a new document
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Interval
@@ -17,11 +17,8 @@ from annotated_types import Interval
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.arrivals import next_window
-from wlb_titan.packing.policy import MOST_TOKENS, Packing, PackingPolicy, drafts
+from wlb_titan.packing.policy import MOST_TOKENS, Ask, Packing, PackingPolicy, drafts
 from wlb_titan.plan import imbalance_degree
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 
 class Plain(PackingPolicy):
@@ -33,9 +30,9 @@ class Plain(PackingPolicy):
     variable_length = False
     balances = False
 
-    def __init__(self, config: Any, stream: DocumentStream, job: Job) -> None:
+    def __init__(self, config: Any, stream: DocumentStream, ask: Ask) -> None:
         self._stream = stream
-        self._micro_batches = job.micro_batches
+        self._micro_batches = ask.micro_batches
 
     def next(self) -> Packing:
         packs, lost = [], 0
@@ -65,21 +62,13 @@ class Auto(Plain):
 
 STEPS = 32
 WARM_UP = 8  # steps before, in which queues fill
-MOST_MICRO_BATCHES = 64  # of a trial, which so takes less than half a second
+MOST_MICRO_BATCHES = 64  # of a trial, which takes less than half a second; with more, `plain` is not better
 
 
-def for_trial(job: Job) -> Job:
-    """The job with at most `MOST_MICRO_BATCHES`, equally many for each data-parallel rank: with more, `plain`
-    is not better."""
-    few = job.sample(MOST_MICRO_BATCHES)
-    most = max(MOST_MICRO_BATCHES // few.replicas, 1) * few.replicas
-    return replace(few, micro_batches=min(few.micro_batches, most), run=None)
-
-
-def imbalances(config: PackingPolicy.Config, stream: DocumentStream, job: Job) -> tuple[float, float]:
+def imbalances(config: PackingPolicy.Config, stream: DocumentStream, ask: Ask) -> tuple[float, float]:
     """The mean imbalance of a policy and that of `plain`, over STEPS steps of a trial, after WARM_UP others,
     on these documents, whose stream is left as it is."""
-    few, works = for_trial(job), partial(workload, job.cost_model)
+    few, works = ask.sample(MOST_MICRO_BATCHES), partial(workload, ask.cost_model)
     means = []
     for tried in (config, Plain.Config()):
         policy = tried.make(stream.from_start(), few)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Interval, MinLen
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.layers.rates import Rates
+from wlb_titan.memory.fits import Fitting
 from wlb_titan.packing.slices import WorkOf, slice_work
-from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import Flow, MicroBatch
 from wlb_titan.plugins import Family, Plugin, PluginConfig
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 Pack = Ints
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
@@ -98,6 +95,40 @@ def ask_locally(ask: Callable[[], Floats]) -> Floats:
     return ask()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is asked of a packing policy, besides its settings and the stream of documents."""
+
+    micro_batches: int  # N, of all data-parallel ranks in a step
+    replicas: int  # data-parallel ranks
+    context: int  # context-parallel ranks, for each of which a micro-batch has a token
+    divisor: int  # tokens of a micro-batch are padded to a multiple of it
+    cost_model: CostModel
+    longest: int  # most tokens of a micro-batch
+    on_one_rank: AskRank0
+    fitting: Fitting  # for policies that predict their steps
+
+    if not TYPE_CHECKING:  # where a name that is not there is an error anyway
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            has = ", ".join(field.name for field in fields(self))
+            raise PlanError(
+                f"A packing policy is given no job and no {name!r}, but what is asked of it: {has}. "
+                "docs/extending.md says what each was of the job."
+            )
+
+    def sample(self, most: int) -> Ask:
+        """The same of at most so many micro-batches where possible, equally many for each data-parallel rank:
+        of fewer ranks, then of fewer micro-batches."""
+        replicas, each = self.replicas, self.micro_batches // self.replicas
+        while replicas % 2 == 0 and replicas * each > most:
+            replicas //= 2
+        few = replicas * min(each, max(most // replicas, 1))
+        return replace(self, micro_batches=few, replicas=replicas)
+
+
 class PackingPolicy(Plugin, ABC):
     """Packs the documents of one step after the other."""
 
@@ -132,21 +163,12 @@ class PackingPolicy(Plugin, ABC):
             """Whether backward passes have packs of their own, which compute layers again."""
             return False
 
-        def pass_times(self, job: Job, micro_batches: MicroBatches) -> PassTimes:
-            """As `cost.passes.pass_times`, for its packs."""
-            return pass_times(job, micro_batches)
+        def check(self, rates: Rates) -> None:
+            """Raises PlanError if it cannot pack for a job of these rates, whatever the documents."""
 
-        @property
-        def most_in_flight(self) -> int | None:
-            """Tokens of documents in slices that a pipeline rank may have in flight; None for what fits."""
-            return None
-
-        def check(self, job: Job) -> None:
-            """Raises PlanError if it cannot pack for this job, whatever the documents."""
-
-        def longest(self, job: Job) -> int:
+        def longest(self, fitting: Fitting) -> int:
             """Most tokens of a micro-batch."""
-            return job.window
+            return fitting.rates.window
 
     variable_length: ClassVar[bool]
     """Micro-batches may differ in length; otherwise each is exactly as long as the context window."""
@@ -161,7 +183,7 @@ class PackingPolicy(Plugin, ABC):
     """Long documents are computed in slices, all of which a pipeline rank may have in flight together."""
 
     @abstractmethod
-    def __init__(self, config: Any, stream: DocumentStream, job: Job) -> None: ...
+    def __init__(self, config: Any, stream: DocumentStream, ask: Ask) -> None: ...
 
     @abstractmethod
     def next(self) -> Packing:
@@ -190,14 +212,43 @@ class PackingPolicy(Plugin, ABC):
         """Continues where `state_dict` was taken; `state["waiting"]` is `waiting` as it was then."""
 
 
-def check_merging(job: Job, setting: str) -> None:
+def sharings(rates: Rates, packing: PackingPolicy.Config) -> dict[int, Rates]:
+    """`Rates.shared` for 1, 2, 4, ... data-parallel ranks, as far as the policy lets them share a micro-batch
+    and the strategy can divide it; only the rates themselves, as 1, where none are shared."""
+    result, always = {1: rates}, packing.always_shared
+    if not packing.merges or (rates.strategy is not None and not rates.strategy.merges):
+        return result
+    if rates.degrees.own_data > 1:
+        if packing.merges is True:
+            raise PlanError(
+                f"Data-parallel ranks of {rates.degrees} have different weights and cannot share a "
+                "micro-batch; choose a policy without shared micro-batches, or leave the dimension out.",
+                setting="wlb.packing",
+            )
+        return result
+    for ranks in (always,) if always > 1 else group_sizes(rates.replicas):
+        try:
+            result[ranks] = rates.shared(ranks)
+        except PlanError:  # the strategy cannot have that many ranks
+            if packing.merges is True:
+                raise
+            break
+    return result
+
+
+def group_sizes(ranks: int) -> tuple[int, ...]:
+    """How many ranks may be merged: the powers of two from 2 to `ranks`."""
+    return tuple(2**power for power in range(1, ranks.bit_length()))
+
+
+def check_merging(rates: Rates, packing: PackingPolicy.Config, setting: str) -> None:
     """Raises PlanError where data-parallel ranks cannot share, whatever the documents."""
-    if job.packing.merges is True and job.strategy is not None and not job.strategy.merges:
+    if packing.merges is True and rates.strategy is not None and not rates.strategy.merges:
         raise PlanError(
-            f"Data-parallel ranks cannot share a micro-batch under {job.context.name}, which exchanges "
+            f"Data-parallel ranks cannot share a micro-batch under {rates.context.name}, which exchanges "
             "tokens for heads among context-parallel ranks and would need a head for each of the ranks that "
             "share. Choose a strategy that gathers keys, as in wlb.policy = "
-            f'"{job.packing.name}/per_document", or leave {setting} out.',
+            f'"{packing.name}/per_document", or leave {setting} out.',
             setting=setting,
         )
 
@@ -212,16 +263,16 @@ class VariableLengthPolicy(PackingPolicy):
         which a whole step is predicted to fit the device, from one context window to two, and two windows on
         a CPU."""
 
-        def longest(self, job: Job) -> int:
-            return self.max_length if self.max_length is not None else job.fitting.longest
+        def longest(self, fitting: Fitting) -> int:
+            return self.max_length if self.max_length is not None else fitting.longest
 
     variable_length = True
     balances = True
 
     @staticmethod
-    def bound(job: Job) -> int:
+    def bound(ask: Ask, window: int) -> int:
         """L_max, rounded down so that padding does not exceed it."""
-        window, longest = job.window, job.longest_micro_batch
+        longest, divisor = ask.longest, ask.divisor
         if longest < window:
             raise PlanError(
                 f"max_length is {longest} tokens, below the context window of {window}; the longest "
@@ -229,12 +280,12 @@ class VariableLengthPolicy(PackingPolicy):
                 "usual.",
                 setting="packing.max_length",
             )
-        rounded = longest // job.divisor * job.divisor
+        rounded = longest // divisor * divisor
         if rounded < window:
             raise PlanError(
                 f"max_length, {longest} tokens, leaves no room to pad a document of the context window, "
-                f"{window} tokens, up to a multiple of {job.divisor}. Set it to at least "
-                f"{-(-window // job.divisor) * job.divisor}.",
+                f"{window} tokens, up to a multiple of {divisor}. Set it to at least "
+                f"{-(-window // divisor) * divisor}.",
                 setting="packing.max_length",
             )
         return rounded

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,12 +14,10 @@ from wlb_titan.arrays import Ints
 from wlb_titan.context.strategy import ContextStrategy
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.packing.policies import Policies
 from wlb_titan.packing.policy import Packing, PackingPolicy
 from wlb_titan.plan import COUNT, DOCUMENT, ID, LENGTH, OFFSET, START, MicroBatch
 from wlb_titan.plugins import is_ours
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 STEPS = 20
 """From the first on; as many show what queues do."""
@@ -29,7 +26,7 @@ STEPS = 20
 class Rules:
     """Follows what a policy makes of a stream, from its start."""
 
-    def __init__(self, stream: DocumentStream, job: Job) -> None:
+    def __init__(self, stream: DocumentStream, job: Policies) -> None:
         self._stream, self._job = stream, job
         self._packed: list[Ints] = []  # int64 (n, 3) each, columns ID, START, LENGTH
         self._lost = 0
@@ -80,7 +77,7 @@ class Rules:
 
     def check_sharding(self, placed: MicroBatch) -> None:
         """Raises PlanError for a division over context-parallel ranks."""
-        strategy = self._job.by_sharers[placed.sharers].strategy
+        strategy = self._job.shared(placed.sharers).strategy
         if strategy is None or is_ours(type(strategy)):
             return
         ranks, share = placed.ranks or (), placed.shared_length // strategy.ranks

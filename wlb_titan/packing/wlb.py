@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Interval, MinLen
@@ -29,11 +29,8 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError, warn
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed
 from wlb_titan.packing.plain import imbalances
-from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
+from wlb_titan.packing.policy import Ask, Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import ID, LENGTH, START
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 PATIENCE = 16
 """Steps after which a document that fits nowhere comes first. With half as many the balance suffers."""
@@ -58,19 +55,19 @@ class Wlb(VariableLengthPolicy):
         """With automatic thresholds: the imbalance above 1 that weighs as much as a delay of one iteration
         for every token."""
 
-    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        self._arrivals = Arrivals(stream, job)
-        self._micro_batches = job.micro_batches
-        self._job = job
-        self._max_length = self.bound(job)
+    def __init__(self, config: Config, stream: DocumentStream, ask: Ask) -> None:
+        self._arrivals = Arrivals(stream, ask)
+        self._micro_batches = ask.micro_batches
+        self._ask = ask
+        self._max_length = self.bound(ask, stream.window)
         sample = stream.mixture.sample()
         if config.thresholds == "auto":
-            self.thresholds = tune(config, sample, stream.window, self._max_length, job)
-            self._warn_if_queues_lose(config, stream, job)
+            self.thresholds = tune(config, sample, stream.window, self._max_length, ask)
+            self._warn_if_queues_lose(config, stream, ask)
         else:
             self.thresholds = config.thresholds
             check(self.thresholds, sample, stream.window)
-        self._queues = Queues(self.thresholds, job.micro_batches)
+        self._queues = Queues(self.thresholds, ask.micro_batches)
         self._remained: Waiting = NOTHING
 
     def next(self) -> Packing:
@@ -81,7 +78,7 @@ class Wlb(VariableLengthPolicy):
             doc_set = np.concatenate([doc_set, self._queues.pop_oldest(missing)])
         doc_set = self._sorted(doc_set, iteration)  # 19
         lengths = doc_set[:, LENGTH]
-        works = workload(self._job.cost_model, lengths)
+        works = workload(self._ask.cost_model, lengths)
         assigned = pack_by_work(lengths, works, n, self._max_length)  # 21 to 35
         packed = assigned != REMAINS
         self._remained = doc_set[~packed]  # 32
@@ -95,8 +92,8 @@ class Wlb(VariableLengthPolicy):
         documents = documents[np.lexsort((-documents[:, LENGTH], ~overdue))]
         return documents[self._arrivals.least.leading_first(documents[:, LENGTH])]
 
-    def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        queues, plain = imbalances(replace(config, thresholds=self.thresholds), stream, job)
+    def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, ask: Ask) -> None:
+        queues, plain = imbalances(replace(config, thresholds=self.thresholds), stream, ask)
         if queues > plain:
             warn(
                 "Queues lose on these documents: with the best thresholds found, "
@@ -186,7 +183,7 @@ def drains(lengths: Ints, thresholds: Sequence[int], window: int) -> bool:
 GRID = 8  # automatic thresholds are multiples of window / GRID
 
 
-def tune(config: Wlb.Config, lengths: Ints, window: int, max_length: int, job: Job) -> list[int]:
+def tune(config: Wlb.Config, lengths: Ints, window: int, max_length: int, ask: Ask) -> list[int]:
     """The thresholds L_1 < ... < L_n that suit documents of these lengths, int64 (documents,)."""
     if window < 2 * GRID:
         raise PlanError(
@@ -203,7 +200,7 @@ def tune(config: Wlb.Config, lengths: Ints, window: int, max_length: int, job: J
             "or another packing policy.",
             setting="packing.queues",
         )
-    return min(tried, key=ThresholdTrial(lengths, window, max_length, config.tolerance, job).cost)
+    return min(tried, key=ThresholdTrial(lengths, window, max_length, config.tolerance, ask).cost)
 
 
 class ThresholdTrial:
@@ -214,11 +211,11 @@ class ThresholdTrial:
     MOST_MICRO_BATCHES = 32
     LONG = 32  # documents of window / LONG tokens are packed one by one
 
-    def __init__(self, lengths: Ints, window: int, max_length: int, tolerance: float, job: Job) -> None:
-        self._micro_batches = min(job.micro_batches, self.MOST_MICRO_BATCHES)
+    def __init__(self, lengths: Ints, window: int, max_length: int, tolerance: float, ask: Ask) -> None:
+        self._micro_batches = min(ask.micro_batches, self.MOST_MICRO_BATCHES)
         self._tokens = self._micro_batches * window  # of a step
         self._max_length, self._tolerance = max_length, tolerance
-        self._job = job
+        self._ask = ask
         rng = np.random.default_rng(0)
         self._batches = []  # (long documents, work of the short ones, their tokens)
         for _ in range(self.STEPS):
@@ -227,7 +224,7 @@ class ThresholdTrial:
             documents = np.zeros((int(long.sum()), 4), dtype=np.int64)
             documents[:, LENGTH] = pieces[long]
             short = pieces[~long]
-            work = float(workload(self._job.cost_model, short).sum())
+            work = float(workload(self._ask.cost_model, short).sum())
             self._batches.append((documents, work, int(short.sum())))
 
     def _drawn(self, lengths: Ints, window: int, rng: np.random.Generator) -> Ints:
@@ -250,7 +247,7 @@ class ThresholdTrial:
                 continue
             documents = -np.sort(-doc_set[:, LENGTH])
             bins = Bins(self._micro_batches, self._max_length)
-            bins.place(documents, workload(self._job.cost_model, documents))
+            bins.place(documents, workload(self._ask.cost_model, documents))
             imbalance = bins.portions(work, tokens)[1][-1]
             held = sum(int(queue[:, LENGTH].sum()) for queue in queues.waiting)
             cost += held / self._tokens + ((imbalance - 1) / self._tolerance) ** 2

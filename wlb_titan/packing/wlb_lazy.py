@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Interval
@@ -34,12 +34,8 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed
 from wlb_titan.packing.plain import Plain, imbalances
-from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
+from wlb_titan.packing.policy import Ask, Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import LENGTH
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
-
 
 PLACED = 128  # documents of at least window / 128 tokens are packed one by one, shorter ones poured
 TRIALS = 24  # most values of h that are tried in a step
@@ -66,20 +62,20 @@ class WlbLazy(VariableLengthPolicy):
         """Whether `plain`, which cuts documents, packs where it balances better. `auto`: only if the corpus
         has no label masks, so conversations that fit a window stay whole."""
 
-    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, ask: Ask) -> None:
         self._window = stream.window
-        self._arrivals = Arrivals(stream, job)
-        self._micro_batches = job.micro_batches
-        self._job = job
-        self._max_length = self.bound(job)
-        self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
+        self._arrivals = Arrivals(stream, ask)
+        self._micro_batches = ask.micro_batches
+        self._ask = ask
+        self._max_length = self.bound(ask, stream.window)
+        self._tolerance = config.tolerance * (1 + 4.5 / ask.micro_batches)
         self._max_delay = config.max_delay
         may_cut = not stream.mixture.masked if config.may_cut == "auto" else config.may_cut
         self._stream = stream
         self._plain: Plain | None = None
         if may_cut:
-            lazy, plain = imbalances(replace(config, may_cut=False), stream, job)
-            self._plain = Plain(Plain.Config(), stream, job) if plain < lazy else None
+            lazy, plain = imbalances(replace(config, may_cut=False), stream, ask)
+            self._plain = Plain(Plain.Config(), stream, ask) if plain < lazy else None
         self._waiting: Waiting = NOTHING
         self._left = 0  # tokens of documents that were released and did not fit
 
@@ -90,7 +86,7 @@ class WlbLazy(VariableLengthPolicy):
         # Longest first; among equal ones the latest first, so that it is held back.
         pool = np.concatenate([self._arrivals.next(self._waiting, self._left), self._waiting])
         pool = pool[np.argsort(-pool[:, LENGTH], kind="stable")]
-        works = workload(self._job.cost_model, pool[:, LENGTH])
+        works = workload(self._ask.cost_model, pool[:, LENGTH])
         overdue = (iteration - pool[:, ARRIVAL] >= self._max_delay) & (pool[:, LENGTH] > 1)
         held, stop = self._choose(pool[:, LENGTH], works, overdue)
 

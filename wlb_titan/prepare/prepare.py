@@ -31,8 +31,7 @@ from wlb_titan.corpus.corpus import (
     Preparation,
     partial_folder,
 )
-from wlb_titan.corpus.formats import fingerprint_of
-from wlb_titan.corpus.shards import MASK, SOURCE, TOKENS
+from wlb_titan.corpus.formats import MASK, SOURCE, TOKENS, fingerprint_of
 from wlb_titan.errors import CorpusError
 from wlb_titan.files import save
 from wlb_titan.prepare.chat import ChatTemplate, conversations

@@ -23,11 +23,11 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.config.documents import steps_of_epochs
 from wlb_titan.cost.cluster import Cluster, cluster_of_device, cluster_of_gpu
-from wlb_titan.cost.passes import JobCost
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
+from wlb_titan.layers.passes import JobCost
 from wlb_titan.memory.rank import GIB
 from wlb_titan.runtime.checkpoints import Beginning, beginning
 from wlb_titan.runtime.compat import process_groups

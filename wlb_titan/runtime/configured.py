@@ -22,7 +22,7 @@ from wlb_titan.cost.models import ModelShape
 from wlb_titan.dimensions.degrees import Degrees, own_dimensions
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.job import Job
-from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.layers.recompute import MemorySettings
 from wlb_titan.runtime import accounts
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
-from wlb_titan.memory.fits import Fitting, in_a_line, usable_share
+from wlb_titan.memory.fits import Fitting, in_a_line
 from wlb_titan.memory.rank import GIB, RankMemory
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.agreement import check_same
@@ -46,7 +46,7 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
 
 
 def _fitting(job: Job, device_bytes: int) -> Fitting:
-    return replace(job.fitting, usable=usable_share(job.packing.owner.slices) * device_bytes)
+    return job.on(replace(job.cluster, memory=device_bytes)).fitting
 
 
 def measured_memory(dims: Dims, device: torch.device, step: Step, repeated: float | None) -> dict[str, float]:

@@ -14,10 +14,10 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_kernels import non_negative
-from wlb_titan.cost.passes import JobCost
 from wlb_titan.cost.profile import Entry, LinearProfile, Profile
 from wlb_titan.cost.workload import workload
 from wlb_titan.job import Job
+from wlb_titan.layers.passes import JobCost
 from wlb_titan.packing.predicted import pass_seconds
 from wlb_titan.plan import MicroBatch
 from wlb_titan.simulator.measured import ROWS, Pass, without_waiting

@@ -152,7 +152,8 @@ def _shared_passes(replicas: Sequence[Replica]) -> list[list[tuple[int, int]]]:
 
 
 def rank_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
-    return replica_memory(job, plan.of_rank(dp_rank), None if plan.flows is None else plan.flows[dp_rank])
+    flow = None if plan.flows is None else plan.flows[dp_rank]
+    return replica_memory(job.fitting, plan.of_rank(dp_rank), flow)
 
 
 def peak_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
+from wlb_titan.layers.passes import MicroBatches
 from wlb_titan.pipeline.schedule import KNOWN, SCHEDULES
 from wlb_titan.progress import Report, silent
 from wlb_titan.simulator.choice import Scenario

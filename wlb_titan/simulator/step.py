@@ -16,9 +16,9 @@ import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.models import rank_parameters
-from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.dimensions.degrees import own_dimensions
 from wlb_titan.job import Job
+from wlb_titan.layers.passes import MicroBatches, pass_times
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.mix import shares
 from wlb_titan.memory.rank import RankMemory

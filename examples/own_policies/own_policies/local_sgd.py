@@ -32,10 +32,10 @@ class LocalSgd(Dimension):
     def every(self):
         return self.config.every
 
-    def memory(self, job, peak):
+    def memory(self, rates, peak):
         kept = peak.weights if self.config.outer_rate != 1 else 0
         return replace(peak, dimensions=peak.dimensions + kept)
 
-    def meeting(self, job, weights):
-        each = job.memory.parameter_bytes + job.memory.optimizer_bytes
-        return Meeting(weights * each, 3 * TENSORS * max(job.layers) * job.chunks)
+    def meeting(self, rates, weights):
+        each = rates.memory.parameter_bytes + rates.memory.optimizer_bytes
+        return Meeting(weights * each, 3 * TENSORS * max(rates.layers) * rates.chunks)

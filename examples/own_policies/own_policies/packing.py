@@ -16,8 +16,8 @@ class Reversed(Plain):
         every: Annotated[int, Ge(1)] = 1
         """One of this many steps is reversed."""
 
-    def __init__(self, config, stream, job):
-        super().__init__(config, stream, job)
+    def __init__(self, config, stream, ask):
+        super().__init__(config, stream, ask)
         self._every, self._step = config.every, 0
 
     def next(self):

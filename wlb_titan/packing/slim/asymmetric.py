@@ -19,24 +19,18 @@ Example: documents of 6 and 4 tokens, their work is the square, M = 2. The work 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Ints
 from wlb_titan.bins import in_order
 from wlb_titan.context.layout import sequence_positions
-from wlb_titan.cost.passes import MicroBatches, pass_times
-from wlb_titan.memory.rank import kept_states
-from wlb_titan.packing.policy import Pack, Packing
+from wlb_titan.packing.policy import Ask, Pack, Packing
 from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice, piece_numbers
 from wlb_titan.packing.slim.dp_merge import Packer, drafts_of
 from wlb_titan.packing.slim.flow import Flows
-from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL, MicroBatch
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 
 def cut_line(table: PrefixWork, lengths: Ints, count: int) -> list[MicroPack]:
@@ -68,13 +62,13 @@ def cut_line(table: PrefixWork, lengths: Ints, count: int) -> list[MicroPack]:
 class AsymmetricPacker(Packer):
     """Packs forward and backward passes separately; never merges."""
 
-    def __init__(self, job: Job, window: int, flows: Flows) -> None:
-        super().__init__(job, window, flows)
-        model, grain = job.cost_model, (job.divisor, job.degrees.context)
+    def __init__(self, ask: Ask, window: int, flows: Flows) -> None:
+        super().__init__(ask, window, flows)
+        model, grain = ask.cost_model, (ask.divisor, ask.context)
         self._passes = PrefixWork(model.forward, window, *grain), PrefixWork(model.recomputed, window, *grain)
 
     def packed(self, batch: Pack, count: int) -> Packing:
-        job, packs = self._job, []
+        packs: list[MicroBatch] = []
         forward, backward = self._passes
         works, found = self._phase_1(batch)
         for own in found.own:
@@ -84,7 +78,7 @@ class AsymmetricPacker(Packer):
             packs += drafts_of(line, pieces, passes="F")
             pieces = cut_line(backward, back[:, LENGTH], count)
             packs += drafts_of(back, [piece[::-1] for piece in reversed(pieces)], passes="B")
-        return Packing(packs, assigned=in_order(len(packs), job.replicas))
+        return Packing(packs, assigned=in_order(len(packs), self._ask.replicas))
 
 
 class TokenMoves(NamedTuple):
@@ -161,19 +155,3 @@ def _shares(micro_batch: MicroBatch, tensor_ranks: int) -> Ints:
         return np.arange(micro_batch.length).reshape(tensor_ranks, -1)
     positions = sequence_positions(micro_batch.ranks, micro_batch.lengths, micro_batch.length)
     return positions.reshape(len(micro_batch.ranks) * tensor_ranks, -1)
-
-
-def regrouped_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
-    """`pass_times` of micro-batches of which only forward or only backward passes run."""
-    times, tokens = pass_times(job, micro_batches), micro_batches.tokens
-    head = np.zeros((len(job.layers), 1, 1))
-    head[-1] = job.token.head
-    sharing = job.degrees.context * job.degrees.tensor
-    states = np.array(kept_states(job.layers))[:, None, None]
-    size = job.model.hidden * job.memory.compute_bytes
-    received = states * job.cluster.all_to_all(size / sharing, sharing)
-    return PassTimes(
-        forward=times.forward - head * tokens,
-        inputs=times.inputs + (head + received) * tokens,
-        weights=times.weights,
-    )

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,15 +31,11 @@ from wlb_titan.bins import Bins, split
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Least
-from wlb_titan.packing.policy import Pack, Packing
+from wlb_titan.packing.policy import Ask, Pack, Packing, group_sizes
 from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.micropacks import Placing, micropacks, place_greedily
 from wlb_titan.plan import LENGTH, START, MicroBatch
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
-
 
 MOST_MERGED = 16  # documents of a step
 LIGHT = 1 / 8  # of C; to plan fast, lighter documents are ignored when choosing how many to merge
@@ -59,11 +55,6 @@ class Phase1:
     own: list[Ints]  # rows of each rank's own documents
     merges: tuple[Merge, ...]  # heaviest first
     loads: Floats  # float64 (ranks,), work of each rank
-
-
-def group_sizes(ranks: int) -> tuple[int, ...]:
-    """How many ranks may be merged: the powers of two from 2 to `ranks`."""
-    return tuple(2**power for power in range(1, ranks.bit_length()))
 
 
 def dealt(works: Floats, ranks: int, merged: int = 0, capacity: float | None = None) -> Phase1:
@@ -134,14 +125,14 @@ def numbers_of_packs(works: Floats, most: Sequence[int], phase_1: Phase1, count:
 class Packer:
     """Packs batches of documents of at most `window` tokens; `place` puts short ones beside slices."""
 
-    def __init__(self, job: Job, window: int, flows: Flows) -> None:
+    def __init__(self, ask: Ask, window: int, flows: Flows, *, always_merges: bool = False) -> None:
         self.place: Placing = place_greedily
-        self._job, self._flows = job, flows
-        self._workload = partial(workload, job.cost_model)
+        self._ask, self._flows, self._always_merges = ask, flows, always_merges
+        self._workload = partial(workload, ask.cost_model)
         # Lengths are rounded to a multiple that depends on how many data-parallel ranks share a pack.
         self._tables = {
             ranks: PrefixWork(self._workload, window, shared.divisor, shared.degrees.context)
-            for ranks, shared in job.by_sharers.items()
+            for ranks, shared in flows.by_sharers.items()
         }
 
     def at_most(self, batch: Pack, count: int) -> Packing:
@@ -157,7 +148,7 @@ class Packer:
     def packed(self, batch: Pack, count: int) -> Packing:
         """`count` packs for each data-parallel rank."""
         works, whole = self._phase_1(batch)
-        merged = best_merging(works, self._job.replicas) if len(self._job.by_sharers) > 1 else None
+        merged = best_merging(works, self._ask.replicas) if len(self._tables) > 1 else None
         if merged is None:
             return self._phase_2(batch, works, whole, count, self.place)
         chosen, packing = self._better(batch, works, merged, whole, count)
@@ -167,11 +158,11 @@ class Packer:
 
     def _phase_1(self, batch: Pack) -> tuple[Floats, Phase1]:
         """Work of the documents, and phase 1 without merging, in which every rank gets enough tokens."""
-        works, ranks = self._workload(batch[:, LENGTH]), self._job.replicas
+        works, ranks = self._workload(batch[:, LENGTH]), self._ask.replicas
         phase_1 = dealt(works, ranks)
         rows = np.concatenate(phase_1.own)
         rank_of = np.repeat(np.arange(ranks), [len(part) for part in phase_1.own])
-        better = Least(ranks, self._job.degrees.context).topped_up(rank_of, batch[rows, LENGTH])
+        better = Least(ranks, self._ask.context).topped_up(rank_of, batch[rows, LENGTH])
         return works, phase_1 if better is rank_of else replace(phase_1, own=split(rows, better, ranks))
 
     def _better(
@@ -183,7 +174,7 @@ class Packer:
             sharing = self._phase_2(batch, works, merged, count, place_greedily)
         except PlanError:
             return whole, self._phase_2(batch, works, whole, count, place_greedily)
-        if self._job.packing.merges is True:
+        if self._always_merges:
             return merged, sharing
         alone = self._phase_2(batch, works, whole, count, place_greedily)
         merging, not_merging = (

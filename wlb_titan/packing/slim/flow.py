@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.cost.passes import MicroBatches, repeated_seconds
+from wlb_titan.layers.passes import MicroBatches, repeated_seconds
+from wlb_titan.layers.rates import Rates
 from wlb_titan.memory.fits import fullest
+from wlb_titan.memory.layer import token_bytes
 from wlb_titan.memory.rank import Passes, RankMemory
-from wlb_titan.packing.policy import Packing
+from wlb_titan.packing.policy import Ask, Packing
 from wlb_titan.packing.predicted import pack_sizes, pass_seconds, with_mixes
 from wlb_titan.packing.slices import last_needed
 from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
 from wlb_titan.plan import Action, Flow, MicroBatch
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 
 class Step(NamedTuple):
@@ -51,13 +50,14 @@ class Flows:
     numbered here in the order in which they run; which packs these are differs between ranks.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, ask: Ask, by_sharers: Mapping[int, Rates], limit: float | None) -> None:
+        self._cost_model, self._fitting, self._rates = ask.cost_model, ask.fitting, ask.fitting.rates
+        self.by_sharers = by_sharers
+        self.limit = limit  # tokens in flight, on the mean data-parallel rank
         # Bytes of a shared pack's token on each rank, relative to a token of a rank's own pack: a share of
         # the activations, and all of the document's keys and values.
-        kept = job.token_bytes.kept_in_slices
-        self._held = {n: shared.token_bytes.kept_in_slices / kept for n, shared in job.by_sharers.items()}
-        self.limit: float | None = job.most_in_flight  # tokens in flight, on the mean data-parallel rank
+        kept = {sharers: token_bytes(rates).kept_in_slices for sharers, rates in by_sharers.items()}
+        self._held = {sharers: bytes_ / kept[1] for sharers, bytes_ in kept.items()}
 
     def of(self, step: Step, slack: int) -> PackOrder:
         packing, orders, needed, forward, backward = step
@@ -73,7 +73,7 @@ class Flows:
             freed=tokens[back].mean(axis=0),
             needed=needed.max(axis=0).tolist(),
         )
-        return packflow(packs, self._job.shape, slack=slack, limit=self.limit)
+        return packflow(packs, self._rates.shape, slack=slack, limit=self.limit)
 
     def timed(self, packing: Packing, predicted: int = PREDICTED) -> Step:
         """A step with predicted times.
@@ -82,7 +82,7 @@ class Flows:
         equally many ranks share only `predicted` are, from the least to the most work; times of the others
         are interpolated by work.
         """
-        times = dict(zip("FB", packing.pass_work(self._job.cost_model), strict=True))
+        times = dict(zip("FB", packing.pass_work(self._cost_model), strict=True))
         alike: dict[tuple[int, str], list[int]] = {}
         for number, pack in enumerate(packing.packs):
             alike.setdefault((pack.sharers, pack.passes), []).append(number)
@@ -100,8 +100,8 @@ class Flows:
 
     def _seconds(self, packing: Packing, packs: Ints) -> dict[str, Floats]:
         """For each kind of pass float64 (n,), seconds of these packs through all stages."""
-        sized = [self._job.sized(packing.packs[number]) for number in packs.tolist()]
-        forward, inputs, weights = pass_seconds(self._job, self._job.sharded(sized))
+        sized = [self._rates.sized(packing.packs[number]) for number in packs.tolist()]
+        forward, inputs, weights = pass_seconds(self._rates, self._rates.sharded(sized))
         return {"F": forward.sum(axis=0), "B": (inputs + weights).sum(axis=0)}
 
     def seconds(self, steps: Sequence[Step], slack: int) -> float:
@@ -112,7 +112,7 @@ class Flows:
         """A step of predicted times with those of what layers repeat so that the fullest GPUs fit."""
         assert step.packing.assigned is not None
         backward = step.backward.copy()
-        for rank in _candidates(step, flow) if self._job.mixes else ():
+        for rank in _candidates(step, flow) if self._rates.mixes else ():
             numbers = step.packing.assigned[rank]
             again = step.backward[numbers] + self._repeated(step, flow, rank, step.forward[numbers])
             backward[numbers] = np.maximum(backward[numbers], again)
@@ -120,24 +120,24 @@ class Flows:
 
     def _repeated(self, step: Step, flow: Flow, rank: int, forward: Floats) -> Floats:
         """float64 (packs of the rank,), seconds that all their layers repeat."""
-        job = self._job
-        sized = [job.sized(pack) for pack in step.packing.of_rank(rank)]
+        rates = self._rates
+        sized = [rates.sized(pack) for pack in step.packing.of_rank(rank)]
         tokens = np.array([pack.length for pack in sized], dtype=np.float64)
-        seconds = repeated_seconds(job, MicroBatches.imagined(job, tokens, *np.zeros((2, len(tokens)))))
-        seconds[:, -1] = forward / job.model.layers  # `full`, with attention
-        own, ranks = in_own_order(flow, step.orders[rank]), range(job.shape.ranks)
-        mixes = [m.mix for m in with_mixes(job, sized, own, ranks, lambda: seconds)]
+        seconds = repeated_seconds(rates, MicroBatches.imagined(rates, tokens, *np.zeros((2, len(tokens)))))
+        seconds[:, -1] = forward / rates.model.layers  # `full`, with attention
+        own, ranks = in_own_order(flow, step.orders[rank]), range(rates.shape.ranks)
+        mixes = [m.mix for m in with_mixes(self._fitting, sized, own, ranks, lambda: seconds)]
         return np.asarray(np.einsum("psk,skp->p", np.array(mixes), seconds))
 
     def peak(self, step: Step, flow: Flow) -> RankMemory | None:
         """The predicted peak of a step's fullest GPU if layers keep least; None where it is not predicted."""
-        if not self._job.memory_known:
+        if not self._rates.memory_known:
             return None
         peaks = []
         for rank in _candidates(step, flow):
-            packs = [self._job.sized(pack) for pack in step.packing.of_rank(rank)]
-            passes = Passes(pack_sizes(self._job, packs), in_own_order(flow, step.orders[rank]))
-            peaks.append(fullest(self._job.fitting.least.peak(passes)))
+            packs = [self._rates.sized(pack) for pack in step.packing.of_rank(rank)]
+            passes = Passes(pack_sizes(self._rates, packs), in_own_order(flow, step.orders[rank]))
+            peaks.append(fullest(self._fitting.least.peak(passes)))
         return fullest(peaks)
 
 

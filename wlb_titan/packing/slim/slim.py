@@ -16,26 +16,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 
-from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError, warn
+from wlb_titan.layers.rates import Rates
 from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.arrivals import Arrivals, delayed
-from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, check_merging
-from wlb_titan.packing.slim.asymmetric import AsymmetricPacker, regrouped_times
+from wlb_titan.packing.policy import Ask, Pack, Packing, PackingPolicy, check_merging, sharings
+from wlb_titan.packing.slim.asymmetric import AsymmetricPacker
 from wlb_titan.packing.slim.dp_merge import Packer
 from wlb_titan.packing.slim.flow import Flows, Step, in_own_order
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, SolvedPlacing
-from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.plan import Flow
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 MORE = (1, 1.5, 2, 3, 4, 6, 8)  # how many times M MicroPacks a step may have if it does not fit with fewer
 MOST_MICROPACKS = 1 << 16
@@ -103,15 +99,8 @@ class Slim(PackingPolicy):
         def regroups(self) -> bool:
             return self.asymmetric
 
-        def pass_times(self, job: Job, micro_batches: MicroBatches) -> PassTimes:
-            return (regrouped_times if self.asymmetric else pass_times)(job, micro_batches)
-
-        @property
-        def most_in_flight(self) -> int | None:
-            return self.tokens_in_flight
-
-        def check(self, job: Job) -> None:
-            pipeline = job.shape
+        def check(self, rates: Rates) -> None:
+            pipeline = rates.shape
             if pipeline.ranks > 1 and not SCHEDULES[pipeline.schedule].flows:
                 flowing = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.flows)
                 raise PlanError(
@@ -127,12 +116,12 @@ class Slim(PackingPolicy):
                     f'{pipeline.stages}, or to "auto".',
                     setting="packing.micropacks",
                 )
-            if self.asymmetric and (pipeline.ranks == 1 or not job.memory.recompute.repeats_all):
+            if self.asymmetric and (pipeline.ranks == 1 or not rates.memory.recompute.repeats_all):
                 raise PlanError(
                     "The asymmetric partition gives backward passes their own MicroPacks, which shrinks a "
                     "pipeline's bubble and computes the forward pass again. It pays only where a pipeline "
-                    f"needs full checkpointing anyway, and here there are {pipeline.ranks} pipeline ranks "
-                    f"and {job.memory.checkpointing} checkpointing: set parallelism.pipeline_parallel_degree "
+                    f"needs full checkpointing anyway, and here are {pipeline.ranks} pipeline ranks and "
+                    f"{rates.memory.checkpointing} checkpointing: set parallelism.pipeline_parallel_degree "
                     'to at least 2 and activation_checkpoint.class to "FullAC", or leave asymmetric out.',
                     setting="packing.asymmetric",
                 )
@@ -143,25 +132,31 @@ class Slim(PackingPolicy):
                     "asymmetric.",
                     setting="packing.asymmetric",
                 )
-            check_merging(job, "packing.dp_merge")
+            check_merging(rates, self, "packing.dp_merge")
 
     candidate = False  # the simulator knows little of what short passes lose in kernels
     variable_length = True
     balances = False
     slices = True
 
-    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        self._config, self._job = config, job
-        self._arrivals = Arrivals(stream, job)
-        self._flows = Flows(job)
-        packer = AsymmetricPacker if config.asymmetric else Packer
-        self._packer = packer(job, stream.window, self._flows)
+    def __init__(self, config: Config, stream: DocumentStream, ask: Ask) -> None:
+        self._config, self._ask = config, ask
+        self._arrivals = Arrivals(stream, ask)
+        rates, limit = ask.fitting.rates, config.tokens_in_flight
+        if limit is None and rates.memory_known:
+            limit = ask.fitting.most_in_flight
+        self._flows = Flows(ask, sharings(rates, config), limit)
+        if config.asymmetric:
+            self._packer: Packer = AsymmetricPacker(ask, stream.window, self._flows)
+        else:
+            always = config.dp_merge is True
+            self._packer = Packer(ask, stream.window, self._flows, always_merges=always)
         self._warned = False
         self.micropacks, self.slack = self._settle(stream)
         self._solver: SolvedPlacing | None = None
         if config.solver == "milp":
-            placings = job.replicas * MOST_TRIED
-            self._solver = SolvedPlacing(config.time_limit, config.gap, placings, job.on_one_rank)
+            placings = ask.replicas * MOST_TRIED
+            self._solver = SolvedPlacing(config.time_limit, config.gap, placings, ask.on_one_rank)
             self._packer.place = self._solver
 
     def next(self) -> Packing:
@@ -180,10 +175,10 @@ class Slim(PackingPolicy):
                 packing = (self._packer.packed if least else self._packer.at_most)(batch, count)
             except PlanError:
                 break  # the documents have too few tokens
-            step = Step.of(packing, *packing.pass_work(self._job.cost_model))
+            step = Step.of(packing, *packing.pass_work(self._ask.cost_model))
             flow = self._flows.of(step, self.slack).flow
             peak = self._flows.peak(step, flow)
-            if peak is None or peak.total <= self._job.fitting.usable:
+            if peak is None or peak.total <= self._ask.fitting.usable:
                 return step, flow
             if least is None or peak.total < least[0].total:
                 least = peak, step, flow
@@ -194,7 +189,7 @@ class Slim(PackingPolicy):
     def _warn(self, peak: RankMemory) -> None:
         if not self._warned:
             warn(
-                f"Step {self._arrivals.iteration} is predicted not to fit {self._job.fitting.room}, with "
+                f"Step {self._arrivals.iteration} is predicted not to fit {self._ask.fitting.room}, with "
                 f"{self.micropacks} MicroPacks a rank or with more, and runs with the number that needs "
                 f"least. Later steps may not fit either; this warning appears once.\n{peak.explain()}\n"
                 "If memory runs out, raise a degree of parallelism, save more with activation checkpointing, "
@@ -217,14 +212,14 @@ class Slim(PackingPolicy):
         steps fit and take at most `WORSE` times as long as with the best that fit, what layers have to repeat
         included; if none fit, most packs and least slack."""
         number, slack = self._config.micropacks, self._config.slack
-        windows = self._job.replica_micro_batches
-        fewest = max(windows, self._job.shape.stages)
+        windows, stages = self._ask.micro_batches // self._ask.replicas, self._ask.fitting.rates.shape.stages
+        fewest = max(windows, stages)
         some = sorted({max(fewest, round(windows * factor)) for factor in NUMBERS})
         numbers = some if number == "auto" else [number]
         slacks = SLACKS if slack == "auto" else (slack,)
         if len(numbers) == len(slacks) == 1:
             return numbers[0], slacks[0]
-        arrivals, flows = Arrivals(stream.from_start(), self._job), self._flows
+        arrivals, flows = Arrivals(stream.from_start(), self._ask), self._flows
         batches = [_batch(arrivals) for _ in range(STEPS)]
         tried: dict[int, list[Step]] = {}
         for count in numbers:
@@ -240,7 +235,7 @@ class Slim(PackingPolicy):
         @cache
         def fitting(choice: tuple[int, int]) -> float:
             """Seconds of the steps with what layers repeat so that they fit; infinity if they never do."""
-            (count, slack), usable = choice, self._job.fitting.usable
+            (count, slack), usable = choice, self._ask.fitting.usable
             ordered = [(step, flows.of(step, slack).flow) for step in tried[count]]
             peaks = (flows.peak(step, flow) for step, flow in ordered)
             if any(peak is not None and peak.total > usable for peak in peaks):

@@ -16,7 +16,7 @@ from torch.fx import Graph
 from torchtitan.models.common import ComplexRoPE
 
 from wlb_titan.job import Job
-from wlb_titan.memory.recompute import KINDS
+from wlb_titan.layers.recompute import KINDS
 from wlb_titan.runtime.compat import CustomGraphPass, get_custom_graph_passes, mark_unbacked
 
 

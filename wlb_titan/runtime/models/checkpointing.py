@@ -1,4 +1,4 @@
-"""Activation checkpointing of a transformer block with our attention; `memory/recompute.py` has the kinds.
+"""Activation checkpointing of a transformer block with our attention; `layers/recompute.py` has the kinds.
 
 torchtitan applies a class of its own protocol to every block. Ours are kinds by themselves, and `AsNeededAC`.
 Under all of them experts count each token once, which their balance follows.

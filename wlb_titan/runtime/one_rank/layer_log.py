@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from wlb_titan.cost.told import KindWork, LayerWork, Work
-from wlb_titan.memory.recompute import KINDS
+from wlb_titan.layers.recompute import KINDS
 from wlb_titan.runtime.compat import FakeTensor, FakeTensorMode
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of, group_of, kind_of, local_tensor, tensors_in
 

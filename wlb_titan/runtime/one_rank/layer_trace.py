@@ -32,6 +32,7 @@ from wlb_titan.cost.cluster import UNKNOWN
 from wlb_titan.cost.told import LayerAccount, ModelAccount, Shape, Weights
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.errors import UserError
+from wlb_titan.memory.layer import token_bytes
 from wlb_titan.plan import MicroBatch
 from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.inputs import Item
@@ -151,8 +152,8 @@ class LayerTracer(DryTrainer):
         return ModelAccount(
             layers=tuple(different),
             numbers=numbers,
-            embedded=max(by_token.left("start") - self.job.token_bytes.hidden, 0.0),
-            loss=by_token.of_loss(self.job.token_bytes.hidden_gathered),
+            embedded=max(by_token.left("start") - token_bytes(self.job).hidden, 0.0),
+            loss=by_token.of_loss(token_bytes(self.job).hidden_gathered),
             ends=(weights_of(first, window), weights_of(last, window)),
         )
 

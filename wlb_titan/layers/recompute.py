@@ -1,8 +1,20 @@
 """Kinds of activation checkpointing: what a layer keeps for its backward pass, and what it repeats there.
 
-In the symbols of `layer.py` a layer keeps from its forward pass to its backward pass (compare Korthikanti et
-al., Reducing Activation Recomputation, section 4), besides attention's log-sum-exp in float32 (but for
-`full`) and the rotary factors of the rank's tokens (with `none`):
+Bytes are those on one GPU for each token of the micro-batch on all context-parallel ranks together. So a rank
+that holds one token in CP x TP counts a CP x TP-th of its bytes. In elements of the compute type:
+
+    s   hidden state between blocks, divided by sequence parallelism     hidden / (CP x TP)
+    g   the same gathered over the tensor-parallel ranks                 hidden / CP
+    q   queries, and attention's output                                  query heads x head_dim / (CP x TP)
+    k   keys, or values                                                  key heads x head_dim / (CP x TP)
+    f   one inner activation of the MLP                                  feed_forward / (CP x TP)
+    K   keys and values that a rank's documents have                     2 x key heads x head_dim / TP,
+                                                                         times `KeyShares.held`
+    G   those of them that are gathered, with its own share              the same, times `KeyShares.gathered`
+
+A layer keeps from its forward pass to its backward pass (compare Korthikanti et al., Reducing Activation
+Recomputation, section 4), besides attention's log-sum-exp in float32 (but for `full`) and the rotary factors
+of the rank's tokens (with `none`):
 
     none        2 s + 2 g + 2 q + 4 f + K   residuals, the inputs of QKV and of the MLP as gathered, rotated
                                             queries, attention's output; both inner activations, gate, product
@@ -37,14 +49,91 @@ else make it again with a reduction.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
-    from wlb_titan.memory.layer import LayerBytes
+from wlb_titan.context.strategy import Exchange, KeyShares
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.dimensions.degrees import Degrees
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySettings:
+    """The settings that memory depends on, besides shape, degrees and lengths."""
+
+    checkpointing: str = "selective"  # a name of `CHECKPOINTING`
+    as_needed: bool = False  # whether the planner may choose other kinds (`Rates.mixes`)
+    compiled: bool = False  # whether torch.compile decides what a layer keeps of its collectives
+    parameter_bytes: int = 4  # of a weight as the optimizer keeps it, and of its gradient
+    compute_bytes: int = 2  # of a weight or an activation in forward and backward
+    optimizer_bytes: int = 8  # of a weight's state: AdamW has two moments in float32
+    loss_chunks: int = 8  # pieces of a micro-batch whose logits exist one at a time
+    window: int = 0  # tokens, for which every layer has a table of rotary factors
+    rotary_bytes: int = 4  # of that table for each position and element of the head dim
+    sequence_parallel: bool = True  # whether tensor parallelism divides the tokens of hidden states
+    reshard: bool | None = None
+    """Whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default: not under
+    pipeline parallelism, where micro-batches add up gradients before they are reduced."""
+
+    @property
+    def recompute(self) -> Recompute:
+        return CHECKPOINTING[self.checkpointing]
+
+    def reduces_again(self, degrees: Degrees) -> bool:
+        """Whether layers that repeat something repeat wo's reduction, which only compiled code keeps."""
+        return degrees.tensor > 1 and not self.compiled
+
+    def reshards(self, degrees: Degrees) -> bool:
+        return degrees.pipeline == 1 if self.reshard is None else self.reshard
+
+
+class LayerBytes:
+    """The module's symbols in bytes, and what follows from them."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        degrees: Degrees,
+        settings: MemorySettings,
+        exchange: Exchange,
+        shares: KeyShares,
+    ) -> None:
+        cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
+        all_keys = exchange.keys * size
+        self.shared_keys = cp > 1  # whether context-parallel ranks exchange K and V
+        self.gathers = tp > 1 and settings.sequence_parallel  # hidden states, by tensor-parallel ranks
+        self.g = model.hidden * size / cp
+        self.s = self.g / tp if self.gathers else self.g
+        # What is kept of wo's reduction by compiled code, and of its output or else that reduction.
+        self.compiled = self.s if settings.compiled and tp > 1 else 0.0
+        self.reduced = self.compiled if tp > 1 else self.g
+        self.q = model.heads * model.head_dim * size / (cp * tp)
+        self.k = model.kv_heads * model.head_dim * size / (cp * tp)
+        self.qkv = self.q + 2 * self.k
+        self.f = model.feed_forward * size / (cp * tp)
+        # K; without context parallelism the rotated keys and a copy of the values.
+        self.keys = all_keys * shares.held if self.shared_keys else 2 * self.k
+        # What collectives bring of them, before it is put in order.
+        self.gathering = all_keys * shares.gathered if self.shared_keys else 2 * self.k
+        self.key_gradients = all_keys * shares.held
+        self.absent_keys, self.absent_gathering = all_keys - self.keys, all_keys - self.gathering
+        self.sent = exchange.sent * size if self.shared_keys else 0.0  # to the others before attention
+        self.outputs = exchange.outputs * size  # and queries, of tokens that are not the rank's own
+        self.exchanged = sum(move.kept for move in exchange.moves) * size  # by `selective`
+        self.log_sum_exp = FLOAT32 * model.heads / (cp * tp)
+        # QKV's output, attention's, and what its exchange keeps: of kinds that repeat no attention.
+        self.around_attention = self.qkv + self.q + self.outputs + self.exchanged + self.log_sum_exp
+        self.rotary = settings.rotary_bytes * model.head_dim / cp
+        # Inputs of the norms of queries and keys, for their gradients.
+        self.normed = self.q + self.k if model.qk_norm else 0.0
+        # With copies in float32 while both are rotated: as complex numbers, or one by one by cos and sin.
+        by_cos_sin = settings.rotary_bytes == 2 * FLOAT32
+        self.rotating = self.normed + (8 * self.q if by_cos_sin else 4 * (self.q + self.k))
 
 
 class Moments(NamedTuple):
@@ -79,10 +168,10 @@ class Recompute(ABC):
     @abstractmethod
     def moments(self, layer: LayerBytes) -> Moments: ...
 
-    def seconds(self, job: Job, tensor: float) -> float:
-        """What a layer repeats for each token, but for attention and its exchange; `tensor`: seconds a token
-        that a layer waits for tensor parallelism in one pass."""
-        return 0.0
+    def repeated(self, model: ModelShape, reduces_again: bool) -> float | None:
+        """The share of a layer's matrix products that is repeated beside all element-wise operators, if wo's
+        reduction is repeated or not; None: none of both, or the whole pass."""
+        return None
 
 
 class KeepAll(Recompute):
@@ -124,9 +213,8 @@ class KeepProducts(Recompute):
         kept, f = layer.qkv + self._gathered(layer) + layer.reduced, layer.f
         return _repeating(layer, attended=-kept, w1=-f, at_attention=-2 * f, regathers=False)
 
-    def seconds(self, job: Job, tensor: float) -> float:
-        wo = job.model.heads * job.model.head_dim if job.memory.reduces_again(job.degrees) else 0
-        return _repeated_seconds(job, wo, tensor)
+    def repeated(self, model: ModelShape, reduces_again: bool) -> float:
+        return _of_products(model, model.heads * model.head_dim * reduces_again)
 
 
 class Selective(Recompute):
@@ -141,11 +229,9 @@ class Selective(Recompute):
         # QKV's output is no longer needed, and at attention's gradients w1's neither.
         return _repeating(layer, attended=-layer.qkv, at_attention=-layer.f)
 
-    def seconds(self, job: Job, tensor: float) -> float:
-        model = job.model
+    def repeated(self, model: ModelShape, reduces_again: bool) -> float:
         # Keys, the attention's output and the MLP's second product, of all seven.
-        widths = (model.kv_heads + model.heads) * model.head_dim + model.feed_forward
-        return _repeated_seconds(job, widths, tensor)
+        return _of_products(model, (model.kv_heads + model.heads) * model.head_dim + model.feed_forward)
 
 
 class Full(Recompute):
@@ -163,13 +249,9 @@ class Full(Recompute):
         return _repeating(layer, rotating=layer.qkv, attended=output, w1=layer.f, w2=w2)
 
 
-def _repeated_seconds(job: Job, widths: int, tensor: float) -> float:
-    """Seconds a token of what a backward pass repeats: matrix products, by their widths; all element-wise
-    operators; and of tensor parallelism's four collectives two gathers, and the reduction behind wo."""
-    model, token = job.model, job.token
-    products = widths / (2 * (model.kv_heads + model.heads) * model.head_dim + 3 * model.feed_forward)
-    collectives = 3 / 4 if job.memory.reduces_again(job.degrees) else 1 / 2
-    return token.matrices * products + token.elements + tensor * collectives
+def _of_products(model: ModelShape, widths: int) -> float:
+    """The share of matrix products of so many columns or rows in those of a layer."""
+    return widths / (2 * (model.kv_heads + model.heads) * model.head_dim + 3 * model.feed_forward)
 
 
 def _repeating(
