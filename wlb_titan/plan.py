@@ -67,8 +67,9 @@ class Slices(NamedTuple):
 class MicroBatch:
     """The documents of one forward and backward pass, in the order in which they lie in the sequence.
 
-    A packing policy makes a draft: the first four fields. `Job.sized` adds length and padding, `Job.sharded`
-    the sharding, and the planner ROW and the rest. Times and memory can be predicted from a draft too.
+    A packing policy makes a draft: the first four fields. `Rates.sized` adds length and padding,
+    `Rates.sharded` the sharding, and the planner ROW and the rest. Times and memory can be predicted from a
+    draft too.
 
     Several data-parallel ranks may share one (DP-Merge). Each then has an entry of its own with the same
     documents, and with its share of length, padding and workload.
