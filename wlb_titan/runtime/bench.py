@@ -35,7 +35,6 @@ from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims, context_meshes
-from wlb_titan.runtime.metrics import metrics_rank
 from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.choice import predicted
@@ -110,8 +109,7 @@ class BenchTrainer(Trainer):
         for turn in self.turns[1:]:
             compile_attention(self.config, turn.job, self.device, self.config.dataloader.context_rank)
         done = super().train(begin, goes_on)
-        schedule = self.config.parallelism.pipeline_parallel_schedule
-        if done and dist.get_rank() == metrics_rank(self.parallel_dims, schedule):
+        if done and self.metrics_processor.reports:
             self._tell()
         return done
 

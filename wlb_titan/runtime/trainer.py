@@ -42,7 +42,6 @@ from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes
-from wlb_titan.runtime.metrics import tell_end
 from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.models.checkpointing import counted_once
 from wlb_titan.runtime.models.weights import build_optimizers, parallelized
@@ -72,7 +71,8 @@ class Trainer(TorchtitanTrainer):
         self._reduces = True
         self.finite = Finite(self.device)
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
-        self.step_trace = StepTrace(self.timer, config, self.parallel_dims)
+        writer = self.metrics_processor.rank
+        self.step_trace = StepTrace(self.timer, config.wlb.trace_every, config.dump_folder, writer)
         self.expert_load = ExpertLoad(self.job.model, self.model_parts, self.parallel_dims, self.device)
         if config.compile.enable:
             prepare_compiling(self.job)
@@ -140,7 +140,7 @@ class Trainer(TorchtitanTrainer):
             return False
         if self._export:
             complete_export(self._export[0])
-        tell_end(self.config, self.step, self._began if self.dataloader.plan is not None else None)
+        self.metrics_processor.tell_end(self.step, self._began if self.dataloader.plan else None)
         return True
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
