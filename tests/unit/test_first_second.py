@@ -41,9 +41,7 @@ def main():
     corpus = open_corpus(wlb.corpus)
     documents = training_documents(wlb, corpus)
     for data, context in {(0, 0), (job.degrees.data - 1, job.degrees.context - 1)}:
-        settings = PlannedDataLoader.Config(
-            corpus=corpus, documents=documents, job=job, context_rank=context, alone=True
-        )
+        settings = PlannedDataLoader.Config(corpus=corpus, documents=documents, job=job, context_rank=context)
         loader = settings.build(dp_world_size=job.degrees.data, dp_rank=data)
         validator = Validator(Validator.Config(), dp_rank=data)
         if wlb.validation.enabled:

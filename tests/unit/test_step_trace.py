@@ -102,7 +102,7 @@ def test_a_full_disk_behind_tensorboard_ends_no_run(tmp_path, caplog, monkeypatc
 
     metrics = MetricsProcessor.__new__(MetricsProcessor)
     metrics.logger = SimpleNamespace(log=full, close=full)
-    metrics._reports = True
+    metrics.reports = True
     metrics._lines = JsonLines(tmp_path / "steps")
     metrics._validation_lines = JsonLines(tmp_path / "validations")
     warn_once.cache_clear()

@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from wlb_titan.arrays import Floats, Ints
+from wlb_titan.arrays import Ints
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
@@ -85,8 +84,6 @@ class PlannedDataLoader(BaseDataLoader):
         """The tensor-parallel rank where hidden states are divided among them, and how many do so."""
 
         loss_weight: str = "token"
-        alone: bool = False
-        """Whether the other ranks are not there, and a solver is asked here."""
 
         def to_dict(self) -> dict[str, Any]:
             return {}  # in torchtitan's logs, which have the user's sections
@@ -101,10 +98,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
         self.count = len(config.documents.lengths)
-        planned = config.job
-        if planned.packing.planning_seconds and not config.alone:
-            planned = replace(planned, on_one_rank=SharedAnswer())
-        self._planner = planned.planner(config.documents)
+        self._planner = config.job.planner(config.documents)
         self._state = self._planner.state_dict()
         self._digest = self._own_digest = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
@@ -191,23 +185,6 @@ class PlannedDataLoader(BaseDataLoader):
         if self._by_document:
             labels = with_weights(labels, weights)
         return Item.of(micro_batch, self._job, self._context_rank, tokens, labels, positions, cached)
-
-
-class SharedAnswer:
-    """One answer for all ranks: a solver stopped by its time limit finds different packings on each.
-
-    The thread that plans ahead asks on rank 0, and tells the others over a process group that nothing else
-    uses. All ranks make and call these in the same order.
-    """
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
-
-    def __call__(self, ask: Callable[[], Floats]) -> Floats:
-        """Rank 0's `ask()`, float64 (n,), on every rank."""
-        answer = [ask() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(answer, src=0, group=self._group)
-        return answer[0]
 
 
 class Tokenizer(HuggingFaceTokenizer):
