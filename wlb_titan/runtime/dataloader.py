@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus import Corpus
@@ -185,15 +184,3 @@ class PlannedDataLoader(BaseDataLoader):
         if self._by_document:
             labels = with_weights(labels, weights)
         return Item.of(micro_batch, self._job, self._context_rank, tokens, labels, positions, cached)
-
-
-class Tokenizer(HuggingFaceTokenizer):
-    """torchtitan's, without chat templates, whose `{% generation %}` it cannot compile. Conversations were
-    rendered when the corpus was prepared."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(HuggingFaceTokenizer.Config):
-        pass
-
-    def set_chat_template(self, template: str) -> None:
-        """Does nothing."""

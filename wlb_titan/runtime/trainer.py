@@ -35,7 +35,7 @@ from wlb_titan.runtime.checkpoints import Finite, save_stopped, saves
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
-from wlb_titan.runtime.dataloader import PlannedDataLoader, Step, Tokenizer
+from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.experts import ExpertLoad
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
 from wlb_titan.runtime.inputs import Item, grouped
@@ -330,7 +330,7 @@ class Trainer(TorchtitanTrainer):
 
 
 def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis], tokenizer: str) -> TrainerConfig:
-    """A copy that a trainer may change, with our attention, tokenizer, validator, loss, stages and axes."""
+    """A copy that a trainer may change, with our attention, validator, loss, stages and axes."""
     wlb, spec = config.wlb, config.model_spec
     for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
         attention.implementation = wlb.attention.implementation
@@ -348,7 +348,7 @@ def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis], tokeni
         comm=dataclasses.replace(config.comm),
         training=dataclasses.replace(config.training),
         hf_assets_path=tokenizer,
-        tokenizer=Tokenizer.Config(),
+        tokenizer=SimpleNamespace(build=lambda tokenizer_path: None, to_dict=dict),  # a corpus has token ids
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
         optimizer=SimpleNamespace(build=build, to_dict=config.optimizer.to_dict),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
