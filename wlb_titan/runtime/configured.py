@@ -23,12 +23,13 @@ from wlb_titan.dimensions.degrees import Degrees, own_dimensions
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.pipeline.schedule import canonical_name
 from wlb_titan.runtime import accounts
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
-from wlb_titan.runtime.pipeline.keys import canonical_name, stage_names
+from wlb_titan.runtime.pipeline.build import stage_names
 
 
 def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:

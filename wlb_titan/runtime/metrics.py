@@ -24,10 +24,9 @@ from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
 from wlb_titan.files import save
-from wlb_titan.pipeline.schedule import SCHEDULES
+from wlb_titan.pipeline.schedule import SCHEDULES, canonical_name
 from wlb_titan.runs import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.compat import metrics_rank_of
-from wlb_titan.runtime.pipeline.keys import canonical_name
 
 IN_TORCHTITAN = {
     "loss": "loss_metrics/global_avg_loss",
