@@ -32,7 +32,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from wlb_titan.plan import LENGTH, MicroBatch  # noqa: E402
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus  # noqa: E402
-from wlb_titan.runtime.inputs import Item  # noqa: E402
+from wlb_titan.runtime.dataloader import Item  # noqa: E402
 from wlb_titan.runtime.models.bases import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 

@@ -22,7 +22,7 @@ from trainers import WorkerTrainer, gathered
 
 from wlb_titan.files import save
 from wlb_titan.plan import LENGTH, ROW, START, MicroBatch
-from wlb_titan.runtime.inputs import Item
+from wlb_titan.runtime.dataloader import Item
 from wlb_titan.runtime.models.load import load_config
 
 

@@ -35,10 +35,9 @@ from wlb_titan.runtime.checkpoints import Finite, save_stopped, saves
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
-from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
+from wlb_titan.runtime.dataloader import Item, PlannedDataLoader, Step, grouped
 from wlb_titan.runtime.experts import ExpertLoad
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
-from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes

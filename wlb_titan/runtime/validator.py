@@ -22,8 +22,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.config.documents import validated_documents
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.packing.once import validating
-from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.inputs import Item, grouped
+from wlb_titan.runtime.dataloader import Item, PlannedDataLoader, Step, grouped
 
 
 class Validator(titan.BaseValidator):

@@ -3,8 +3,8 @@
 docs/slimpack.md says how ("How a step runs"). Layers are computed twice and one hidden state per layer and
 token is kept, as with full activation checkpointing, which this replaces.
 
-`regrouped_items` runs in the loader's thread and says which rows go where, `gathered` moves them, and
-`regrouped_pipeline` takes the place of `pipeline`.
+`dataloader.regrouped_items` says which rows go where, `gathered` moves them, and `regrouped_pipeline` takes
+the place of `pipeline`.
 
 Shape suffixes: L tokens of this rank, R rows (tokens) that are sent or received, D model width.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,29 +23,13 @@ from torch import Tensor, nn
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.packing.slim.asymmetric import TokenMoves, token_moves
-from wlb_titan.plan import Flow, MicroBatch
+from wlb_titan.packing.slim.asymmetric import TokenMoves
+from wlb_titan.plan import Flow
 from wlb_titan.runtime.compat import checkpoint_wrapper
-from wlb_titan.runtime.inputs import Item, on_host
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule, Pipeline
 from wlb_titan.runtime.pipeline.stage import PlannedStage
 
 REGROUPING = "regrouping"  # an argument of a stage
-
-
-def regrouped_items(
-    items: Sequence[Item], packs: Sequence[MicroBatch], tensor_ranks: int, rank: int
-) -> list[Item]:
-    """The items of `packs`, with `TokenMoves` in those of backward passes, and no labels in the others. Rows
-    of these moves are tensors, int64 (R,)."""
-    on_ranks = token_moves(packs, tensor_ranks, rank)
-    moves = (m._replace(sent=on_host(m.sent), places=on_host(m.places)) for m in on_ranks)
-    return [
-        replace(item, others={REGROUPING: next(moves)})
-        if pack.passes == "B"
-        else replace(item, labels=item.labels[:, :0])
-        for item, pack in zip(items, packs, strict=True)
-    ]
 
 
 def gathered(
