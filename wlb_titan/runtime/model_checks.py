@@ -16,12 +16,13 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.schedule import SCHEDULES, canonical_name, check_micro_batches
-from wlb_titan.plugins import full_name, short_name
+from wlb_titan.plugins import short_name
 from wlb_titan.runtime.compat import modules_of_stages, optimizer_factory, owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import has_experts
@@ -30,10 +31,6 @@ from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, unsupported
 from wlb_titan.runtime.pipeline.build import pipeline, stage_names
 
 Weights = dict[str, nn.Parameter]
-
-GPT_OSS_EXPERTS = "torchtitan.models.gpt_oss.moe:GptOssGroupedExperts"
-"""Experts that give bfloat16 whatever they take, and look for their tensor-parallel degree in DTensors, which
-ours are not: each of those ranks adds a whole bias."""
 
 
 def trained_spec(config: TrainerConfig) -> ModelSpec:
@@ -77,7 +74,9 @@ def _check_shares(config: TrainerConfig, spec: ModelSpec, weights: Weights, dims
     degrees = {"tp": ("tensor", dims.tp), "ep": ("expert", dims.ep)}
     sharers = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1) // dims.ep  # FSDP's, of an expert
     for place, node, _, _ in spec.model.traverse(Module.Config, recurse=True):
-        gpt_oss = full_name(owner_of(node)) == GPT_OSS_EXPERTS
+        # Their experts give bfloat16 whatever they take, and look for their tensor-parallel degree in
+        # DTensors, which ours are not: each of those ranks adds a whole bias.
+        gpt_oss = owner_of(node) is GptOssGroupedExperts
         if gpt_oss and dims.ep == 1 < dims.tp:
             raise UserError(
                 f"parallelism.expert_parallel_degree: tensor-parallel ranks would add the second bias of "
