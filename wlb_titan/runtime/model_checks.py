@@ -25,7 +25,7 @@ from wlb_titan.pipeline.schedule import SCHEDULES, canonical_name, check_micro_b
 from wlb_titan.plugins import short_name
 from wlb_titan.runtime.compat import modules_of_stages, optimizer_factory, owner_of
 from wlb_titan.runtime.config import TrainerConfig
-from wlb_titan.runtime.configured import has_experts
+from wlb_titan.runtime.configured import model_shape
 from wlb_titan.runtime.hugging_face import check_exchange, on_meta
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, unsupported
 from wlb_titan.runtime.pipeline.build import pipeline, stage_names
@@ -153,7 +153,7 @@ def check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
 
 def check_experts(config: TrainerConfig, dims: ParallelDims) -> None:
     key = "parallelism.expert_parallel_degree"
-    if dims.ep > 1 and not has_experts(config.model_spec.model):
+    if dims.ep > 1 and not model_shape(config.model_spec.model).experts:
         raise UserError(f"{key}: the model has no experts; set it to 1.")
     packing, whole = config.wlb.packing, dims.cp * dims.tp
     if packing.owner.slices and whole % dims.ep:
