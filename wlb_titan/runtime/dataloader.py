@@ -191,8 +191,8 @@ class PlannedDataLoader(BaseDataLoader):
         pipeline_ranks: Sequence[int] | None = None
         """For whose stages it is planned what layers recompute; None: for all."""
 
-        tensor_rank: tuple[int, int] = (0, 1)
-        """The tensor-parallel rank where hidden states are divided among them, and how many do so."""
+        tensor_rank: int = 0
+        """Whose share of hidden states is regrouped, where tensor-parallel ranks divide them."""
 
         loss_weight: str = "token"
 
@@ -201,13 +201,9 @@ class PlannedDataLoader(BaseDataLoader):
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
         assert dp_world_size == config.job.degrees.data
-        self.corpus = config.corpus
-        self.plan: Plan | None = None  # of the step being served
-        self._context_rank, self._tensor_rank = config.context_rank, config.tensor_rank
-        self._pipeline_ranks = config.pipeline_ranks
-        self._job = config.job
+        self.corpus, self._job, self._config, self._dp_rank = config.corpus, config.job, config, dp_rank
         self._by_document = config.loss_weight == "conversation"
-        self._dp_rank = dp_rank
+        self.plan: Plan | None = None  # of the step being served
         self.count = len(config.documents.lengths)
         self._planner = config.job.planner(config.documents)
         self._state = self._planner.state_dict()
@@ -243,7 +239,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._state = self._planner.state_dict()
 
     def _prepare(self, lower: Callable[[Flow], Any] | None) -> Step:
-        plan = self._planner.next([self._dp_rank], self._pipeline_ranks)
+        plan = self._planner.next([self._dp_rank], self._config.pipeline_ranks)
         self._digest = plan.digest(self._digest)
         self._own_digest = plan.own_digest(self._dp_rank, self._own_digest)
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
@@ -251,8 +247,9 @@ class PlannedDataLoader(BaseDataLoader):
         rows = [None] * len(own) if own[0].slices is None else cache_rows(own)
         items = [self._item(m, cached) for m, cached in zip(own, rows, strict=True)]
         if self._job.packing.regroups:
-            rank, ranks = self._tensor_rank
-            items = regrouped_items(items, own, ranks, self._context_rank * ranks + rank)
+            ranks = self._job.degrees.tensor if self._job.memory.sequence_parallel else 1
+            rank = self._config.context_rank * ranks + self._config.tensor_rank % ranks
+            items = regrouped_items(items, own, ranks, rank)
         return Step(
             plan=plan,
             source_figures=self._planner.source_figures(plan),
@@ -269,7 +266,7 @@ class PlannedDataLoader(BaseDataLoader):
         )
 
     def _repeated(self, micro_batches: Sequence[MicroBatch]) -> float | None:
-        stages = [s for rank in self._pipeline_ranks or () for s in self._job.shape.stages_of(rank)]
+        stages = [s for rank in self._config.pipeline_ranks or () for s in self._job.shape.stages_of(rank)]
         mixes = [m.mix[stages] for m in micro_batches if m.mix is not None and stages]
         return 1 - shares(mixes)["none"] if mixes else None
 
@@ -295,4 +292,5 @@ class PlannedDataLoader(BaseDataLoader):
             offset += length
         if self._by_document:
             labels = with_weights(labels, weights)
-        return Item.of(micro_batch, self._job, self._context_rank, tokens, labels, positions, cached)
+        rank = self._config.context_rank
+        return Item.of(micro_batch, self._job, rank, tokens, labels, positions, cached)

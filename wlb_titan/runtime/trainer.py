@@ -102,14 +102,13 @@ class Trainer(TorchtitanTrainer):
         self.axes += own_axes(dims)
         self._meshes = context_meshes(self.job, dims, self._made)
         config.comm.train_timeout_seconds = timeout(config, self.job)
-        divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
         config.dataloader = PlannedDataLoader.Config(
             corpus=self.corpus,
             documents=self.documents,
             job=self.job,
             context_rank=dims.place("cp"),
             pipeline_ranks=[dims.place("pp")],
-            tensor_rank=(dims.place("tp"), dims.tp) if divided else (0, 1),
+            tensor_rank=dims.place("tp"),
             loss_weight=wlb.loss_weight,
         )
 

@@ -114,4 +114,4 @@ class Validator(titan.BaseValidator):
                 ((inputs, targets, extra),) = moved
                 loss, _ = self._parts["loss_fn"](model_parts[0](inputs, **extra), targets)
                 return loss.detach()
-            return schedule.eval(moved)
+            return schedule.step(moved, labels=None)

@@ -76,20 +76,19 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
         logger.info(f"Attention: {both}{'' if window is None else f' with a window of {window}'}")
     if device.type != "cuda" or config.wlb.attention.implementation == REFERENCE:
         return  # an interpreter compiles nothing
-    first = int(os.environ["LOCAL_RANK"]) == 0
+    shape, first = attention_shape(job, context_rank), int(os.environ["LOCAL_RANK"]) == 0
     for turn in (True, False):
         if turn is first:
             for window, (_, backward) in by_window.items():
-                shape = attention_shape(job, context_rank)
-                _prepare(config, shape, window, backward, device, sinks=_sinks(config))
+                _prepare(config, shape, window, backward, device)
         dist.barrier()
 
 
 def _prepare(
-    config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device, sinks: bool
+    config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device
 ) -> None:
     options = Options(shape.dim**-0.5, window, config.wlb.attention.implementation)
-    dtype = _dtype(config)
+    dtype, sinks = _dtype(config), _sinks(config)
     what = "Attention kernels" if window is None else f"Attention kernels with a window of {window}"
     begin = time.perf_counter()
     count = warm_up(shape, options, dtype, device, sinks)

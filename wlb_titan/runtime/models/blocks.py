@@ -22,11 +22,14 @@ from wlb_titan.runtime.compat import CustomGraphPass, get_custom_graph_passes, m
 
 def prepare_compiling(job: Job) -> None:
     """Raises torch's limit of graphs to one for each kind of recomputation and each set of collectives: a
-    micro-batch uses only those that gather keys for its documents."""
+    micro-batch uses only those that gather keys for its documents. Has Inductor run `KeepInputs`, after any
+    other passes that are set."""
     graphs = sum(2 ** (1 + len(shared.exchanging.moves)) for shared in job.by_sharers.values())
     graphs *= len(KINDS) if job.mixes else 1
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
-    keep_inputs()
+    passes = get_custom_graph_passes(torch._inductor.config.joint_custom_post_pass)
+    if not any(isinstance(one, KeepInputs) for one in passes):
+        torch._inductor.config.joint_custom_post_pass = [*passes, KeepInputs()]
 
 
 def documents_vary(segments: torch.Tensor) -> torch.Tensor:
@@ -49,13 +52,6 @@ class KeepInputs(CustomGraphPass):
 
     def uuid(self) -> str:
         return "wlb_titan.KeepInputs.1"
-
-
-def keep_inputs() -> None:
-    """Has Inductor run `KeepInputs`, after any other passes that are set."""
-    passes = get_custom_graph_passes(torch._inductor.config.joint_custom_post_pass)
-    if not any(isinstance(one, KeepInputs) for one in passes):
-        torch._inductor.config.joint_custom_post_pass = [*passes, KeepInputs()]
 
 
 class PairwiseRoPE(ComplexRoPE):

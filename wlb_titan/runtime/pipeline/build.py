@@ -148,10 +148,6 @@ class PlannedSchedule:
             )
             raise
 
-    def eval(self, micro_batches: Sequence[Moved]) -> torch.Tensor:
-        """Runs forward passes only; returns the sum of the losses as `step` does, not divided."""
-        return self.step(micro_batches, None)
-
 
 def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[list[str]]:
     """The modules of each stage, as torchtitan divides a model; ValueError where it cannot."""
