@@ -34,9 +34,9 @@ from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.errors import UserError
 from wlb_titan.plan import MicroBatch
 from wlb_titan.prepare.prepare import write_synthetic_corpus
-from wlb_titan.runtime.accounts import numbers_of
 from wlb_titan.runtime.dataloader import Item
 from wlb_titan.runtime.models.checkpointing import mixable
+from wlb_titan.runtime.models.words import numbers_of
 from wlb_titan.runtime.one_rank.dry_run import DryTrainer, gathered_shape
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of
 from wlb_titan.runtime.one_rank.layer_log import NAMES, LayerLog, Slopes
