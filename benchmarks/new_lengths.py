@@ -77,7 +77,7 @@ def cpu_seconds(trainer: Trainer, length: int, documents: int = 2) -> float:
     micro_batch = trainer.job.sharded([MicroBatch(documents, length=length)])[0]
     tokens = np.ones(length, dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in lengths])
-    rank = trainer.config.dataloader.context_rank
+    rank = trainer.parallel_dims.place("cp")
     begin = time.process_time()
     item = Item.of(micro_batch, trainer.job, rank, tokens, tokens, positions)
     trainer.forward_backward([item], torch.tensor(length))

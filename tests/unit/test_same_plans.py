@@ -197,8 +197,8 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     job = replace(job_of(config, parallel_dims(config, WORLD_SIZE)), on_one_rank=SharedAnswer())
     if job.undecided:
         job = choose(job, documents).job
-    settings = PlannedDataLoader.Config(corpus=corpus, documents=documents, job=job)
-    loader = PlannedDataLoader(settings, dp_world_size=2, dp_rank=1)
+    rank = job.degrees.strides["dp_shard"]  # of the other data-parallel rank
+    loader = PlannedDataLoader.Config(corpus=corpus, documents=documents, job=job, rank=rank).build()
     steps = iter(loader)
     trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]
     loader.close()

@@ -95,8 +95,7 @@ class BenchTrainer(Trainer):
     def _turn(self, name: str) -> Turn:
         job, loader, layers = self._jobs[name], self.dataloader, attentions(self.model_parts)
         if job is not self.job:
-            ranks = {"dp_world_size": job.degrees.data, "dp_rank": self.parallel_dims.place("batch")}
-            loader = PlannedDataLoader(replace(self.config.dataloader, job=job), **ranks)
+            loader = PlannedDataLoader(replace(self.config.dataloader, job=job))
             if self.config.compile.enable:
                 prepare_compiling(job)
             for layer in layers:
@@ -107,7 +106,7 @@ class BenchTrainer(Trainer):
     def train(self, begin: Callable[[int], None], goes_on: Callable[[], bool]) -> bool:
         """Runs all rounds; returns whether nobody asked to stop."""
         for turn in self.turns[1:]:
-            compile_attention(self.config, turn.job, self.device, self.config.dataloader.context_rank)
+            compile_attention(self.config, turn.job, self.device)
         done = super().train(begin, goes_on)
         if done and self.metrics_processor.reports:
             self._tell()

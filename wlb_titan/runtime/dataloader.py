@@ -185,23 +185,18 @@ class PlannedDataLoader(BaseDataLoader):
         """Those of the corpus that are planned."""
 
         job: Job
-        context_rank: int = 0
-        """Whose share of each micro-batch is served."""
-
-        pipeline_ranks: Sequence[int] | None = None
-        """For whose stages it is planned what layers recompute; None: for all."""
-
-        tensor_rank: int = 0
-        """Whose share of hidden states is regrouped, where tensor-parallel ranks divide them."""
+        rank: int = 0
+        """The global rank whose share of micro-batches, stages and hidden states is served."""
 
         loss_weight: str = "token"
 
         def to_dict(self) -> dict[str, Any]:
             return {}  # in torchtitan's logs, which have the user's sections
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
-        assert dp_world_size == config.job.degrees.data
-        self.corpus, self._job, self._config, self._dp_rank = config.corpus, config.job, config, dp_rank
+    def __init__(self, config: Config, **parts: Any):
+        self.corpus, self._job = config.corpus, config.job
+        self._place = config.job.degrees.grid.place(config.rank)
+        self._dp_rank = config.job.degrees.replica_at(self._place)
         self._by_document = config.loss_weight == "conversation"
         self.plan: Plan | None = None  # of the step being served
         self.count = len(config.documents.lengths)
@@ -239,7 +234,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._state = self._planner.state_dict()
 
     def _prepare(self, lower: Callable[[Flow], Any] | None) -> Step:
-        plan = self._planner.next([self._dp_rank], self._config.pipeline_ranks)
+        plan = self._planner.next([self._dp_rank], [self._place["pp"]])
         self._digest = plan.digest(self._digest)
         self._own_digest = plan.own_digest(self._dp_rank, self._own_digest)
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
@@ -248,7 +243,7 @@ class PlannedDataLoader(BaseDataLoader):
         items = [self._item(m, cached) for m, cached in zip(own, rows, strict=True)]
         if self._job.packing.regroups:
             ranks = self._job.degrees.tensor if self._job.memory.sequence_parallel else 1
-            rank = self._config.context_rank * ranks + self._config.tensor_rank % ranks
+            rank = self._place["cp"] * ranks + self._place["tp"] % ranks
             items = regrouped_items(items, own, ranks, rank)
         return Step(
             plan=plan,
@@ -266,8 +261,8 @@ class PlannedDataLoader(BaseDataLoader):
         )
 
     def _repeated(self, micro_batches: Sequence[MicroBatch]) -> float | None:
-        stages = [s for rank in self._config.pipeline_ranks or () for s in self._job.shape.stages_of(rank)]
-        mixes = [m.mix[stages] for m in micro_batches if m.mix is not None and stages]
+        stages = [*self._job.shape.stages_of(self._place["pp"])]
+        mixes = [m.mix[stages] for m in micro_batches if m.mix is not None]
         return 1 - shares(mixes)["none"] if mixes else None
 
     def _item(self, micro_batch: MicroBatch, cached: Ints | None) -> Item:
@@ -292,5 +287,4 @@ class PlannedDataLoader(BaseDataLoader):
             offset += length
         if self._by_document:
             labels = with_weights(labels, weights)
-        rank = self._config.context_rank
-        return Item.of(micro_batch, self._job, rank, tokens, labels, positions, cached)
+        return Item.of(micro_batch, self._job, self._place["cp"], tokens, labels, positions, cached)

@@ -106,9 +106,7 @@ class Trainer(TorchtitanTrainer):
             corpus=self.corpus,
             documents=self.documents,
             job=self.job,
-            context_rank=dims.place("cp"),
-            pipeline_ranks=[dims.place("pp")],
-            tensor_rank=dims.place("tp"),
+            rank=dist.get_rank(),
             loss_weight=wlb.loss_weight,
         )
 
@@ -127,7 +125,7 @@ class Trainer(TorchtitanTrainer):
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
         logger.info(f"Corpus {self.corpus}: {self.dataloader.count:,} documents to train on")
         logger.info(f"Activations: {self.job.checkpointing}")
-        compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
+        compile_attention(self.config, self.job, self.device)
         checkpoint = self.config.checkpoint
         exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
         if exports and dist.get_rank() == 0:

@@ -48,7 +48,7 @@ class Validator(titan.BaseValidator):
         corpus, sources = validated_documents(wlb, training.corpus)
         for name, documents in sources.items():
             settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=job)
-            loader = settings.build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
+            loader = PlannedDataLoader(settings)
             self._sources[name] = loader, iter(loader)
 
     def should_validate(self, step: int) -> bool:

@@ -162,7 +162,7 @@ class LayerTracer(DryTrainer):
         documents = np.array([[0, 0, length, 0, 0]], dtype=np.int64)
         (micro_batch,) = job.sharded([MicroBatch(documents, length=length)])
         zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
-        item = Item.of(micro_batch, job, self.config.dataloader.context_rank, zeros, zeros, positions)
+        item = Item.of(micro_batch, job, self.parallel_dims.place("cp"), zeros, zeros, positions)
         (model,) = self.model_parts
         kinds = tuple(NAMES) * (len(model.layers) // len(NAMES))
         item = replace(item, mask=replace(item.mask, kinds=kinds))
