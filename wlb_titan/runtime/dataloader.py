@@ -34,9 +34,8 @@ from wlb_titan.packing.slices import cache_rows
 from wlb_titan.packing.slim.asymmetric import token_moves
 from wlb_titan.plan import LENGTH, ROW, START, Flow, MicroBatch, Plan
 from wlb_titan.runtime.attention.kv_cache import BEFORE, HERE, NUMBER
-from wlb_titan.runtime.attention.module import DocumentMask
+from wlb_titan.runtime.attention.module import DocumentMask, documents_vary
 from wlb_titan.runtime.loss import total_weight, with_weights
-from wlb_titan.runtime.models.blocks import documents_vary
 from wlb_titan.runtime.pipeline.regroup import REGROUPING
 from wlb_titan.summary import plan_figures
 
