@@ -7,7 +7,6 @@ every key. The rank that knows the loss logs everything, the others warnings and
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import sys
@@ -21,7 +20,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from torchtitan.components import metrics as titan
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, warn_once
 
 from wlb_titan.files import save
 from wlb_titan.pipeline.schedule import SCHEDULES, canonical_name
@@ -156,7 +155,8 @@ def _dashboards() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training continues without it.")
+        said = f"TensorBoard's or W&B's log cannot be written: {error}. Training continues without it."
+        warn_once(logger, said)
 
 
 ON_CONSOLE = {
@@ -179,11 +179,6 @@ def _console_line(record: dict[str, Any], last: int) -> str:
     return " | ".join(parts)
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    logger.warning(message)
-
-
 class JsonLines:
     """A file of one JSON object a line, each with a `step`.
 
@@ -203,7 +198,8 @@ class JsonLines:
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
             warn_once(
-                f"{self._path} cannot be written: {error.strerror}. Training continues, and lines are lost."
+                logger,
+                f"{self._path} cannot be written: {error.strerror}. Training continues, and lines are lost.",
             )
 
     def _opened(self, step: int) -> TextIO:

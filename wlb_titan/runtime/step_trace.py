@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, warn_once
 
 from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
 from wlb_titan.runs import TRACES
-from wlb_titan.runtime.metrics import warn_once
 from wlb_titan.simulator import calibrate
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import COMPUTED, facts_of, write_trace
@@ -131,7 +130,8 @@ class StepTrace:
         try:
             write_trace(passes, os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
-            warn_once(f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues.")
+            said = f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues."
+            warn_once(logger, said)
         figures: dict[str, Any] = {"measured_imbalance": measured_imbalance(passes, plan)}
         figures |= self._beside_predictions(passes, calibrate.as_predicted(job))
         if job.degrees.pipeline > 1:
