@@ -81,15 +81,15 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device) -> 
     for turn in (True, False):
         if turn is first:
             for window, (_, backward) in by_window.items():
-                _prepare(config, shape, window, backward, device)
+                _prepare(config, shape, window, backward, device, sinks=_sinks(config))
         dist.barrier()
 
 
 def _prepare(
-    config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device
+    config: TrainerConfig, shape: Shape, window: int | None, which: str, device: torch.device, sinks: bool
 ) -> None:
     options = Options(shape.dim**-0.5, window, config.wlb.attention.implementation)
-    dtype, sinks = _dtype(config), _sinks(config)
+    dtype = _dtype(config)
     what = "Attention kernels" if window is None else f"Attention kernels with a window of {window}"
     begin = time.perf_counter()
     count = warm_up(shape, options, dtype, device, sinks)
