@@ -32,7 +32,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from wlb_titan.plan import LENGTH, MicroBatch  # noqa: E402
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus  # noqa: E402
-from wlb_titan.runtime.inputs import Item  # noqa: E402
+from wlb_titan.runtime.dataloader import Item  # noqa: E402
 from wlb_titan.runtime.models.bases import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 
@@ -77,7 +77,7 @@ def cpu_seconds(trainer: Trainer, length: int, documents: int = 2) -> float:
     micro_batch = trainer.job.sharded([MicroBatch(documents, length=length)])[0]
     tokens = np.ones(length, dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in lengths])
-    rank = trainer.config.dataloader.context_rank
+    rank = trainer.parallel_dims.place("cp")
     begin = time.process_time()
     item = Item.of(micro_batch, trainer.job, rank, tokens, tokens, positions)
     trainer.forward_backward([item], torch.tensor(length))

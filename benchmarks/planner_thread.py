@@ -30,7 +30,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-from wlb_titan.runtime.inputs import Item  # noqa: E402
+from wlb_titan.runtime.dataloader import Item  # noqa: E402
 
 WINDOW = 131072
 REPLICA = 4  # micro-batches of a data-parallel rank

@@ -9,7 +9,7 @@ from typing import Dict, List, Optional
 import torchx.specs as specs
 from torchx.components import dist
 from wlb_titan.launch import in_torchx
-from wlb_titan.launch.job import PROGRAM, hosts_of
+from wlb_titan.launch.job import PROGRAM
 
 
 def train(
@@ -46,17 +46,7 @@ def train(
         max_retries: how often the scheduler starts a failed job again
         max_restarts: how often the hosts start their processes again, from the newest checkpoint
     """
-    with in_torchx.refusals():
-        in_torchx.refuse_docker(image)
-        hosts = hosts_of(
-            config,
-            overrides,
-            nnodes=nnodes,
-            processes=nproc_per_node,
-            is_here=image == in_torchx.HERE,
-            runs_here=in_torchx.runs_here(),
-        )
-    in_torchx.end_cleanly()
+    hosts = in_torchx.hosts(image, config, overrides, nnodes=nnodes, processes=nproc_per_node)
     app = dist.ddp(
         "--config",
         config,

@@ -18,7 +18,7 @@ from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.exchange import AllGatherAttention
-from wlb_titan.runtime.inputs import on_host
+from wlb_titan.runtime.dataloader import on_host
 from wlb_titan.runtime.meshes import divided
 
 

@@ -220,7 +220,7 @@ def first_step(words, rows, weight):
     corpus = open_corpus(config.wlb.corpus)
     documents = training_documents(config.wlb, corpus)
     loading = PlannedDataLoader.Config(corpus=corpus, documents=documents, job=job, loss_weight=weight)
-    loader = loading.build(dp_world_size=job.degrees.data, dp_rank=0)
+    loader = PlannedDataLoader(loading)
     step = next(iter(loader))
     loader.close()
     pieces = {}

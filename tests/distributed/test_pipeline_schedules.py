@@ -2,18 +2,20 @@
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from torch import nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.config import CompileConfig
 
-from wlb_titan.errors import PlanError
-from wlb_titan.pipeline.schedule import SCHEDULES, check_micro_batches
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.pipeline.schedule import SCHEDULES, canonical_name, check_micro_batches
 from wlb_titan.runtime.metrics import metrics_rank
-from wlb_titan.runtime.pipeline.keys import canonical_name, check_schedule
+from wlb_titan.runtime.model_checks import check_pipeline
+from wlb_titan.runtime.models.bases import base_config
 
 V_SHAPED = schedules.ScheduleZBVZeroBubble | schedules.ScheduleDualPipeV
 
@@ -63,9 +65,11 @@ def test_the_loss_is_reported_by_a_rank_that_has_the_last_stage(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_compiled_model_is_refused_where_the_backward_pass_is_split(name):
-    parallelism = ParallelismConfig(pipeline_parallel_schedule=name)
-    check_schedule(parallelism, CompileConfig())
-    check_schedule(parallelism, CompileConfig(enable=True, components=["loss"]))
-    refused = pytest.raises(ValueError, match=f"{name}.*compile")
-    with refused if SCHEDULES[name].splits else nullcontext():
-        check_schedule(parallelism, CompileConfig(enable=True, components=["model", "loss"]))
+    config, dims = base_config("llama3_debug"), SimpleNamespace(pp_enabled=True, pp=2)
+    degrees = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": name}
+    config.parallelism = replace(config.parallelism, **degrees)
+    for enable, components in ((False, ["model", "loss"]), (True, ["loss"]), (True, ["model", "loss"])):
+        config.compile = CompileConfig(enable=enable, components=components)
+        refused = SCHEDULES[name].splits and enable and "model" in components
+        with pytest.raises(UserError, match=f"{name}.*compile") if refused else nullcontext():
+            check_pipeline(config, dims)

@@ -10,7 +10,7 @@ from trainers import WAITED, Watch
 
 from wlb_titan.context.all_gather import KeyExchange, Level
 from wlb_titan.runtime.attention.module import DocumentMask
-from wlb_titan.runtime.inputs import Item
+from wlb_titan.runtime.dataloader import Item
 
 SLIM = "pp2 dp2 slim6 merged milp 1F1B"
 LAYOUTS = {

@@ -22,7 +22,7 @@ from trainers import WorkerTrainer, gathered
 
 from wlb_titan.files import save
 from wlb_titan.plan import LENGTH, ROW, START, MicroBatch
-from wlb_titan.runtime.inputs import Item
+from wlb_titan.runtime.dataloader import Item
 from wlb_titan.runtime.models.load import load_config
 
 
@@ -149,7 +149,7 @@ def processed(trainer, data):
     for s in data[trainer.parallel_dims.place("batch")]:
         documents = np.pad(s.lengths[:, None], ((0, 0), (LENGTH, 0)))
         pack = trainer.job.sharded([MicroBatch(documents, length=len(s.tokens))])[0]
-        rank = trainer.config.dataloader.context_rank
+        rank = trainer.parallel_dims.place("cp")
         moved.append(trainer.to_device(Item.of(pack, trainer.job, rank, s.tokens, s.labels, s.positions)))
     return moved
 

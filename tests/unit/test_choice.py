@@ -114,8 +114,8 @@ def test_what_cannot_run_is_named(job):
 def test_all_ranks_choose_by_the_figures_of_one(job, choice):
     """Whatever their own predictions would be, here of other documents."""
     said = []
-    mine = choose(job, DOCUMENTS, on_one_rank=lambda ask: said.append(ask()) or said[0])
-    other = choose(job, Documents(lengths=LENGTHS[:10]), on_one_rank=lambda ask: said[0])
+    mine = choose(replace(job, on_one_rank=lambda ask: said.append(ask()) or said[0]), DOCUMENTS)
+    other = choose(replace(job, on_one_rank=lambda ask: said[0]), Documents(lengths=LENGTHS[:10]))
     assert other.candidates == mine.candidates == choice.candidates
 
 

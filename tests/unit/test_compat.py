@@ -189,7 +189,7 @@ def test_replaced_functions_are_what_they_were(function):
 
 
 def test_classes_modules_and_messages_that_are_named_exist():
-    names = [*adoption.ATTENTION_CLASSES, *adoption.ONLY_WINDOWS, *adoption.REFUSED_MODULES, adoption.LORA]
+    names = [*adoption.ONLY_WINDOWS, *adoption.REFUSED_MODULES, adoption.LORA]
     for name in names:
         module, _, qualified_name = name.partition(":")
         assert importlib.util.find_spec(module) is not None, name

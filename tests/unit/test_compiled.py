@@ -18,10 +18,9 @@ from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.models.common.linear import Linear
 
 from wlb_titan.context import layout
-from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask
-from wlb_titan.runtime.models import blocks, checkpointing
-from wlb_titan.runtime.models.bases import base_config, llama_spec
-from wlb_titan.runtime.models.blocks import PairwiseRoPE
+from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask, documents_vary
+from wlb_titan.runtime.models import checkpointing
+from wlb_titan.runtime.models.bases import PairwiseRoPE, base_config, llama_spec
 from wlb_titan.runtime.one_rank.dry_trace import Trace
 
 pytestmark = pytest.mark.slow
@@ -42,7 +41,7 @@ def test_few_graphs_serve_every_length_and_number_of_documents():
         cuts = np.sort(random.choice(np.arange(1, length), size=random.integers(0, 4), replace=False))
         segments = segments_of(np.diff([0, *cuts, length]))
         q, k, v = torch.randn(3, 1, length, 2, 8).requires_grad_().unbind()
-        out = compiled(q, k, v, attention_masks=DocumentMask(blocks.documents_vary(segments)))
+        out = compiled(q, k, v, attention_masks=DocumentMask(documents_vary(segments)))
         expected = module(q, k, v, attention_masks=DocumentMask(segments))
         assert torch.equal(out, expected)
         gradients = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected))
@@ -61,8 +60,7 @@ def test_a_bias_over_one_compiles_under_full_checkpointing():
     FullAC.Config().build().apply(model)
     block = model["layers"]["0"]
     torch._dynamo.reset()
-    with inductor.patch(joint_custom_post_pass=None):
-        blocks.keep_inputs()
+    with inductor.patch(joint_custom_post_pass=checkpointing.KeepInputs()):
         compiled = torch.compile(block, fullgraph=True)
         x = torch.randn(4, 8, requires_grad=True)
         inputs = (x, *block.parameters())
@@ -207,7 +205,7 @@ def test_each_kind_has_one_compiled_graph():
         layer.compile(backend="aot_eager", fullgraph=True)
     names = ("none", "keys", "selective", "full")
     tokens = torch.arange(TOKENS).unsqueeze(0)
-    mask = DocumentMask(blocks.documents_vary(segments_of(np.array([TOKENS]))))
+    mask = DocumentMask(documents_vary(segments_of(np.array([TOKENS]))))
     for shift in range(LAYERS):
         kinds = tuple(names[(layer + shift) % len(names)] for layer in range(LAYERS))
         named = dataclasses.replace(mask, kinds=kinds)

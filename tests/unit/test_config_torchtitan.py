@@ -17,7 +17,7 @@ from wlb_titan.memory.fits import USABLE_IN_SLICES
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.models.load import load_config
-from wlb_titan.runtime.pipeline.keys import stage_names
+from wlb_titan.runtime.pipeline.build import stage_names
 
 pytestmark = pytest.mark.slow
 

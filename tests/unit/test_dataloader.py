@@ -49,7 +49,7 @@ def loading(job, settings):
     """The loader of a job's only rank."""
     corpus = open_corpus(settings)
     config = PlannedDataLoader.Config(corpus=corpus, documents=documents_of(settings, corpus), job=job)
-    return PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
+    return PlannedDataLoader(config)
 
 
 @pytest.mark.parametrize(("write", "kind"), FORMS)

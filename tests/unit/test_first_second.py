@@ -40,12 +40,9 @@ def main():
     job, wlb = job_of(config, parallel_dims(config, ranks)), config.wlb
     corpus = open_corpus(wlb.corpus)
     documents = training_documents(wlb, corpus)
-    for data, context in {(0, 0), (job.degrees.data - 1, job.degrees.context - 1)}:
-        settings = PlannedDataLoader.Config(
-            corpus=corpus, documents=documents, job=job, context_rank=context, alone=True
-        )
-        loader = settings.build(dp_world_size=job.degrees.data, dp_rank=data)
-        validator = Validator(Validator.Config(), dp_rank=data)
+    for rank in {0, ranks - 1}:
+        settings = PlannedDataLoader.Config(corpus=corpus, documents=documents, job=job, rank=rank)
+        loader, validator = PlannedDataLoader(settings), Validator(Validator.Config())
         if wlb.validation.enabled:
             validator.prepare(wlb, settings, 1, torch.device("cpu"))
         for steps in (iter(loader), *(steps for _, steps in validator._sources.values())):

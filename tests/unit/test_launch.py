@@ -18,7 +18,6 @@ from lab import make_corpus
 from torch.distributed.run import config_from_args, parse_args
 from torchx.runner import get_runner
 from torchx.schedulers.local_scheduler import SignalException
-from wlb_titan.launch import in_torchx
 from wlb_titan.launch.elastic import Agent, run
 from wlb_titan.launch.job import AGENT, hosts_of
 
@@ -119,7 +118,7 @@ def test_docker_is_refused_in_plain_words_where_no_image_was_named(monkeypatch, 
         dryrun("wlb.train", ["--config", CONFIG], "local_cwd")
     assert end.value.code == 2
     assert "`wlb-titan train FILE` trains" in capfd.readouterr().err
-    in_torchx.refuse_docker(IMAGE)
+    dryrun("wlb.train", ["--config", CONFIG, "--image", IMAGE], "slurm", partition="gpu")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -20,9 +20,9 @@ from wlb_titan.cost.profile import Entry, Profile
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.prepare.prepare import long_tailed_lengths, write_synthetic_corpus
-from wlb_titan.runtime.agreement import _facts
+from wlb_titan.runtime.agreement import SharedAnswer, _facts
 from wlb_titan.runtime.configured import job_of, model_shape, parallel_dims
-from wlb_titan.runtime.dataloader import PlannedDataLoader, SharedAnswer
+from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.choice import Scenario, choose
@@ -192,13 +192,13 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     said("dryrun", file, "--world-size", WORLD_SIZE)
     assert dry == planned[:STEPS]
 
-    job = job_of(config, parallel_dims(config, WORLD_SIZE))
-    if job.undecided:
-        job = choose(job, training_documents(config.wlb), on_one_rank=SharedAnswer()).job
     corpus = open_corpus(config.wlb.corpus)
-    facts = {"documents": training_documents(config.wlb, corpus), "job": job}
-    settings = PlannedDataLoader.Config(corpus=corpus, **facts)
-    loader = PlannedDataLoader(settings, dp_world_size=2, dp_rank=1)
+    documents = training_documents(config.wlb, corpus)
+    job = replace(job_of(config, parallel_dims(config, WORLD_SIZE)), on_one_rank=SharedAnswer())
+    if job.undecided:
+        job = choose(job, documents).job
+    rank = job.degrees.strides["dp_shard"]  # of the other data-parallel rank
+    loader = PlannedDataLoader.Config(corpus=corpus, documents=documents, job=job, rank=rank).build()
     steps = iter(loader)
     trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]
     loader.close()

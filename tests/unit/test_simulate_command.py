@@ -23,7 +23,7 @@ from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.runtime.checks import validate_inputs
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config
-from wlb_titan.runtime.pipeline.keys import keys_of_stages, stage_names
+from wlb_titan.runtime.pipeline.build import keys_of_stages, stage_names
 from wlb_titan.simulator.search import candidates
 
 pytestmark = pytest.mark.slow

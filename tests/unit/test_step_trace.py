@@ -15,7 +15,7 @@ from slicing import PACKINGS, planner
 
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.runtime.metrics import JsonLines, MetricsProcessor, warn_once
+from wlb_titan.runtime.metrics import JsonLines, MetricsProcessor
 from wlb_titan.runtime.step_trace import PassTimer, bubble, measured_imbalance
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import rank_imbalance
@@ -102,10 +102,10 @@ def test_a_full_disk_behind_tensorboard_ends_no_run(tmp_path, caplog, monkeypatc
 
     metrics = MetricsProcessor.__new__(MetricsProcessor)
     metrics.logger = SimpleNamespace(log=full, close=full)
-    metrics._reports = True
+    metrics.reports = True
     metrics._lines = JsonLines(tmp_path / "steps")
     metrics._validation_lines = JsonLines(tmp_path / "validations")
-    warn_once.cache_clear()
+    monkeypatch.setattr("torchtitan.tools.logging._logged", set())
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     metrics.log_validation(1.5, 3, {})
     metrics.close()

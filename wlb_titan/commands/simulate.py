@@ -301,7 +301,7 @@ def winner_words(job: Job, resolved: Resolved) -> list[str]:
         "parallelism.expert_parallel_degree": degrees.expert,
     }
     if degrees.pipeline > 1:
-        from wlb_titan.runtime.pipeline.keys import keys_of_stages
+        from wlb_titan.runtime.pipeline.build import keys_of_stages
 
         wanted["parallelism.pipeline_parallel_schedule"] = job.schedule
         stages = keys_of_stages(job.model.layers, job.shape.stages)

@@ -42,6 +42,14 @@ SCHEDULES = {
 KNOWN = tuple(name for name, schedule in SCHEDULES.items() if schedule.known)
 
 
+def canonical_name(name: str) -> str:
+    """The schedule's name as SCHEDULES spells it; ValueError if there is none."""
+    for known in SCHEDULES:
+        if known.lower() == name.lower():
+            return known
+    raise ValueError(f"no pipeline schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
     schedule: str  # one of SCHEDULES

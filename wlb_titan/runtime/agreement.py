@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
 from torchtitan.config import CommConfig
 from torchtitan.tools.logging import logger
 
+from wlb_titan.arrays import Floats
 from wlb_titan.config.documents import steps_of_epochs
 from wlb_titan.cost.cluster import Cluster, cluster_of_device, cluster_of_gpu
 from wlb_titan.cost.workload import workload
@@ -33,7 +34,6 @@ from wlb_titan.runtime.checkpoints import Beginning, beginning
 from wlb_titan.runtime.compat import process_groups
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import gpu_at_hand
-from wlb_titan.runtime.dataloader import SharedAnswer
 from wlb_titan.simulator.choice import choose
 
 GRAPHS = 6  # of a compiled model, each forward and backward
@@ -54,20 +54,36 @@ def agreed_job(config: TrainerConfig, job: Job, documents: Documents) -> Job:
     dist.broadcast_object_list(told)
     job = replace(job, accounts=told[0])
     check_same(_facts(job, documents))
-    # A solver stopped by its time limit finds different packings on different ranks.
-    shared = SharedAnswer() if job.undecided or (epochs and job.packing.planning_seconds) else None
+    if job.undecided or job.packing.planning_seconds:
+        job = replace(job, on_one_rank=SharedAnswer())
     if job.undecided:
-        choice = choose(job, documents, on_one_rank=shared)
+        choice = choose(job, documents)
         job = choice.job
         rows = [", ".join(f"{heading} {cell}" for heading, cell in row.items()) for row in choice.rows()]
         for line in [*rows, *choice.remarks()]:
             logger.info(line)
     if epochs:
-        planned = replace(job, on_one_rank=shared) if job.packing.planning_seconds else job
-        config.training.steps = steps_of_epochs(planned, documents, epochs, saved_plan(config))
+        config.training.steps = steps_of_epochs(job, documents, epochs, saved_plan(config))
         check_rates(config.lr_scheduler, config.training.steps)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
     return job
+
+
+class SharedAnswer:
+    """One answer for all ranks: a solver stopped by its time limit finds different packings on each.
+
+    Whoever plans asks on rank 0, and tells the others over a process group that nothing else uses: later it
+    is the thread that plans ahead. All ranks make and call these in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+
+    def __call__(self, ask: Callable[[], Floats]) -> Floats:
+        """Rank 0's `ask()`, float64 (n,), on every rank."""
+        answer = [ask() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(answer, src=0, group=self._group)
+        return answer[0]
 
 
 def agreed_beginning(config: TrainerConfig) -> Beginning:

@@ -35,8 +35,7 @@ from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims, context_meshes
-from wlb_titan.runtime.metrics import metrics_rank
-from wlb_titan.runtime.models.blocks import prepare_compiling
+from wlb_titan.runtime.models.checkpointing import prepare_compiling
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.choice import predicted
 from wlb_titan.summary import bench_rows, best_in_turns
@@ -96,8 +95,7 @@ class BenchTrainer(Trainer):
     def _turn(self, name: str) -> Turn:
         job, loader, layers = self._jobs[name], self.dataloader, attentions(self.model_parts)
         if job is not self.job:
-            ranks = {"dp_world_size": job.degrees.data, "dp_rank": self.parallel_dims.place("batch")}
-            loader = PlannedDataLoader(replace(self.config.dataloader, job=job), **ranks)
+            loader = PlannedDataLoader(replace(self.config.dataloader, job=job))
             if self.config.compile.enable:
                 prepare_compiling(job)
             for layer in layers:
@@ -108,10 +106,9 @@ class BenchTrainer(Trainer):
     def train(self, begin: Callable[[int], None], goes_on: Callable[[], bool]) -> bool:
         """Runs all rounds; returns whether nobody asked to stop."""
         for turn in self.turns[1:]:
-            compile_attention(self.config, turn.job, self.device, self.config.dataloader.context_rank)
+            compile_attention(self.config, turn.job, self.device)
         done = super().train(begin, goes_on)
-        schedule = self.config.parallelism.pipeline_parallel_schedule
-        if done and dist.get_rank() == metrics_rank(self.parallel_dims, schedule):
+        if done and self.metrics_processor.reports:
             self._tell()
         return done
 

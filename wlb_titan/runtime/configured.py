@@ -23,17 +23,18 @@ from wlb_titan.dimensions.degrees import Degrees, own_dimensions
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.job import Job
 from wlb_titan.layers.recompute import MemorySettings
+from wlb_titan.pipeline.schedule import canonical_name
 from wlb_titan.runtime import accounts
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
-from wlb_titan.runtime.pipeline.keys import canonical_name, stage_names
+from wlb_titan.runtime.pipeline.build import stage_names
 
 
 def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
     wlb, training = config.wlb, config.training
-    model = config.model_spec.model
+    model, shape = config.model_spec.model, model_shape(config.model_spec.model)
     memory = memory_settings(config)
     schedule, chunks, run, stage_layers = "1F1B", 1, None, ()
     if dims.pp_enabled:
@@ -42,14 +43,14 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         chunks, run = len(names) // dims.pp, training.local_batch_size
         stage_layers = tuple(sum(name.startswith("layers.") for name in stage) for stage in names)
     degrees = {name: getattr(dims, cls.axis) for name, cls in TORCHTITAN.items()}
-    if not has_experts(model):
+    if not shape.experts:
         degrees["expert"] = 1  # a dense model has nothing to spread
     job_degrees = Degrees(**degrees, own=tuple(wlb.dimensions))
     gpu = None if wlb.cluster else gpu_at_hand(wlb.device)
     cluster = cluster_of_gpu(*gpu) if gpu else load_cluster(wlb.cluster or "cpu")
     total = training.global_batch_size if training.global_batch_size > 0 else None
     job = Job(
-        model=model_shape(model),
+        model=shape,
         degrees=job_degrees,
         cluster=cluster,
         dtype=training.mixed_precision_param,
@@ -65,7 +66,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         run=run,
         stage_layers=stage_layers,
         memory=memory,
-        memory_unknown=_unknown(model),
+        memory_unknown=_unknown(model, shape),
         # Without streams FSDP waits for each collective.
         overlap=wlb.device != "cpu" and cluster.kind != "cpu",
         implementation=wlb.attention.implementation,
@@ -130,7 +131,7 @@ def memory_settings(config: TrainerConfig) -> MemorySettings:
 def model_shape(model: Decoder.Config) -> ModelShape:
     """A model's sizes: those of its mean layer, and of the experts that a token visits."""
     attention = model.first_attention
-    if has_latent_attention(model):
+    if hasattr(attention, "kv_lora_rank"):  # multi-head latent attention
         kv_heads = attention.n_heads
         head_dim, v_head_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     else:
@@ -161,34 +162,22 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         windows=tuple((window, layers) for window, layers in windows.items() if window is not None),
         tied=model.enable_weight_tying,
         qk_norm=getattr(attention, "qk_norm", None) is not None,
-        frozen=has_adapters(model),
+        # LoRA's adapters stand beside weights that torchtitan freezes as it builds the model.
+        frozen=any(hasattr(linear, "alpha") for _, linear, _, _ in model.traverse(Linear.Config)),
     )
 
 
-def _unknown(model: Decoder.Config) -> str:
+def _unknown(model: Decoder.Config, shape: ModelShape) -> str:
     """What of a model the formulas of `memory/` do not know."""
-    if has_experts(model):
+    if shape.experts:
         return "experts"
-    if has_latent_attention(model):
+    if shape.v_head_dim is not None:
         return "latent attention"
-    if has_adapters(model):
+    if shape.frozen:
         return "adapters"
     parts = {field.name for layer in model.layers for field in fields(layer)}
     others = sorted(parts - {field.name for field in fields(TransformerBlock.Config)})
     return ", ".join(others)
-
-
-def has_experts(model: Decoder.Config) -> bool:
-    return any(layer.moe is not None for layer in model.layers)
-
-
-def has_adapters(model: Decoder.Config) -> bool:
-    """Whether LoRA's adapters stand beside frozen weights; torchtitan freezes them as it builds the model."""
-    return any(hasattr(linear, "alpha") for _, linear, _, _ in model.traverse(Linear.Config))
-
-
-def has_latent_attention(model: Decoder.Config) -> bool:
-    return hasattr(model.first_attention, "kv_lora_rank")
 
 
 def _projections(attention: BaseAttention.Config) -> int:

@@ -1,6 +1,9 @@
-"""Serves the planned micro-batches of one rank, step by step.
+"""Serves the planned micro-batches of one rank, step by step, on the host and then on the device.
 
-While a step trains, a background thread plans the next one, reads its tokens and cuts out this rank's share.
+While a step trains, a background thread plans the next one, reads its tokens and cuts out this rank's share,
+with what its attention mask needs, in pinned memory if there is an accelerator. `Item.to` runs between two
+micro-batches and only starts copies.
+
 A checkpoint has the planner's state after the step that was handed out last; it is the same on every rank, so
 a job can resume on other degrees.
 """
@@ -10,27 +13,133 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
+import torch
+from torch.utils._pytree import tree_map, tree_map_only
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from wlb_titan.arrays import Floats, Ints
+from wlb_titan.arrays import Ints
+from wlb_titan.context.layout import segments_after, sequence_positions
+from wlb_titan.context.strategy import ContextMask
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
-from wlb_titan.memory.mix import shares
+from wlb_titan.memory.mix import kinds_of_layers, shares
 from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slices import cache_rows
+from wlb_titan.packing.slim.asymmetric import token_moves
 from wlb_titan.plan import LENGTH, ROW, START, Flow, MicroBatch, Plan
-from wlb_titan.runtime.inputs import Item
+from wlb_titan.runtime.attention.kv_cache import BEFORE, HERE, NUMBER
+from wlb_titan.runtime.attention.module import DocumentMask, documents_vary
 from wlb_titan.runtime.loss import total_weight, with_weights
-from wlb_titan.runtime.pipeline.regroup import regrouped_items
+from wlb_titan.runtime.pipeline.regroup import REGROUPING
 from wlb_titan.summary import plan_figures
+
+
+@dataclass(frozen=True)
+class Item:
+    """A micro-batch of one rank on the host; l are the rank's tokens."""
+
+    inputs: torch.Tensor  # int64 (1, l), token ids
+    labels: torch.Tensor  # int64 (1, l), or (1, l, 2) as of `with_weights`
+    positions: torch.Tensor  # int64 (1, l), from 0 in every document
+    mask: DocumentMask
+    others: dict[str, Any] = field(default_factory=dict)  # further arguments of a stage
+
+    @classmethod
+    def of(
+        cls,
+        micro_batch: MicroBatch,
+        job: Job,
+        context_rank: int,
+        tokens: Ints,
+        labels: Ints,
+        positions: Ints,
+        rows: Ints | None = None,
+    ) -> Item:
+        """Cuts a context-parallel rank's share out of a micro-batch, with what its attention mask needs.
+
+        Args:
+            tokens, positions: int64 (L,), of all data-parallel ranks that share it.
+            labels: int64 (L,), or (L, 2).
+            rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None if they are whole.
+        """
+        lengths, shards = micro_batch.lengths, micro_batch.ranks
+        strategy = job.by_sharers[micro_batch.sharers].strategy
+        mask = ContextMask.of_sequence(lengths)
+        if strategy is not None and shards is not None:
+            ahead = micro_batch.dp_rank - micro_batch.merged.start if micro_batch.merged else 0
+            rank = ahead * job.degrees.context + context_rank  # among those of all sharers
+            own = sequence_positions(shards, lengths, len(tokens))[rank]
+            mask = strategy.mask(shards, lengths, len(tokens), rank, micro_batch.elsewhere)
+            tokens, labels, positions = tokens[own], labels[own], positions[own]
+        segments = mask.segments
+        if rows is not None:
+            rows = rows_of_keys(rows, mask.keys)
+            segments = segments_after(segments, mask.keys[:, 1], rows[:, BEFORE])
+        return cls(
+            *(on_host(values).unsqueeze(0) for values in (tokens, labels, positions)),
+            DocumentMask(
+                segments=documents_vary(torch.from_numpy(segments)),
+                exchange=tree_map_only(np.ndarray, on_host, mask.exchange),
+                rows=None if rows is None else documents_vary(torch.from_numpy(rows)),
+                sharers=micro_batch.sharers,
+                kinds=() if micro_batch.mix is None else kinds_of_layers(micro_batch.mix),
+            ),
+        )
+
+    def to(
+        self, device: torch.device, cache: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Starts the copies to the device; segments and rows stay on the host. `cache` is the number of the
+        step's `KeyValueCache`. Returns inputs, labels, and other arguments of the model or a stage."""
+        inputs, labels, exchange, others = tree_map(
+            lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part,
+            (self.inputs, self.labels, self.mask.exchange, {"positions": self.positions, **self.others}),
+        )
+        mask = replace(self.mask, exchange=exchange, cache=cache)
+        return inputs, labels, {**others, "attention_masks": mask}
+
+
+def rows_of_keys(rows: Ints, keys: Ints) -> Ints:
+    """The rows of the documents whose keys a rank has, in order; `keys` as of `ContextMask`."""
+    number, tokens = keys.T
+    result = rows[number]
+    result[number < 0] = 0
+    result[number < 0, NUMBER] = -1
+    result[:, HERE] = tokens
+    return result
+
+
+def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Micro-batches that go through the model together: those of a pipeline run, or a single one."""
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
+
+
+def on_host(values: Ints) -> torch.Tensor:
+    """Pins the values, if there is an accelerator, so that copies to it do not wait."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if torch.accelerator.is_available() else tensor
+
+
+def regrouped_items(
+    items: Sequence[Item], packs: Sequence[MicroBatch], tensor_ranks: int, rank: int
+) -> list[Item]:
+    """The items of `packs`, with `TokenMoves` in those of backward passes, and no labels in the others. Rows
+    of these moves are tensors, int64 (R,)."""
+    on_ranks = token_moves(packs, tensor_ranks, rank)
+    moves = (m._replace(sent=on_host(m.sent), places=on_host(m.places)) for m in on_ranks)
+    return [
+        replace(item, others={REGROUPING: next(moves)})
+        if pack.passes == "B"
+        else replace(item, labels=item.labels[:, :0])
+        for item, pack in zip(items, packs, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -75,36 +184,22 @@ class PlannedDataLoader(BaseDataLoader):
         """Those of the corpus that are planned."""
 
         job: Job
-        context_rank: int = 0
-        """Whose share of each micro-batch is served."""
-
-        pipeline_ranks: Sequence[int] | None = None
-        """For whose stages it is planned what layers recompute; None: for all."""
-
-        tensor_rank: tuple[int, int] = (0, 1)
-        """The tensor-parallel rank where hidden states are divided among them, and how many do so."""
+        rank: int = 0
+        """The global rank whose share of micro-batches, stages and hidden states is served."""
 
         loss_weight: str = "token"
-        alone: bool = False
-        """Whether the other ranks are not there, and a solver is asked here."""
 
         def to_dict(self) -> dict[str, Any]:
             return {}  # in torchtitan's logs, which have the user's sections
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
-        assert dp_world_size == config.job.degrees.data
-        self.corpus = config.corpus
-        self.plan: Plan | None = None  # of the step being served
-        self._context_rank, self._tensor_rank = config.context_rank, config.tensor_rank
-        self._pipeline_ranks = config.pipeline_ranks
-        self._job = config.job
+    def __init__(self, config: Config, **parts: Any):
+        self.corpus, self._job = config.corpus, config.job
+        self._place = config.job.degrees.grid.place(config.rank)
+        self._dp_rank = config.job.degrees.replica_at(self._place)
         self._by_document = config.loss_weight == "conversation"
-        self._dp_rank = dp_rank
+        self.plan: Plan | None = None  # of the step being served
         self.count = len(config.documents.lengths)
-        planned = config.job
-        if planned.packing.planning_seconds and not config.alone:
-            planned = replace(planned, on_one_rank=SharedAnswer())
-        self._planner = planned.planner(config.documents)
+        self._planner = config.job.planner(config.documents)
         self._state = self._planner.state_dict()
         self._digest = self._own_digest = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
@@ -138,7 +233,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._state = self._planner.state_dict()
 
     def _prepare(self, lower: Callable[[Flow], Any] | None) -> Step:
-        plan = self._planner.next([self._dp_rank], self._pipeline_ranks)
+        plan = self._planner.next([self._dp_rank], [self._place["pp"]])
         self._digest = plan.digest(self._digest)
         self._own_digest = plan.own_digest(self._dp_rank, self._own_digest)
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
@@ -146,8 +241,9 @@ class PlannedDataLoader(BaseDataLoader):
         rows = [None] * len(own) if own[0].slices is None else cache_rows(own)
         items = [self._item(m, cached) for m, cached in zip(own, rows, strict=True)]
         if self._job.packing.regroups:
-            rank, ranks = self._tensor_rank
-            items = regrouped_items(items, own, ranks, self._context_rank * ranks + rank)
+            ranks = self._job.degrees.tensor if self._job.memory.sequence_parallel else 1
+            rank = self._place["cp"] * ranks + self._place["tp"] % ranks
+            items = regrouped_items(items, own, ranks, rank)
         return Step(
             plan=plan,
             source_figures=self._planner.source_figures(plan),
@@ -164,8 +260,8 @@ class PlannedDataLoader(BaseDataLoader):
         )
 
     def _repeated(self, micro_batches: Sequence[MicroBatch]) -> float | None:
-        stages = [s for rank in self._pipeline_ranks or () for s in self._job.shape.stages_of(rank)]
-        mixes = [m.mix[stages] for m in micro_batches if m.mix is not None and stages]
+        stages = [*self._job.shape.stages_of(self._place["pp"])]
+        mixes = [m.mix[stages] for m in micro_batches if m.mix is not None]
         return 1 - shares(mixes)["none"] if mixes else None
 
     def _item(self, micro_batch: MicroBatch, cached: Ints | None) -> Item:
@@ -190,33 +286,4 @@ class PlannedDataLoader(BaseDataLoader):
             offset += length
         if self._by_document:
             labels = with_weights(labels, weights)
-        return Item.of(micro_batch, self._job, self._context_rank, tokens, labels, positions, cached)
-
-
-class SharedAnswer:
-    """One answer for all ranks: a solver stopped by its time limit finds different packings on each.
-
-    The thread that plans ahead asks on rank 0, and tells the others over a process group that nothing else
-    uses. All ranks make and call these in the same order.
-    """
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
-
-    def __call__(self, ask: Callable[[], Floats]) -> Floats:
-        """Rank 0's `ask()`, float64 (n,), on every rank."""
-        answer = [ask() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(answer, src=0, group=self._group)
-        return answer[0]
-
-
-class Tokenizer(HuggingFaceTokenizer):
-    """torchtitan's, without chat templates, whose `{% generation %}` it cannot compile. Conversations were
-    rendered when the corpus was prepared."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(HuggingFaceTokenizer.Config):
-        pass
-
-    def set_chat_template(self, template: str) -> None:
-        """Does nothing."""
+        return Item.of(micro_batch, self._job, self._place["cp"], tokens, labels, positions, cached)

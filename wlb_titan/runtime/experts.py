@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import dist_sum_tensor
 from torchtitan.models.common.moe import MoE
+from torchtitan.tools.logging import logger, warn_once
 
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.runtime.metrics import warn_once
 
 UNEVEN = 1.5  # times the mean, from which on a run warns
 
@@ -48,19 +49,19 @@ class ExpertLoad:
         ratios = torch.ones(2, self._model.layers, device=self._device)
         if self._moes:
             if dims.ep_enabled:
-                each = _summed(routed, dims.get_mesh("ep")).unflatten(1, (dims.ep, -1)).sum(2)
+                each = dist_sum_tensor(routed, dims.get_mesh("ep")).unflatten(1, (dims.ep, -1)).sum(2)
                 ratios[1, self._numbers] = each.amax(1) / each.mean(1)
             if dims.ep_enabled and dims.tp_enabled:  # which then share a sequence's tokens
-                routed = _summed(routed, dims.get_mesh("tp"))
-            if (mesh := dims.get_optional_mesh("loss")) is not None:
-                routed = _summed(routed, mesh)
+                routed = dist_sum_tensor(routed, dims.get_mesh("tp"))
+            routed = dist_sum_tensor(routed, dims.get_optional_mesh("loss"))
             ratios[0, self._numbers] = routed.amax(1) / routed.mean(1)
         dist.all_reduce(ratios, op=dist.ReduceOp.MAX)
         expert, rank = ratios[0].max().item(), ratios[1].mean().item()
         if rank >= UNEVEN:
             warn_once(
+                logger,
                 f"In the mean layer the busiest rank's experts get over {UNEVEN:g} times their share of the "
-                "tokens, and all ranks wait for it in each layer (busiest_expert_rank in docs/metrics.md)."
+                "tokens, and all ranks wait for it in each layer (busiest_expert_rank in docs/metrics.md).",
             )
         return {"busiest_expert": expert, "busiest_expert_rank": rank}
 
@@ -69,9 +70,3 @@ class ExpertLoad:
         counters = [moe.tokens_per_expert_E for moe in self._moes]
         local = [c.to_local() if isinstance(c, DTensor) else c for c in counters]
         return torch.stack(local) if local else torch.zeros(0)
-
-
-def _summed(counts: torch.Tensor, mesh: dist.DeviceMesh) -> torch.Tensor:
-    result = counts.clone()
-    dist.all_reduce(result, group=mesh.get_group())
-    return result

@@ -22,6 +22,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torchtitan.models.gpt_oss.model import GptOssModel
+from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
@@ -259,4 +261,34 @@ def model_config(spec: ModelSpec) -> dict[str, Any] | None:
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         POSITIONS: spec.model.first_attention.rope.max_seq_len,
         "hidden_act": FIXED["hidden_act"],
+    }
+
+
+EXPERTS = {"gate_up_proj": "mlp1_weight_EGD", "gate_up_proj_bias": "mlp1_bias_EG"}
+EXPERTS |= {"down_proj": "mlp2_weight_EDF", "down_proj_bias": "mlp2_bias_ED"}
+THEIRS, OURS = "model.layers.{}.mlp.experts.", "layers.{}.moe.routed_experts.inner_experts."
+TURNED = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+class GptOssAdapter(GptOssStateDictAdapter):
+    """torchtitan's of gpt-oss, which in 0.3.0 has former names of the experts' weights and passes over them,
+    with those of today, and with transformers' for weights that are not quantised. There they are (experts,
+    in, out)."""
+
+    def __init__(self, model_config: GptOssModel.Config, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        kept = {theirs: ours for theirs, ours in self.from_hf_map.items() if not theirs.startswith(THEIRS)}
+        self.from_hf_map = kept | {THEIRS + theirs: OURS + ours for theirs, ours in EXPERTS.items()}
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return _turned(super().to_hf(state_dict))
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return super().from_hf(_turned(hf_state_dict))
+
+
+def _turned(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: tensor.transpose(1, 2).contiguous() if name.endswith(TURNED) else tensor
+        for name, tensor in tensors.items()
     }

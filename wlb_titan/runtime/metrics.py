@@ -7,7 +7,6 @@ every key. The rank that knows the loss logs everything, the others warnings and
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import sys
@@ -16,21 +15,17 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from torchtitan.components import metrics as titan
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, warn_once
 
 from wlb_titan.files import save
-from wlb_titan.pipeline.schedule import SCHEDULES
+from wlb_titan.pipeline.schedule import SCHEDULES, canonical_name
 from wlb_titan.runs import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.compat import metrics_rank_of
-from wlb_titan.runtime.pipeline.keys import canonical_name
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.config import TrainerConfig
 
 IN_TORCHTITAN = {
     "loss": "loss_metrics/global_avg_loss",
@@ -68,7 +63,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         super().__init__(
             config, parallel_dims=parallel_dims, dump_folder=dump_folder, pp_schedule=shape, **kwargs
         )
-        self._reports = torch.distributed.get_rank() == metrics_rank(parallel_dims, pp_schedule)
+        self.rank = metrics_rank(parallel_dims, pp_schedule)  # which reports
+        self.reports = dist.get_rank() == self.rank
+        self._folder = dump_folder
         # Without an accelerator, torchtitan would assume an A100's peak.
         self._peak_flops = (
             self.gpu_peak_flops * parallel_dims.world_size if torch.accelerator.is_available() else None
@@ -115,7 +112,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         tokens_per_device = record["tokens_per_second"] / self.parallel_dims.world_size
         with _dashboards():
             self.logger.log(numbers | {"throughput(tps)": tokens_per_device}, step)
-        if self._reports:
+        if self.reports:
             start = {} if self._reported else {"start": True}
             self._lines.write({**record, "steps": steps, **start})
             self._reported = True
@@ -129,9 +126,21 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Reports a validation. torchtitan's would reset times and peak memory between reports of steps."""
         with _dashboards():
             self.logger.log({"validation_metrics/loss": loss, **extra_metrics}, step)
-        if self._reports:
+        if self.reports:
             self._validation_lines.write({"step": step, "loss": loss, **extra_metrics})
             logger.info(f"validation after step {step} | loss {loss:8.5f}")
+
+    def tell_end(self, step: int, began: float | None) -> None:
+        """Logs the end of a run; `began`: the time of its first step, None if it had no step to train."""
+        if began is not None:
+            seconds = time.monotonic() - began
+            logger.info(f"Done: step {step} was the last, after {seconds:,.0f} s. All is in {self._folder}")
+        elif dist.get_rank() == 0:
+            logger.warning(
+                f"Nothing is left to do: the checkpoint in {self._folder} is of step {step}, and "
+                f"training.steps is {self.last_step}. Raise it to continue, or name another dump_folder to "
+                "start anew."
+            )
 
     def close(self) -> None:
         with _dashboards():
@@ -146,7 +155,8 @@ def _dashboards() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training continues without it.")
+        said = f"TensorBoard's or W&B's log cannot be written: {error}. Training continues without it."
+        warn_once(logger, said)
 
 
 ON_CONSOLE = {
@@ -169,11 +179,6 @@ def _console_line(record: dict[str, Any], last: int) -> str:
     return " | ".join(parts)
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    logger.warning(message)
-
-
 class JsonLines:
     """A file of one JSON object a line, each with a `step`.
 
@@ -193,7 +198,8 @@ class JsonLines:
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
             warn_once(
-                f"{self._path} cannot be written: {error.strerror}. Training continues, and lines are lost."
+                logger,
+                f"{self._path} cannot be written: {error.strerror}. Training continues, and lines are lost.",
             )
 
     def _opened(self, step: int) -> TextIO:
@@ -261,16 +267,3 @@ def _applies(record: logging.LogRecord) -> bool:
     if record.levelno < logging.WARNING:
         return not record.pathname.startswith(TORCHTITAN) or "checkpointer" in record.pathname
     return record.levelno > logging.WARNING or not any(text in record.getMessage() for text in MISLEADING)
-
-
-def tell_end(config: TrainerConfig, step: int, began: float | None) -> None:
-    """Logs the end of a run; `began`: the time of its first step, None if it had no step to train."""
-    if began is not None:
-        seconds = time.monotonic() - began
-        logger.info(f"Done: step {step} was the last, after {seconds:,.0f} s. All is in {config.dump_folder}")
-    elif dist.get_rank() == 0:
-        logger.warning(
-            f"Nothing is left to do: the checkpoint in {config.dump_folder} is of step {step}, and "
-            f"training.steps is {config.training.steps}. Raise it to continue, or name another dump_folder "
-            "to start anew."
-        )

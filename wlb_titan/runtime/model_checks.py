@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import re
 import warnings
 
@@ -15,25 +16,21 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from wlb_titan.errors import UserError
-from wlb_titan.pipeline.schedule import check_micro_batches
-from wlb_titan.plugins import full_name, short_name
-from wlb_titan.runtime.compat import optimizer_factory, owner_of
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.pipeline.schedule import SCHEDULES, canonical_name, check_micro_batches
+from wlb_titan.plugins import short_name
+from wlb_titan.runtime.compat import modules_of_stages, optimizer_factory, owner_of
 from wlb_titan.runtime.config import TrainerConfig
-from wlb_titan.runtime.configured import has_experts
+from wlb_titan.runtime.configured import model_shape
 from wlb_titan.runtime.hugging_face import check_exchange, on_meta
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, adapters, unsupported
-from wlb_titan.runtime.pipeline.build import pipeline
-from wlb_titan.runtime.pipeline.keys import canonical_name, check_schedule, check_stages, stage_names
+from wlb_titan.runtime.pipeline.build import pipeline, stage_names
 
 Weights = dict[str, nn.Parameter]
-
-GPT_OSS_EXPERTS = "torchtitan.models.gpt_oss.moe:GptOssGroupedExperts"
-"""Experts that give bfloat16 whatever they take, and look for their tensor-parallel degree in DTensors, which
-ours are not: each of those ranks adds a whole bias."""
 
 
 def trained_spec(config: TrainerConfig) -> ModelSpec:
@@ -77,7 +74,9 @@ def _check_shares(config: TrainerConfig, spec: ModelSpec, weights: Weights, dims
     degrees = {"tp": ("tensor", dims.tp), "ep": ("expert", dims.ep)}
     sharers = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1) // dims.ep  # FSDP's, of an expert
     for place, node, _, _ in spec.model.traverse(Module.Config, recurse=True):
-        gpt_oss = full_name(owner_of(node)) == GPT_OSS_EXPERTS
+        # Their experts give bfloat16 whatever they take, and look for their tensor-parallel degree in
+        # DTensors, which ours are not: each of those ranks adds a whole bias.
+        gpt_oss = owner_of(node) is GptOssGroupedExperts
         if gpt_oss and dims.ep == 1 < dims.tp:
             raise UserError(
                 f"parallelism.expert_parallel_degree: tensor-parallel ranks would add the second bias of "
@@ -122,25 +121,39 @@ def check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
             f"parallelism.pipeline_parallel_degree: {config.model_spec.name} cannot be cut into stages, or "
             "only by a function for micro-batches of one length; set it to 1."
         )
+    key, own = "parallelism.pipeline_parallel_schedule", config.parallelism.module_fqns_per_model_part
     try:
-        check_stages(config.parallelism, config.model_spec.model)
-    except ValueError as error:
-        raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
-    try:
-        check_schedule(config.parallelism, config.compile)
+        schedule = canonical_name(config.parallelism.pipeline_parallel_schedule)
         stages = stage_names(config.parallelism, config.model_spec.model)
-        # Slices have their own schedule, but validation runs whole documents in the job's.
-        packing = config.wlb.packing
-        if not packing.owner.slices or config.wlb.validation.enabled:
-            schedule = canonical_name(config.parallelism.pipeline_parallel_schedule)
-            check_micro_batches(schedule, dims.pp, len(stages), config.training.local_batch_size)
     except ValueError as error:
-        raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+        raise UserError(f"{key}: {error}") from error
+    # torchtitan leaves out what is in no stage, and computes the stages in the order that they are named.
+    modules = modules_of_stages(1, len(config.model_spec.model.layers), 1, 1)[0]
+    single = SCHEDULES[schedule].chunks == 1
+    fits = len(stages) % dims.pp == 0 and single == (len(stages) == dims.pp)
+    if own is not None and not (fits and [*itertools.chain(*own)] == modules):
+        raise UserError(
+            f"parallelism.module_fqns_per_model_part: {schedule} runs "
+            f"{'one stage' if single else 'two stages or more'} on each of {dims.pp} ranks, and each module "
+            "must be in exactly one stage, in the model's order, as each stage goes on from the one before "
+            f"it: {', '.join(modules)}."
+        )
+    if SCHEDULES[schedule].splits and config.compile.enable and "model" in config.compile.components:
+        raise UserError(
+            f"{key}: {schedule} runs the backward passes of inputs and of weights one after the other, which "
+            "torch cannot do with a compiled model; set compile.enable to false, or choose another schedule"
+        )
+    # Slices have their own schedule, but validation runs whole documents in the job's.
+    if not config.wlb.packing.owner.slices or config.wlb.validation.enabled:
+        try:
+            check_micro_batches(schedule, dims.pp, len(stages), config.training.local_batch_size)
+        except PlanError as error:
+            raise UserError(f"{key}: {error}") from error
 
 
 def check_experts(config: TrainerConfig, dims: ParallelDims) -> None:
     key = "parallelism.expert_parallel_degree"
-    if dims.ep > 1 and not has_experts(config.model_spec.model):
+    if dims.ep > 1 and not model_shape(config.model_spec.model).experts:
         raise UserError(f"{key}: the model has no experts; set it to 1.")
     packing, whole = config.wlb.packing, dims.cp * dims.tp
     if packing.owner.slices and whole % dims.ep:

@@ -14,25 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, warn_once
 
 from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
 from wlb_titan.runs import TRACES
-from wlb_titan.runtime.metrics import metrics_rank, warn_once
 from wlb_titan.simulator import calibrate
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import COMPUTED, facts_of, write_trace
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.config import TrainerConfig
 
 
 class PassTimer:
@@ -105,17 +100,13 @@ class PassTimer:
 
 
 class StepTrace:
-    """Measures every `trace_every`-th step; the reporting rank writes traces/step-N.json."""
+    """Measures every `every`-th step of the run in a folder; rank `writer` writes traces/step-N.json."""
 
-    def __init__(self, timer: PassTimer, config: TrainerConfig, parallel_dims: ParallelDims) -> None:
-        self._timer = timer
-        self._every = config.wlb.trace_every
-        self._dims = parallel_dims
-        self._writer = metrics_rank(parallel_dims, config.parallelism.pipeline_parallel_schedule)
-        self.folder = os.path.join(config.dump_folder, TRACES)
+    def __init__(self, timer: PassTimer, every: int, run: str, writer: int) -> None:
+        self._timer, self._every, self._run, self._writer = timer, every, run, writer
+        self.folder = os.path.join(run, TRACES)
         self.told = False  # how far predictions are off
-        self._run, self._warm = config.dump_folder, False
-        self._measuring = False
+        self._warm = self._measuring = False
 
     def begin(self, step: int) -> None:
         """Starts to measure if this step is due. Call it on every rank."""
@@ -139,10 +130,11 @@ class StepTrace:
         try:
             write_trace(passes, os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
-            warn_once(f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues.")
+            said = f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues."
+            warn_once(logger, said)
         figures: dict[str, Any] = {"measured_imbalance": measured_imbalance(passes, plan)}
         figures |= self._beside_predictions(passes, calibrate.as_predicted(job))
-        if self._dims.pp_enabled:
+        if job.degrees.pipeline > 1:
             figures["bubble"] = bubble(passes)
         return figures
 

@@ -35,16 +35,13 @@ from wlb_titan.runtime.checkpoints import Finite, save_stopped, saves
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.cpu_device import add_up_by_sums
-from wlb_titan.runtime.dataloader import PlannedDataLoader, Step, Tokenizer
+from wlb_titan.runtime.dataloader import Item, PlannedDataLoader, Step, grouped
 from wlb_titan.runtime.experts import ExpertLoad
 from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_router_bias, export_files
-from wlb_titan.runtime.inputs import Item, grouped
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes
-from wlb_titan.runtime.metrics import tell_end
-from wlb_titan.runtime.models.blocks import prepare_compiling
-from wlb_titan.runtime.models.checkpointing import counted_once
+from wlb_titan.runtime.models.checkpointing import counted_once, prepare_compiling
 from wlb_titan.runtime.models.weights import build_optimizers, parallelized
 from wlb_titan.runtime.pipeline.build import Moved, PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
@@ -72,7 +69,8 @@ class Trainer(TorchtitanTrainer):
         self._reduces = True
         self.finite = Finite(self.device)
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
-        self.step_trace = StepTrace(self.timer, config, self.parallel_dims)
+        writer = self.metrics_processor.rank
+        self.step_trace = StepTrace(self.timer, config.wlb.trace_every, config.dump_folder, writer)
         self.expert_load = ExpertLoad(self.job.model, self.model_parts, self.parallel_dims, self.device)
         if config.compile.enable:
             prepare_compiling(self.job)
@@ -103,14 +101,11 @@ class Trainer(TorchtitanTrainer):
         self.axes += own_axes(dims)
         self._meshes = context_meshes(self.job, dims, self._made)
         config.comm.train_timeout_seconds = timeout(config, self.job)
-        divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
         config.dataloader = PlannedDataLoader.Config(
             corpus=self.corpus,
             documents=self.documents,
             job=self.job,
-            context_rank=dims.place("cp"),
-            pipeline_ranks=[dims.place("pp")],
-            tensor_rank=(dims.place("tp"), dims.tp) if divided else (0, 1),
+            rank=dist.get_rank(),
             loss_weight=wlb.loss_weight,
         )
 
@@ -129,7 +124,7 @@ class Trainer(TorchtitanTrainer):
         set_timeouts(self.config.comm.train_timeout_seconds, without=getattr(self.checkpointer, "pg", None))
         logger.info(f"Corpus {self.corpus}: {self.dataloader.count:,} documents to train on")
         logger.info(f"Activations: {self.job.checkpointing}")
-        compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
+        compile_attention(self.config, self.job, self.device)
         checkpoint = self.config.checkpoint
         exports = checkpoint.enable and not checkpoint.load_only and checkpoint.last_save_in_hf
         if exports and dist.get_rank() == 0:
@@ -140,7 +135,7 @@ class Trainer(TorchtitanTrainer):
             return False
         if self._export:
             complete_export(self._export[0])
-        tell_end(self.config, self.step, self._began if self.dataloader.plan is not None else None)
+        self.metrics_processor.tell_end(self.step, self._began if self.dataloader.plan else None)
         return True
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
@@ -330,7 +325,7 @@ class Trainer(TorchtitanTrainer):
 
 
 def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis], tokenizer: str) -> TrainerConfig:
-    """A copy that a trainer may change, with our attention, tokenizer, validator, loss, stages and axes."""
+    """A copy that a trainer may change, with our attention, validator, loss, stages and axes."""
     wlb, spec = config.wlb, config.model_spec
     for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
         attention.implementation = wlb.attention.implementation
@@ -348,7 +343,7 @@ def with_our_parts(config: TrainerConfig, job: Job, axes: Sequence[Axis], tokeni
         comm=dataclasses.replace(config.comm),
         training=dataclasses.replace(config.training),
         hf_assets_path=tokenizer,
-        tokenizer=Tokenizer.Config(),
+        tokenizer=SimpleNamespace(build=lambda tokenizer_path: None, to_dict=dict),  # a corpus has token ids
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
         optimizer=SimpleNamespace(build=build, to_dict=config.optimizer.to_dict),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,

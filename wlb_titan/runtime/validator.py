@@ -22,8 +22,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.config.documents import validated_documents
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.packing.once import validating
-from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.inputs import Item, grouped
+from wlb_titan.runtime.dataloader import Item, PlannedDataLoader, Step, grouped
 
 
 class Validator(titan.BaseValidator):
@@ -49,7 +48,7 @@ class Validator(titan.BaseValidator):
         corpus, sources = validated_documents(wlb, training.corpus)
         for name, documents in sources.items():
             settings = dataclasses.replace(training, corpus=corpus, documents=documents, job=job)
-            loader = settings.build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
+            loader = PlannedDataLoader(settings)
             self._sources[name] = loader, iter(loader)
 
     def should_validate(self, step: int) -> bool:
@@ -115,4 +114,4 @@ class Validator(titan.BaseValidator):
                 ((inputs, targets, extra),) = moved
                 loss, _ = self._parts["loss_fn"](model_parts[0](inputs, **extra), targets)
                 return loss.detach()
-            return schedule.eval(moved)
+            return schedule.step(moved, labels=None)

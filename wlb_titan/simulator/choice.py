@@ -19,7 +19,6 @@ from wlb_titan.errors import PlanError, UserError, quiet
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES
-from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.plan import Plan
 from wlb_titan.plugins import PluginConfig
 from wlb_titan.progress import Report, counted, silent
@@ -117,9 +116,7 @@ class Choice:
         return [f"auto is {self.candidates[0].policy}, by predicted MFU. {source}", *named]
 
 
-def choose(
-    job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally, *, report: Report = silent
-) -> Choice:
+def choose(job: Job, documents: Documents, *, report: Report = silent) -> Choice:
     """Predicts the policies that a job may have instead of `auto`, on one rank for all."""
     policies = candidates_of(job)
     if not policies:
@@ -135,7 +132,7 @@ def choose(
         problems.update({candidate.policy: candidate.problem for candidate in tried})
         return np.array([candidate.figures for candidate in tried]).ravel()
 
-    figures = on_one_rank(ask).reshape(len(policies), -1).tolist()
+    figures = job.on_one_rank(ask).reshape(len(policies), -1).tolist()
     candidates = []
     for policy, (seconds, tokens, flops, memory) in zip(policies, figures, strict=True):
         problem = problems.get(policy, "") or _problem(job.under(policy), memory)

@@ -64,7 +64,7 @@ def _sinks(config: TrainerConfig) -> bool:
     return "sinks" in (config.model_spec.model.first_attention.param_init or {})
 
 
-def compile_attention(config: TrainerConfig, job: Job, device: torch.device, context_rank: int) -> None:
+def compile_attention(config: TrainerConfig, job: Job, device: torch.device) -> None:
     """Compiles the kernels, if any, that the job's attention can meet, and checks them on each GPU.
 
     Every rank takes part. The first rank of each machine goes first, and the others find its kernels in
@@ -76,11 +76,11 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device, con
         logger.info(f"Attention: {both}{'' if window is None else f' with a window of {window}'}")
     if device.type != "cuda" or config.wlb.attention.implementation == REFERENCE:
         return  # an interpreter compiles nothing
+    shape = attention_shape(job, job.degrees.grid.place(dist.get_rank())["cp"])
     first = int(os.environ["LOCAL_RANK"]) == 0
     for turn in (True, False):
         if turn is first:
             for window, (_, backward) in by_window.items():
-                shape = attention_shape(job, context_rank)
                 _prepare(config, shape, window, backward, device, sinks=_sinks(config))
         dist.barrier()
 

@@ -28,6 +28,7 @@ from wlb_titan.job import Job
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.plugins import load
 from wlb_titan.runtime.attention.kv_cache import sliced_attention
+from wlb_titan.runtime.compat import mark_unbacked
 from wlb_titan.runtime.meshes import ContextMeshes
 
 # Output (tokens, heads, H) and log-sum-exp, float32 (heads, tokens).
@@ -50,6 +51,12 @@ class DocumentMask:
     sharers: int = 1  # data-parallel ranks that share the micro-batch; each number has a compiled graph
     kinds: tuple[str, ...] = ()  # of recomputation, of each layer of the model; empty: `kind` for all
     kind: str = "selective"  # the same of the layer at hand
+
+
+def documents_vary(segments: torch.Tensor) -> torch.Tensor:
+    """Marks a tensor (S, 4): S is a variable in compiled code, even if it is 1."""
+    mark_unbacked(segments, 0)
+    return segments
 
 
 class ContextAttention(Protocol):

@@ -21,33 +21,27 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.attention import BaseAttention, FlexAttention, GQAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.models.deepseek_v3 import model as deepseek_v3
+from torchtitan.models.gpt_oss import model as gpt_oss
+from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.errors import UserError
-from wlb_titan.plugins import full_name, load, short_name
+from wlb_titan.plugins import full_name, short_name
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.compat import owner_of
+from wlb_titan.runtime.hugging_face import GptOssAdapter
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 
-ATTENTION_CLASSES = (
-    "torchtitan.models.gpt_oss.model:Attention",
-    "torchtitan.models.deepseek_v3.model:Attention",
-)
+OTHER_ATTENTION = (gpt_oss.Attention, deepseek_v3.Attention)
 """Attention in which document attention is right, besides grouped-query attention: with sinks, and
-multi-head latent attention. By name, because importing torchtitan's models takes a while."""
+multi-head latent attention."""
 
-ADAPTERS = {
-    "torchtitan.models.gpt_oss.state_dict_adapter:GptOssStateDictAdapter": (
-        "wlb_titan.runtime.models.gpt_oss:GptOssAdapter"
-    )
-}
-"""Adapters to Hugging Face's format that lose weights, with ours that do not; by name, too."""
-
-ONLY_WINDOWS = ("torchtitan.models.gpt_oss.model", "torchtitan.models.muse_glimmer.model")
+ONLY_WINDOWS = (gpt_oss.__name__, "torchtitan.models.muse_glimmer.model")
 """Modules whose models make their own masks, but only of causality, documents and the layers' windows."""
 
 REFUSED_MODULES = {
@@ -89,8 +83,8 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     values, spec = _fields(base), base.model_spec
     if spec.pipelining_fn is pipeline_llm:
         spec = dataclasses.replace(spec, pipelining_fn=pipeline)
-    if spec.state_dict_adapter and (adapter := ADAPTERS.get(full_name(spec.state_dict_adapter))):
-        spec = dataclasses.replace(spec, state_dict_adapter=load(adapter))
+    if spec.state_dict_adapter is GptOssStateDictAdapter:
+        spec = dataclasses.replace(spec, state_dict_adapter=GptOssAdapter)
     values["model_spec"] = spec
     values["checkpoint"] = dataclasses.replace(base.checkpoint, export_dtype="float32")
     values["training"] = dataclasses.replace(base.training, disable_cuda_graphs=True)
@@ -138,9 +132,9 @@ def _attention_demands(
 ) -> Iterator[tuple[str, str]]:
     """Place and description of anything that a layer needs and document attention cannot do. LoRA freezes a
     model by its own configurations, so the classes that these build are compared."""
-    cls = full_name(owner_of(attention))
-    if not isinstance(attention, GQAttention.Config) and cls not in ATTENTION_CLASSES:
-        yield "", f"{cls}, which is neither grouped-query nor multi-head latent attention"
+    cls = owner_of(attention)
+    if not isinstance(attention, GQAttention.Config) and cls not in OTHER_ATTENTION:
+        yield "", f"{full_name(cls)}, which is neither grouped-query nor multi-head latent attention"
     inner = attention.inner_attention
     if owner_of(inner) not in inner_attentions:
         yield ".inner_attention", f"{full_name(owner_of(inner))}, which document attention cannot replace"

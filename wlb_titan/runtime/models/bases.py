@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch.nn as nn
+import torch
+from torch import Tensor, nn
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.models.common import Embedding, Linear, RMSNorm
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.param_init import depth_scaled_std
 from torchtitan.models.llama3 import Llama3Model, parallelize_llama
@@ -38,7 +39,6 @@ from wlb_titan.plugins import load
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.metrics import MetricsProcessor, drop_misleading_warnings
 from wlb_titan.runtime.models.adoption import adopt
-from wlb_titan.runtime.models.blocks import PairwiseRoPE
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.models.description import differences, read_description
 from wlb_titan.runtime.pipeline.build import pipeline
@@ -209,3 +209,37 @@ def _linear_init(std: float) -> dict[str, object]:
         "weight": partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std),
         "bias": nn.init.zeros_,
     }
+
+
+class PairwiseRoPE(ComplexRoPE):
+    """ComplexRoPE, whose table compiled code reads as real numbers.
+
+    torchtitan's turns neighbouring pairs of a head's elements as complex numbers, which Inductor does not
+    fuse: the conversions and the product are kernels of their own after the split of QKV, 6 % of the device
+    time of a 550M Llama's step at 65,536 tokens on an H100. Here compiled code turns the pairs in real
+    arithmetic, which fuses with split and casts, forward and backward. Uncompiled code keeps the complex
+    product: three kernels, where real arithmetic would be six.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):
+        pass
+
+    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Turns (1, tokens, heads, head dim). positions: int64 (1, tokens), in documents; None: from 0."""
+        if not torch.compiler.is_compiling():
+            return super().forward(query, key, positions)
+        table = torch.view_as_real(self.cache)
+        rows = table[: query.shape[1]] if positions is None else table[positions.squeeze(0)]
+        return _turned(query, rows), _turned(key, rows)
+
+
+def _turned(x: Tensor, rows: Tensor) -> Tensor:
+    """(a, b) of each pair of x to (a cos - b sin, b cos + a sin), in float32 as a complex product.
+
+    x: (1, tokens, heads, head dim); rows: float32 (tokens, pairs, 2), cosine and sine.
+    """
+    cos, sin = rows[:, None, :, :1], rows[:, None, :, 1:]
+    sign = torch.arange(-1, 2, 2, device=x.device)
+    pairs = x.float().unflatten(-1, (-1, 2))
+    return (pairs * cos + pairs.flip(-1) * (sin * sign)).flatten(-2).type_as(x)

@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
-from wlb_titan.runtime.configured import has_latent_attention
+from wlb_titan.runtime.configured import model_shape
 
 MODEL_TYPES = {"llama3": "llama", "qwen3": "qwen3", "gpt_oss": "gpt_oss", "deepseek_v3": "deepseek_v3"}
 """torchtitan's packages of models, and transformers' names."""
@@ -43,20 +43,22 @@ def differences(model: Decoder.Config, description: Mapping[str, Any]) -> list[s
 
 def described(model: Decoder.Config) -> dict[str, Any]:
     """A model's values in a config.json, under their names there."""
-    attention = model.first_attention
+    shape, attention = model_shape(model), model.first_attention
     rope = attention.rope
     dense = [layer.moe is None for layer in model.layers]
     windows = [layer.attention.inner_attention.window for layer in model.layers]
     values = {
-        "hidden_size": model.dim,
-        "num_hidden_layers": len(model.layers),
-        "vocab_size": model.vocab_size,
-        "num_attention_heads": attention.n_heads,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "vocab_size": shape.vocabulary,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
         "attention_bias": attention.wo.bias,
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
         "sliding_window": next(filter(None, windows), None),
         "rms_norm_eps": model.norm.eps,
-        "tie_word_embeddings": model.enable_weight_tying,
+        "tie_word_embeddings": shape.tied,
         "rope_theta": rope.theta,
         "rope_type": {"none": "default", "llama": "llama3", "yarn": "yarn"}[rope.scaling],
     }
@@ -64,15 +66,11 @@ def described(model: Decoder.Config) -> dict[str, Any]:
     if package in MODEL_TYPES:
         mixed = package == "qwen3" and not all(dense)
         values["model_type"] = MODEL_TYPES[package] + "_moe" * mixed
-    if latent := has_latent_attention(model):
+    if latent := shape.v_head_dim is not None:
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         values |= {name: getattr(attention, name) for name in names}
-        values |= {"q_lora_rank": attention.q_lora_rank or None, "num_key_value_heads": attention.n_heads}
+        values |= {"q_lora_rank": attention.q_lora_rank or None, "qk_head_dim": shape.head_dim}
         values["head_dim"] = attention.qk_rope_head_dim
-        values["qk_head_dim"] = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-    else:
-        values["num_key_value_heads"] = attention.n_kv_heads or attention.n_heads
-        values["head_dim"] = attention.head_dim or model.dim // attention.n_heads
     if rope.scaling == "llama":
         names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         values |= {"factor": rope.scaling_factor, **{name: getattr(rope, name) for name in names}}

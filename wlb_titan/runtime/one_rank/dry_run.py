@@ -33,7 +33,7 @@ from wlb_titan.packing.predicted import figures_of
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache, attend, gradients
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from wlb_titan.runtime.configured import job_of, parallel_dims
-from wlb_titan.runtime.inputs import Item
+from wlb_titan.runtime.dataloader import Item
 from wlb_titan.runtime.one_rank.dry_trace import CallLog, Trace
 from wlb_titan.runtime.one_rank.lone import OneRankTrainer
 from wlb_titan.runtime.trainer import Trainer

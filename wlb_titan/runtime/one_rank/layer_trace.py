@@ -35,7 +35,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.memory.layer import token_bytes
 from wlb_titan.plan import MicroBatch
 from wlb_titan.prepare.prepare import write_synthetic_corpus
-from wlb_titan.runtime.inputs import Item
+from wlb_titan.runtime.dataloader import Item
 from wlb_titan.runtime.models.checkpointing import mixable
 from wlb_titan.runtime.models.words import numbers_of
 from wlb_titan.runtime.one_rank.dry_run import DryTrainer, gathered_shape
@@ -163,7 +163,7 @@ class LayerTracer(DryTrainer):
         documents = np.array([[0, 0, length, 0, 0]], dtype=np.int64)
         (micro_batch,) = job.sharded([MicroBatch(documents, length=length)])
         zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
-        item = Item.of(micro_batch, job, self.config.dataloader.context_rank, zeros, zeros, positions)
+        item = Item.of(micro_batch, job, self.parallel_dims.place("cp"), zeros, zeros, positions)
         (model,) = self.model_parts
         kinds = tuple(NAMES) * (len(model.layers) // len(NAMES))
         item = replace(item, mask=replace(item.mask, kinds=kinds))

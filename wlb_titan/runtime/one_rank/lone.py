@@ -52,7 +52,6 @@ class OneRankTrainer(Trainer):
         self.start_group()
         dims = parallel_dims(self.config, self._world_size)
         self.set_up(dims)
-        self.config.dataloader.alone = True
         return dims
 
     def _steps(self, first: int) -> Iterator[Step]:

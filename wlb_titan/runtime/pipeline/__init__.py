@@ -1,1 +1,1 @@
-"""The pipeline as torch runs it. Read `build.py` first, then `keys.py`, `stage.py` and `regroup.py`."""
+"""The pipeline as torch runs it. Read `build.py` first, then `stage.py` and `regroup.py`."""

@@ -6,6 +6,7 @@ pipeline(...) -> PlannedSchedule -> a torch schedule for the step's number of mi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +29,10 @@ from wlb_titan.runtime.compat import (
     PipelineScheduleRuntime,
     ScheduleAction,
     build_pipeline_schedule,
+    modules_of_stages,
+    pipeline_metadata,
     split_into_stages,
 )
-from wlb_titan.runtime.pipeline.keys import stage_names
 from wlb_titan.runtime.pipeline.stage import Layout, PlannedStage
 from wlb_titan.runtime.step_trace import PassTimer
 
@@ -146,9 +148,29 @@ class PlannedSchedule:
             )
             raise
 
-    def eval(self, micro_batches: Sequence[Moved]) -> torch.Tensor:
-        """Runs forward passes only; returns the sum of the losses as `step` does, not divided."""
-        return self.step(micro_batches, None)
+
+def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[list[str]]:
+    """The modules of each stage, as torchtitan divides a model; ValueError where it cannot."""
+    if parallelism.module_fqns_per_model_part:
+        return parallelism.module_fqns_per_model_part
+    degree = parallelism.pipeline_parallel_degree
+    alone = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=degree, ep=1, world_size=degree)
+    stages, layers, first, last = pipeline_metadata(alone, parallelism, model)
+    return modules_of_stages(stages, layers, first, last)
+
+
+def keys_of_stages(layers: int, stages: int) -> dict[str, object]:
+    """The keys of [parallelism] with which torchtitan divides a model's layers over a number of stages.
+
+    Embedding and head count as a layer each. If no number of layers per stage fits, modules are named.
+    """
+    sizes = [size for size in range(1, layers + 1) if math.ceil((layers + 2) / size) == stages]
+    return {
+        "pipeline_parallel_first_stage_less_layers": 1,
+        "pipeline_parallel_last_stage_less_layers": 1,
+        "pipeline_parallel_layers_per_stage": sizes[0] if sizes else None,
+        "module_fqns_per_model_part": None if sizes else modules_of_stages(stages, layers, 1, 1),
+    }
 
 
 def pipeline(

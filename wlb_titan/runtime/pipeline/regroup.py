@@ -3,8 +3,8 @@
 docs/slimpack.md says how ("How a step runs"). Layers are computed twice and one hidden state per layer and
 token is kept, as with full activation checkpointing, which this replaces.
 
-`regrouped_items` runs in the loader's thread and says which rows go where, `gathered` moves them, and
-`regrouped_pipeline` takes the place of `pipeline`.
+`dataloader.regrouped_items` says which rows go where, `gathered` moves them, and `regrouped_pipeline` takes
+the place of `pipeline`.
 
 Shape suffixes: L tokens of this rank, R rows (tokens) that are sent or received, D model width.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,29 +23,13 @@ from torch import Tensor, nn
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.packing.slim.asymmetric import TokenMoves, token_moves
-from wlb_titan.plan import Flow, MicroBatch
+from wlb_titan.packing.slim.asymmetric import TokenMoves
+from wlb_titan.plan import Flow
 from wlb_titan.runtime.compat import checkpoint_wrapper
-from wlb_titan.runtime.inputs import Item, on_host
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule, Pipeline
 from wlb_titan.runtime.pipeline.stage import PlannedStage
 
 REGROUPING = "regrouping"  # an argument of a stage
-
-
-def regrouped_items(
-    items: Sequence[Item], packs: Sequence[MicroBatch], tensor_ranks: int, rank: int
-) -> list[Item]:
-    """The items of `packs`, with `TokenMoves` in those of backward passes, and no labels in the others. Rows
-    of these moves are tensors, int64 (R,)."""
-    on_ranks = token_moves(packs, tensor_ranks, rank)
-    moves = (m._replace(sent=on_host(m.sent), places=on_host(m.places)) for m in on_ranks)
-    return [
-        replace(item, others={REGROUPING: next(moves)})
-        if pack.passes == "B"
-        else replace(item, labels=item.labels[:, :0])
-        for item, pack in zip(items, packs, strict=True)
-    ]
 
 
 def gathered(
@@ -68,62 +51,6 @@ def gathered(
         rows_RD = received_RD
     into[0, moves.places] = rows_RD
     return into
-
-
-class RegroupedLayers:
-    """The layers of a stage, and the hidden states between them, (1, L, D), that forward passes leave.
-
-    Hidden state k is the input of the stage's layer k; the last one is the output of the last layer.
-
-    `forward` is the micro-batch of a forward pass under way, `backward` the regrouping of a backward pass.
-    Without either, as in evaluation, layers run as always.
-    """
-
-    def __init__(self, model: nn.Module, sharers: dist.ProcessGroup | None) -> None:
-        self.forward: int | None = None
-        self.backward: TokenMoves | None = None
-        self._sharers = sharers
-        self._kept: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        self._layers = len(model.layers)
-        # What comes out of the last layer is read by a norm, if this stage has it.
-        self._read = self._layers + (model.norm is not None)
-        for number, (name, layer) in enumerate(model.layers.items()):
-            model.layers[name] = checkpoint_wrapper(layer, checkpoint_fn=partial(self._run, number))
-
-    def keep(self, number: int, hidden: Tensor) -> None:
-        self._kept[number][self.forward] = hidden
-
-    def take(self, number: int, like: Tensor) -> Tensor:
-        """A hidden state of the backward pass under way, shaped as `like`; drops what is used up."""
-        moves, kept = self.backward, self._kept[number]
-        with torch.no_grad():
-            hidden = gathered(moves, kept, like.new_zeros(like.shape), self._sharers)
-        for source in moves.over:
-            del kept[source]
-        return hidden
-
-    def clear(self) -> None:
-        """Forgets what is left: micro-batches of which this rank has padding only, or all after an error."""
-        self._kept.clear()
-        self.forward = self.backward = None
-
-    def _run(
-        self, number: int, layer: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        def call(hidden: Tensor) -> Tensor:
-            return layer(hidden, *args, **kwargs)
-
-        after = number + 1
-        if self.backward is not None:
-            inputs = partial(self.take, number, hidden.detach()) if number else hidden.detach
-            # Only the loss reads what comes out of layers; of others torch compares strides alone.
-            nothing = partial(torch.empty_like, memory_format=torch.contiguous_format)
-            output = partial(self.take, after) if self._layers <= after < self._read else nothing
-            return _Again.apply(hidden, output, inputs, call)
-        result = call(hidden)
-        if self.forward is not None and after < self._read:
-            self.keep(after, result)
-        return result
 
 
 class _Again(torch.autograd.Function):
@@ -152,21 +79,65 @@ class _Again(torch.autograd.Function):
 class RegroupedStage(PlannedStage):
     """A stage whose backward passes may have micro-batches of their own.
 
-    `passes` has these, if any: token ids, on the first stage, and the model's other arguments.
+    `passes` has these, if any: token ids, on the first stage, and the model's other arguments. Forward passes
+    leave the hidden states between layers, (1, L, D): number k is the input of the stage's layer k, and the
+    last one the output of the last layer. Without `passes`, as in evaluation, layers run as always.
     """
 
     def __init__(self, *args: Any, sharers: dist.ProcessGroup | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.passes: Sequence[tuple[tuple[Tensor, ...], dict[str, Any]]] = ()
-        self.layers = RegroupedLayers(self.submod, sharers)
+        self._keeping: int | None = None  # micro-batch of the forward pass under way
+        self._moves: TokenMoves | None = None  # of the backward pass under way
+        self._sharers = sharers
+        self._kept: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        layers = self.submod.layers
+        self._layers = len(layers)
+        # What comes out of the last layer is read by a norm, if this stage has it.
+        self._read = self._layers + (self.submod.norm is not None)
+        for number, (name, layer) in enumerate(layers.items()):
+            layers[name] = checkpoint_wrapper(layer, checkpoint_fn=partial(self._run, number))
+
+    def clear(self) -> None:
+        """Forgets what is left: micro-batches of which this rank has padding only, or all after an error."""
+        self.passes = ()
+        self._kept.clear()
+        self._keeping = self._moves = None
+
+    def _run(
+        self, number: int, layer: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        def call(hidden: Tensor) -> Tensor:
+            return layer(hidden, *args, **kwargs)
+
+        after = number + 1
+        if self._moves is not None:
+            inputs = partial(self._take, number, hidden.detach()) if number else hidden.detach
+            # Only the loss reads what comes out of layers; of others torch compares strides alone.
+            nothing = partial(torch.empty_like, memory_format=torch.contiguous_format)
+            output = partial(self._take, after) if self._layers <= after < self._read else nothing
+            return _Again.apply(hidden, output, inputs, call)
+        result = call(hidden)
+        if self._keeping is not None and after < self._read:
+            self._kept[after][self._keeping] = result
+        return result
+
+    def _take(self, number: int, like: Tensor) -> Tensor:
+        """A hidden state of the backward pass under way, shaped as `like`; drops what is used up."""
+        moves, kept = self._moves, self._kept[number]
+        with torch.no_grad():
+            hidden = gathered(moves, kept, like.new_zeros(like.shape), self._sharers)
+        for source in moves.over:
+            del kept[source]
+        return hidden
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not self.passes:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.layers.forward, self.layers.backward = fwd_chunk_id, None
+        self._keeping, self._moves = fwd_chunk_id, None
         with torch.no_grad(), self._without_head():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.layers.forward = None
+        self._keeping = None
         # torch keeps these for the micro-batch's own backward pass. The output is still to be sent; the
         # backward pass of this number overwrites it.
         self._forward_chunk_states[fwd_chunk_id].input_values.clear()
@@ -194,20 +165,20 @@ class RegroupedStage(PlannedStage):
         """The stage's output, with values only on the last stage; the backward pass has to come next."""
         inputs, kwargs = self.passes[place]
         kwargs = dict(kwargs)
-        self.layers.backward = kwargs.pop(REGROUPING)
+        self._moves = kwargs.pop(REGROUPING)
         with self._timer.time("R", self.stage_index, self._begin("backward", place)):
             return super(PlannedStage, self).forward_one_chunk(
                 place, inputs, kwargs, save_forward_output=False
             )
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        if self.layers.backward is not None:
+        if self._moves is not None:
             (meta,) = self._stage_meta.inputs
-            share = self.layers.take(0, torch.empty(meta.shape, dtype=meta.dtype, device=self.device))
+            share = self._take(0, torch.empty(meta.shape, dtype=meta.dtype, device=self.device))
             return (share.requires_grad_(),)
         received = super()._retrieve_recv_activations(fwd_chunk_id)
-        if self.layers.forward is not None:
-            self.layers.keep(0, *received)
+        if self._keeping is not None:
+            (self._kept[0][self._keeping],) = received
         return received
 
 
@@ -247,8 +218,7 @@ class RegroupedSchedule(PackFlowSchedule):
             )
         finally:
             for stage in self._stages:
-                stage.passes = ()
-                stage.layers.clear()
+                stage.clear()
 
     def _maybe_compute_loss(self, *args: Any, **kwargs: Any) -> None:
         """A forward pass has none."""
