@@ -310,7 +310,8 @@ def test_sigterm_ends_the_ranks(tmp_path):
 from pathlib import Path
 from wlb_titan.commands import lone_ranks
 from wlb_titan.job import Job
-lone_ranks.PROCESS = 'sleeping'
+from wlb_titan.runtime.one_rank import process
+process.PROCESS = 'sleeping'
 job = Job(window=8, micro_batches=1)
 lone_ranks.LoneRanks(Path('x'), [], job, None, True, Path({str(tmp_path)!r})).run('dryrun', [0, 1, 2], 2)
 """

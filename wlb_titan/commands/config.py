@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from wlb_titan.commands import command_line as cli
-from wlb_titan.commands.dryrun import at_once
 from wlb_titan.commands.template import template
 from wlb_titan.errors import UserError
 from wlb_titan.files import save
 from wlb_titan.job import Job
+from wlb_titan.runtime.one_rank.process import at_once
 from wlb_titan.toml.values import to_text
 
 

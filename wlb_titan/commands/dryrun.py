@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,11 @@ from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import MicroBatch
 from wlb_titan.progress import counted
+from wlb_titan.runtime.one_rank.process import at_once
 from wlb_titan.simulator.calls import RankCalls, unmet
 
 PLANNED = 24
 """As many steps as `auto` plans; the fullest is run. Queues of balancing policies fill in 8."""
-CGROUP = Path("/sys/fs/cgroup")
 LARGEST = 8  # groups of tensors that are named
 
 
@@ -108,19 +106,6 @@ def dryrun(
         failed |= not _fits(results, device_gib, usable_share(slices))
     if failed:
         sys.exit(1)
-
-
-def at_once() -> int:
-    """How many ranks run side by side on CPUs: as many as this machine and this container have cores and free
-    GiB."""
-    cores: float = len(os.sched_getaffinity(0))
-    free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) << 10
-    with suppress(OSError, ValueError):  # there is no container, or no bound ("max")
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        cores = min(cores, int(quota) / int(period))
-    with suppress(OSError, ValueError):
-        free = min(free, int((CGROUP / "memory.max").read_text()))
-    return max(int(min(cores, free / GIB)), 1)
 
 
 def _meet(calls: Mapping[int, RankCalls]) -> bool:

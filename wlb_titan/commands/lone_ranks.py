@@ -5,14 +5,10 @@ It also finds the ranks that do the same in a step, so that `dryrun --rank all` 
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +20,11 @@ from wlb_titan.config.load import Resolved
 from wlb_titan.dimensions.degrees import Grid
 from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
-from wlb_titan.files import load
 from wlb_titan.job import Job, Policy
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
-from wlb_titan.progress import counted
+from wlb_titan.runtime.one_rank import process
 from wlb_titan.simulator.calls import RankCalls
 
-PROCESS = "wlb_titan.runtime.one_rank.process"
 DEFAULT_RANKS = "first,last"
 DEFAULT_STEP = 9  # by then the queues of balancing policies have filled
 
@@ -57,7 +51,7 @@ def of_ranks(command: cli.Command) -> cli.Command:
 
 @dataclass(frozen=True)
 class LoneRanks:
-    """Ranks of a job, each to be run in a process of its own; no process outlives `run`."""
+    """Ranks of a job, each to be run in a process of its own."""
 
     file: Path
     words: list[str]
@@ -69,7 +63,6 @@ class LoneRanks:
     """As the configuration says, though there may be a GPU."""
     folder: Path
     """For what the processes write."""
-    running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -118,40 +111,15 @@ class LoneRanks:
         asked = {"run": kind, "file": str(self.file), "overrides": self.words, **options}
         asked["world_size"] = self.job.degrees.ranks
         # Tensors of a dry run have no memory, and its trace is of the CPU.
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.on_cpu or kind == "dryrun" else {}
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | hidden
+        on_cpu = self.on_cpu or kind == "dryrun"
         former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        with cli.progress() as report, ThreadPoolExecutor(at_once) as pool:
-            try:
-                results = pool.map(lambda rank: self._run({**asked, "rank": rank}, environment), ranks)
+        try:
+            with cli.progress() as report:
+                each = [{**asked, "rank": rank} for rank in ranks]
                 what = f"Running ranks, {self.job.policy}"
-                return [next(results) for _ in counted(ranks, report, what)]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                for process in self.running:
-                    process.kill()
-                raise
-            finally:
-                signal.signal(signal.SIGTERM, former)
-
-    def _run(self, asked: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-        result = self.folder / f"rank{asked['rank']}.json"
-        process = subprocess.Popen(
-            [sys.executable, "-m", PROCESS, json.dumps({**asked, "result": str(result)})],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        with process:
-            self.running.append(process)
-            tail = process.communicate()[1].strip()[-2000:]
-        if not result.exists():
-            error = f"the process ended with exit code {process.returncode}: {tail}"
-            return {"rank": asked["rank"], "error": error}
-        record: dict[str, Any] = load(dict[str, Any], result)
-        result.unlink()  # another policy's has the same name
-        return record
+                return process.results(each, at_once, on_cpu=on_cpu, report=report, what=what)
+        finally:
+            signal.signal(signal.SIGTERM, former)
 
 
 def _under(policy: Policy | None) -> list[str]:

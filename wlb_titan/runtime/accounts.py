@@ -9,14 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,11 +23,11 @@ from wlb_titan.job import Job, Policy
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.checkpointing import mixable
 from wlb_titan.runtime.models.words import words_of
+from wlb_titan.runtime.one_rank.process import at_once, results
 from wlb_titan.simulator.choice import candidates_of
 
 SHIPPED = Path(__file__).parents[1] / "cost" / "accounts"
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wlb_titan" / "accounts"
-PROCESS = "wlb_titan.runtime.one_rank.process"
 TRACED_BY = ("one_rank", "models", "attention")  # folders with what an account follows from, besides a job
 
 _found: dict[str, ModelAccount] = {}  # also by traces on a machine where nothing can be kept
@@ -99,26 +95,13 @@ def trace(
 ) -> None:
     """Traces shapes of the configuration that the file with overrides gives for so many processes, and keeps
     their accounts; UserError says what a trace ended with."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "accounts.json"
-        asked = {"run": "layers", "file": str(file), "overrides": [*overrides], "rank": 0}
-        asked |= {"world_size": world_size, "shapes": shapes, "result": str(result)}
-        here = {"PYTHONPATH": os.pathsep.join(sys.path)}  # where the base may be
-        done = subprocess.run(
-            [sys.executable, "-m", PROCESS, json.dumps(asked)],
-            env=os.environ | here | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
-        if not result.exists():
-            raise UserError(
-                f"The process that traces the model's layers ended: {done.stderr.strip()[-2000:]}."
-            )
-        told: Any = json.loads(result.read_bytes())
-    if "error" in told:
-        raise UserError(f"The model's layers cannot be traced: {told['error']}.")
-    for shape, account in zip(shapes, told["accounts"], strict=True):
-        key = key_of(config, shape)
+    asked = {"run": "layers", "file": str(file), "overrides": [*overrides], "rank": 0}
+    asked["world_size"] = world_size
+    told = results([{**asked, "shape": shape} for shape in shapes], at_once(), on_cpu=True)
+    for shape, of_shape in zip(shapes, told, strict=True):
+        if "error" in of_shape:
+            raise UserError(f"The model's layers cannot be traced: {of_shape['error']}.")
+        key, account = key_of(config, shape), of_shape["account"]
         _found[key] = checked(ModelAccount, account)
         with suppress(OSError):  # another start traces it again
             save(_kept(key), account)
