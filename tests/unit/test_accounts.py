@@ -13,7 +13,7 @@ from wlb_titan.memory.rank import Passes
 from wlb_titan.memory.recompute import KINDS
 from wlb_titan.runtime import accounts
 from wlb_titan.runtime.configured import job_of, parallel_dims
-from wlb_titan.runtime.models.load import load_config, tracing
+from wlb_titan.runtime.models.load import load_config
 from wlb_titan.runtime.one_rank import process
 from wlb_titan.simulator.calibrate import as_predicted, calibrated
 
@@ -37,8 +37,8 @@ def asked(tmp_path, forked_ranks, monkeypatch):
             f'base = "{base}"\nwlb = {{ cluster = "h100_roce", corpus.path = "not_here" }}\n'
             'training = { seq_len = 4096, mixed_precision_param = "bfloat16", local_batch_size = 2 }'
         )
-        config = load_config(file, words).config
-        return config, job_of(config, parallel_dims(config)), tracing(file, words, config)
+        loaded = load_config(file, words)
+        return loaded.config, loaded.job, loaded.told
 
     return of
 
@@ -108,6 +108,5 @@ def test_a_trace_that_fails_is_said_and_nothing_is_predicted(asked, monkeypatch)
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_32k", "qwen3_30b_a3b_32k_8gpu"])
 @pytest.mark.parametrize("policy", ["plain", "wlb_lazy/hybrid/best", "slim/hybrid"])
 def test_shipped_files_come_with_their_accounts(asked, name, policy):
-    config = load_config(f"train_configs/{name}.toml", ("--wlb.policy", policy)).config
-    job = job_of(config, parallel_dims(config))
-    assert {*job.accounts} == {*accounts.shapes_of(job)} and job.memory_known
+    job = load_config(f"train_configs/{name}.toml", ("--wlb.policy", policy)).job
+    assert {*job.accounts} == {*accounts.shapes_of(job, [job.policy])} and job.memory_known

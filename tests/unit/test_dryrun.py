@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from rows import rows
 
 from wlb_titan.commands import dryrun as command
-from wlb_titan.commands.lone_ranks import alike, calls_of_all
 from wlb_titan.commands.main import main
 from wlb_titan.prepare.prepare import long_tailed_lengths, write_synthetic_corpus
+from wlb_titan.simulator.calls import alike, calls_of_all
 
 pytestmark = pytest.mark.slow
 

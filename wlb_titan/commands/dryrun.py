@@ -14,12 +14,11 @@ from wlb_titan.commands import command_line as cli
 from wlb_titan.commands.lone_ranks import (
     DEFAULT_RANKS,
     DEFAULT_STEP,
-    LoneRanks,
-    alike,
-    calls_of_all,
+    lone_job,
     of_ranks,
     print_rank,
     rank_numbers,
+    run_ranks,
 )
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device, cluster_of_gpu
 from wlb_titan.files import checked
@@ -28,7 +27,7 @@ from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import MicroBatch
 from wlb_titan.progress import counted
 from wlb_titan.runtime.one_rank.process import at_once
-from wlb_titan.simulator.calls import RankCalls, unmet
+from wlb_titan.simulator.calls import RankCalls, alike, calls_of_all, unmet
 
 PLANNED = 24
 """As many steps as `auto` plans; the fullest is run. Queues of balancing policies fill in 8."""
@@ -68,7 +67,7 @@ def dryrun(
     """
     named, memory = _cluster_here(cli.load(file, overrides, world_size).config.wlb)
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
-        lone = LoneRanks.of(
+        lone = lone_job(
             file,
             [*overrides, *named],
             world_size,
@@ -88,10 +87,10 @@ def dryrun(
         cli.say(f"Step {step} of {file} under {job.policy}{bound}.{chosen}")
         same = {}
         if ranks == "all":
-            same = alike(job, lone.plans(1, after=step - 1)[0])
+            same = alike(job, lone.plans(1, step - 1)[0])
             numbers = sorted(set(same.values()))
         device_bytes = job.cluster.memory if job.cluster.kind == "gpu" else None
-        results = lone.run("dryrun", numbers, at_once(), step=step, device_bytes=device_bytes)
+        results = run_ranks(lone, "dryrun", numbers, at_once(), step=step, device_bytes=device_bytes)
     calls = {r["rank"]: checked(RankCalls, r.pop("calls")) for r in results if "calls" in r}
     if output is not None:
         cli.write_json(output, results)
@@ -131,7 +130,7 @@ def _cluster_here(wlb: Any) -> tuple[list[str], float | None]:
     return ["--wlb.cluster", cluster_of_device(gpu[0]) or UNKNOWN], cluster_of_gpu(*gpu).memory
 
 
-def _fullest(lone: LoneRanks) -> tuple[int, MicroBatch]:
+def _fullest(lone: cli.Asked) -> tuple[int, MicroBatch]:
     """The step, from 1, that has the longest micro-batch of the first steps, and that micro-batch."""
     steps = DEFAULT_STEP if lone.job.packing.planning_seconds else PLANNED  # where a step takes seconds
     planner = lone.job.planner(lone.documents)

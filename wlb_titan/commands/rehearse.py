@@ -15,7 +15,14 @@ import click
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands import page
-from wlb_titan.commands.lone_ranks import DEFAULT_STEP, LoneRanks, of_ranks, print_rank, rank_numbers
+from wlb_titan.commands.lone_ranks import (
+    DEFAULT_STEP,
+    lone_job,
+    of_ranks,
+    print_rank,
+    rank_numbers,
+    run_ranks,
+)
 from wlb_titan.commands.simulate import speedup
 from wlb_titan.documents import Documents
 from wlb_titan.files import checked
@@ -80,13 +87,13 @@ def rehearse(
     results: list[Rehearsal] = []
     with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name:
         for policy in policies or (None,):
-            lone = LoneRanks.of(file, overrides, world_size, Path(name), steps=first + steps, policy=policy)
+            lone = lone_job(file, overrides, world_size, Path(name), steps=first + steps, policy=policy)
             job = lone.job
-            plans = lone.plans(steps, after=first - 1)
+            plans = lone.plans(steps, first - 1)
             numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)
             if not results:
                 cli.say(cli.describe_job(job, lone.documents))
-            records = lone.run("rehearse", numbers, at_once, first=first, steps=steps)
+            records = run_ranks(lone, "rehearse", numbers, at_once, first=first, steps=steps)
             for rank in records:
                 print_rank(rank, job.degrees.ranks, what_it_ran)
             results.append(_put_together(lone, plans, records))
@@ -98,7 +105,7 @@ def rehearse(
         sys.exit(1)
 
 
-def _put_together(lone: LoneRanks, plans: list[Plan], ranks: list[dict[str, Any]]) -> Rehearsal:
+def _put_together(lone: cli.Asked, plans: list[Plan], ranks: list[dict[str, Any]]) -> Rehearsal:
     """Only with the ranks that came through."""
     job, ran = lone.job, [rank for rank in ranks if "error" not in rank]
     steps = []

@@ -22,6 +22,7 @@ from wlb_titan.files import checked, load, save
 from wlb_titan.job import Job, Policy
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.checkpointing import mixable
+from wlb_titan.runtime.models.load import Loaded
 from wlb_titan.runtime.models.words import words_of
 from wlb_titan.runtime.one_rank.process import at_once, results
 from wlb_titan.simulator.choice import candidates_of
@@ -33,12 +34,12 @@ TRACED_BY = ("one_rank", "models", "attention")  # folders with what an account 
 _found: dict[str, ModelAccount] = {}  # also by traces on a machine where nothing can be kept
 
 
-def shapes_of(job: Job, policies: Iterable[Policy] = ()) -> list[Shape]:
-    """Those in which predictions for a job need an account, under policies (none: its own) and each that
-    `auto` may stand for in them."""
+def shapes_of(job: Job, policies: Iterable[Policy]) -> list[Shape]:
+    """Those in which predictions for a job need an account, under policies and each that `auto` may stand for
+    in them."""
     shapes = set[Shape]()
     if job.memory_unknown:
-        for policy in [*policies] or [job.policy]:
+        for policy in policies:
             with suppress(PlanError):  # the policy cannot run, as its plans will say
                 for decided in candidates_of(under := job.under(policy)):
                     shapes |= {each.layer_shape for each in under.under(decided).by_sharers.values()}
@@ -86,22 +87,16 @@ def key_of(config: TrainerConfig, shape: Shape) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 
-def trace(
-    file: str | Path,
-    overrides: Sequence[str],
-    config: TrainerConfig,
-    world_size: int,
-    shapes: Sequence[Shape],
-) -> None:
-    """Traces shapes of the configuration that the file with overrides gives for so many processes, and keeps
-    their accounts; UserError says what a trace ended with."""
-    asked = {"run": "layers", "file": str(file), "overrides": [*overrides], "rank": 0}
-    asked["world_size"] = world_size
+def trace(loaded: Loaded, shapes: Sequence[Shape]) -> None:
+    """Traces the configuration's layers in these shapes and keeps their accounts; UserError says what a trace
+    ended with."""
+    asked = {"run": "layers", "file": str(loaded.file), "overrides": loaded.overrides}
+    asked |= {"rank": 0, "world_size": loaded.job.degrees.ranks}
     told = results([{**asked, "shape": shape} for shape in shapes], at_once(), on_cpu=True)
     for shape, of_shape in zip(shapes, told, strict=True):
         if "error" in of_shape:
             raise UserError(f"The model's layers cannot be traced: {of_shape['error']}.")
-        key, account = key_of(config, shape), of_shape["account"]
+        key, account = key_of(loaded.config, shape), of_shape["account"]
         _found[key] = checked(ModelAccount, account)
         with suppress(OSError):  # another start traces it again
             save(_kept(key), account)
