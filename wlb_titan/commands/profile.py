@@ -33,9 +33,8 @@ from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
-from wlb_titan.runs import CONFIG_FILE, TRACES, open_run
+from wlb_titan.runs import CONFIG_FILE, TRACES, open_run, read_trace
 from wlb_titan.simulator import calibrate
-from wlb_titan.simulator.trace import read_trace
 
 ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
 SECONDS = 100.0  # after which no round starts

@@ -19,12 +19,13 @@ from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
+from wlb_titan.runs import write_trace
 from wlb_titan.runtime.models.load import Loaded
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.measured import Pass
+from wlb_titan.simulator.replicas import step_timeline
 from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
-from wlb_titan.simulator.trace import step_timeline, write_trace
 from wlb_titan.summary import Estimate
 from wlb_titan.toml.build import dotted
 from wlb_titan.toml.values import to_text
