@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from wlb_titan.commands import command_line as cli
-from wlb_titan.commands.template import template
+from wlb_titan.commands.page import template
 from wlb_titan.errors import UserError
 from wlb_titan.files import save
 from wlb_titan.job import Job
