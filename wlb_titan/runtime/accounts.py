@@ -6,6 +6,7 @@ A trace cannot run inside a training process: DTensor would give back the meshes
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torchtitan.config import Configurable
 
 from wlb_titan.cost.told import ModelAccount, Shape
 from wlb_titan.errors import PlanError, UserError
@@ -23,13 +26,15 @@ from wlb_titan.job import Job, Policy
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.checkpointing import mixable
 from wlb_titan.runtime.models.load import Loaded
-from wlb_titan.runtime.models.words import words_of
 from wlb_titan.runtime.one_rank.process import at_once, results
 from wlb_titan.simulator.choice import candidates_of
 
 SHIPPED = Path(__file__).parents[1] / "cost" / "accounts"
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wlb_titan" / "accounts"
 TRACED_BY = ("one_rank", "models", "attention")  # folders with what an account follows from, besides a job
+
+WITHOUT = ("param_init", "sharding_config", "window")
+"""Fields by which layers do the same work for a token, but for attention: values and layouts of weights."""
 
 _found: dict[str, ModelAccount] = {}  # also by traces on a machine where nothing can be kept
 
@@ -85,6 +90,17 @@ def key_of(config: TrainerConfig, shape: Shape) -> str:
         words_of(mixable(config.activation_checkpoint)),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+
+
+def words_of(node: Any) -> str:
+    """A configuration in words, by which equal layers are known."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(words_of, node))}]"
+    if not isinstance(node, Configurable.Config):
+        return repr(node) if isinstance(node, int | float | str | tuple | None) else type(node).__name__
+    names = [field.name for field in dataclasses.fields(node) if field.name not in WITHOUT]
+    inside = ", ".join(f"{name}={words_of(getattr(node, name))}" for name in names)
+    return f"{type(node).__qualname__}({inside})"
 
 
 def trace(loaded: Loaded, shapes: Sequence[Shape]) -> None:

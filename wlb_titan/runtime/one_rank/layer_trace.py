@@ -31,9 +31,9 @@ from wlb_titan.cost.told import LayerAccount, ModelAccount, Shape, Weights
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.plan import MicroBatch
 from wlb_titan.prepare.prepare import write_synthetic_corpus
+from wlb_titan.runtime.accounts import words_of
 from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.models.checkpointing import mixable
-from wlb_titan.runtime.models.words import numbers_of
 from wlb_titan.runtime.one_rank.dry_run import DryTrainer, gathered_shape
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of
 from wlb_titan.runtime.one_rank.layer_log import NAMES, LayerLog, Slopes
@@ -84,7 +84,8 @@ class LayerTracer(DryTrainer):
     """Takes the account of the job's layers on rank 0 in a `Shape`."""
 
     def __init__(self, config: Trainer.Config, *, rank: int, world_size: int, shape: Sequence[Any]) -> None:
-        self._numbers = numbers_of(config.model_spec.model.layers)
+        layers = list(map(words_of, config.model_spec.model.layers))
+        self._numbers = tuple(map(list(dict.fromkeys(layers)).index, layers))  # of each layer's configuration
         self._folder = tempfile.TemporaryDirectory()
         corpus = write_synthetic_corpus(Path(self._folder.name) / "corpus", np.full(4096, 2))
         changed, world_size = in_shape(config, str(corpus.path), Shape(*shape), self._numbers)
