@@ -20,7 +20,6 @@ from wlb_titan.commands.lone_ranks import (
     rank_numbers,
     run_ranks,
 )
-from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device, cluster_of_gpu
 from wlb_titan.files import checked
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
@@ -65,16 +64,9 @@ def dryrun(
 
     Takes some seconds to a minute per rank, and about 1 GiB of memory. Nothing is trained, loaded or saved.
     """
-    named, memory = _cluster_here(cli.load(file, overrides, world_size).config.wlb)
+    memory = None if device_gib is None else device_gib * GIB
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
-        lone = lone_job(
-            file,
-            [*overrides, *named],
-            world_size,
-            Path(folder),
-            steps=step or PLANNED,
-            memory=memory if device_gib is None else device_gib * GIB,
-        )
+        lone = lone_job(file, overrides, world_size, Path(folder), steps=step or PLANNED, memory=memory)
         job, chosen = lone.job, ""
         numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)
         if step is None:
@@ -115,19 +107,6 @@ def _meet(calls: Mapping[int, RankCalls]) -> bool:
     number = sum(len(of_rank.calls) for of_rank in calls.values())
     cli.say(f"\nAll {number:,} calls of {len(calls)} ranks meet, in the order that NCCL keeps.")
     return True
-
-
-def _cluster_here(wlb: Any) -> tuple[list[str], float | None]:
-    """Overrides, and bytes of a GPU, that name the device at hand to processes that do not see it; neither if
-    the file names a cluster."""
-    from wlb_titan.runtime.configured import gpu_at_hand
-
-    if wlb.cluster:
-        return [], None
-    gpu = gpu_at_hand(wlb.device)
-    if gpu is None:
-        return ["--wlb.cluster", "cpu"], None
-    return ["--wlb.cluster", cluster_of_device(gpu[0]) or UNKNOWN], cluster_of_gpu(*gpu).memory
 
 
 def _fullest(lone: cli.Asked) -> tuple[int, MicroBatch]:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from wlb_titan.commands import command_line as cli
+from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
 from wlb_titan.errors import UserError
 from wlb_titan.job import Policy
 from wlb_titan.runtime.models.load import Loaded
@@ -77,11 +78,15 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Results by rank, with `error` where one failed; kind and options are those of
     `wlb_titan.runtime.one_rank.process`."""
-    job, loaded = asked.job, asked.loaded
+    from wlb_titan.runtime.configured import gpu_at_hand
+
+    job, loaded, wlb = asked.job, asked.loaded, asked.loaded.config.wlb
     words = [*loaded.overrides, "--wlb.policy", str(job.policy)]
+    if kind == "dryrun" and not wlb.cluster and (gpu := gpu_at_hand(wlb.device)):
+        words += ["--wlb.cluster", cluster_of_device(gpu[0]) or UNKNOWN]  # which they are not to see
     same = {"run": kind, "file": str(loaded.file), "overrides": words, "world_size": job.degrees.ranks}
     # Tensors of a dry run have no memory, and its trace is of the CPU. A job may want the CPU beside a GPU.
-    on_cpu = kind == "dryrun" or loaded.config.wlb.device == "cpu"
+    on_cpu = kind == "dryrun" or wlb.device == "cpu"
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with cli.progress() as report:
