@@ -19,7 +19,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from wlb_titan.arrays import Floats, Ints
+from wlb_titan.arrays import Ints
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
@@ -203,8 +203,8 @@ class SharedAnswer:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
 
-    def __call__(self, ask: Callable[[], Floats]) -> Floats:
-        """Rank 0's `ask()`, float64 (n,), on every rank."""
+    def __call__(self, ask: Callable[[], Any]) -> Any:
+        """Rank 0's `ask()` on every rank."""
         answer = [ask() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(answer, src=0, group=self._group)
         return answer[0]
