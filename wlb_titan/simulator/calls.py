@@ -12,6 +12,8 @@ All ranks' calls are played at the same time, each rank's in order:
 Two ranks that send to each other before they receive, in one queue, wait for ever; gloo lets this pass:
 
     rank 0: send to 1, receive from 1        rank 1: send to 0, receive from 0
+
+`alike` finds the ranks whose calls are those of another, moved to their place.
 """
 
 from __future__ import annotations
