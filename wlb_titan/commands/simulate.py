@@ -15,6 +15,7 @@ import numpy as np
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands import page
+from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
@@ -294,13 +295,8 @@ def winner_words(job: Job, loaded: Loaded) -> list[str]:
         "wlb.policy": "/".join(policy),
         "training.local_batch_size": job.replica_micro_batches,
         "training.global_batch_size": job.micro_batches,
-        "parallelism.tensor_parallel_degree": degrees.tensor,
-        "parallelism.context_parallel_degree": degrees.context,
-        "parallelism.pipeline_parallel_degree": degrees.pipeline,
-        "parallelism.data_parallel_shard_degree": degrees.shard,
-        "parallelism.data_parallel_replicate_degree": degrees.replicate,
-        "parallelism.expert_parallel_degree": degrees.expert,
     }
+    wanted |= {f"parallelism.{cls.key}": getattr(degrees, name) for name, cls in TORCHTITAN.items()}
     if degrees.pipeline > 1:
         from wlb_titan.runtime.pipeline.keys import keys_of_stages
 
