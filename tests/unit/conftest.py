@@ -55,7 +55,7 @@ def forms(tmp_path_factory):
 @pytest.fixture
 def forked_ranks(fork_server, tmp_path, monkeypatch):
     """`dryrun`, `rehearse` and traces of layers are forked: each would import torchtitan for seconds."""
-    from wlb_titan.runtime.one_rank import process
+    from wlb_titan.runtime import one_rank
 
     class Forked(contextlib.nullcontext):
         def __init__(self, command, **_):
@@ -70,4 +70,4 @@ def forked_ranks(fork_server, tmp_path, monkeypatch):
             return "", self._log.read_text()
 
     stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
-    monkeypatch.setattr(process, "subprocess", stand_in)
+    monkeypatch.setattr(one_rank, "subprocess", stand_in)

@@ -11,10 +11,9 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Passes
 from wlb_titan.memory.recompute import KINDS
-from wlb_titan.runtime import accounts
+from wlb_titan.runtime import accounts, one_rank
 from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config
-from wlb_titan.runtime.one_rank import process
 from wlb_titan.simulator.calibrate import as_predicted, calibrated
 
 pytestmark = pytest.mark.slow
@@ -99,7 +98,7 @@ def test_an_account_is_traced_once(asked, tmp_path, monkeypatch):
 
 def test_a_trace_that_fails_is_said_and_nothing_is_predicted(asked, monkeypatch):
     _, job, told = asked(EXPERTS, EP, "2", DP, "2")
-    monkeypatch.setattr(process, "PROCESS", "a_program_that_is_not_there")
+    monkeypatch.setattr(one_rank, "PROCESS", "a_program_that_is_not_there")
     with pytest.warns(UserWarning, match="(?s)layers cannot be traced: the process ended .*not predicted"):
         job = told(job)
     assert not job.memory_known and not job.fitting.known

@@ -13,7 +13,7 @@ from wlb_titan.commands.page import template
 from wlb_titan.errors import UserError
 from wlb_titan.files import save
 from wlb_titan.job import Job
-from wlb_titan.runtime.one_rank.process import at_once
+from wlb_titan.runtime.one_rank import at_once
 from wlb_titan.toml.values import to_text
 
 

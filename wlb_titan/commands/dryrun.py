@@ -25,7 +25,7 @@ from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import MicroBatch
 from wlb_titan.progress import counted
-from wlb_titan.runtime.one_rank.process import at_once
+from wlb_titan.runtime.one_rank import at_once
 from wlb_titan.simulator.calls import RankCalls, alike, calls_of_all, unmet
 
 PLANNED = 24

@@ -16,7 +16,7 @@ from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
 from wlb_titan.errors import UserError
 from wlb_titan.job import Policy
 from wlb_titan.runtime.models.load import Loaded
-from wlb_titan.runtime.one_rank import process
+from wlb_titan.runtime.one_rank import results
 from wlb_titan.simulator.choice import choose
 
 DEFAULT_RANKS = "first,last"
@@ -78,12 +78,13 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Results by rank, with `error` where one failed; kind and options are those of
     `wlb_titan.runtime.one_rank.process`."""
-    from wlb_titan.runtime.configured import gpu_at_hand
-
     job, loaded, wlb = asked.job, asked.loaded, asked.loaded.config.wlb
     words = [*loaded.overrides, "--wlb.policy", str(job.policy)]
-    if kind == "dryrun" and not wlb.cluster and (gpu := gpu_at_hand(wlb.device)):
-        words += ["--wlb.cluster", cluster_of_device(gpu[0]) or UNKNOWN]  # which they are not to see
+    if kind == "dryrun" and not wlb.cluster:
+        from wlb_titan.runtime.configured import gpu_at_hand
+
+        if gpu := gpu_at_hand(wlb.device):  # which they are not to see
+            words += ["--wlb.cluster", cluster_of_device(gpu[0]) or UNKNOWN]
     same = {"run": kind, "file": str(loaded.file), "overrides": words, "world_size": job.degrees.ranks}
     # Tensors of a dry run have no memory, and its trace is of the CPU. A job may want the CPU beside a GPU.
     on_cpu = kind == "dryrun" or wlb.device == "cpu"
@@ -92,7 +93,7 @@ def run_ranks(
         with cli.progress() as report:
             each = [{**same, "rank": rank, **options} for rank in ranks]
             what = f"Running ranks, {job.policy}"
-            return process.results(each, at_once, on_cpu=on_cpu, report=report, what=what)
+            return results(each, at_once, on_cpu=on_cpu, report=report, what=what)
     finally:
         signal.signal(signal.SIGTERM, former)
 

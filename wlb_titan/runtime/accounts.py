@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtitan.config import Configurable
@@ -25,9 +25,11 @@ from wlb_titan.files import checked, load, save
 from wlb_titan.job import Job, Policy
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.checkpointing import mixable
-from wlb_titan.runtime.models.load import Loaded
-from wlb_titan.runtime.one_rank.process import at_once, results
+from wlb_titan.runtime.one_rank import at_once, results
 from wlb_titan.simulator.choice import candidates_of
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.models.load import Loaded
 
 SHIPPED = Path(__file__).parents[1] / "cost" / "accounts"
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wlb_titan" / "accounts"
