@@ -48,10 +48,7 @@ COLUMNS = {
 
 
 def job_of_file(file: str) -> Job:
-    from wlb_titan.runtime.configured import job_of, parallel_dims
-
-    config = load_config(ROOT / "train_configs" / f"{file}.toml", []).config
-    return job_of(config, parallel_dims(config))
+    return load_config(ROOT / "train_configs" / f"{file}.toml").job
 
 
 def processor_seconds(work: Callable[[], object]) -> float:

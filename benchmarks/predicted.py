@@ -59,10 +59,7 @@ def documents_of(collection: str) -> Documents:
 
 def predicted(file: str, documents: Documents) -> list[dict[str, Any]]:
     """Figures of each policy."""
-    from wlb_titan.runtime.configured import job_of, parallel_dims
-
-    config = load_config(ROOT / "train_configs" / f"{file}.toml", []).config
-    job = job_of(config, parallel_dims(config))
+    job = load_config(ROOT / "train_configs" / f"{file}.toml").job
     scenario, rows = Scenario(job, documents), []
     for policy in (PLAIN, *BALANCED):
         plans = scenario.plans(policy, STEPS)

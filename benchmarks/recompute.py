@@ -93,11 +93,8 @@ def row(job: Job, documents: Any, policy: Policy, steps: int) -> dict[str, Any]:
 
 
 def rows_of(files: list[str], policies: list[str], steps: int) -> Iterator[dict[str, Any]]:
-    from wlb_titan.runtime.configured import job_of, parallel_dims
-
     for file in files:
-        config = load_config(ROOT / "train_configs" / f"{file}.toml", []).config
-        job = job_of(config, parallel_dims(config))
+        job = load_config(ROOT / "train_configs" / f"{file}.toml").job
         for documents in ("paper", PYTHON):
             for policy in policies:
                 facts = {"file": file, "documents": documents}

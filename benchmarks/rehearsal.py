@@ -44,7 +44,7 @@ import torch.multiprocessing as mp
 from common import save, saved, show
 
 from wlb_titan.arrays import Floats
-from wlb_titan.simulator.trace import COMPUTED, read_trace
+from wlb_titan.runs import COMPUTED, read_trace
 
 FILE = "train_configs/cpu_debug.toml"
 BIN = Path(sys.executable).parent

@@ -58,14 +58,10 @@ COLUMNS = {
 
 def job_of_file(file: str, replicas: int, in_node: bool) -> Job:
     """The file's job with as many micro-batches a data-parallel rank, on so many of them."""
-    from wlb_titan.runtime.configured import job_of, parallel_dims
-
     path = ROOT / "train_configs" / f"{file}.toml"
-    config = load_config(path, []).config
-    each = job_of(config, parallel_dims(config)).replica_micro_batches
+    each = load_config(path).job.replica_micro_batches
     words = ["--parallelism.data_parallel_shard_degree", str(replicas)]
-    config = load_config(path, [*words, "--training.global_batch_size", str(each * replicas)]).config
-    job = job_of(config, parallel_dims(config))
+    job = load_config(path, [*words, "--training.global_batch_size", str(each * replicas)]).job
     return job.on(replace(job.cluster, network=job.cluster.node)) if in_node else job
 
 

@@ -14,18 +14,16 @@ from predicted import BALANCED, PLAIN, ROOT
 
 from wlb_titan.files import save
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-from wlb_titan.runtime.models.load import load_config, tracing
+from wlb_titan.runtime.models.load import load_config
 
 
 def ship(file: Path) -> None:
     from wlb_titan.runtime import accounts
-    from wlb_titan.runtime.configured import job_of, parallel_dims
 
-    config = load_config(file).config
-    job = job_of(config, parallel_dims(config))
-    told = tracing(file, (), config)(job, [job.policy, PLAIN, *BALANCED])
+    loaded = load_config(file)
+    told = loaded.told(loaded.job, [loaded.job.policy, PLAIN, *BALANCED])
     for shape, account in told.accounts.items():
-        save(accounts.SHIPPED / f"{accounts.key_of(config, shape)}.json", asdict(account))
+        save(accounts.SHIPPED / f"{accounts.key_of(loaded.config, shape)}.json", asdict(account))
         print(f"{file.stem}: {shape}")
 
 

@@ -52,8 +52,7 @@ def hosts_of(
 
     use_cpu_without_accelerator()
     from wlb_titan.runtime.checks import validate_files, validate_machine
-    from wlb_titan.runtime.configured import degrees_product, job_of, parallel_dims
-    from wlb_titan.runtime.models.load import load_config, tracing
+    from wlb_titan.runtime.models.load import load_config
 
     if processes < 0:
         raise UserError(f"--nproc-per-node: at least 0 (as many as are needed); got {processes}.")
@@ -62,18 +61,17 @@ def hosts_of(
     if not runs_here and _takes_the_cpu_at_hand(config, overrides):
         overrides = [*overrides, "--wlb.cluster", UNKNOWN]
     resolved = load_config(config, overrides, world_size=world_size or None)
-    dims = parallel_dims(resolved.config, world_size or None)
-    tracing(config, overrides, resolved.config)(job_of(resolved.config, dims))
+    job = resolved.told(resolved.job)
     if is_here:
-        resolved.check(lambda config: validate_files(config, world_size or None))
+        resolved.check(lambda config: validate_files(config, job))
     if not world_size:
-        world_size = degrees_product(resolved.config)
+        world_size = job.degrees.ranks
         nodes = nodes or -(-world_size // processes)
         fewest = fewest or nodes
         if world_size % nodes != 0:
             raise UserError(f"--nnodes: {world_size} processes do not spread evenly over {nodes} hosts.")
     if runs_here:
-        resolved.check(lambda config: validate_machine(config, world_size, world_size // nodes))
+        resolved.check(lambda config: validate_machine(config, job, world_size // nodes))
     for fewer in range(fewest, nodes):
         _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
     on_cpu, checkpoint = resolved.config.wlb.device == "cpu", resolved.config.checkpoint

@@ -1,4 +1,5 @@
-"""What a run leaves in its dump folder: the names of its files, and what they say of it.
+"""What a run leaves in its dump folder: the names of its files, and what they say of it. A trace is JSON in
+Chrome's trace event format, for ui.perfetto.dev and chrome://tracing.
 
 Neither torch nor torchtitan is imported, so runs of other machines can be looked at anywhere.
 """
@@ -8,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -19,8 +21,8 @@ import numpy as np
 
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.errors import UserError, reading, regular
-from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.trace import read_trace
+from wlb_titan.files import load, save
+from wlb_titan.simulator.measured import ROWS, Pass
 from wlb_titan.summary import Estimate
 from wlb_titan.toml.sources import read_sources
 
@@ -29,6 +31,10 @@ METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 BENCH_FILE = "bench.json"  # of a bench, in a folder of its own
 TRACES = "traces"
+
+COMPUTED = "processor_seconds"  # fact of a pass on a CPU: its thread's own time, without waiting
+LONGEST = 1e9  # seconds
+NAME = re.compile(rf"({'|'.join(ROWS)})([0-9]+)")  # of a pass, by its kind and micro-batch: `F3`
 
 
 @dataclass(frozen=True)
@@ -171,3 +177,45 @@ def traced_steps(runs: Sequence[Run]) -> dict[str, list[Pass]]:
         passes = read_trace(run.folder / TRACES / f"step-{step}.json")
         timelines[f"{run.name}, step {step}"] = [p for p in passes if p.replica == passes[0].replica]
     return timelines
+
+
+def write_trace(passes: Iterable[Pass], path: str | os.PathLike[str]) -> None:
+    """Writes a file with a process for each replica and a track for each rank, in the order of their first
+    passes."""
+    processes: dict[str, int] = {}
+    tracks: dict[tuple[str, str], int] = {}
+    events: list[dict[str, Any]] = []
+    for each in passes:
+        process = processes.setdefault(each.replica, len(processes) + 1)
+        track = tracks.setdefault((each.replica, each.rank), len(tracks) + 1)
+        times = {"ts": each.start * 1e6, "dur": each.seconds * 1e6}
+        place = {"ph": "X", "name": f"{each.kind}{each.micro_batch}", "pid": process, "tid": track}
+        events.append({**place, **times, "args": {"stage": each.stage, **each.facts}})
+    names = [_name("process_name", number, 0, name) for name, number in processes.items()]
+    names += [_name("thread_name", processes[p], number, name) for (p, name), number in tracks.items()]
+    save(path, {"displayTimeUnit": "ms", "traceEvents": names + events})
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[Pass]:
+    with reading(lambda reason: UserError(f"{path}: this is not a trace that wlb_titan wrote: {reason}.")):
+        events = load(dict[str, Any], path)["traceEvents"]
+        names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+        passes = []
+        for event in (e for e in events if e["ph"] == "X"):
+            named, facts = NAME.fullmatch(event["name"]), dict(event["args"])
+            if named is None:
+                raise ValueError(f"{event['name']!r} is not a pass")
+            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+            replica = str(names["process_name", event["pid"], 0])
+            rank = str(names["thread_name", event["pid"], event["tid"]])
+            numbers = facts.pop("stage"), int(named[2]), start, seconds
+            passes.append(Pass(named[1], *numbers, replica, rank, facts=facts))
+        if not all(0 <= p.start < LONGEST and 0 <= p.seconds < LONGEST for p in passes):
+            raise ValueError("some of its passes have no times")
+        if not passes or {p.replica for p in passes} != {p.replica for p in passes if p.seconds}:
+            raise ValueError("it has no passes that took time")
+        return passes
+
+
+def _name(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}

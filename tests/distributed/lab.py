@@ -307,13 +307,12 @@ def tight(given: Sequence[str], processes: int, folder: Path) -> list[str]:
     from wlb_titan.config.documents import documents_of, open_corpus
     from wlb_titan.cost.cluster import CLUSTERS
     from wlb_titan.memory.fits import fullest, usable_share
-    from wlb_titan.runtime.configured import job_of, parallel_dims
-    from wlb_titan.runtime.models.load import load_config, tracing
+    from wlb_titan.runtime.models.load import load_config
     from wlb_titan.simulator.replicas import peak_memory
 
-    config = load_config(CONFIG, given, processes).config
-    job = job_of(config, parallel_dims(config, processes))
-    job = tracing(CONFIG, given, config)(job.on(replace(job.cluster, kind="gpu")))
+    loaded = load_config(CONFIG, given, processes)
+    config, job = loaded.config, loaded.job
+    job = loaded.told(job.on(replace(job.cluster, kind="gpu")))
     job = replace(job, memory=replace(job.memory, as_needed=False))  # plans without a mix of their own
     corpus = config.wlb.corpus
     plans = job.plans(documents_of(corpus, open_corpus(corpus), config.wlb.validation.hold_out), 1)

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Llam
 from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents.mixture import is_held_out
-from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.models.load import load_config
 
@@ -215,8 +214,8 @@ MASKED = {  # name as of `lab.layout` -> the conversations, and what weighs the 
 def first_step(words, rows, weight):
     """Of each document of the first step: its tokens and labels, and how many labels all of it has; `rows`
     are those of the corpus. And the step itself."""
-    config = load_config(CONFIG, words).config
-    job = job_of(config, parallel_dims(config))
+    loaded = load_config(CONFIG, words)
+    config, job = loaded.config, loaded.job
     corpus = open_corpus(config.wlb.corpus)
     documents = training_documents(config.wlb, corpus)
     loading = PlannedDataLoader.Config(corpus=corpus, documents=documents, job=job, loss_weight=weight)

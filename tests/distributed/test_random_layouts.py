@@ -94,7 +94,8 @@ def test_it_is_right_or_refused(lab, conversations, cases, record_property, seed
         if "mixed" in name:
             words += tight(given, ranks(name), tmp_path)
             given = cases.words(name, name, words)
-        validate_files(load_config(CONFIG, given, ranks(name)).config, ranks(name))
+        loaded = load_config(CONFIG, given, ranks(name))
+        validate_files(loaded.config, loaded.job)
     except UserError as error:
         record_property("refused", str(error))
         return

@@ -93,7 +93,8 @@ def check(folder, corpus, written: str) -> None:
     base = [*BASE.splitlines(), f'wlb.corpus.path = "{corpus}"']
     lines = [line for line in base if line.split(" ")[0] not in names]
     file.write_text("\n".join([*lines, written]) + "\n")
-    load_config(file).check(validate_files)
+    loaded = load_config(file)
+    loaded.check(lambda config: validate_files(config, loaded.job))
 
 
 def test_every_key_in_every_wrong_way(schema, corpus, tmp_path):

@@ -5,7 +5,6 @@ from lab import CONFIG, lines_of
 from trainers import WAITED
 
 from wlb_titan.config.documents import training_documents
-from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.memory import planned_memory
 from wlb_titan.runtime.models.load import load_config
 
@@ -58,9 +57,8 @@ def test_memory_is_as_predicted(lab, target, name):
     )
     experiment = lab.experiment(f"memory_{name}", *words)
     lab.run(1, [experiment])
-    config = load_config(CONFIG, experiment.words(), world_size=1).config
-    job = job_of(config, parallel_dims(config, 1))
-    documents = training_documents(config.wlb)
+    loaded = load_config(CONFIG, experiment.words(), world_size=1)
+    job, documents = loaded.job, training_documents(loaded.config.wlb)
     measured = [record["peak_memory_gib/pp0"] for record in experiment.metrics()]
     predicted = [planned_memory(job, plan, 0)[0].total / 2**30 for plan in job.plans(documents, 4)]
     print(f"{name}: predicted {predicted}, measured {measured} GiB")

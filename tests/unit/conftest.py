@@ -55,8 +55,7 @@ def forms(tmp_path_factory):
 @pytest.fixture
 def forked_ranks(fork_server, tmp_path, monkeypatch):
     """`dryrun`, `rehearse` and traces of layers are forked: each would import torchtitan for seconds."""
-    from wlb_titan.commands import lone_ranks
-    from wlb_titan.runtime import accounts
+    from wlb_titan.runtime import one_rank
 
     class Forked(contextlib.nullcontext):
         def __init__(self, command, **_):
@@ -71,11 +70,4 @@ def forked_ranks(fork_server, tmp_path, monkeypatch):
             return "", self._log.read_text()
 
     stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
-    monkeypatch.setattr(lone_ranks, "subprocess", stand_in)
-
-    def run(command, **_):
-        process = Forked(command)
-        process.communicate()
-        return SimpleNamespace(stderr=process.communicate()[1])
-
-    monkeypatch.setattr(accounts, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(one_rank, "subprocess", stand_in)

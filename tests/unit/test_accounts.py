@@ -11,9 +11,9 @@ from wlb_titan.layers.passes import JobCost
 from wlb_titan.layers.recompute import KINDS
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Passes
-from wlb_titan.runtime import accounts
+from wlb_titan.runtime import accounts, one_rank
 from wlb_titan.runtime.configured import job_of, parallel_dims
-from wlb_titan.runtime.models.load import load_config, tracing
+from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.calibrate import as_predicted, calibrated
 
 pytestmark = pytest.mark.slow
@@ -36,8 +36,8 @@ def asked(tmp_path, forked_ranks, monkeypatch):
             f'base = "{base}"\nwlb = {{ cluster = "h100_roce", corpus.path = "not_here" }}\n'
             'training = { seq_len = 4096, mixed_precision_param = "bfloat16", local_batch_size = 2 }'
         )
-        config = load_config(file, words).config
-        return config, job_of(config, parallel_dims(config)), tracing(file, words, config)
+        loaded = load_config(file, words)
+        return loaded.config, loaded.job, loaded.told
 
     return of
 
@@ -98,10 +98,8 @@ def test_an_account_is_traced_once(asked, tmp_path, monkeypatch):
 
 def test_a_trace_that_fails_is_said_and_nothing_is_predicted(asked, monkeypatch):
     _, job, told = asked(EXPERTS, EP, "2", DP, "2")
-    monkeypatch.setattr(accounts, "PROCESS", "a_program_that_is_not_there")
-    with pytest.warns(
-        UserWarning, match="(?s)The process that traces the model's layers ended.*not predicted"
-    ):
+    monkeypatch.setattr(one_rank, "PROCESS", "a_program_that_is_not_there")
+    with pytest.warns(UserWarning, match="(?s)layers cannot be traced: the process ended .*not predicted"):
         job = told(job)
     assert not job.memory_known and not job.memory_predicted
 
@@ -109,6 +107,5 @@ def test_a_trace_that_fails_is_said_and_nothing_is_predicted(asked, monkeypatch)
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_32k", "qwen3_30b_a3b_32k_8gpu"])
 @pytest.mark.parametrize("policy", ["plain", "wlb_lazy/hybrid/best", "slim/hybrid"])
 def test_shipped_files_come_with_their_accounts(asked, name, policy):
-    config = load_config(f"train_configs/{name}.toml", ("--wlb.policy", policy)).config
-    job = job_of(config, parallel_dims(config))
-    assert {*job.accounts} == {*accounts.shapes_of(job)} and job.memory_known
+    job = load_config(f"train_configs/{name}.toml", ("--wlb.policy", policy)).job
+    assert {*job.accounts} == {*accounts.shapes_of(job, [job.policy])} and job.memory_known

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from wlb_titan import __version__
-from wlb_titan.commands import dryrun
 from wlb_titan.commands.main import SUBCOMMANDS, main
 from wlb_titan.errors import UserError, reading
+from wlb_titan.runtime import one_rank
 
 HEAVY = {"torch", "torchtitan", "torchx", "datasets", "numpy", "pyarrow", "tokenizers", "rich", "pandas"}
 LIGHT = {
@@ -125,13 +125,13 @@ def test_a_full_disk_behind_standard_output_is_one_line():
 def test_ranks_run_side_by_side_as_cores_and_memory_allow(monkeypatch, tmp_path):
     """On a host of 192 cores, in a container with the time of four, or with 3 GiB; `init` counts alike."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(192))
-    monkeypatch.setattr(dryrun, "CGROUP", tmp_path)
-    free = dryrun.at_once()
+    monkeypatch.setattr(one_rank, "CGROUP", tmp_path)
+    free = one_rank.at_once()
     assert 1 <= free <= max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30, 1)
     for cores, bytes_, most in (("max", "max", 192), (400000, "max", 4), (400000, 3 << 30, 3), (5, "max", 1)):
         (tmp_path / "cpu.max").write_text(f"{cores} 100000\n")
         (tmp_path / "memory.max").write_text(f"{bytes_}\n")
-        assert dryrun.at_once() == min(free, most)
+        assert one_rank.at_once() == min(free, most)
         (file := tmp_path / "job.toml").unlink(missing_ok=True)
         monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
         assert CliRunner().invoke(main, ["init", str(file)]).exit_code == 0

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from wlb_titan.commands.compare import differences
 from wlb_titan.errors import UserError
-from wlb_titan.runs import Run, open_run, open_runs
+from wlb_titan.runs import Run, open_run, open_runs, read_trace, write_trace
 from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.trace import read_trace, write_trace
 
 output = partial(commands.said, "compare")
 CONFIG = 'base = "llama3_debug" # a.toml:1\ndump_folder = "{name}"\n[wlb]\npolicy = "{policy}"\n'

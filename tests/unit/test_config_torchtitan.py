@@ -14,7 +14,6 @@ from lab import make_corpus
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.memory.fits import USABLE_IN_SLICES
-from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.runtime.pipeline.build import stage_names
@@ -322,8 +321,7 @@ policy = "slim"
 
 def job_in(folder, text):
     (folder / "train.toml").write_text(text)
-    config = load_config(folder / "train.toml").config
-    return job_of(config, parallel_dims(config))
+    return load_config(folder / "train.toml").job
 
 
 def test_memory_bounds_the_tokens_in_flight(here):

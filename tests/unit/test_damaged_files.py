@@ -26,9 +26,8 @@ from wlb_titan.files import save
 from wlb_titan.prepare.chat import ChatTemplate
 from wlb_titan.prepare.sources import SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
-from wlb_titan.runs import open_runs, traced_steps
+from wlb_titan.runs import open_runs, traced_steps, write_trace
 from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.trace import write_trace
 from wlb_titan.toml.sources import read_sources
 
 pytestmark = pytest.mark.slow

@@ -23,9 +23,8 @@ from wlb_titan.packing.slim.dp_merge import best_merging, dealt, group_sizes, nu
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.pipeline.packflow import packflow
 from wlb_titan.plan import ID, LENGTH, PREFIX, TOTAL
-from wlb_titan.simulator.replicas import rank_memory, replicas_of, step_passes
+from wlb_titan.simulator.replicas import rank_memory, replicas_of, step_passes, step_timeline
 from wlb_titan.simulator.step import simulate
-from wlb_titan.simulator.trace import step_timeline
 
 ALWAYS, NEVER = PACKINGS["merged"], PACKINGS["slim"]
 ONE_LONG = [64] + [8] * 24  # a document of the window, and short ones: a global batch of 4 windows

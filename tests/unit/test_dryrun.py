@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from rows import rows
 
 from wlb_titan.commands import dryrun as command
-from wlb_titan.commands.lone_ranks import alike, calls_of_all
 from wlb_titan.commands.main import main
 from wlb_titan.prepare.prepare import long_tailed_lengths, write_synthetic_corpus
+from wlb_titan.simulator.calls import alike, calls_of_all
 
 pytestmark = pytest.mark.slow
 
@@ -306,13 +306,16 @@ def test_without_a_step_the_fullest_is_run(dryrun):
 
 def test_sigterm_ends_the_ranks(tmp_path):
     """Ranks that would sleep for minutes: those under way end, and those that wait do not begin."""
-    script = f"""
-from pathlib import Path
-from wlb_titan.commands import lone_ranks
+    script = """
+from types import SimpleNamespace
+from wlb_titan.commands.command_line import Asked
+from wlb_titan.commands.lone_ranks import run_ranks
 from wlb_titan.job import Job
-lone_ranks.PROCESS = 'sleeping'
-job = Job(window=8, micro_batches=1)
-lone_ranks.LoneRanks(Path('x'), [], job, None, True, Path({str(tmp_path)!r})).run('dryrun', [0, 1, 2], 2)
+from wlb_titan.runtime import one_rank
+one_rank.PROCESS = 'sleeping'
+config = SimpleNamespace(wlb=SimpleNamespace(cluster='cpu', device='cpu'))
+loaded = SimpleNamespace(config=config, file='job.toml', overrides=())
+run_ranks(Asked(Job(window=8, micro_batches=1), None, loaded), 'dryrun', [0, 1, 2], 2)
 """
     sleeping = f"""
 import os, pathlib, time

@@ -14,7 +14,6 @@ from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.errors import UserError
 from wlb_titan.prepare.prepare import long_tailed_lengths, write_synthetic_corpus
 from wlb_titan.runtime.checks import validate_files
-from wlb_titan.runtime.configured import degrees_product, job_of, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.runtime.one_rank.dry_run import DryTrainer
@@ -35,9 +34,9 @@ VALIDATED = (("every", 0), ("hold_out", 0.01, 0.2), ("path", "few1", "few5"))
 def main():
     """In a process of its own: plans and micro-batches of the first step and validation, on two ranks, and
     the last rank's model, its weights and stages divided, on fake tensors."""
-    config = load_config(sys.argv[1], sys.argv[2:]).config
-    ranks = degrees_product(config)
-    job, wlb = job_of(config, parallel_dims(config, ranks)), config.wlb
+    loaded = load_config(sys.argv[1], sys.argv[2:])
+    config, job, wlb = loaded.config, loaded.job, loaded.config.wlb
+    ranks = job.degrees.ranks
     corpus = open_corpus(wlb.corpus)
     documents = training_documents(wlb, corpus)
     for rank in {0, ranks - 1}:
@@ -69,9 +68,9 @@ def begins(fork_server, corpora, tmp_path):
     def begins(file, words):
         words = [str(file), "--wlb.corpus.path", str(corpora / "many"), *words]
         try:
-            config = load_config(words[0], words[1:]).config
-            ranks = degrees_product(config)
-            validate_files(config, ranks)
+            loaded = load_config(words[0], words[1:])
+            config, ranks = loaded.config, loaded.job.degrees.ranks
+            validate_files(config, loaded.job)
         except UserError:
             return False
         place, log = {"RANK": str(ranks - 1), "WORLD_SIZE": str(ranks)}, tmp_path / "log"

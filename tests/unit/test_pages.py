@@ -10,8 +10,8 @@ import pytest
 from commands import CONFIGS, invoke
 
 from wlb_titan.commands.page import command, cost, gained, lines, pipelines
+from wlb_titan.runs import write_trace
 from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.trace import write_trace
 from wlb_titan.summary import Estimate
 
 pytestmark = pytest.mark.slow

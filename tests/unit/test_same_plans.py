@@ -10,7 +10,7 @@ import torch.distributed as dist
 from commands import said
 from rows import rows
 
-from wlb_titan.commands.lone_ranks import LoneRanks
+from wlb_titan.commands import dryrun
 from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.cost.attention_kernels import Point
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
@@ -179,8 +179,8 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     dry = []
 
-    def run(self, kind, ranks, at_once, step, device_bytes):
-        config = configuration(self.file, self.words)
+    def run(asked, kind, ranks, at_once, step, device_bytes):
+        config = configuration(file, (*asked.loaded.overrides, "--wlb.policy", str(asked.job.policy)))
         job = job_of(config, parallel_dims(config, WORLD_SIZE))
         assert device_bytes == (job.cluster.memory if job.cluster.kind == "gpu" else None)
         assert not job.undecided
@@ -188,7 +188,7 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))
         return []
 
-    monkeypatch.setattr(LoneRanks, "run", run)
+    monkeypatch.setattr(dryrun, "run_ranks", run)
     said("dryrun", file, "--world-size", WORLD_SIZE)
     assert dry == planned[:STEPS]
 

@@ -21,7 +21,6 @@ from wlb_titan.job import Policy
 from wlb_titan.pipeline.schedule import layers_of_stages
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.runtime.checks import validate_inputs
-from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.runtime.pipeline.build import keys_of_stages, stage_names
 from wlb_titan.simulator.search import candidates
@@ -116,7 +115,7 @@ def test_the_winner_of_a_search_is_told_as_overrides(config):
     overrides = shlex.split(re.search(r"^To run it: (.*)$", said, re.M)[1])
     resolved = load_config(config, ["--training.global_batch_size", "8", *overrides], world_size=8)
     resolved.check(validate_inputs)
-    job = job_of(resolved.config, parallel_dims(resolved.config, 8))
+    job = resolved.job
     assert (str(job.degrees), str(job.policy), job.micro_batches) == (degrees, policy, 8)
     assert not any(word.endswith("global_batch_size") for word in overrides), "it has that already"
 
@@ -128,8 +127,7 @@ def test_every_pipeline_that_is_searched_can_be_told(config):
     piped = [each for each in candidates(job, 2) if each.degrees.pipeline == 2]
     assert {each.schedule for each in piped} >= {"1F1B", "Interleaved1F1B"}
     for each in piped:
-        resolved = load_config(config, [*typed, *winner_words(each, asked.resolved)], world_size=2)
-        found = job_of(resolved.config, parallel_dims(resolved.config, 2))
+        found = load_config(config, [*typed, *winner_words(each, asked.loaded)], world_size=2).job
         assert (found.degrees, found.policy, found.shape) == (each.degrees, each.policy, each.shape)
 
 

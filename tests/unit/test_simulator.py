@@ -17,9 +17,8 @@ from wlb_titan.layers.recompute import MemorySettings
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.packing.predicted import passing, regrouped_times
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.simulator.replicas import rank_memory, transfer_seconds
+from wlb_titan.simulator.replicas import rank_memory, step_timeline, transfer_seconds
 from wlb_titan.simulator.step import simulate
-from wlb_titan.simulator.trace import step_timeline
 
 
 def plan(replicas, context=1):

@@ -19,9 +19,8 @@ from wlb_titan.packing.predicted import pack_sizes, pass_seconds, passing, regro
 from wlb_titan.packing.slices import piece_numbers
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import TOTAL, Action, MicroBatch, Plan
-from wlb_titan.simulator.replicas import check_slices, rank_memory
+from wlb_titan.simulator.replicas import check_slices, rank_memory, step_timeline
 from wlb_titan.simulator.step import simulate
-from wlb_titan.simulator.trace import step_timeline
 
 
 def plans(simulated, steps=2):

@@ -14,22 +14,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from wlb_titan.config.load import Resolved
 from wlb_titan.cost.cluster import shipped
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.files import save
 from wlb_titan.job import Job, Policy
+from wlb_titan.plan import Plan
 from wlb_titan.progress import Report
+from wlb_titan.runtime.models.load import Loaded, load_config
+from wlb_titan.simulator.choice import Choice
 from wlb_titan.toml.sources import COMMAND_LINE
-
-if TYPE_CHECKING:
-    from wlb_titan.simulator.choice import Choice
 
 NUMBER = click.IntRange(0)
 POSITIVE = click.IntRange(1)
@@ -204,11 +203,19 @@ class Asked:
 
     job: Job
     documents: Documents
-    resolved: Resolved
-    lengths: str | None
-    told: Callable[..., Job]  # as of `runtime.models.load.tracing`
-    typed: tuple[str, ...]
-    """All of this as words of a command line, for other commands."""
+    loaded: Loaded
+    lengths: str | None = None
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """All of this as words of a command line, for other commands."""
+        lengths = () if self.lengths is None else ("--lengths", self.lengths)
+        return str(self.loaded.file), *self.loaded.overrides, *lengths
+
+    def plans(self, steps: int, after: int) -> list[Plan]:
+        """Those of `steps` steps, after the first `after`."""
+        with progress() as report:
+            return self.job.plans(self.documents, steps, after, report)
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -222,7 +229,7 @@ class Asked:
                 raise
             if error.setting == "corpus.path" and self.lengths is not None:
                 raise PlanError(f"--lengths: {error}") from error
-            raise ConfigError(self.resolved.placed(error)) from error
+            raise ConfigError(self.loaded.placed(error)) from error
 
 
 def load_job(
@@ -235,38 +242,25 @@ def load_job(
 ) -> Asked:
     """What a command's arguments name. `lengths` and `cluster` replace the file's."""
     from wlb_titan.config.documents import training_documents
-    from wlb_titan.runtime.models.load import tracing
 
     words = [*overrides, *(("--wlb.cluster", cluster) if cluster is not None else ())]
-    job, resolved = resolved_job(file, words, world_size)
-    wlb, told = resolved.config.wlb, tracing(file, words, resolved.config)
+    loaded = load(file, words, world_size)
+    job = loaded.told(loaded.job)
     if lengths is None:
-        documents = resolved.check(lambda config: training_documents(config.wlb))
-        return Asked(job, documents, resolved, None, told, (str(file), *words))
-    document_lengths, name = named_or_read(lengths)
-    given = resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE
-    documents = Documents(lengths=document_lengths, name=name, seed=wlb.corpus.seed if given else None)
-    return Asked(job, documents, resolved, lengths, told, (str(file), *words, "--lengths", lengths))
+        documents = loaded.check(lambda config: training_documents(config.wlb))
+    else:
+        document_lengths, name = named_or_read(lengths)
+        given = loaded.provenance["wlb.corpus.seed"] == COMMAND_LINE
+        seed = loaded.config.wlb.corpus.seed if given else None
+        documents = Documents(lengths=document_lengths, name=name, seed=seed)
+    return Asked(job, documents, loaded, lengths)
 
 
-def load(file: Path, overrides: Sequence[str], world_size: int | None = None) -> Resolved:
+def load(file: Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Loaded:
     """The configuration of a file with overrides; on a terminal it says what takes the seconds."""
-    from wlb_titan.runtime.models.load import load_config
-
     with progress() as report:
         report("Importing torchtitan", 0, 0)
         return load_config(file, overrides, world_size)
-
-
-def resolved_job(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[Job, Resolved]:
-    """The job that a file with overrides describes, and its configuration. Without a world size, a
-    data-parallel degree of -1 is 1."""
-    resolved = load(file, overrides, world_size)
-    from wlb_titan.runtime.configured import job_of, parallel_dims
-    from wlb_titan.runtime.models.load import tracing
-
-    job = resolved.check(lambda config: job_of(config, parallel_dims(config, world_size)))
-    return tracing(file, overrides, resolved.config)(job), resolved
 
 
 def describe_job(job: Job, documents: Documents) -> str:

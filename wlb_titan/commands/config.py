@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from wlb_titan.commands import command_line as cli
-from wlb_titan.commands.dryrun import at_once
-from wlb_titan.commands.template import template
+from wlb_titan.commands.page import template
 from wlb_titan.errors import UserError
 from wlb_titan.files import save
 from wlb_titan.job import Job
+from wlb_titan.runtime.one_rank import at_once
 from wlb_titan.toml.values import to_text
 
 
@@ -40,14 +40,15 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     Prints one line with the essential numbers, or one paragraph that says what is wrong, with exit code 2.
     Needs the corpus, but no GPUs.
     """
-    job, resolved = cli.resolved_job(file, overrides, world_size)
+    loaded = cli.load(file, overrides, world_size)
+    job = loaded.told(loaded.job)
     from wlb_titan.runtime.checks import validate_files
     from wlb_titan.runtime.memory import check_memory
 
-    resolved.check(lambda config: validate_files(config, world_size))
+    loaded.check(lambda config: validate_files(config, job))
     if device_gib is not None:
-        resolved.check(lambda _: check_memory(job, int(device_gib * 2**30)))
-    click.echo(f"OK {file}: {summary(resolved.config, job, world_size)}")
+        loaded.check(lambda _: check_memory(job, int(device_gib * 2**30)))
+    click.echo(f"OK {file}: {summary(loaded.config, job, world_size)}")
 
 
 @config.command(cls=cli.OfFile)

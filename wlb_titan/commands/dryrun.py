@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +14,22 @@ from wlb_titan.commands import command_line as cli
 from wlb_titan.commands.lone_ranks import (
     DEFAULT_RANKS,
     DEFAULT_STEP,
-    LoneRanks,
-    alike,
-    calls_of_all,
+    lone_job,
     of_ranks,
     print_rank,
     rank_numbers,
+    run_ranks,
 )
-from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device, cluster_of_gpu
 from wlb_titan.files import checked
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import MicroBatch
 from wlb_titan.progress import counted
-from wlb_titan.simulator.calls import RankCalls, unmet
+from wlb_titan.runtime.one_rank import at_once
+from wlb_titan.simulator.calls import RankCalls, alike, calls_of_all, unmet
 
 PLANNED = 24
 """As many steps as `auto` plans; the fullest is run. Queues of balancing policies fill in 8."""
-CGROUP = Path("/sys/fs/cgroup")
 LARGEST = 8  # groups of tensors that are named
 
 
@@ -68,16 +64,9 @@ def dryrun(
 
     Takes some seconds to a minute per rank, and about 1 GiB of memory. Nothing is trained, loaded or saved.
     """
-    named, memory = _cluster_here(cli.load(file, overrides, world_size).config.wlb)
+    memory = None if device_gib is None else device_gib * GIB
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
-        lone = LoneRanks.of(
-            file,
-            [*overrides, *named],
-            world_size,
-            Path(folder),
-            steps=step or PLANNED,
-            memory=memory if device_gib is None else device_gib * GIB,
-        )
+        lone = lone_job(file, overrides, world_size, Path(folder), steps=step or PLANNED, memory=memory)
         job, chosen = lone.job, ""
         numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)
         if step is None:
@@ -90,10 +79,10 @@ def dryrun(
         cli.say(f"Step {step} of {file} under {job.policy}{bound}.{chosen}")
         same = {}
         if ranks == "all":
-            same = alike(job, lone.plans(1, after=step - 1)[0])
+            same = alike(job, lone.plans(1, step - 1)[0])
             numbers = sorted(set(same.values()))
         device_bytes = job.cluster.memory if job.cluster.kind == "gpu" else None
-        results = lone.run("dryrun", numbers, at_once(), step=step, device_bytes=device_bytes)
+        results = run_ranks(lone, "dryrun", numbers, at_once(), step=step, device_bytes=device_bytes)
     calls = {r["rank"]: checked(RankCalls, r.pop("calls")) for r in results if "calls" in r}
     if output is not None:
         cli.write_json(output, results)
@@ -110,19 +99,6 @@ def dryrun(
         sys.exit(1)
 
 
-def at_once() -> int:
-    """How many ranks run side by side on CPUs: as many as this machine and this container have cores and free
-    GiB."""
-    cores: float = len(os.sched_getaffinity(0))
-    free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) << 10
-    with suppress(OSError, ValueError):  # there is no container, or no bound ("max")
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        cores = min(cores, int(quota) / int(period))
-    with suppress(OSError, ValueError):
-        free = min(free, int((CGROUP / "memory.max").read_text()))
-    return max(int(min(cores, free / GIB)), 1)
-
-
 def _meet(calls: Mapping[int, RankCalls]) -> bool:
     """Whether the calls of all ranks meet; says so, or what does not."""
     if problem := unmet(calls, queue_per_edge=True):
@@ -133,20 +109,7 @@ def _meet(calls: Mapping[int, RankCalls]) -> bool:
     return True
 
 
-def _cluster_here(wlb: Any) -> tuple[list[str], float | None]:
-    """Overrides, and bytes of a GPU, that name the device at hand to processes that do not see it; neither if
-    the file names a cluster."""
-    from wlb_titan.runtime.configured import gpu_at_hand
-
-    if wlb.cluster:
-        return [], None
-    gpu = gpu_at_hand(wlb.device)
-    if gpu is None:
-        return ["--wlb.cluster", "cpu"], None
-    return ["--wlb.cluster", cluster_of_device(gpu[0]) or UNKNOWN], cluster_of_gpu(*gpu).memory
-
-
-def _fullest(lone: LoneRanks) -> tuple[int, MicroBatch]:
+def _fullest(lone: cli.Asked) -> tuple[int, MicroBatch]:
     """The step, from 1, that has the longest micro-batch of the first steps, and that micro-batch."""
     steps = DEFAULT_STEP if lone.job.packing.planning_seconds else PLANNED  # where a step takes seconds
     planner = lone.job.planner(lone.documents)

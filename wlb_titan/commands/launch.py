@@ -14,7 +14,7 @@ import click
 
 from wlb_titan.commands.command_line import NUMBER, POSITIVE, OfFile
 from wlb_titan.commands.compare import show_bench
-from wlb_titan.commands.template import template
+from wlb_titan.commands.page import template
 from wlb_titan.errors import EXIT_AGAIN, UserError
 
 PATIENCE = 120  # seconds that srun gives other tasks when one has ended; they end by themselves sooner

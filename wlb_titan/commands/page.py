@@ -10,21 +10,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from wlb_titan.commands.command_line import Rows, describe_job, writing
-from wlb_titan.commands.template import template
+from wlb_titan.documents import Documents
 from wlb_titan.files import save
+from wlb_titan.job import Job
+from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import Estimate
-
-if TYPE_CHECKING:
-    from wlb_titan.documents import Documents
-    from wlb_titan.job import Job
-    from wlb_titan.simulator.choice import Choice
 
 PASSES = {
     "F": ("forward", "#6aa5de"),
@@ -39,6 +37,20 @@ PASSES = {
 
 Curves = Mapping[str, tuple[Iterable[float], Iterable[float]]]
 """By name, the places on the axis and the values."""
+
+
+@cache
+def template(file: str) -> Template:
+    """One of the files in `templates/`, of pages and of the files that a user goes on from; what is put into
+    HTML is escaped."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=file.endswith(".html"),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template(file)
 
 
 def _drawn(macro: str, *values: object) -> str:

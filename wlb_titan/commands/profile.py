@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 from wlb_titan import __version__
-from wlb_titan.commands.command_line import Output, TomlFile, progress, resolved_job, say, show_table
+from wlb_titan.commands.command_line import Output, TomlFile, progress, say, show_table
+from wlb_titan.commands.command_line import load as load_config
 from wlb_titan.cost.profile import TILES_OF, AttentionShape, Entry, LinearProfile, Profile, fitted, rate
 from wlb_titan.errors import UserError
 from wlb_titan.kernels import varlen_attention
@@ -32,9 +33,8 @@ from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
-from wlb_titan.runs import CONFIG_FILE, TRACES, open_run
+from wlb_titan.runs import CONFIG_FILE, TRACES, open_run, read_trace
 from wlb_titan.simulator import calibrate
-from wlb_titan.simulator.trace import read_trace
 
 ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
 SECONDS = 100.0  # after which no round starts
@@ -131,8 +131,9 @@ def profile(files: tuple[Path, ...], run: Path | None, output: Path) -> None:
     if run is not None:
         _from_run(run, output)
         return
-    jobs, configured = zip(*(resolved_job(file, (), None) for file in files), strict=True)
-    on_cpu = any(run.config.wlb.device == "cpu" for run in configured) or not torch.cuda.is_available()
+    loaded = [load_config(file) for file in files]
+    jobs = [each.job for each in loaded]
+    on_cpu = any(each.config.wlb.device == "cpu" for each in loaded) or not torch.cuda.is_available()
     device = "cpu" if on_cpu else "cuda"
     shapes = {shape.kind: shape for shape in (job.attention_shape for job in jobs)}.values()
     units = device_units(torch.device(device))
@@ -152,7 +153,8 @@ def profile(files: tuple[Path, ...], run: Path | None, output: Path) -> None:
 
 def _from_run(folder: Path, output: Path) -> None:
     run = open_run(folder, str(folder))
-    job, _ = resolved_job(folder / CONFIG_FILE, (), None)
+    loaded = load_config(folder / CONFIG_FILE)
+    job = loaded.told(loaded.job)
     steps = run.traced[1:] or run.traced  # the first has caches to fill
     passes = [p for step in steps for p in read_trace(folder / TRACES / f"step-{step}.json")]
     if not passes or not all(calibrate.PARTS in p.facts for p in passes):

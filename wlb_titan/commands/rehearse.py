@@ -5,48 +5,43 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands import page
-from wlb_titan.commands.lone_ranks import DEFAULT_STEP, LoneRanks, of_ranks, print_rank, rank_numbers
+from wlb_titan.commands.lone_ranks import (
+    DEFAULT_STEP,
+    lone_job,
+    of_ranks,
+    print_rank,
+    rank_numbers,
+    run_ranks,
+)
 from wlb_titan.commands.simulate import speedup
 from wlb_titan.documents import Documents
 from wlb_titan.files import checked
 from wlb_titan.job import Job, Policy
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.measured import MeasuredPasses, MeasuredStep, Pass, measured
+from wlb_titan.simulator.measured import MeasuredStep, Pass, measured
 from wlb_titan.simulator.step import Prediction, simulate
 from wlb_titan.summary import Estimate
 
 
-@dataclass(frozen=True)
-class Rehearsal:
+class Rehearsal(NamedTuple):
     """What came of one policy."""
 
     job: Job
     documents: Documents
-    plans: list[Plan]
     ranks: Sequence[dict[str, Any]]
     """Results of the processes, including those that failed."""
-    measured: Sequence[MeasuredPasses] | None
-    """Of each step; None where no rank came through."""
-
-    @cached_property
-    def rehearsed(self) -> Prediction:
-        """The steps with the measured passes."""
-        return simulate(self.job, self.plans, self.measured)
-
-    @cached_property
-    def predicted(self) -> Prediction:
-        """The same steps without them."""
-        return simulate(self.job, self.plans)
+    rehearsed: Prediction | None
+    """The steps with the measured passes; None where no rank came through."""
+    predicted: Prediction
+    """The same steps without them."""
 
 
 @click.command(cls=cli.OfFile)
@@ -80,25 +75,25 @@ def rehearse(
     results: list[Rehearsal] = []
     with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name:
         for policy in policies or (None,):
-            lone = LoneRanks.of(file, overrides, world_size, Path(name), steps=first + steps, policy=policy)
+            lone = lone_job(file, overrides, world_size, Path(name), steps=first + steps, policy=policy)
             job = lone.job
-            plans = lone.plans(steps, after=first - 1)
+            plans = lone.plans(steps, first - 1)
             numbers = rank_numbers(ranks, job.degrees.ranks, job.degrees.pipeline)
             if not results:
                 cli.say(cli.describe_job(job, lone.documents))
-            records = lone.run("rehearse", numbers, at_once, first=first, steps=steps)
+            records = run_ranks(lone, "rehearse", numbers, at_once, first=first, steps=steps)
             for rank in records:
                 print_rank(rank, job.degrees.ranks, what_it_ran)
             results.append(_put_together(lone, plans, records))
-    if any(result.measured for result in results):
-        cli.show_table(table_rows(results))
+    if rows := table_rows(results):
+        cli.show_table(rows)
     if output is not None:
         cli.write_json(output, {"file": str(file), "policies": list(map(_record, results))})
     if any("error" in rank for result in results for rank in result.ranks):
         sys.exit(1)
 
 
-def _put_together(lone: LoneRanks, plans: list[Plan], ranks: list[dict[str, Any]]) -> Rehearsal:
+def _put_together(lone: cli.Asked, plans: list[Plan], ranks: list[dict[str, Any]]) -> Rehearsal:
     """Only with the ranks that came through."""
     job, ran = lone.job, [rank for rank in ranks if "error" not in rank]
     steps = []
@@ -112,23 +107,24 @@ def _put_together(lone: LoneRanks, plans: list[Plan], ranks: list[dict[str, Any]
             assert step["lengths"] == planned, f"rank {rank['rank']} ran another plan than the one measured"
             of_ranks.append(MeasuredStep(dp, at.get("cp", 0), passes, step["optimizer"]))
         steps.append(of_ranks)
-    return Rehearsal(job, lone.documents, plans, ranks, measured(job, plans, steps) if ran else None)
+    rehearsed = simulate(job, plans, measured(job, plans, steps)) if ran else None
+    return Rehearsal(job, lone.documents, ranks, rehearsed, simulate(job, plans))
 
 
 def table_rows(results: Sequence[Rehearsal]) -> cli.Rows:
     """A row for each policy: rehearsed, with the standard error over the steps, and predicted."""
-    ran = [result for result in results if result.measured]
+    ran = [(result, result.rehearsed) for result in results if result.rehearsed]
     return [
         {
             "policy": str(result.job.policy),
-            "step, s": f"{result.rehearsed.seconds.mean():.3f}",
+            "step, s": f"{rehearsed.seconds.mean():.3f}",
             "predicted s": f"{result.predicted.seconds.mean():.3f}",
-            "tokens/s": Estimate.rate(result.rehearsed.tokens, result.rehearsed.seconds).text(",.0f"),
-            "MFU": f"{result.rehearsed.mfu:.1%}",
-            "bubble": f"{result.rehearsed.bubble:.1%}",
-            "speedup": speedup(result.rehearsed, ran[0].rehearsed).text(".3f", "x"),
+            "tokens/s": Estimate.rate(rehearsed.tokens, rehearsed.seconds).text(",.0f"),
+            "MFU": f"{rehearsed.mfu:.1%}",
+            "bubble": f"{rehearsed.bubble:.1%}",
+            "speedup": speedup(rehearsed, ran[0][1]).text(".3f", "x"),
         }
-        for result in ran
+        for result, rehearsed in ran
     ]
 
 
@@ -138,8 +134,8 @@ def _record(result: Rehearsal) -> dict[str, Any]:
         "degrees": str(result.job.degrees),
         "cluster": result.job.cluster.name,
         "documents": result.documents.name,
-        "rehearsed": figures(result.rehearsed) if result.measured else None,
-        "predicted": figures(result.predicted) if result.measured else None,
+        "rehearsed": figures(result.rehearsed) if result.rehearsed else None,
+        "predicted": figures(result.predicted) if result.rehearsed else None,
         "ranks": result.ranks,
     }
 

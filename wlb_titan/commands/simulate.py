@@ -15,16 +15,18 @@ import numpy as np
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands import page
-from wlb_titan.config.load import Resolved
+from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
+from wlb_titan.runs import write_trace
+from wlb_titan.runtime.models.load import Loaded
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.measured import Pass
+from wlb_titan.simulator.replicas import step_timeline
 from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
-from wlb_titan.simulator.trace import step_timeline, write_trace
 from wlb_titan.summary import Estimate
 from wlb_titan.toml.build import dotted
 from wlb_titan.toml.values import to_text
@@ -85,7 +87,7 @@ def simulate(
     asked = cli.load_job(file, overrides, lengths=lengths, cluster=cluster, world_size=degrees_fit)
     compared = list(dict.fromkeys(policies or [Policy(), asked.job.policy]))
     with asked.placed():
-        asked = replace(asked, job=asked.told(asked.job, compared))
+        asked = replace(asked, job=asked.loaded.told(asked.job, compared))
         if search:
             scenario = Scenario(asked.job, asked.documents)
             print_search(scenario, asked, compared, steps, world_size)
@@ -250,10 +252,10 @@ def print_search(
     gpus = world_size or scenario.job.degrees.ranks
     with cli.progress() as report:
         goes_on = lambda what: time.monotonic() < end  # noqa: E731
-        result = search(scenario, gpus, policies, steps, goes_on, report, asked.told)
+        result = search(scenario, gpus, policies, steps, goes_on, report, asked.loaded.told)
     cli.show_table(search_rows(result)[:SHOWN])
     cli.say(gain(result))
-    if words := winner_words(result.found[0].job, asked.resolved):
+    if words := winner_words(result.found[0].job, asked.loaded):
         cli.say(f"To run it: {shlex.join(words)}")
 
 
@@ -286,27 +288,22 @@ def gain(result: Search) -> str:
     )
 
 
-def winner_words(job: Job, resolved: Resolved) -> list[str]:
+def winner_words(job: Job, loaded: Loaded) -> list[str]:
     """Overrides that turn a configuration of the same model and window into this job."""
     degrees, policy = job.degrees, job.policy
     wanted: dict[str, Any] = {
         "wlb.policy": "/".join(policy),
         "training.local_batch_size": job.replica_micro_batches,
         "training.global_batch_size": job.micro_batches,
-        "parallelism.tensor_parallel_degree": degrees.tensor,
-        "parallelism.context_parallel_degree": degrees.context,
-        "parallelism.pipeline_parallel_degree": degrees.pipeline,
-        "parallelism.data_parallel_shard_degree": degrees.shard,
-        "parallelism.data_parallel_replicate_degree": degrees.replicate,
-        "parallelism.expert_parallel_degree": degrees.expert,
     }
+    wanted |= {f"parallelism.{cls.key}": getattr(degrees, name) for name, cls in TORCHTITAN.items()}
     if degrees.pipeline > 1:
         from wlb_titan.runtime.pipeline.build import keys_of_stages
 
         wanted["parallelism.pipeline_parallel_schedule"] = job.schedule
         stages = keys_of_stages(job.model.layers, job.shape.stages)
         wanted |= {f"parallelism.{key}": value for key, value in stages.items()}
-    configured = {dotted(entry.path): entry.value for entry in resolved.entries}
+    configured = {dotted(entry.path): entry.value for entry in loaded.entries}
     words = []
     for key, value in wanted.items():
         if value != configured.get(key):

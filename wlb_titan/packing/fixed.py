@@ -144,12 +144,9 @@ class FixedSolver(FixedGreedy):
         self._on_one_rank = ask.on_one_rank
 
     def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:
-        def solve() -> Floats:
-            better, gap = solved(self._milp, lengths, assigned, self._packs, self._stream.window)
-            return np.append(better.astype(np.float64), gap)
-
-        answer = self._on_one_rank(solve)
-        return answer[:-1].astype(np.int64), float(answer[-1])
+        facts = lengths, assigned, self._packs, self._stream.window
+        answer: tuple[Ints, float] = self._on_one_rank(lambda: solved(self._milp, *facts))
+        return answer
 
 
 def solved(milp: Milp, lengths: Ints, start: Ints, packs: int, window: int) -> tuple[Ints, float]:

@@ -86,11 +86,11 @@ def drafts(packs: Iterable[Pack]) -> list[MicroBatch]:
     return [MicroBatch(documents) for documents in packs]
 
 
-AskRank0 = Callable[[Callable[[], Floats]], Floats]
-"""Calls a function on one rank, and gives its result, float64 (n,), to all."""
+AskRank0 = Callable[[Callable[[], Any]], Any]
+"""Calls a function on one rank, and gives its result to all."""
 
 
-def ask_locally(ask: Callable[[], Floats]) -> Floats:
+def ask_locally(ask: Callable[[], Any]) -> Any:
     """The `AskRank0` of a planner without other ranks."""
     return ask()
 

@@ -6,19 +6,18 @@ A trace cannot run inside a training process: DTensor would give back the meshes
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torchtitan.config import Configurable
 
 from wlb_titan.cost.told import ModelAccount, Shape
 from wlb_titan.errors import PlanError, UserError
@@ -26,23 +25,28 @@ from wlb_titan.files import checked, load, save
 from wlb_titan.job import Job, Policy
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.checkpointing import mixable
-from wlb_titan.runtime.models.words import words_of
+from wlb_titan.runtime.one_rank import at_once, results
 from wlb_titan.simulator.choice import candidates_of
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.models.load import Loaded
 
 SHIPPED = Path(__file__).parents[1] / "cost" / "accounts"
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wlb_titan" / "accounts"
-PROCESS = "wlb_titan.runtime.one_rank.process"
 TRACED_BY = ("one_rank", "models", "attention")  # folders with what an account follows from, besides a job
+
+WITHOUT = ("param_init", "sharding_config", "window")
+"""Fields by which layers do the same work for a token, but for attention: values and layouts of weights."""
 
 _found: dict[str, ModelAccount] = {}  # also by traces on a machine where nothing can be kept
 
 
-def shapes_of(job: Job, policies: Iterable[Policy] = ()) -> list[Shape]:
-    """Those in which predictions for a job need an account, under policies (none: its own) and each that
-    `auto` may stand for in them."""
+def shapes_of(job: Job, policies: Iterable[Policy]) -> list[Shape]:
+    """Those in which predictions for a job need an account, under policies and each that `auto` may stand for
+    in them."""
     shapes = set[Shape]()
     if job.memory_unknown:
-        for policy in [*policies] or [job.policy]:
+        for policy in policies:
             with suppress(PlanError):  # the policy cannot run, as its plans will say
                 for decided in candidates_of(under := job.under(policy)):
                     shapes |= {each.layer_shape for each in under.under(decided).by_sharers.values()}
@@ -90,35 +94,27 @@ def key_of(config: TrainerConfig, shape: Shape) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 
-def trace(
-    file: str | Path,
-    overrides: Sequence[str],
-    config: TrainerConfig,
-    world_size: int,
-    shapes: Sequence[Shape],
-) -> None:
-    """Traces shapes of the configuration that the file with overrides gives for so many processes, and keeps
-    their accounts; UserError says what a trace ended with."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "accounts.json"
-        asked = {"run": "layers", "file": str(file), "overrides": [*overrides], "rank": 0}
-        asked |= {"world_size": world_size, "shapes": shapes, "result": str(result)}
-        here = {"PYTHONPATH": os.pathsep.join(sys.path)}  # where the base may be
-        done = subprocess.run(
-            [sys.executable, "-m", PROCESS, json.dumps(asked)],
-            env=os.environ | here | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
-        if not result.exists():
-            raise UserError(
-                f"The process that traces the model's layers ended: {done.stderr.strip()[-2000:]}."
-            )
-        told: Any = json.loads(result.read_bytes())
-    if "error" in told:
-        raise UserError(f"The model's layers cannot be traced: {told['error']}.")
-    for shape, account in zip(shapes, told["accounts"], strict=True):
-        key = key_of(config, shape)
+def words_of(node: Any) -> str:
+    """A configuration in words, by which equal layers are known."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(words_of, node))}]"
+    if not isinstance(node, Configurable.Config):
+        return repr(node) if isinstance(node, int | float | str | tuple | None) else type(node).__name__
+    names = [field.name for field in dataclasses.fields(node) if field.name not in WITHOUT]
+    inside = ", ".join(f"{name}={words_of(getattr(node, name))}" for name in names)
+    return f"{type(node).__qualname__}({inside})"
+
+
+def trace(loaded: Loaded, shapes: Sequence[Shape]) -> None:
+    """Traces the configuration's layers in these shapes and keeps their accounts; UserError says what a trace
+    ended with."""
+    asked = {"run": "layers", "file": str(loaded.file), "overrides": loaded.overrides}
+    asked |= {"rank": 0, "world_size": loaded.job.degrees.ranks}
+    told = results([{**asked, "shape": shape} for shape in shapes], at_once(), on_cpu=True)
+    for shape, of_shape in zip(shapes, told, strict=True):
+        if "error" in of_shape:
+            raise UserError(f"The model's layers cannot be traced: {of_shape['error']}.")
+        key, account = key_of(loaded.config, shape), of_shape["account"]
         _found[key] = checked(ModelAccount, account)
         with suppress(OSError):  # another start traces it again
             save(_kept(key), account)

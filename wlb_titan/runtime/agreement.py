@@ -21,7 +21,6 @@ from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
 from torchtitan.config import CommConfig
 from torchtitan.tools.logging import logger
 
-from wlb_titan.arrays import Floats
 from wlb_titan.config.documents import steps_of_epochs
 from wlb_titan.cost.cluster import Cluster, cluster_of_device, cluster_of_gpu
 from wlb_titan.cost.workload import workload
@@ -79,8 +78,8 @@ class SharedAnswer:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
 
-    def __call__(self, ask: Callable[[], Floats]) -> Floats:
-        """Rank 0's `ask()`, float64 (n,), on every rank."""
+    def __call__(self, ask: Callable[[], Any]) -> Any:
+        """Rank 0's `ask()` on every rank."""
         answer = [ask() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(answer, src=0, group=self._group)
         return answer[0]

@@ -25,7 +25,7 @@ from wlb_titan.config import documents as corpora
 from wlb_titan.config.settings import BenchSettings
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.job import Policy
+from wlb_titan.job import Job, Policy
 from wlb_titan.kernels.implementations import device_of
 from wlb_titan.packing.once import validating
 from wlb_titan.plugins import check_interface, load, short_name
@@ -73,8 +73,9 @@ NEED_GPUS |= {"profiler.enable_memory_snapshot": True, "checkpoint.async_mode": 
 NEED_GPUS |= {"optimizer.implementation": "fused_opt_states_bf16"}
 
 
-def validate(config: TrainerConfig, world_size: int | None) -> None:
-    """Refuses what cannot run on so many processes (None: as many as it needs); a UserError names the key."""
+def validate(config: TrainerConfig, world_size: int | None) -> Job:
+    """The job, on so many processes (None: as many as it needs). Refuses what cannot run; a UserError names
+    the key."""
     _check_degrees(config, world_size)
     dims = parallel_dims(config, world_size)
     _check_batch(config, dims)
@@ -88,12 +89,13 @@ def validate(config: TrainerConfig, world_size: int | None) -> None:
     model_checks.check_parts(config)
     _check_halves(config, dims)
     model_checks.check_experts(config, dims)
-    _check_job(config, dims)
+    job = _checked_job(config, dims)
     for name, turn in turns_of(config).items():
         try:
             validate(turn, world_size)
         except UserError as error:
             raise UserError(f"wlb.bench.policies: {name} cannot take turns in this job: {error}") from error
+    return job
 
 
 def turns_of(config: TrainerConfig) -> dict[str, TrainerConfig]:
@@ -215,7 +217,7 @@ def _check_halves(config: TrainerConfig, dims: Dims) -> None:
             raise UserError(f"{key}: {error}") from error
 
 
-def _check_job(config: TrainerConfig, dims: Dims) -> None:
+def _checked_job(config: TrainerConfig, dims: Dims) -> Job:
     try:
         job = job_of(config, dims)
         config.wlb.pipeline.make(job.shape)
@@ -229,6 +231,7 @@ def _check_job(config: TrainerConfig, dims: Dims) -> None:
             f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}) and the loss's "
             "chunks require."
         )
+    return job
 
 
 def validate_inputs(config: TrainerConfig) -> Corpus:
@@ -252,15 +255,14 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
     return corpus
 
 
-def validate_files(config: TrainerConfig, world_size: int | None = None) -> None:
+def validate_files(config: TrainerConfig, job: Job) -> None:
     """What a run would only find out itself: `validate_inputs`, and whether it goes on from its checkpoint.
     A step is planned, unless the policy is slow, such as `fixed_solver`, and one of each source's validation.
     Attention times are always looked up: without context parallelism only predictions read them."""
     wlb, corpus = config.wlb, validate_inputs(config)
-    for turn in turns_of(config).values():
-        validate_files(turn, world_size)
-    job = configured = job_of(config, parallel_dims(config, world_size))
-    setting = ""
+    for name, turn in turns_of(config).items():
+        validate_files(turn, job.under(Policy.parse(name)))
+    configured, setting = job, ""
     try:
         documents = corpora.training_documents(wlb, corpus)
         if job.undecided:
@@ -285,7 +287,7 @@ def validate_files(config: TrainerConfig, world_size: int | None = None) -> None
         check_rates(config.lr_scheduler, corpora.steps_of_epochs(job, documents, wlb.epochs))
 
 
-def validate_machine(config: TrainerConfig, world_size: int, processes: int) -> None:
+def validate_machine(config: TrainerConfig, job: Job, processes: int) -> None:
     """Refuses what so many of the job's processes cannot do on the devices here."""
     gpus = 0 if config.wlb.device == "cpu" else torch.accelerator.device_count()
     if not gpus:
@@ -298,7 +300,7 @@ def validate_machine(config: TrainerConfig, world_size: int, processes: int) -> 
     here = torch.accelerator.current_accelerator() if gpus else None
     check_implementation(config, device_of(here or torch.device("cpu")))
     if gpus:
-        check_memory(job_of(config, parallel_dims(config, world_size)), device_bytes())
+        check_memory(job, device_bytes())
 
 
 def validate_corpus(config: TrainerConfig) -> Corpus:

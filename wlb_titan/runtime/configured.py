@@ -73,7 +73,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         sm_margin=wlb.attention.sm_margin,
         tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,
     )
-    return replace(job, accounts=accounts.known(config, accounts.shapes_of(job)))
+    return replace(job, accounts=accounts.known(config, accounts.shapes_of(job, [job.policy])))
 
 
 def configured_degrees(config: TrainerConfig) -> dict[str, int]:

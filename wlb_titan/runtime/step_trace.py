@@ -24,10 +24,10 @@ from torchtitan.tools.logging import logger, warn_once
 from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
-from wlb_titan.runs import TRACES
+from wlb_titan.runs import COMPUTED, TRACES, write_trace
 from wlb_titan.simulator import calibrate
 from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.trace import COMPUTED, facts_of, write_trace
+from wlb_titan.simulator.replicas import facts_of
 
 
 class PassTimer:

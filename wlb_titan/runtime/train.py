@@ -63,13 +63,13 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     import torch
 
-    from wlb_titan.runtime.checks import turns_of, validate_inputs, validate_machine
-    from wlb_titan.runtime.configured import job_of, parallel_dims
+    from wlb_titan.runtime.checks import validate_inputs, validate_machine
+    from wlb_titan.runtime.configured import parallel_dims
     from wlb_titan.runtime.metrics import start_log
-    from wlb_titan.runtime.models.load import load_config, tracing
+    from wlb_titan.runtime.models.load import load_config
 
     resolved = load_config(path, overrides, world_size=world_size)
-    config = resolved.config
+    config, job = resolved.config, resolved.job
     if not on_cpu and config.wlb.device == "cpu":
         raise UserError(
             "wlb.device: the base asks for the CPU, but this process has found a GPU already; set it in "
@@ -79,12 +79,10 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if torch.accelerator.device_count() == 1 and shown and "," not in shown:
         processes = 1  # the launcher shows each process its own GPU
-    dims = parallel_dims(config, world_size)
-    start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
+    start_log(rank, parallel_dims(config, world_size), config.parallelism.pipeline_parallel_schedule)
     if rank == 0:  # which tells the others
-        for turn in (config, *turns_of(config).values()):
-            tracing(path, overrides, config)(job_of(turn, dims))
-    resolved.check(lambda config: validate_machine(config, world_size, processes))
+        job = resolved.told(job)
+    resolved.check(lambda config: validate_machine(config, job, processes))
     corpus = resolved.check(validate_inputs)
     return _run(resolved, corpus, rank, alarm)
 

@@ -12,6 +12,8 @@ All ranks' calls are played at the same time, each rank's in order:
 Two ranks that send to each other before they receive, in one queue, wait for ever; gloo lets this pass:
 
     rank 0: send to 1, receive from 1        rank 1: send to 0, receive from 0
+
+`alike` finds the ranks whose calls are those of another, moved to their place.
 """
 
 from __future__ import annotations
@@ -19,11 +21,20 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wlb_titan.dimensions.degrees import Grid
+from wlb_titan.job import Job
+from wlb_titan.plan import LENGTH, MicroBatch, Plan
 
 SEND, RECEIVE, MAKING = "send", "receive", "making of the process group"
 OTHER_SIDE = {SEND: RECEIVE, RECEIVE: SEND}
+
+SHARED = ("tp", "dp_replicate", "dp_shard")
+"""Axes along which ranks make the same calls in a step, each within its own groups."""
 
 
 class Call(NamedTuple):
@@ -201,3 +212,60 @@ def _different(rank: int, call: Call, other_rank: int, other: Call) -> str:
 
 def _named(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def alike(job: Job, plan: Plan) -> dict[int, int]:
+    """For each global rank, the first one that does the same in a step.
+
+    Tensor-parallel ranks always do. Data-parallel ranks do where their micro-batches agree, one by one, in
+    length and in all that context parallelism exchanges.
+    """
+    first: dict[object, int] = {}
+    representative = {}
+    for rank in range(job.degrees.ranks):
+        place = job.degrees.grid.place(rank)
+        apart = tuple(number for axis, number in place.items() if axis not in SHARED)
+        replica = job.degrees.replica_at(place)
+        packs = plan.of_rank(replica)
+        flow = None if plan.flows is None else plan.flows[replica]
+        merged = replica if any(pack.merged for pack in packs) else None
+        steps = tuple(_shapes(job, pack, replica, place["cp"]) for pack in packs)
+        representative[rank] = first.setdefault((apart, steps, flow, merged), rank)
+    return representative
+
+
+def _shapes(job: Job, pack: MicroBatch, replica: int, context_rank: int) -> tuple[object, ...]:
+    """All that decides the sizes of a rank's calls for a micro-batch."""
+    strategy = job.by_sharers[pack.sharers].strategy
+    if strategy is None or pack.ranks is None:
+        return (pack.length,)
+    before = replica - pack.merged.start if pack.merged else 0
+    rank = before * job.degrees.context + context_rank
+    lengths = pack.documents[:, LENGTH]
+    mask = strategy.mask(pack.ranks, lengths, pack.shared_length, rank, pack.elsewhere)
+    return pack.length, *_sizes(mask.exchange)
+
+
+def _sizes(exchange: tuple[Any, ...]) -> Iterator[int]:
+    """The numbers in `ContextMask.exchange`, and the lengths of its arrays."""
+    for part in exchange:
+        if isinstance(part, tuple):
+            yield from _sizes(part)
+        else:
+            yield len(part) if isinstance(part, np.ndarray) else int(part)
+
+
+def calls_of_all(ran: Mapping[int, RankCalls], same: Mapping[int, int], grid: Grid) -> dict[int, RankCalls]:
+    """Every rank's calls, from those of the first that does the same, as `alike` has it in `same`."""
+    return {rank: _moved(ran[first], first, rank, grid) for rank, first in same.items()}
+
+
+def _moved(calls: RankCalls, start: int, to: int, grid: Grid) -> RankCalls:
+    """The calls of rank `start`, as `to` makes them."""
+    peers = {call.peer for call in calls.calls if call.peer >= 0}
+    moved = {peer: grid.moved([start, peer], start, to)[1] for peer in peers}
+    return replace(
+        calls,
+        groups=[grid.moved(members, start, to) for members in calls.groups],
+        calls=[call._replace(peer=moved.get(call.peer, -1)) for call in calls.calls],
+    )

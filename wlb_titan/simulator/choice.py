@@ -13,7 +13,6 @@ from math import isnan, nan
 
 import numpy as np
 
-from wlb_titan.arrays import Floats
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError, quiet
 from wlb_titan.job import Job, Policy
@@ -79,10 +78,6 @@ class Candidate:
     memory: float = nan  # bytes of the fullest GPU
     problem: str = ""  # why it cannot be chosen
 
-    @property
-    def figures(self) -> tuple[float, ...]:
-        return self.seconds, self.tokens_per_second, self.flops_per_second, self.memory
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -124,19 +119,12 @@ def choose(job: Job, documents: Documents, *, report: Report = silent) -> Choice
             f"wlb.policy: auto plans many steps to compare strategies, and {job.packing.name} takes up to "
             f"{job.packing.planning_seconds:g} s for each. Name a strategy, or another packing policy."
         )
-    problems: dict[Policy, str] = {}
 
-    def ask() -> Floats:
+    def ask() -> list[Candidate]:
         compared = counted(policies, report, "Comparing policies")
-        tried = [predicted(job, policy, documents) for policy in compared]
-        problems.update({candidate.policy: candidate.problem for candidate in tried})
-        return np.array([candidate.figures for candidate in tried]).ravel()
+        return [predicted(job, policy, documents) for policy in compared]
 
-    figures = job.on_one_rank(ask).reshape(len(policies), -1).tolist()
-    candidates = []
-    for policy, (seconds, tokens, flops, memory) in zip(policies, figures, strict=True):
-        problem = problems.get(policy, "") or _problem(job.under(policy), memory)
-        candidates.append(Candidate(policy, seconds, tokens, flops, memory, problem))
+    candidates: list[Candidate] = job.on_one_rank(ask)
     candidates.sort(key=lambda c: (bool(c.problem), -np.nan_to_num(c.flops_per_second)))
     if candidates[0].problem:
         reasons = "; ".join(f"{candidate.policy}: {candidate.problem}" for candidate in candidates)
@@ -169,22 +157,16 @@ def predicted(
         return Candidate(policy, problem=f"cannot run: {error}")
     finally:
         quiet.reset(before)
-    replicas = job.degrees.data / sample.replicas
+    replicas, memory = job.degrees.data / sample.replicas, prediction.peak_memory.total
+    fits = not job.memory_known or memory <= job.fitting.usable
     return Candidate(
         policy,
         seconds=float(prediction.seconds.mean()),
         tokens_per_second=prediction.tokens_per_second * replicas,
         flops_per_second=prediction.flops_per_second * replicas,
-        memory=prediction.peak_memory.total,
+        memory=memory,
+        problem="" if fits else f"does not fit {job.fitting.room}",
     )
-
-
-def _problem(job: Job, memory: float) -> str:
-    if isnan(memory):
-        return "cannot run, for a reason that rank 0 gives"
-    if not job.memory_known or memory <= job.fitting.usable:
-        return ""
-    return f"does not fit {job.fitting.room}"
 
 
 def _names(config: PluginConfig) -> list[str]:

@@ -17,7 +17,7 @@ from wlb_titan.arrays import Floats
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.job import Job
 from wlb_titan.packing.predicted import pass_seconds
-from wlb_titan.plan import MicroBatch, Plan
+from wlb_titan.plan import Plan
 
 ROWS = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
 """Rows of `seconds` (0 forward, 1 inputs, 2 weights) that a kind of pass covers, in predicted shares."""
@@ -69,25 +69,17 @@ def measured(
     """The passes of planned steps, from the ranks that ran each of them, at least one."""
     quiet = job.on(without_waiting(job.cluster))
     packs = [m for plan in plans for m in plan.micro_batches]
-    step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
     # Collectives that were counted are not predicted as well.
     rest = job
     if any(pass_.waited is not None for ranks in steps for rank in ranks for pass_ in rank.passes):
         rest = replace(job, tensor_overlap=1.0) if job.overlap else quiet
     slowest, waiting = pass_seconds(quiet, packs), pass_seconds(rest, packs)
-    ran = _RanPasses(job, packs, step)
-    by_cp = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
-    for number, ranks in enumerate(steps):
-        ran.add(number, ranks, by_cp)
-    passes = ran.scaled(slowest)
+    passes = _ran(quiet, plans, steps, slowest)
     seconds = np.stack([_filled(*of_kind, job.layers) for of_kind in zip(passes, slowest, strict=True)])
-    seconds += waiting - slowest
-    result = []
-    for number, ranks in enumerate(steps):
-        of_step = np.array(step) == number
-        optimizer = max(rank.optimizer for rank in ranks)
-        result.append(MeasuredPasses(seconds[:, :, of_step], optimizer, rest))
-    return result
+    ends = np.cumsum([len(plan.micro_batches) for plan in plans])[:-1]
+    by_step = np.split(seconds + waiting - slowest, ends, axis=2)
+    optimizers = [max(rank.optimizer for rank in ranks) for ranks in steps]
+    return [MeasuredPasses(*step, rest) for step in zip(by_step, optimizers, strict=True)]
 
 
 def without_waiting(cluster: Cluster) -> Cluster:
@@ -95,39 +87,33 @@ def without_waiting(cluster: Cluster) -> Cluster:
     return replace(cluster, node=free, network=free)
 
 
-class _RanPasses:
-    """`passes` that ran, float64 (3, stages, micro-batches), else nan; and `predicted`, their predictions: of
-    several ranks that ran a pass the most."""
-
-    def __init__(self, job: Job, packs: Sequence[MicroBatch], step: Sequence[int]) -> None:
-        self.passes = np.full((3, len(job.layers), len(step)), np.nan)
-        self.predicted = np.zeros_like(self.passes)
-        numbered = enumerate(zip(step, packs, strict=True))
-        self._places = {(step, m.dp_rank, m.index): place for place, (step, m) in numbered}
-        self._apart = packs[0].passes != "FB"
-        # Data-parallel ranks that meet in FSDP's collectives, if nothing hides these.
-        self._meeting = 1 if job.overlap or job.degrees.pipeline > 1 else job.degrees.shard
-
-    def add(self, step: int, ranks: Sequence[MeasuredStep], by_cp: Mapping[int, Floats]) -> None:
-        """One step's ranks; `by_cp` has the predicted passes of each context-parallel rank."""
-        ran: dict[tuple[int, str, int, int], list[tuple[MeasuredStep, Pass]]] = defaultdict(list)
+def _ran(
+    quiet: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]], slowest: Floats
+) -> Floats:
+    """float64 (3, stages, micro-batches), the passes that ran, else nan; scaled where the slowest
+    context-parallel rank, predicted as `slowest`, did not run."""
+    packs = [m for plan in plans for m in plan.micro_batches]
+    numbered = [(number, m.dp_rank, m.index) for number, plan in enumerate(plans) for m in plan.micro_batches]
+    places = {key: place for place, key in enumerate(numbered)}
+    by_cp = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
+    # Data-parallel ranks that meet in FSDP's collectives, if nothing hides these.
+    meeting = 1 if quiet.overlap or quiet.degrees.pipeline > 1 else quiet.degrees.shard
+    ran: dict[tuple[int, int, str, int, int], list[tuple[MeasuredStep, Pass]]] = defaultdict(list)
+    for step, ranks in enumerate(steps):
         for rank in ranks:
             for p in rank.passes:
-                ran[rank.dp // self._meeting, p.kind, p.stage, p.micro_batch].append((rank, p))
-        for (_, kind, stage, micro_batch), of_pass in ran.items():
-            # A loss counts as forward, unless backward passes have micro-batches of their own.
-            rows = ROWS["R" if kind == "L" and self._apart else kind]
-            seconds = _together([p for _, p in of_pass]) + max(p.waited or 0.0 for _, p in of_pass)
-            for dp in {rank.dp for rank, _ in of_pass}:
-                where = rows, stage, self._places[step, dp, micro_batch]
-                predicted = np.max([by_cp[rank.cp][where] for rank, _ in of_pass if rank.dp == dp], axis=0)
-                self.passes[where] = np.nan_to_num(self.passes[where]) + seconds * predicted / predicted.sum()
-                self.predicted[where] = predicted
-
-    def scaled(self, slowest: Floats) -> Floats:
-        """`passes`, scaled where the slowest context-parallel rank, predicted as `slowest`, did not run."""
-        predicted = np.where(self.predicted > 0, self.predicted, slowest)
-        return self.passes * np.maximum(slowest / np.maximum(predicted, TINY), 1.0)
+                ran[step, rank.dp // meeting, p.kind, p.stage, p.micro_batch].append((rank, p))
+    passes = np.full_like(slowest, np.nan)
+    for (step, _, kind, stage, micro_batch), of_pass in ran.items():
+        # A loss counts as forward, unless backward passes have micro-batches of their own.
+        rows = ROWS["R" if kind == "L" and packs[0].passes != "FB" else kind]
+        seconds = _together([p for _, p in of_pass]) + max(p.waited or 0.0 for _, p in of_pass)
+        for dp in {rank.dp for rank, _ in of_pass}:
+            where = rows, stage, places[step, dp, micro_batch]
+            predicted = np.max([by_cp[rank.cp][where] for rank, _ in of_pass if rank.dp == dp], axis=0)
+            slower = np.maximum(slowest[where] / np.maximum(predicted, TINY), 1.0)
+            passes[where] = np.nan_to_num(passes[where]) + seconds * predicted / predicted.sum() * slower
+    return passes
 
 
 def _together(ran: Sequence[Pass]) -> float:

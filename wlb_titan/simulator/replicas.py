@@ -21,11 +21,11 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.rank import RankMemory
+from wlb_titan.packing import slices
 from wlb_titan.packing.predicted import pass_seconds, replica_memory
-from wlb_titan.packing.slices import last_needed, piece_numbers
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import PREFIX, TOTAL, Action, Flow, MicroBatch, Plan
-from wlb_titan.simulator.measured import MeasuredPasses
+from wlb_titan.simulator.measured import MeasuredPasses, Pass
 
 
 class StepPasses(NamedTuple):
@@ -166,9 +166,9 @@ def check_slices(flow: Flow, packs: Sequence[MicroBatch]) -> dict[int, int]:
     """Checks the edges between slices; returns the place of the last forward pass that each backward pass, by
     its place, waits for."""
     behind = [place for place, pack in enumerate(packs) if pack.passes != "F"]
-    needed = dict(zip(behind, last_needed(packs).tolist(), strict=True))
+    needed = dict(zip(behind, slices.last_needed(packs).tolist(), strict=True))
     chains: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for place, (pack, pieces) in enumerate(zip(packs, piece_numbers(packs), strict=True)):
+    for place, (pack, pieces) in enumerate(zip(packs, slices.piece_numbers(packs), strict=True)):
         assert pack.slices is not None
         cut = pack.slices[:, TOTAL] > pack.lengths
         for piece, prefix in zip(pieces[cut].tolist(), pack.slices[cut, PREFIX].tolist(), strict=True):
@@ -193,3 +193,48 @@ def _check_chains(flow: Flow, chains: Sequence[Sequence[tuple[Any, int]]]) -> No
                             "passes go from a document's start to its end, and then backward passes from its "
                             "end to its start."
                         )
+
+
+def step_timeline(job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None) -> list[Pass]:
+    """The predicted passes of one replica, by default the slowest, in a picture of this name."""
+    passes = step_passes(job, plan)
+    of_replicas = step_ends(job, plan, passes)
+    if dp_rank is None:
+        dp_rank = int(np.argmax([ends.max(axis=0).sum() for _, ends in of_replicas]))
+    graph, ends = of_replicas[dp_rank]
+    begins = np.cumsum(ends.max(axis=0)) - ends.max(axis=0)
+    times, micro_batches = passes.of(dp_rank), plan.of_rank(dp_rank)
+    n = len(micro_batches) // passes.runs
+    drawn = []
+    for rank in range(job.degrees.pipeline):
+        numbers = [i for i, a in enumerate(graph.actions) if job.shape.rank_of(a.stage) == rank]
+        for run, begin in enumerate(begins.tolist()):
+            for number in numbers:
+                action, end = graph.actions[number], float(ends[number, run])
+                seconds = float(times.of(action)[run])
+                place, start = run * n + action.place, begin + end - seconds
+                what = action.kind, action.stage, place, start, seconds, name, f"pp {rank}"
+                drawn.append(Pass(*what, facts=facts_of(micro_batches[place])))
+    return drawn
+
+
+def facts_of(micro_batch: MicroBatch) -> dict[str, Any]:
+    """What pictures tell of a pass's micro-batch."""
+    facts: dict[str, Any] = {
+        "tokens": micro_batch.length,
+        "documents": len(micro_batch.documents),
+        "sharding": micro_batch.sharding or "none",
+        "predicted_work": micro_batch.workload,
+    }
+    if micro_batch.slices is not None:
+        facts["MicroPack"] = slices.kind(micro_batch)
+        lengths = micro_batch.lengths.tolist()
+        if cut := ", ".join(
+            f"{prefix}-{prefix + length} of {total}"
+            for length, (prefix, total) in zip(lengths, micro_batch.slices.tolist(), strict=True)
+            if total > length
+        ):
+            facts["slice"] = cut
+    if merged := micro_batch.merged:
+        facts["merged"] = f"dp {merged[0]}-{merged[-1]}"
+    return facts

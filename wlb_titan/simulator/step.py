@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.dimensions.degrees import own_dimensions
+from wlb_titan.dimensions.dimension import Dimension, Meeting
 from wlb_titan.job import Job
 from wlb_titan.layers.passes import MicroBatches, pass_times
 from wlb_titan.memory.fits import fullest
@@ -99,7 +99,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Sequence[MeasuredPasses]
     numbers = np.array([plan.iteration + 1 for plan in plans])
     pipeline = seconds_with_meetings(job, of_ranks, numbers)
     met = meetings(measured[0].rest if measured else job)
-    communication += sum(meeting.seconds * (numbers % meeting.every == 0) for meeting in met)
+    communication += sum(seconds * (numbers % dim.every == 0) for dim, _, seconds in met)
     optimizer = np.array([passes.optimizer if passes else _optimizer(job) for passes in measurements])
     lengths = [plan.document_lengths for plan in plans]
     mixes = [m.mix for plan in plans for m in plan.micro_batches if m.mix is not None]
@@ -134,7 +134,7 @@ def step_seconds(job: Job, passing: MicroBatches) -> float:
     times = with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
     seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
-    return float(seconds + sum(meeting.seconds / meeting.every for meeting in meetings(job)))
+    return float(seconds + sum(each / dim.every for dim, _, each in meetings(job)))
 
 
 def _communication(job: Job, times: PassTimes) -> Floats:
@@ -242,21 +242,13 @@ def seconds_with_meetings(job: Job, seconds: Floats, numbers: Ints) -> Floats:
     return np.diff(ends, prepend=0.0)
 
 
-class TimedMeeting(NamedTuple):
-    """A meeting, an all-reduce, of the ranks of one of the user's own dimensions."""
-
-    axis: str
-    every: int  # steps from one to the next
-    bytes_: float  # that a rank all-reduces
-    seconds: float
-
-
-def meetings(job: Job, rank: int | None = None) -> list[TimedMeeting]:
-    """The meetings of the user's own dimensions, on a pipeline rank or on the one with the most weights."""
+def meetings(job: Job, rank: int | None = None) -> list[tuple[Dimension, Meeting, float]]:
+    """What the ranks of the user's own dimensions all-reduce when they meet, and its seconds, on a pipeline
+    rank or on the one with the most weights."""
     timed = []
     for dim in own_dimensions(job.degrees.own):
         if dim.degree > 1 and (met := dim.meeting(job, own_weights(job, rank))) is not None:
             link = job.degrees.link(job.cluster, dim.axis)
             seconds = 2 * link.collective(met.bytes_ / max(met.collectives, 1), dim.degree)
-            timed.append(TimedMeeting(dim.axis, dim.every, met.bytes_, met.collectives * seconds))
+            timed.append((dim, met, met.collectives * seconds))
     return timed

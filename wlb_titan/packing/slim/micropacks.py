@@ -198,13 +198,10 @@ class SolvedPlacing:
         self._end, self.gap = time.perf_counter() + self._time_limit, 0.0
 
     def __call__(self, slots: Slots, works: Floats) -> Ints | None:
-        def ask() -> Floats:
-            placed, gap = self.solved(slots, works)
-            return np.append(gap, np.empty(0) if placed is None else placed)
-
-        gap, *placed = self._on_one_rank(ask).tolist()
+        placed: Ints | None
+        placed, gap = self._on_one_rank(lambda: self.solved(slots, works))
         self.gap = max(self.gap, gap)
-        return np.array(placed, dtype=np.int64) if len(placed) == len(works) else None
+        return placed
 
     def solved(self, slots: Slots, works: Floats) -> tuple[Ints | None, float]:
         """The placing, and how far it may be from the best, relatively."""

@@ -73,16 +73,54 @@ class Snapshot(NamedTuple):
 @dataclass(slots=True)
 class _Storage:
     size: int
-    term: str
-    what: str
-    reference: Any = None
+    reference: Any
+    term: str = ""
+    what: str = ""
 
 
-class Trace(TorchDispatchMode):
+class OperationLog(TorchDispatchMode):
+    """Notes each operation on a rank's tensors while it is active, and what these keep alive. `fake` is their
+    mode: DTensor works out shapes on tensors of its own."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake = fake
+        self._alive = 0  # bytes
+        self._storages: dict[int, _Storage] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor goes on to operations on local tensors, which come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = tensors_in(result)
+        if all(not isinstance(t, FakeTensor) or t.fake_mode is self._fake for t in made):
+            self._note(func, args, kwargs, result, made)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def _storage(self, tensor: torch.Tensor) -> _Storage:
+        """The record of a tensor's storage, which may be new."""
+        storage, key = local_tensor(tensor).untyped_storage(), key_of(tensor)
+        if key not in self._storages:
+            reference = weakref.ref(storage, lambda _: self._freed(key))
+            self._storages[key] = _Storage(storage.nbytes(), reference)
+            self._alive += storage.nbytes()
+        return self._storages[key]
+
+    def _freed(self, key: int) -> None:
+        if (entry := self._storages.pop(key, None)) is not None:
+            self._alive -= entry.size
+
+
+class Trace(OperationLog):
     """Records what is done while it is active.
 
     Args:
-        fake: the mode of the rank's tensors; DTensor works out shapes on tensors of its own mode.
         weight_shapes: as this rank has weights between gathering and freeing them.
 
     Attributes:
@@ -96,37 +134,29 @@ class Trace(TorchDispatchMode):
         weight_shapes: Iterable[tuple[int, ...]] = (),
         calls: CallLog | None = None,
     ) -> None:
-        super().__init__()
-        self._calls, self._fake = calls, fake
+        super().__init__(fake)
+        self._calls = calls
         self._weight_shapes = set(weight_shapes)
-        self._current = 0
-        self._storages: dict[int, _Storage] = {}
         self._resizable: set[int] = set()
         self.begin()
 
     def begin(self) -> None:
         """Starts a new peak."""
-        self.highest, self.peak = self._current, self.now()
+        self.highest, self.peak = self._alive, self.now()
 
     def add(self, tensor: torch.Tensor, term: str, what: str = "") -> None:
         """Counts a tensor's storage, unless it is counted already."""
-        local = local_tensor(tensor)
-        storage = local.untyped_storage()
-        key = storage._cdata
-        if key in self._storages:
-            self._resize(self._storages[key], storage.nbytes())
-            self._check()
-            return
-        entry = _Storage(storage.nbytes(), term, f"{what} {tuple(local.shape)} {local.dtype}")
-        entry.reference = weakref.ref(storage, lambda _: self._freed(key))
-        self._storages[key] = entry
-        self._current += entry.size
+        entry, local = self._storage(tensor), local_tensor(tensor)
+        if entry.term:
+            self._resize(entry)
+        else:
+            entry.term, entry.what = term, f"{what} {tuple(local.shape)} {local.dtype}"
         self._check()
 
     def reassign(self, tree: Any, term: str) -> None:
         """Moves the storages of the tensors in lists and dicts to another term."""
         for tensor in tensors_in(tree):
-            if (entry := self._storages.get(local_tensor(tensor).untyped_storage()._cdata)) is not None:
+            if (entry := self._storages.get(key_of(tensor))) is not None:
                 entry.term = term
 
     def now(self) -> Snapshot:
@@ -137,33 +167,24 @@ class Trace(TorchDispatchMode):
             sizes[what] += entry.size
             numbers[what] += 1
         largest = [(size, numbers[what], what) for what, size in sizes.most_common(40)]
-        return Snapshot(self._current, dict(terms), largest)
+        return Snapshot(self._alive, dict(terms), largest)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor goes on to operations on local tensors, which come back here
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         if self._calls is not None and func.namespace in ("c10d", "_c10d_functional"):
             self._calls.note(func, args, kwargs, result)
         if func.namespace == "fsdp":  # writes into tensors that it is given
             for tensor in tensors_in((args, kwargs)):
                 self._add_resizable(tensor, str(func))
         term = BACKWARD if in_backward_pass() else FORWARD
-        for tensor in tensors_in(result):
-            if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake:
-                continue
+        for tensor in made:
             if self._is_of_weights(tensor):
                 self._add_resizable(tensor, str(func))
             else:
                 self.add(tensor, term, str(func))
-        return result
 
     def _add_resizable(self, tensor: torch.Tensor, what: str) -> None:
         self.add(tensor, GATHERED, what)
-        self._resizable.add(local_tensor(tensor).untyped_storage()._cdata)
+        self._resizable.add(key_of(tensor))
 
     def _is_of_weights(self, tensor: torch.Tensor) -> bool:
         """Whether it is a flat buffer of FSDP's, or has the shape of a whole weight and its gradient."""
@@ -172,26 +193,22 @@ class Trace(TorchDispatchMode):
         return is_buffer or shape in self._weight_shapes or shape[::-1] in self._weight_shapes
 
     def _freed(self, key: int) -> None:
-        entry = self._storages.pop(key, None)
-        if entry is not None:
-            self._current -= entry.size
+        super()._freed(key)
         self._resizable.discard(key)
 
-    def _resize(self, entry: _Storage, size: int) -> None:
-        self._current += size - entry.size
-        entry.size = size
+    def _resize(self, entry: _Storage) -> None:
+        if (storage := entry.reference()) is not None:
+            self._alive += storage.nbytes() - entry.size
+            entry.size = storage.nbytes()
 
     def _check(self) -> None:
-        if self._current <= self.highest:
+        if self._alive <= self.highest:
             return
         for key in tuple(self._resizable):
-            entry = self._storages[key]
-            storage = entry.reference()
-            if storage is not None and storage.nbytes() < entry.size:
-                self._resize(entry, storage.nbytes())
-        if self._current > self.highest:
-            self.highest = self._current
-            if self._current > SNAPSHOT_STEP * self.peak.bytes_:
+            self._resize(self._storages[key])
+        if self._alive > self.highest:
+            self.highest = self._alive
+            if self._alive > SNAPSHOT_STEP * self.peak.bytes_:
                 self.peak = self.now()
 
 
@@ -264,6 +281,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """Of its storage."""
+    return local_tensor(tensor).untyped_storage()._cdata
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

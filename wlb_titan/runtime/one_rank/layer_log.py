@@ -7,7 +7,6 @@ one element-wise operator to the next is neither read nor written.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -15,14 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from wlb_titan.cost.told import KindWork, LayerWork, Work
 from wlb_titan.layers.recompute import KINDS
-from wlb_titan.runtime.compat import FakeTensor, FakeTensorMode
-from wlb_titan.runtime.one_rank.dry_trace import bytes_of, group_of, kind_of, local_tensor, tensors_in
+from wlb_titan.runtime.compat import FakeTensorMode
+from wlb_titan.runtime.one_rank.dry_trace import OperationLog, bytes_of, group_of, key_of, kind_of, tensors_in
 
 NAMES = [kind.name for kind in KINDS]
 aten = torch.ops.aten
@@ -45,24 +42,20 @@ class Operation(NamedTuple):
     group: str = ""  # name of the process group of a collective
 
 
-class LayerLog(TorchDispatchMode):
+class LayerLog(OperationLog):
     """Notes the operations between marks."""
 
     def __init__(self, fake: FakeTensorMode, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self._fake = fake  # DTensor works out shapes on tensors of its own mode
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, Any] = {}
+        super().__init__(fake)
         self._unwritten: dict[int, int] = {}  # what element-wise operators made, by storage
         self._read: set[int] = set()  # by element-wise operators since the last mark
-        self._alive = 0
         self.operations: list[Operation] = []
         self.marks: list[tuple[str, int, int]] = []
         """Name, number of the next operation, bytes alive."""
         self.attention: dict[str, int] = {}
         """Number of attention's backward operation by the mark before it."""
         for tensor in tensors:
-            self._add(tensor)
+            self._storage(tensor)
 
     def mark(self, name: str, *_: Any) -> None:
         if self._unwritten and self.operations:
@@ -72,27 +65,10 @@ class LayerLog(TorchDispatchMode):
         self._read.clear()
         self.marks.append((name, len(self.operations), self._alive))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor goes on to operations on local tensors, which come back here
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        made = tensors_in(result)
-        if any(isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake for tensor in made):
-            return result
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         for tensor in made:
-            self._add(tensor)
+            self._storage(tensor)
         read = tensors_in((args, kwargs))
-        self.operations.append(self._noted(func, args, kwargs, read, made, result))
-        if func is torch.ops.wlb_titan.varlen_attention_backward.default:
-            self.attention[self.marks[-1][0]] = len(self.operations) - 1
-        return result
-
-    def _noted(
-        self, func: Any, args: Any, kwargs: Any, read: list[Any], made: list[Any], result: Any
-    ) -> Operation:
         products = elements = sent = 0
         group = ""
         if func is aten._grouped_mm.default:  # of tokens by expert, or of weights' gradients
@@ -107,33 +83,26 @@ class LayerLog(TorchDispatchMode):
             elements = bytes_of(read) + bytes_of(made)
         fuses = elements and (torch.Tag.pointwise in func.tags or func._overloadpacket in FUSED)
         fused = self._fused(read, made) if fuses else self._written(read) + elements
-        return Operation(self._alive, products, bytes_of(made), elements, fused, sent, group)
+        self.operations.append(Operation(self._alive, products, bytes_of(made), elements, fused, sent, group))
+        if func is torch.ops.wlb_titan.varlen_attention_backward.default:
+            self.attention[self.marks[-1][0]] = len(self.operations) - 1
 
     def _fused(self, read: list[Any], made: list[Any]) -> int:
         """Bytes that compiled code reads for an operator that it fuses."""
-        keys = {_key(tensor): bytes_of([tensor]) for tensor in read}
+        keys = {key_of(tensor): bytes_of([tensor]) for tensor in read}
         new = {
             key: size for key, size in keys.items() if key not in self._unwritten and key not in self._read
         }
         self._read |= set(new)
-        self._unwritten |= {_key(tensor): bytes_of([tensor]) for tensor in made}
+        self._unwritten |= {key_of(tensor): bytes_of([tensor]) for tensor in made}
         return sum(new.values())
 
     def _written(self, read: list[Any]) -> int:
         """Bytes that compiled code writes because another operation reads them."""
-        return sum(self._unwritten.pop(_key(tensor), 0) for tensor in read)
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = local_tensor(tensor).untyped_storage()
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self._alive += storage.nbytes()
-            self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
+        return sum(self._unwritten.pop(key_of(tensor), 0) for tensor in read)
 
     def _freed(self, key: int) -> None:
-        self._alive -= self._sizes.pop(key, 0)
-        self._references.pop(key, None)
+        super()._freed(key)
         self._unwritten.pop(key, None)
         self._read.discard(key)
 
@@ -236,7 +205,3 @@ class Slopes:
         """FLOPs of a pass for the gradients of weights, which are as large whatever the tokens."""
         part, _, _ = self._parts[name]
         return float(self._each["products"][part][self._constant[part] > 0].sum())
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return local_tensor(tensor).untyped_storage()._cdata

@@ -13,11 +13,9 @@ import gc
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,12 @@ from wlb_titan.context.strategy import STRATEGIES
 from wlb_titan.cost.cluster import UNKNOWN
 from wlb_titan.cost.told import LayerAccount, ModelAccount, Shape, Weights
 from wlb_titan.dimensions.dimension import TORCHTITAN
-from wlb_titan.errors import UserError
 from wlb_titan.memory.layer import token_bytes
 from wlb_titan.plan import MicroBatch
 from wlb_titan.prepare.prepare import write_synthetic_corpus
+from wlb_titan.runtime.accounts import words_of
 from wlb_titan.runtime.dataloader import Item
 from wlb_titan.runtime.models.checkpointing import mixable
-from wlb_titan.runtime.models.words import numbers_of
 from wlb_titan.runtime.one_rank.dry_run import DryTrainer, gathered_shape
 from wlb_titan.runtime.one_rank.dry_trace import bytes_of
 from wlb_titan.runtime.one_rank.layer_log import NAMES, LayerLog, Slopes
@@ -46,42 +43,6 @@ from wlb_titan.runtime.trainer import Trainer
 TOKENS = 1024  # of a context-parallel rank in the shorter trace, at least
 ROUTED = 1.5  # times its share, which this rank's experts get in a third trace
 FIRST, LAST = ("tok_embeddings",), ("norm", "lm_head")  # modules of a model beside its layers
-
-
-def accounts(config: Trainer.Config, shapes: Sequence[Sequence[Any]]) -> Iterator[ModelAccount]:
-    """Of rank 0 in each `Shape`, in a process each: a second model in a process would get the meshes of the
-    first."""
-    context, cores = get_context("fork"), len(os.sched_getaffinity(0))
-    for first in range(0, len(shapes), cores):
-        ends = []
-        for shape in shapes[first : first + cores]:
-            end, child_end = context.Pipe(duplex=False)
-            asked = config, Shape(*shape), child_end
-            context.Process(target=_send_account, args=asked, daemon=True).start()
-            child_end.close()
-            ends.append(end)
-        for end in ends:
-            try:
-                account = end.recv()
-            except EOFError:
-                account = UserError("a process of the trace ended without a word")
-            if isinstance(account, Exception):
-                raise account
-            yield account
-
-
-def _send_account(config: Trainer.Config, shape: Shape, end: Connection) -> None:
-    torch.set_num_threads(1)  # mends torch's pool after a fork, over which autograd's threads would fail
-    numbers = numbers_of(config.model_spec.model.layers)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            corpus = write_synthetic_corpus(Path(folder) / "corpus", np.full(4096, 2))
-            changed, world_size = in_shape(config, str(corpus.path), shape, numbers)
-            os.environ["WORLD_SIZE"] = str(world_size)
-            tracer = LayerTracer(changed, rank=0, world_size=world_size, device_bytes=1e15)
-            end.send(tracer.account(numbers))
-    except Exception as error:
-        end.send(error)
 
 
 def in_shape(
@@ -121,10 +82,22 @@ def in_shape(
 
 
 class LayerTracer(DryTrainer):
-    """Takes the account of the layers of a job that `in_shape` made."""
+    """Takes the account of the job's layers on rank 0 in a `Shape`."""
 
-    def account(self, numbers: tuple[int, ...]) -> ModelAccount:
-        """The account of a model with layers of these numbers; a step for what FSDP does once comes first."""
+    def __init__(self, config: Trainer.Config, *, rank: int, world_size: int, shape: Sequence[Any]) -> None:
+        layers = list(map(words_of, config.model_spec.model.layers))
+        self._numbers = tuple(map(list(dict.fromkeys(layers)).index, layers))  # of each layer's configuration
+        self._folder = tempfile.TemporaryDirectory()
+        corpus = write_synthetic_corpus(Path(self._folder.name) / "corpus", np.full(4096, 2))
+        changed, world_size = in_shape(config, str(corpus.path), Shape(*shape), self._numbers)
+        os.environ["WORLD_SIZE"] = str(world_size)
+        super().__init__(changed, rank=rank, world_size=world_size, device_bytes=1e15)
+
+    def run(self) -> dict[str, Any]:
+        return {"account": asdict(self.account())}
+
+    def account(self) -> ModelAccount:
+        """Traces steps of two lengths; a step for what FSDP does once comes first."""
         degrees, divisor, size = self.job.degrees, self.job.divisor, self.job.memory.compute_bytes
         tokens = -(-TOKENS * degrees.context // divisor) * divisor
         self._traced(tokens)
@@ -151,7 +124,7 @@ class LayerTracer(DryTrainer):
         first, last = ([getattr(model, name) for name in names] for names in (FIRST, LAST))
         return ModelAccount(
             layers=tuple(different),
-            numbers=numbers,
+            numbers=self._numbers,
             embedded=max(by_token.left("start") - token_bytes(self.job).hidden, 0.0),
             loss=by_token.of_loss(token_bytes(self.job).hidden_gathered),
             ends=(weights_of(first, window), weights_of(last, window)),

@@ -86,8 +86,9 @@ class OneRankTrainer(Trainer):
         sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
         for kind, group, size in calls:
             sizes[kind, self._axes.get(group) or self._named_by_ranks(group)].append(size)
-        met = [one for one in meetings(self.job, self.parallel_dims.place("pp")) if meets(self, one.every)]
-        predicted = {one.axis: {"predicted_gib": one.bytes_ / GIB} for one in met}
+        timed = meetings(self.job, self.parallel_dims.place("pp"))
+        met = [(dim.axis, meeting) for dim, meeting, _ in timed if meets(self, dim.every)]
+        predicted = {axis: {"predicted_gib": meeting.bytes_ / GIB} for axis, meeting in met}
         entries = [
             {"kind": kind, "over": axis, "number": len(several), "gib": sum(several) / GIB}
             | predicted.get(axis, {})

@@ -1,4 +1,4 @@
-"""The process of one rank, as `wlb-titan dryrun` and `rehearse` start it for each rank:
+"""The process of one rank, as `dryrun`, `rehearse` and traces of layers start it for each rank:
 
     python -m wlb_titan.runtime.one_rank.process '{"run": "dryrun", "rank": 3, "world_size": 64, ...}'
 
@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +49,14 @@ def result(
 
     from wlb_titan.runtime.models.load import load_config
     from wlb_titan.runtime.one_rank.dry_run import DryTrainer
+    from wlb_titan.runtime.one_rank.layer_trace import LayerTracer
     from wlb_titan.runtime.one_rank.rehearsal import RehearsalTrainer
 
     if not torch.accelerator.is_available():
         torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.ERROR)
     config = load_config(file, overrides, world_size=world_size).config
-    if run == "layers":
-        from wlb_titan.runtime.one_rank.layer_trace import accounts
-
-        return {"accounts": [asdict(account) for account in accounts(config, **keywords)]}
-    trainers = {"dryrun": DryTrainer, "rehearse": RehearsalTrainer}
+    trainers = {"dryrun": DryTrainer, "rehearse": RehearsalTrainer, "layers": LayerTracer}
     trainer = trainers[run](config, rank=rank, world_size=world_size, **keywords)
     try:
         return trainer.run()
