@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torchtitan.config import Configurable
@@ -27,9 +27,6 @@ from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.checkpointing import mixable
 from wlb_titan.runtime.one_rank import at_once, results
 from wlb_titan.simulator.choice import candidates_of
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.models.load import Loaded
 
 SHIPPED = Path(__file__).parents[1] / "cost" / "accounts"
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wlb_titan" / "accounts"
@@ -105,16 +102,17 @@ def words_of(node: Any) -> str:
     return f"{type(node).__qualname__}({inside})"
 
 
-def trace(loaded: Loaded, shapes: Sequence[Shape]) -> None:
-    """Traces the configuration's layers in these shapes and keeps their accounts; UserError says what a trace
-    ended with."""
-    asked = {"run": "layers", "file": str(loaded.file), "overrides": loaded.overrides}
-    asked |= {"rank": 0, "world_size": loaded.job.degrees.ranks}
+def trace(
+    config: TrainerConfig, file: str | Path, overrides: Sequence[str], ranks: int, shapes: Sequence[Shape]
+) -> None:
+    """Traces a configuration's layers in these shapes of a job of so many ranks, and keeps their accounts;
+    UserError says what a trace ended with."""
+    asked = {"run": "layers", "file": str(file), "overrides": overrides, "rank": 0, "world_size": ranks}
     told = results([{**asked, "shape": shape} for shape in shapes], at_once(), on_cpu=True)
     for shape, of_shape in zip(shapes, told, strict=True):
         if "error" in of_shape:
             raise UserError(f"The model's layers cannot be traced: {of_shape['error']}.")
-        key, account = key_of(loaded.config, shape), of_shape["account"]
+        key, account = key_of(config, shape), of_shape["account"]
         _found[key] = checked(ModelAccount, account)
         with suppress(OSError):  # another start traces it again
             save(_kept(key), account)

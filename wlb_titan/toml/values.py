@@ -19,13 +19,10 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
 from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 NONE = "none"
 LARGEST_INTEGER = 2**63 - 1
@@ -91,7 +88,7 @@ def convert(value: object, hint: object, guide: object = None) -> Any:
 
 
 @functools.cache
-def _adapter(hint: object) -> TypeAdapter[Any]:
+def _adapter(hint: object) -> Any:
     from pydantic import ConfigDict, TypeAdapter
 
     return TypeAdapter(_with_tables(hint), config=ConfigDict(strict=True, arbitrary_types_allowed=True))

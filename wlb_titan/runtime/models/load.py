@@ -39,7 +39,7 @@ class Loaded(Resolved):
         if missing and job.cluster.kind == "gpu":
             begin = time.monotonic()
             try:
-                accounts.trace(self, missing)
+                accounts.trace(self.config, self.file, self.overrides, self.job.degrees.ranks, missing)
                 seconds = time.monotonic() - begin
                 logger.info(f"Traced the model's layers in {seconds:.0f} s; kept in {accounts.KEPT}")
             except UserError as error:
