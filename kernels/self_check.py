@@ -148,6 +148,14 @@ def check_kernels(noise: Noise, options: Options) -> float:
     return largest
 
 
+def errors_of(noise: Noise, options: Options) -> dict[str, float]:
+    """The error of each result against the reference's in float32, norm over norm, in the worst of the
+    backward's ways."""
+    want = wanted(noise, options, REFERENCE)
+    ran = [attend(noise, options, divided) for divided in ways(noise, options)]
+    return {name: max(errors(got[name].float(), x.float())[0] for got in ran) for name, x in want.items()}
+
+
 def attend(noise: Noise, options: Options, divided: Any = None) -> dict[str, Tensor]:
     """Output, log-sum-exp (0 for padding) and gradients, on memory full of NaN."""
     q, k, v, dout, dlse, segments = noise

@@ -1,5 +1,6 @@
 """What computes attention: the rule, and that [wlb.attention] implementation reaches every call."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention import implementation
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask
+from wlb_titan.runtime.models.bases import base_config
 
 pytestmark = pytest.mark.slow
 
@@ -200,3 +202,22 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(on_hopper, monkeypatch):
     reason = r"with a window of 512 \(triton\) do not work on this NVIDIA H100: dk is .* \"reference\""
     with pytest.raises(UserError, match=reason):
         implementation._prepare(config, shape, 512, "triton", cpu, sinks=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "wish", "why"),
+    [
+        (HOPPER, "llama3.config_registry:llama3_8b", "auto", None),
+        (AMPERE, "llama3.config_registry:llama3_8b", "auto", None),
+        (CPU, "llama3.config_registry:llama3_8b", "reference", None),
+        (HOPPER, "llama3.config_registry:llama3_8b", "reference", "reference is set"),
+        (HOPPER, "llama3.config_registry:llama3_8b", "triton", "triton runs where gluon"),
+        (HOPPER, "gpt_oss.config_registry:gpt_oss_20b", "auto", "triton runs where gluon"),
+        (HOPPER, "deepseek_v3.config_registry:deepseek_v3_16b", "auto", r"takes head dims .* q has 192"),
+    ],
+)
+def test_a_slow_path_is_said(device, name, wish, why):
+    config = base_config(f"torchtitan.models.{name}")
+    config.wlb.attention.implementation = wish
+    said = implementation.slow_path(config, device, None)
+    assert said is None if why is None else re.search(why, said)

@@ -1,5 +1,6 @@
 """`wlb-titan profile`, its file, and the latency model that comes out of it."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT
+from wlb_titan.kernels import torch_cpu
 
 from wlb_titan.commands import profile as command
 from wlb_titan.context.strategy import STRATEGIES
@@ -23,9 +25,9 @@ from wlb_titan.cost.profile import (
     measured_cluster,
     rate,
 )
-from wlb_titan.cost.workload import TokenSeconds
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
+from wlb_titan.layers.rates import TokenSeconds
 
 pytestmark = pytest.mark.slow
 
@@ -186,6 +188,26 @@ def test_the_command_writes_what_planning_reads(tmp_path, monkeypatch, request, 
     assert [entry.direction for entry in written.entries] == ["forward", "backward"] * 2
     assert all(point.seconds > 0 for entry in written.entries for point in entry.points)
     assert 0 < written.linear.linear_flops < np.inf and 0 < written.linear.memory_bandwidth < np.inf
+
+
+def test_the_command_says_how_wrong_kernels_are(tmp_path, monkeypatch, on_terminal):
+    file = tmp_path / "job.toml"
+    file.write_text('base = "llama3_debug"\nwlb.device = "cpu"\ntraining.mixed_precision_param = "float32"\n')
+    forward = torch_cpu.forward
+
+    def wrong(*inputs):
+        out, lse = forward(*inputs)
+        return out * 1.1, lse
+
+    def errors():
+        said, _ = on_terminal("profile", file, "--check")
+        (row,) = re.findall(r"torch_cpu" + r"\s+(\S+)" * 5, said)
+        return [float(error) for error in row]
+
+    assert max(errors()) < 1e-4
+    monkeypatch.setattr(torch_cpu, "forward", wrong)
+    out, lse, *_ = errors()
+    assert out == pytest.approx(0.1, rel=0.01) and lse < 1e-4
 
 
 def test_the_recorded_profile_of_a_cpu_predicts_what_it_was_made_from():

@@ -34,6 +34,7 @@ from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
 from wlb_titan.runs import CONFIG_FILE, TRACES, open_run, read_trace
+from wlb_titan.runtime.attention.implementation import kernel_errors
 from wlb_titan.simulator import calibrate
 
 ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
@@ -109,11 +110,11 @@ LINEAR_SIZES = {
 @click.option(
     "--output",
     type=Output('{"schema": '),
-    required=True,
     metavar="FILE",
     help="File to write: JSON, for [wlb.context] profile.",
 )
-def profile(files: tuple[Path, ...], run: Path | None, output: Path) -> None:
+@click.option("--check", is_flag=True, help="Print how wrong FILEs' attention is on this device instead.")
+def profile(files: tuple[Path, ...], run: Path | None, output: Path | None, check: bool) -> None:
     """Measure this device for planning: the attention of FILEs' models, matrix products, other operators.
 
     Times forward and backward of wlb_titan's attention for segments of many shapes, fits the latency model to
@@ -123,18 +124,29 @@ def profile(files: tuple[Path, ...], run: Path | None, output: Path) -> None:
 
     With --from, without FILEs, it fits a run's passes that wlb.trace_every measured instead: their fixed
     time, their time per token, and their time in attention.
+
+    With --check it times nothing, and compares each implementation of attention that can run here with the
+    reference in float32, on segments of many lengths: errors of the output, of the log-sum-exp and of
+    gradients, norm over norm.
     """
     if bool(files) == bool(run):
         raise UserError(
             "Name the FILEs whose attention is to be measured, or the dump folder of a run, --from RUN."
         )
-    if run is not None:
+    if check == (output is not None) or (check and run):
+        raise UserError("Name the file to write, --output, or --check FILEs; one of both.")
+    if run is not None and output is not None:
         _from_run(run, output)
         return
     loaded = [load_config(file) for file in files]
     jobs = [each.job for each in loaded]
     on_cpu = any(each.config.wlb.device == "cpu" for each in loaded) or not torch.cuda.is_available()
     device = "cpu" if on_cpu else "cuda"
+    if output is None:
+        for file, each in zip(files, loaded, strict=True):
+            say(f"{file}: {each.job.attention_shape.kind}, errors against the reference")
+            show_table([*kernel_errors(each.config, each.job, torch.device(device))])
+        return
     shapes = {shape.kind: shape for shape in (job.attention_shape for job in jobs)}.values()
     units = device_units(torch.device(device))
     entries: list[Entry] = []

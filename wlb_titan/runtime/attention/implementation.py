@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.kernels.implementations import PASSES, REFERENCE, TABLE, TORCH, Device, chosen, device_of
 from wlb_titan.kernels.segments import Options, Shape
-from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, warm_up
+from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, errors_of, warm_up
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import model_shape
+
+TUNED = "gluon"  # for Hopper
 
 
 def check_implementation(
@@ -64,6 +67,41 @@ def _sinks(config: TrainerConfig) -> bool:
     return "sinks" in (config.model_spec.model.first_attention.param_init or {})
 
 
+def slow_path(config: TrainerConfig, device: Device, window: int | None) -> str | None:
+    """Why forward passes take longer on this device than they could; None where no kernel is known to be
+    faster."""
+    which, _ = check_implementation(config, device, window)
+    if device.type == "cuda" and which == REFERENCE:
+        return f"{REFERENCE} is set, which is for tests"
+    if device.kind != "Hopper" or which == TUNED:
+        return None
+    model = model_shape(config.model_spec.model)
+    dims = model.head_dim, model.v_head_dim or model.head_dim
+    reason = TABLE[TUNED].refuses("forward", dims, _dtype(config), device)
+    if reason is not None:
+        return f"{TUNED}, the kernels for Hopper, {reason}"
+    return (
+        f"{which} runs where {TUNED}, the kernels for Hopper, can; compare the step's time with "
+        f'wlb.attention.implementation = "{TUNED}"'
+    )
+
+
+def kernel_errors(config: TrainerConfig, job: Job, device: torch.device) -> Iterator[dict[str, str]]:
+    """Of each implementation that can run the job's attention on a device the errors against the reference,
+    norm over norm: of the output, the log-sum-exp and gradients."""
+    shape, dtype = attention_shape(job, 0), _dtype(config)
+    for window in windows(job):
+        noise = Noise.rich(shape, dtype, device)
+        noise = noise if _sinks(config) else noise._replace(dlse=None)
+        rule = (shape.dim, shape.v_dim), dtype, device_of(device), window is not None, _sinks(config)
+        for name in TABLE:
+            refused = any(TABLE[name].refuses(which, *rule) for which in PASSES)
+            if name != REFERENCE and not refused:
+                found = errors_of(noise, Options(shape.dim**-0.5, window, name))
+                seen = {} if window is None else {"window": f"{window:,}"}
+                yield {"by": name, **seen, **{result: f"{error:.1e}" for result, error in found.items()}}
+
+
 def compile_attention(config: TrainerConfig, job: Job, device: torch.device) -> None:
     """Compiles the kernels, if any, that the job's attention can meet, and checks them on each GPU.
 
@@ -74,6 +112,8 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device) -> 
     for window, (forward, backward) in by_window.items():
         both = forward if forward == backward else f"{forward} forward, {backward} backward"
         logger.info(f"Attention: {both}{'' if window is None else f' with a window of {window}'}")
+        if why := slow_path(config, device_of(device), window):
+            logger.warning(f"Attention takes a slow path: {why}.")
     if device.type != "cuda" or config.wlb.attention.implementation == REFERENCE:
         return  # an interpreter compiles nothing
     shape = attention_shape(job, job.degrees.grid.place(dist.get_rank())["cp"])
