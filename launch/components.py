@@ -48,9 +48,7 @@ def train(
     """
     hosts = in_torchx.hosts(image, config, overrides, nnodes=nnodes, processes=nproc_per_node)
     app = dist.ddp(
-        "--config",
-        config,
-        *overrides,
+        *hosts.words,
         m=PROGRAM,
         image=image,
         name=name,

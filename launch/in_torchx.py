@@ -30,7 +30,9 @@ def hosts(image: str, config: str, overrides: Sequence[str], **sizes: Any) -> Ho
                 "TorchX uses Docker in a folder without .torchxconfig, and --image names no image. On this "
                 "machine `wlb-titan train FILE` trains, and `torchx run -s local_cwd` runs any component."
             )
-        found = hosts_of(config, overrides, is_here=image == HERE, runs_here=runs_here, **sizes)
+        is_here = image == HERE
+        places = {"is_here": is_here, "runs_here": runs_here, "waits": is_here and not runs_here}
+        found = hosts_of(config, overrides, **places, **sizes)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(EXIT_USER_ERROR) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from wlb_titan.cost.cluster import UNKNOWN
@@ -23,6 +24,7 @@ class Hosts(NamedTuple):
     on_cpu: bool  # whether processes want the CPU even where there are GPUs
     resumes: bool = True  # whether the run, started again, goes on from a checkpoint that it saved
     folder: str = ""  # where it writes
+    words: tuple[str, ...] = ()  # of the program
 
     def restart_words(self, max_restarts: int) -> list[str]:
         """The agent's words for a job that goes on when a host or rank is lost; none where it does not."""
@@ -39,6 +41,7 @@ def hosts_of(
     processes: int = 0,
     is_here: bool = True,
     runs_here: bool = False,
+    waits: bool = False,
 ) -> Hosts:
     """Checks an experiment before it is started or submitted, and sizes its job.
 
@@ -47,17 +50,23 @@ def hosts_of(
         processes: on each host, at most without `nnodes`; 0 for as many as the degrees need.
         is_here: whether the job will see this machine's files, so that the corpus can be checked.
         runs_here: whether it will find this machine's GPUs.
+        waits: whether it trains as its files are now, in the dump folder, whatever they are when it starts.
     """
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
     from wlb_titan.runtime.checks import validate_files, validate_machine
+    from wlb_titan.runtime.dump_folder import submitted
     from wlb_titan.runtime.models.load import load_config
 
     if processes < 0:
         raise UserError(f"--nproc-per-node: at least 0 (as many as are needed); got {processes}.")
     fewest, nodes = (0, 0) if nnodes is None else _range(nnodes)
     world_size = nodes * processes
+    words = ("--config", config, *overrides)  # without what is only for the checks here
+    if waits:
+        as_it_is = load_config(config, overrides)
+        words = ("--config", str(submitted(Path(as_it_is.config.dump_folder), as_it_is.to_toml())))
     if not runs_here and _takes_the_cpu_at_hand(config, overrides):
         overrides = [*overrides, "--wlb.cluster", UNKNOWN]
     resolved = load_config(config, overrides, world_size=world_size or None)
@@ -77,9 +86,11 @@ def hosts_of(
     on_cpu, checkpoint = resolved.config.wlb.device == "cpu", resolved.config.checkpoint
     resumes = checkpoint.enable and not checkpoint.load_only and checkpoint.load_step == -1
     resumes = resumes and not resolved.config.wlb.bench.policies
-    return Hosts(
-        fewest, nodes, world_size // nodes, on_cpu=on_cpu, resumes=resumes, folder=resolved.config.dump_folder
-    )
+    folder = resolved.config.dump_folder
+    if waits:
+        text = load_config(*words[1:2], words[2:]).to_toml()
+        words = ("--config", str(submitted(Path(folder), text)))
+    return Hosts(fewest, nodes, world_size // nodes, on_cpu, resumes, folder, words)
 
 
 def _range(nnodes: str) -> tuple[int, int]:

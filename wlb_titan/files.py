@@ -1,9 +1,10 @@
 """Small files: JSON or TOML read as a type, and files that are written whole or not at all."""
 
+import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def _wrong(error: Mapping[str, Any]) -> str:
     found = f"is {json.dumps(error['input'], default=str)[:80]}, but {rule(dict(error, loc=()))}"
     known = {"missing": "is missing", "unexpected_keyword_argument": "is not known"}
     return f"{'.'.join(map(str, error['loc'])) or 'it'} {known.get(error['type'], found)}"
+
+
+def digest(files: Iterable[Path]) -> str:
+    """Of what files have, in this order: 8 hexadecimal digits."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def save(path: str | os.PathLike[str], content: Any, *, indent: int | None = None) -> None:

@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 import types
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 from commands import CONFIGS, ROOT, invoke, said
@@ -23,7 +25,9 @@ from wlb_titan.launch.job import AGENT, hosts_of
 
 from wlb_titan.cost import profile
 from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.runtime.dump_folder import changed_since
 from wlb_titan.runtime.metrics import Console
+from wlb_titan.runtime.models.load import load_config
 from wlb_titan.runtime.train import show_warning, train
 
 pytestmark = pytest.mark.slow
@@ -224,7 +228,8 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     """Its options are sbatch's, and run by bash with a Slurm that is not there, it starts the agent on each
     node in torchrun's words, and puts the job back only when its time is up."""
     make_corpus(tmp_path / "texts", tmp_path / "corpus")
-    corpus = ["--wlb.corpus.path", str(tmp_path / "corpus")]
+    folder = tmp_path / "run"
+    corpus = ["--wlb.corpus.path", str(tmp_path / "corpus"), "--dump_folder", str(folder)]
     words = ["slurm", SEVEN_B, "--time", "8:00:00", "-o", "partition=gpu", "--checkpoint.enable", "true"]
     monkeypatch.setattr(sys, "argv", ["wlb-titan", *words, "--dump_folder", "a\nexit 9\n"])
     script = invoke(*words, *corpus)
@@ -251,7 +256,16 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     assert (agent.nnodes, agent.nproc_per_node, agent.max_restarts) == ("8:8", "8", 0)
     assert (agent.rdzv_endpoint, agent.rdzv_id) == ("node1:24711", "4711.0")
     assert (agent.module, agent.training_script) == (True, "wlb_titan.runtime.train")
-    assert agent.training_script_args == ["--config", SEVEN_B, "--checkpoint.enable", "true", *corpus]
+    option, submitted = agent.training_script_args
+    assert option == "--config" and submitted in script.stdout and Path(submitted).parent == folder
+    given = [load_config(SEVEN_B, ["--checkpoint.enable", "true", *corpus]), load_config(submitted)]
+    asked, trained = (tomllib.loads(loaded.to_toml()) for loaded in given)
+    assert asked["checkpoint"]["enable"] and asked == trained
+    assert changed_since(submitted) is None is changed_since(SEVEN_B)
+    monkeypatch.setattr("wlb_titan.__version__", "0.0.9")
+    assert re.search(
+        r"submitted: wlb_titan 0\.1\.0, code \w+ then, wlb_titan 0\.0\.9", changed_since(submitted)
+    )
     shared = said(*words, *corpus, "-o", "cpus-per-task=96", "-o", "mem=500G")
     assert "cpus-per-task=96\n#SBATCH --mem=500G\n" in shared and "exclusive" not in shared
     for key, value in (("enable", "false"), ("load_only", "true")):

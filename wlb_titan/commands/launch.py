@@ -64,7 +64,8 @@ def slurm(
     """Write the batch script of a job for Slurm: wlb-titan slurm job.toml -o partition=gpu > job.sbatch
 
     The job is one allocation of N nodes with one task per node. Before its time is up the run finishes its
-    step and saves; the job is requeued and resumes by itself. The folder in which you call sbatch, and this
+    step and saves; the job is requeued and resumes by itself. It trains by FILE as it is now, which is kept
+    in the dump folder: write the script again after a change. The folder in which you call sbatch, and this
     Python environment, must be on a file system that every node sees.
     """
     from wlb_titan.launch.job import AGENT, PROGRAM, hosts_of
@@ -73,7 +74,7 @@ def slurm(
     if notice >= seconds_of(time, "--time"):
         raise UserError(f"--notice: {notice} s before the end of --time {time} is before the run begins.")
     given = dict(map(_option, sbatch))
-    hosts = hosts_of(str(file), overrides, nnodes=nnodes, processes=processes)
+    hosts = hosts_of(str(file), overrides, nnodes=nnodes, processes=processes, waits=True)
     survives = hosts.fewest < hosts.nodes
     options = {
         "job-name": file.stem,
@@ -97,7 +98,7 @@ def slurm(
         comments=[line.replace("\n", " ") for line in comments],  # what follows a \n would run
         srun=f"--kill-on-bad-exit=0 --wait={0 if survives else PATIENCE}{' --no-kill' * survives}",
         agent=shlex.join(agent),
-        program=shlex.join(["-m", PROGRAM, "--config", str(file), *overrides]),
+        program=shlex.join(["-m", PROGRAM, *hosts.words]),
         resumes=hosts.resumes,
         exit_again=EXIT_AGAIN,
     )
@@ -189,4 +190,4 @@ def run_here(
     hosts = hosts_of(str(file), overrides, processes=processes, runs_here=True)
     words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", str(uuid.uuid4())]
     words += ["--nproc_per_node", str(hosts.processes), *hosts.restart_words(max_restarts)]
-    return run([*words, "-m", PROGRAM, "--config", str(file), *overrides]), Path(hosts.folder)
+    return run([*words, "-m", PROGRAM, *hosts.words]), Path(hosts.folder)

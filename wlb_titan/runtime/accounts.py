@@ -21,7 +21,7 @@ from torchtitan.config import Configurable
 
 from wlb_titan.cost.told import ModelAccount, Shape
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.files import checked, load, save
+from wlb_titan.files import checked, digest, load, save
 from wlb_titan.job import Job, Policy
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.models.checkpointing import mixable
@@ -73,8 +73,7 @@ def _kept(key: str) -> Path:
 @cache
 def _version() -> str:
     folders = [Path(__file__).parent / name for name in TRACED_BY]
-    sources = sorted(path for folder in folders for path in folder.glob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
+    return digest(sorted(path for folder in folders for path in folder.glob("*.py")))
 
 
 def key_of(config: TrainerConfig, shape: Shape) -> str:

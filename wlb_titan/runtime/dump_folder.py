@@ -1,5 +1,6 @@
 """The dump folder of a run: one run at a time, and nothing of an earlier one is lost.
 
+submitted-*.toml   what a job was submitted with, by which it trains whenever it leaves the queue
 .lock              held by rank 0 of the run, whose name is in it; the kernel frees it when that process ends
 config.toml        every setting of the run, resolved
 metrics.jsonl      and validation.jsonl: a line a step
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import os
 import socket
@@ -18,11 +20,14 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import wlb_titan
+import wlb_titan.kernels
 from wlb_titan.errors import UserError
-from wlb_titan.files import save
+from wlb_titan.files import digest, save
 from wlb_titan.runs import CONFIG_FILE, METRICS_FILE, TRACES, VALIDATION_FILE
 
 LOCK_FILE = ".lock"
+VERSION = "# wlb_titan "  # before it, in the first line of what was submitted
 
 
 @contextlib.contextmanager
@@ -86,12 +91,42 @@ def check_place(folder: str, checkpoints: str, read: Mapping[str, str]) -> None:
         raise UserError(f"dump_folder: {place} cannot be written by this user; name another folder.")
 
 
+def submitted(folder: Path, config: str) -> Path:
+    """Writes the configuration of a job that waits in a queue, with the version of the code."""
+    text = f"{_version()}\n{config}"
+    path = folder / f"submitted-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
+    with _writing(folder):
+        save(path, text)
+    return path
+
+
+def changed_since(path: str | Path) -> str | None:
+    """What to say of the code if it is not that with which the job of a `submitted` file was submitted."""
+    with open(path, encoding="utf-8") as file:
+        first = file.readline().strip()
+    if not first.startswith(VERSION) or first == _version():
+        return None
+    return f"The code has changed since this job was submitted: {first[2:]} then, {_version()[2:]} now."
+
+
+def _version() -> str:
+    folders = (Path(next(iter(package.__path__))) for package in (wlb_titan, wlb_titan.kernels))
+    sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return f"{VERSION}{wlb_titan.__version__}, code {digest(sources)}"
+
+
 def note_beginning(folder: Path, config: str, step: int) -> None:
     """Writes a run's settings into its dump folder; at step 0 moves an earlier run's files aside first."""
-    try:
+    with _writing(folder):
         if step == 0:
             _move_former_aside(folder)
         save(folder / CONFIG_FILE, config)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.errors import UserError
+from wlb_titan.errors import UserError, warn
 
 if TYPE_CHECKING:  # torch is imported only when the ranks watch each other
     from wlb_titan.config.load import Resolved
@@ -65,6 +65,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     from wlb_titan.runtime.checks import validate_inputs, validate_machine
     from wlb_titan.runtime.configured import parallel_dims
+    from wlb_titan.runtime.dump_folder import changed_since
     from wlb_titan.runtime.metrics import start_log
     from wlb_titan.runtime.models.load import load_config
 
@@ -81,6 +82,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         processes = 1  # the launcher shows each process its own GPU
     start_log(rank, parallel_dims(config, world_size), config.parallelism.pipeline_parallel_schedule)
     if rank == 0:  # which tells the others
+        if changed := changed_since(path):
+            warn(changed)
         job = resolved.told(job)
     resolved.check(lambda config: validate_machine(config, job, processes))
     corpus = resolved.check(validate_inputs)
