@@ -21,7 +21,7 @@ from common import save, show
 from predicted import FILES, ROOT, documents_of
 
 from wlb_titan.job import Job, Policy
-from wlb_titan.layers.passes import MicroBatches, pass_times
+from wlb_titan.layers.passes import Loads, pass_times
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
@@ -73,7 +73,7 @@ def bound(job: Job, plans: Sequence[Plan], base: Prediction) -> Prediction:
         lengths = plan.document_lengths
         attention = job.latency.work(lengths, lengths).sum(axis=1) / (windows * job.degrees.context)
         none = np.zeros(windows)
-        alike = MicroBatches(none + job.window, none + attention[0], none + attention[1], none, none, none)
+        alike = Loads(none + job.window, none + attention[0], none + attention[1], none, none, none)
         times = pass_times(job, alike.in_runs(1))
         return MeasuredPasses(np.stack([each[:, 0] for each in times]), optimizer, job)
 

@@ -64,14 +64,14 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__} {text}".rstrip() + f", {Path(last.filename).name}:{last.lineno}"
 
 
-def regular(path: str | os.PathLike[str]) -> Path:
+def regular_file(path: str | os.PathLike[str]) -> Path:
     """The path; an OSError unless a file is there that ends, as a pipe need not."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     return Path(path)
 
 
-def command(*words: str | os.PathLike[str]) -> str:
+def shell_line(*words: str | os.PathLike[str]) -> str:
     """`wlb-titan WORD...`, to be copied from a message into a shell."""
     return f"`{shlex.join(['wlb-titan', *map(str, words)])}`"
 

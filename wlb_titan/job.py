@@ -14,7 +14,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.packing.policies import Policies, Policy
 from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
-from wlb_titan.progress import Report, counted, silent
+from wlb_titan.progress import Progress, counted, silent
 
 __all__ = ["Job", "Policy"]
 
@@ -27,7 +27,9 @@ class Job(Policies):
         assert not self.undecided, "no policy has been chosen for `auto`"
         return Planner(documents, self)
 
-    def plans(self, documents: Documents, steps: int, after: int = 0, report: Report = silent) -> list[Plan]:
+    def plans(
+        self, documents: Documents, steps: int, after: int = 0, report: Progress = silent
+    ) -> list[Plan]:
         """The plans of `steps` steps, after the first `after`."""
         planner = self.planner(documents)
         numbers = counted(range(after + steps), report, f"Planning {self.policy}")

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-Report = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 """Is told of an activity, how much of it is done, and how much there is (0: unknown)."""
 
 
@@ -13,7 +13,7 @@ def silent(what: str, done: int, total: int) -> None:
     """Draws nothing."""
 
 
-def counted(values: Sequence[T], report: Report, what: str) -> Iterator[T]:
+def counted(values: Sequence[T], report: Progress, what: str) -> Iterator[T]:
     """The values; before each it reports how many of them are done."""
     for done, value in enumerate(values):
         report(what, done, len(values))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats
-from wlb_titan.errors import UserError, reading, regular
+from wlb_titan.errors import UserError, reading, regular_file
 from wlb_titan.files import load, save
 from wlb_titan.simulator.measured import ROWS, Pass
 from wlb_titan.summary import Estimate
@@ -137,7 +137,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     what = "this line is not a valid record of metrics"
     with reading(lambda reason: UserError(f"{path}:{len(records) + 1}: {what}: {reason}.")):
-        for line in regular(path).read_bytes().split(b"\n")[:-1]:
+        for line in regular_file(path).read_bytes().split(b"\n")[:-1]:
             records.append(_record(json.loads(line), records[-1]["step"] if records else 0))
     if not records:
         raise UserError(f"{path}: no step has been logged yet.")
@@ -146,7 +146,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def _validation(path: Path) -> tuple[Floats, Floats]:
     with reading(lambda reason: UserError(f"{path} is not a valid record of validations: {reason}.")):
-        lines = regular(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
+        lines = regular_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
         points = [itemgetter("step", "loss")(json.loads(line)) for line in lines]
         steps, losses = np.array(points, dtype=float).reshape(-1, 2).T
         if not (np.isfinite(losses).all() and (np.diff(steps) > 0).all()):

@@ -13,7 +13,7 @@ from wlb_titan.cost.models import rank_parameters
 from wlb_titan.cost.profile import configured_latency
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
-from wlb_titan.layers.passes import MicroBatches, pass_times
+from wlb_titan.layers.passes import Loads, pass_times
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.rank import Passes
 from wlb_titan.packing import POLICIES
@@ -222,7 +222,7 @@ def test_frozen_weights_have_no_gradients():
     assert frozen == replace(whole, frozen=True)
     assert whole.flops([100]) - frozen.flops([100]) == pytest.approx(2 * whole.linear_weights * 100)
     tokens, nothing = np.ones((1, 1)), np.zeros((1, 1))
-    micro_batch = MicroBatches(tokens, *[nothing] * 5)
+    micro_batch = Loads(tokens, *[nothing] * 5)
     passes = [pass_times(Job(window=64, micro_batches=1, model=m), micro_batch) for m in (whole, frozen)]
     assert passes[0].forward == passes[1].forward and passes[1].weights == 0 < passes[0].weights
 

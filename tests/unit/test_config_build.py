@@ -210,8 +210,8 @@ def test_a_file_that_many_extend_is_read_once(load, tmp_path, monkeypatch):
     for number in range(20):
         after = [f"{place}.toml" for place in (number + 2, number + 1) if place < 20]
         (tmp_path / f"{number}.toml").write_text(f"extends = {after}\ntraining.steps = {20 - number}\n")
-    read, regular = [], sources.regular
-    monkeypatch.setattr(sources, "regular", lambda path: read.append(path) or regular(path))
+    read, regular_file = [], sources.regular_file
+    monkeypatch.setattr(sources, "regular_file", lambda path: read.append(path) or regular_file(path))
     resolved = load(train='base = "small"\nextends = "0.toml"')
     assert (len(read), resolved.config.training.steps) == (21, 20)
 

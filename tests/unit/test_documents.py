@@ -13,7 +13,7 @@ from wlb_titan.config.documents import steps_of_epochs
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
-from wlb_titan.documents.mixture import Divided, Source, is_held_out
+from wlb_titan.documents.mixture import HoldOut, Source, is_held_out
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import POLICIES
 from wlb_titan.packing.once import Once
@@ -27,16 +27,16 @@ def test_a_document_is_trained_on_or_held_out():
     assert is_held_out(rows, 0.01).mean() == pytest.approx(0.01, rel=0.15)
     assert (is_held_out(rows, 0.01) <= is_held_out(rows, 0.02)).all()
     lengths = np.arange(1, 1001)
-    trained, validated = (Divided(lengths, 0.3, held_out=held) for held in (False, True))
+    trained, validated = (HoldOut(lengths, 0.3, held_out=held) for held in (False, True))
     assert (trained[0:1000] + validated[0:1000]).tolist() == lengths.tolist()
     assert (trained[np.array([7, 3])] + validated[np.array([7, 3])]).tolist() == [8, 4]
-    some = Divided(lengths, 0.3, held_out=True, rows=range(100, 200))[0:1000] > 0
+    some = HoldOut(lengths, 0.3, held_out=True, rows=range(100, 200))[0:1000] > 0
     assert (some == is_held_out(rows[:1000], 0.3) & (rows[:1000] // 100 == 1)).all()
 
 
 def test_what_is_said_of_the_corpus_leaves_out_what_is_held_out():
     lengths = np.full(1000, 10)
-    trained = Divided(lengths, 0.3, held_out=False)
+    trained = HoldOut(lengths, 0.3, held_out=False)
     sources = [Source(name=name, documents=500) for name in "ab"]
     head, *of_sources = Documents(lengths=trained, sources=tuple(sources)).describe(64, 640)
     kept = (trained[:] > 0).reshape(2, 500).sum(axis=1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from commands import CONFIGS, invoke
 
-from wlb_titan.commands.page import command, cost, gained, lines, pipelines
+from wlb_titan.commands.page import cost, gained, lines, pipelines, try_next
 from wlb_titan.runs import write_trace
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import Estimate
@@ -43,7 +43,7 @@ def test_an_answer_says_whether_it_can_be_told_from_nothing():
 def test_what_to_try_next_runs_where_the_page_was_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--wlb.cluster", "h200", "--lengths", "/far/lengths.txt"]
-    typed = command("simulate", [str(tmp_path / "jobs" / "train.toml"), *words])
+    typed = try_next("simulate", [str(tmp_path / "jobs" / "train.toml"), *words])
     assert typed == " ".join(["wlb-titan simulate jobs/train.toml", *words])
 
 

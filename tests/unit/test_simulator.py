@@ -12,7 +12,7 @@ from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.workload import workload
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
-from wlb_titan.layers.passes import JobCost, MicroBatches, pass_times
+from wlb_titan.layers.passes import JobCost, Loads, pass_times
 from wlb_titan.layers.recompute import MemorySettings
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.packing.predicted import passing, regrouped_times
@@ -70,7 +70,7 @@ def test_the_slowest_context_parallel_rank_counts_in_each_pass():
 def imagined_times(of, times=pass_times):
     """Of 1,024 tokens without attention."""
     none = np.zeros((1, 1))
-    return times(of, MicroBatches.imagined(of, none + 1024, none, none))
+    return times(of, Loads.imagined(of, none + 1024, none, none))
 
 
 def test_tensor_collectives_hide_behind_matrix_products():
@@ -265,7 +265,7 @@ def test_a_job_that_cannot_be_is_refused(message):
 
 def test_what_travels_and_the_head_count_in_both_passes():
     """Two stages of two layers: the last has the head, and each layer moves keys and their gradients."""
-    batch = MicroBatches(*(np.full((1, 1), value) for value in (4.0, 1.0, 2.0, 0.0, 0.0, 0.0)))
+    batch = Loads(*(np.full((1, 1), value) for value in (4.0, 1.0, 2.0, 0.0, 0.0, 0.0)))
     of = job(degrees=Degrees(pipeline=2))
     times, moved = pass_times(of, batch), pass_times(of, replace(batch, moving=np.full((1, 1), 8.0)))
     for found, more in zip(times[:2], moved[:2], strict=True):

@@ -11,7 +11,7 @@ from wlb_titan.cost.cluster import Link
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.layers.passes import MicroBatches, pass_times
+from wlb_titan.layers.passes import Loads, pass_times
 from wlb_titan.memory.layer import TokenBytes, token_bytes
 from wlb_titan.memory.rank import kept_states
 from wlb_titan.memory.run import RunArrays, RunPacks
@@ -164,7 +164,7 @@ def test_regrouping_moves_the_head_into_backward_passes_and_sends_what_they_need
     def times(of, node=CLUSTER.node):
         made = {"degrees": Degrees(pipeline=2, context=2), "cluster": replace(CLUSTER, node=node)}
         whole = sliced(PACKINGS["asymmetric"], **made)
-        return of(whole, MicroBatches.imagined(whole, tokens, attention, 2.5 * attention))
+        return of(whole, Loads.imagined(whole, tokens, attention, 2.5 * attention))
 
     symmetric, mine, sent = times(pass_times), times(regrouped_times), times(regrouped_times, Link(1e6, 0.0))
     assert sum(x.sum() for x in mine) == pytest.approx(sum(x.sum() for x in symmetric))

@@ -77,7 +77,7 @@ class OneRank(Spoilt):
         return replace(packing, assigned=[[0, 1], [0, 1]])
 
 
-class Divided(AllGather):
+class HoldOut(AllGather):
     def divide(self, lengths, total, slices):
         number, share = np.arange(self.ranks), total // self.ranks
         return "divided", from_runs(number, *self.runs(number, share), lengths, self.ranks)
@@ -89,7 +89,7 @@ RUNS = {  # by ranks, where those of each begin and end
     "Uneven": lambda number, share: (number * share + (number > 0) * 8, number * share + share + 8),
 }
 for name, runs in RUNS.items():
-    globals()[name] = type(name, (Divided,), {"runs": staticmethod(runs), "__module__": __name__})
+    globals()[name] = type(name, (HoldOut,), {"runs": staticmethod(runs), "__module__": __name__})
 
 
 class Repeats(AsPacked):

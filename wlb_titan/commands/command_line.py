@@ -25,7 +25,7 @@ from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.files import save
 from wlb_titan.job import Job, Policy
 from wlb_titan.plan import Plan
-from wlb_titan.progress import Report
+from wlb_titan.progress import Progress
 from wlb_titan.runtime.models.load import Loaded, load_config
 from wlb_titan.simulator.choice import Choice
 from wlb_titan.toml.sources import COMMAND_LINE
@@ -286,7 +286,7 @@ def say(*lines: str) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Report]:
+def progress() -> Iterator[Progress]:
     """Draws what it is told as a bar, with its rate and the time that is left, and removes it at the end.
     Nothing is drawn where stderr is no terminal. Print to stdout before or after it."""
     from rich.console import Console

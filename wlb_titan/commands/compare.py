@@ -11,7 +11,7 @@ import numpy as np
 
 from wlb_titan.commands import page
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
-from wlb_titan.commands.page import command, cost, gained, lines, pipelines, section, table, write_page
+from wlb_titan.commands.page import cost, gained, lines, pipelines, section, table, try_next, write_page
 from wlb_titan.errors import UserError, reading
 from wlb_titan.files import load
 from wlb_titan.runs import BENCH_FILE, CONFIG_FILE, Run, open_runs, traced_steps
@@ -164,7 +164,7 @@ def write_report(folder: Path, runs: Sequence[Run], turns: Sequence[str]) -> Pat
     best = max(runs[1:] or runs, key=lambda run: next(iter(gains[run.name].values()), none).value)
     gain = next(iter(gains[best.name].items()), None)
     figures = figure_rows(runs)
-    search = command("simulate", [str(best.folder / CONFIG_FILE)], "--search")
+    search = try_next("simulate", [str(best.folder / CONFIG_FILE)], "--search")
     by_step = {run.name: run.series("loss") for run in runs}
     by_tokens = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
     return write_page(

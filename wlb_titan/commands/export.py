@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.errors import UserError
-from wlb_titan.progress import Report, counted
+from wlb_titan.progress import Progress, counted
 
 PARTS = 20  # of the weights, read one after the other
 
@@ -38,7 +38,7 @@ def export(file: Path, step: int, overrides: tuple[str, ...], output: Path | Non
     click.echo(f"{folder} is step {step} as a model in Hugging Face's format, with its tokenizer.")
 
 
-def write(config: Any, step: int, output: Path, report: Report) -> None:
+def write(config: Any, step: int, output: Path, report: Progress) -> None:
     from wlb_titan.runtime import checkpoints, hugging_face
     from wlb_titan.runtime.checks import validate_inputs
     from wlb_titan.runtime.model_checks import trained_spec

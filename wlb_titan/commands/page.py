@@ -159,7 +159,7 @@ def described(job: Job, documents: Documents) -> tuple[str, str]:
     return name, describe_job(job, replace(documents, name=name))
 
 
-def command(name: str, typed: Sequence[str], *more: str) -> str:
+def try_next(name: str, typed: Sequence[str], *more: str) -> str:
     """A command for the same job, to be called in this folder; paths in it are relative. `typed` is a TOML
     file, with overrides and options that the command has too."""
     below = f"{Path.cwd()}/"

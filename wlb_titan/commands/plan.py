@@ -18,7 +18,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
-from wlb_titan.progress import Report, counted
+from wlb_titan.progress import Progress, counted
 from wlb_titan.simulator.choice import Choice, Scenario
 from wlb_titan.summary import Estimate, Summary
 
@@ -79,10 +79,10 @@ def plan(
     cli.show_table(table_rows(summaries))
     cli.say(*remarks(summaries))
     if report is not None:
-        click.echo(f"Report: {write_report(report, replace(asked, job=job), summaries, choices)}")
+        click.echo(f"Progress: {write_report(report, replace(asked, job=job), summaries, choices)}")
 
 
-def _run(job: Job, documents: Documents, steps: int, output: Path | None, tell: Report) -> Summary:
+def _run(job: Job, documents: Documents, steps: int, output: Path | None, tell: Progress) -> Summary:
     numbers = counted(range(steps), tell, f"Planning {job.policy}")
     planner = job.planner(documents)
     if output is None:
@@ -155,7 +155,7 @@ def write_report(
         figure="imbalance",
         facts=("cut", "delay", "keys/token"),
         tries=[
-            ("What that is worth in time and memory:", page.command("simulate", asked.typed)),
+            ("What that is worth in time and memory:", page.try_next("simulate", asked.typed)),
             ("To train with this policy, set wlb.policy in the TOML file, or add:", f"--wlb.policy {best}"),
         ],
         sections=[

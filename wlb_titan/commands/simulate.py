@@ -224,10 +224,10 @@ def write_report(
     if degrees.pipeline * degrees.data > 1:
         waited = float(np.mean([plan.imbalance for plan in plans[best]]))
     tries = [
-        ("Other degrees and schedules of as many GPUs:", page.command("simulate", asked.typed, "--search"))
+        ("Other degrees and schedules of as many GPUs:", page.try_next("simulate", asked.typed, "--search"))
     ]
     if asked.lengths is None:
-        dryrun = page.command("dryrun", asked.typed, "--wlb.policy", str(best))
+        dryrun = page.try_next("dryrun", asked.typed, "--wlb.policy", str(best))
         tries.append((f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
     corpus, about = page.described(asked.job, asked.documents)
     return page.write_page(

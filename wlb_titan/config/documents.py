@@ -9,7 +9,7 @@ from typing import Any
 from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
-from wlb_titan.documents.mixture import Divided, Source, all_learned
+from wlb_titan.documents.mixture import HoldOut, Source, all_learned
 from wlb_titan.errors import CorpusError, PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.plan import ID, LENGTH
@@ -62,7 +62,7 @@ def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
 def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0) -> Documents:
     """What a planner needs of an opened corpus, without the share `hold_out` of its documents."""
     return Documents(
-        lengths=Divided(corpus.lengths, hold_out, held_out=False) if hold_out else corpus.lengths,
+        lengths=HoldOut(corpus.lengths, hold_out, held_out=False) if hold_out else corpus.lengths,
         name=str(corpus),
         sources=tuple(mixture_sources(settings, corpus)),
         seed=settings.seed,
@@ -94,7 +94,7 @@ def validated_documents(settings: WlbSettings, corpus: Corpus) -> tuple[Corpus, 
     for name, count in counts:
         rows = range(first, first + count)
         first += count
-        lengths = Divided(corpus.lengths, validation.hold_out, held_out=True, rows=rows)
+        lengths = HoldOut(corpus.lengths, validation.hold_out, held_out=True, rows=rows)
         held_out[name] = dataclasses.replace(everything, lengths=lengths, sources=(), seed=None)
         try:
             held_out[name].mixture()

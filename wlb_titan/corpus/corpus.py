@@ -18,7 +18,7 @@ import numpy as np
 from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.formats import fingerprint_of, open_shards
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
-from wlb_titan.errors import CorpusError, command, reading, regular
+from wlb_titan.errors import CorpusError, reading, regular_file, shell_line
 from wlb_titan.files import load, save
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -108,7 +108,7 @@ def open_tokenizer(folder: Path, *, alone: bool = False) -> Any:
 
     with reading(wrong):
         for file in (folder / "tokenizer.json", *folder.glob("*.json"), *folder.rglob("*.jinja")):
-            regular(file)
+            regular_file(file)
         with suppress(Exception):  # transformers lacks its class
             local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
             config = PreTrainedConfig() if alone else None
@@ -313,7 +313,7 @@ def _no_corpus(path: Path) -> str:
     if path.name and partial_folder(path).exists():
         return (
             f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. Start "
-            f"it again with {command('prepare', path)} and the same options."
+            f"it again with {shell_line('prepare', path)} and the same options."
         )
     if path.is_dir() and any(path.iterdir()):
         return (
@@ -325,7 +325,7 @@ def _no_corpus(path: Path) -> str:
             f"{path} is not a corpus by itself; a corpus is NAME.bin beside NAME.idx (Megatron), NAME.ds "
             "beside NAME.ds.index (datatrove), or a folder with state.json (Hugging Face's save_to_disk)."
         )
-    return f"There is no corpus at {path}. Make one with {command('prepare', path)}."
+    return f"There is no corpus at {path}. Make one with {shell_line('prepare', path)}."
 
 
 def _damaged(path: Path, what: str) -> CorpusError:
@@ -335,7 +335,7 @@ def _damaged(path: Path, what: str) -> CorpusError:
         for name, value in settings.items():
             if value not in (None, False):
                 words += [f"--{name.replace('_', '-')}", *([str(value)] if value is not True else [])]
-    again = command("prepare", path, *words) + ("" if words else " and the options that it had")
+    again = shell_line("prepare", path, *words) + ("" if words else " and the options that it had")
     return CorpusError(
         f"The corpus {path} is damaged: {what}. Copy it again, or delete it and make it again with {again}."
     )

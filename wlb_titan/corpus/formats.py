@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.shards import DatatroveShard, LabelMask, MegatronShard, Shard
-from wlb_titan.errors import CorpusError, reading, regular
+from wlb_titan.errors import CorpusError, reading, regular_file
 from wlb_titan.files import load
 
 # Columns of a prepared corpus: token ids, which of them are learned, and where the text came from.
@@ -104,7 +104,7 @@ class ArrowShard(Shard):
         self.path, self._column = path, column
         self.beside: dict[str, ArrowShard] = {}  # those of `PLAIN`
         with reading(lambda reason: CorpusError(f"{path} cannot be read ({reason}).")):
-            self._pages = pa.memory_map(str(regular(path))).read_buffer()
+            self._pages = pa.memory_map(str(regular_file(path))).read_buffer()
             table = self._table()
             table.validate()
             self.columns, self.schema = table.column_names, table.schema

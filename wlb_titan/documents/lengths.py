@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Ints
-from wlb_titan.errors import PlanError, reading, regular
+from wlb_titan.errors import PlanError, reading, regular_file
 
 LONGEST = 2**40  # tokens; anything above is a slip of the pen, and sums stay far from overflow
 MINIMUM = 16
@@ -79,7 +79,7 @@ def named_or_read(text: str) -> tuple[Ints, str]:
     what = f"The file of lengths {path}"
     wanted = "it must have a document's length a line, as a whole number of tokens from 1 to 2^40"
     with reading(lambda reason: PlanError(f"{what} cannot be read ({reason}); {wanted}.")):
-        words = regular(path).read_text(encoding="utf-8").split()
+        words = regular_file(path).read_text(encoding="utf-8").split()
         if strange := next((word for word in words if not (word.isascii() and word.isdigit())), None):
             raise ValueError(f"it has {strange!r}")
         lengths: Ints = np.array(words, dtype=np.int64)

@@ -153,7 +153,7 @@ class Mixture:
         """Rows and tokens of documents by id, int64 (n,) each; tokens are 0 where a place is empty."""
         rows = np.empty(len(ids), dtype=np.int64)
         tokens = np.empty(len(ids), dtype=np.int64)
-        for number, mine, before in self._divided(ids):
+        for number, mine, before in self._by_part(ids):
             part = self._parts[number]
             epochs, places = np.divmod(before, part.count)
             if self.seed is not None:
@@ -212,7 +212,7 @@ class Mixture:
             lines.append(line)
         return lines if self.sources[0].name else []
 
-    def _divided(self, ids: Ints) -> Iterator[tuple[int, Ints, Ints]]:
+    def _by_part(self, ids: Ints) -> Iterator[tuple[int, Ints, Ints]]:
         """For each part that has some of the ids: its number, their places in `ids`, and how many of its
         documents come before each of them."""
         where = np.arange(len(ids))
@@ -257,7 +257,7 @@ def _parts(
             rows.append((long + (begin - first)).astype(np.int32 if source.documents < 2**31 else np.int64))
     name = f"The source {source.name!r}" if source.name else "The corpus"
     if not tokens:
-        key = "validation.hold_out" * isinstance(lengths, Divided)
+        key = "validation.hold_out" * isinstance(lengths, HoldOut)
         raise PlanError(f"{name} has no tokens left, so there is nothing to plan.", setting=key)
     if source.long_length is not None and not 0 < long_tokens < tokens:
         raise PlanError(
@@ -285,7 +285,7 @@ def is_held_out(rows: Ints, share: float) -> Bools:
     return bits / 2.0**64 < share
 
 
-class Divided:
+class HoldOut:
     """`Lengths` of only the held-out documents, or only the others, within `rows`; 0 for the rest."""
 
     def __init__(self, lengths: Lengths, share: float, *, held_out: bool, rows: range | None = None) -> None:

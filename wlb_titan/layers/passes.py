@@ -25,7 +25,7 @@ from wlb_titan.pipeline.graph import PassTimes
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatches:
+class Loads:
     """What the passes of one job's micro-batches follow from (shared ones: of `Rates.shared`); float64
     arrays of one shape."""
 
@@ -39,16 +39,16 @@ class MicroBatches:
     """(stages, kinds of recomputation, ...), layers of each kind; None: all are of the job's."""
 
     @classmethod
-    def imagined(cls, rates: Rates, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
+    def imagined(cls, rates: Rates, tokens: Floats, forward: Floats, backward: Floats) -> Loads:
         """Micro-batches of unknown documents, where only what always moves travels."""
         always = rates.exchanging.always
         moving, repeated = tokens * always.moving, tokens * always.repeated
         return cls(tokens, forward, backward, moving, repeated, np.zeros_like(tokens) + always.latency)
 
-    def in_runs(self, n: int) -> MicroBatches:
+    def in_runs(self, n: int) -> Loads:
         """As arrays (n, k): k runs of n micro-batches in order."""
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        return MicroBatches(
+        return Loads(
             **{
                 name: array.reshape(*array.shape[:-1], -1, n).swapaxes(-1, -2)
                 for name, array in arrays.items()
@@ -57,7 +57,7 @@ class MicroBatches:
         )
 
 
-def pass_times(rates: Rates, micro_batches: MicroBatches) -> PassTimes:
+def pass_times(rates: Rates, micro_batches: Loads) -> PassTimes:
     """Seconds, float64 (stages, n, k), of micro-batches as arrays (n, k): k runs of n in order."""
     token, tokens, layer = rates.token, micro_batches.tokens, rates.layer_seconds
 
@@ -82,14 +82,14 @@ def pass_times(rates: Rates, micro_batches: MicroBatches) -> PassTimes:
     )
 
 
-def repeated_seconds(rates: Rates, micro_batches: MicroBatches) -> Floats:
+def repeated_seconds(rates: Rates, micro_batches: Loads) -> Floats:
     """float64 (stages, kinds, ...), what a layer of each kind of recomputation repeats."""
     kinds, forward = KINDS, _forward(rates, micro_batches)
     each = [_repeated(rates, number, micro_batches, forward) for number in range(len(kinds))]
     return np.stack(each, axis=1)
 
 
-def _repeated(rates: Rates, number: int, micro_batches: MicroBatches, forward: Floats) -> Floats:
+def _repeated(rates: Rates, number: int, micro_batches: Loads, forward: Floats) -> Floats:
     """float64 (stages, ...), what a layer of a kind repeats; `forward` are seconds of its forward pass."""
     kind, tokens = KINDS[number], micro_batches.tokens
     if kind.repeats_all:
@@ -98,7 +98,7 @@ def _repeated(rates: Rates, number: int, micro_batches: MicroBatches, forward: F
     return np.asarray(linear * tokens + kind.repeats_moves * micro_batches.repeated)
 
 
-def _forward(rates: Rates, micro_batches: MicroBatches) -> Floats:
+def _forward(rates: Rates, micro_batches: Loads) -> Floats:
     """float64 (stages, ...), seconds of a layer's forward pass."""
     layer, links = rates.layer_seconds, _latencies(rates) + micro_batches.latency
     each = layer.matrices + layer.elements + layer.collectives
@@ -126,7 +126,7 @@ class JobCost(CostModel):
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         linear, still = (
-            pass_times(rates, MicroBatches.imagined(rates, np.full((1, 1), tokens), *np.zeros((2, 1, 1))))
+            pass_times(rates, Loads.imagined(rates, np.full((1, 1), tokens), *np.zeros((2, 1, 1))))
             for tokens in (2.0, 1.0)
         )
         self._linear_forward = (linear.forward - still.forward).sum()

@@ -14,7 +14,7 @@ import numpy as np
 from wlb_titan.arrays import Floats
 from wlb_titan.context.layout import whole_sequence, with_prefix
 from wlb_titan.context.strategy import ALL_KEYS, Figures, KeyShares
-from wlb_titan.layers.passes import MicroBatches, pass_times, repeated_seconds
+from wlb_titan.layers.passes import Loads, pass_times, repeated_seconds
 from wlb_titan.layers.rates import Rates
 from wlb_titan.layers.recompute import KINDS
 from wlb_titan.memory.fits import Fitting, runs
@@ -46,7 +46,7 @@ def pass_seconds(
     return seconds
 
 
-def regrouped_times(rates: Rates, micro_batches: MicroBatches) -> PassTimes:
+def regrouped_times(rates: Rates, micro_batches: Loads) -> PassTimes:
     """`pass_times` of micro-batches of which only forward or only backward passes run."""
     times, tokens = pass_times(rates, micro_batches), micro_batches.tokens
     head = np.zeros((len(rates.layers), 1, 1))
@@ -62,9 +62,7 @@ def regrouped_times(rates: Rates, micro_batches: MicroBatches) -> PassTimes:
     )
 
 
-def passing(
-    micro_batches: Sequence[MicroBatch], rates: Rates, context_rank: int | None = None
-) -> MicroBatches:
+def passing(micro_batches: Sequence[MicroBatch], rates: Rates, context_rank: int | None = None) -> Loads:
     """Tokens, attention and exchange of micro-batches, as arrays (n,)."""
     figures = figures_of(micro_batches, rates)
     pairs = zip(figures, micro_batches, strict=True)
@@ -74,7 +72,7 @@ def passing(
     mixes = [m.mix for m in micro_batches if m.mix is not None]
     mix = np.stack(mixes, axis=-1).astype(np.float64) if len(mixes) == len(micro_batches) else None
     moving, repeated, latency = exchange.T
-    return MicroBatches(tokens, attention[:, 0], attention[:, 1], moving, repeated, latency, mix)
+    return Loads(tokens, attention[:, 0], attention[:, 1], moving, repeated, latency, mix)
 
 
 def figures_of(micro_batches: Sequence[MicroBatch], rates: Rates) -> list[Figures]:

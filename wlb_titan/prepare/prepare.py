@@ -50,7 +50,7 @@ from wlb_titan.prepare.tokenizer import (
     train_tokenizer,
     training_texts,
 )
-from wlb_titan.progress import Report, silent
+from wlb_titan.progress import Progress, silent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class PrepareSettings:
         return SourceSpec.parse(self.source, "messages" if self.chat else "text")
 
 
-def prepare_corpus(settings: PrepareSettings, output: str | Path, *, report: Report = silent) -> Corpus:
+def prepare_corpus(settings: PrepareSettings, output: str | Path, *, report: Progress = silent) -> Corpus:
     """Makes the corpus `output`, or opens it if it was made with the same settings.
 
     `output` appears only when complete, and nothing that was there is replaced. `report` is called often,
@@ -148,7 +148,7 @@ def _changed_tokenizer(settings: PrepareSettings, copies: Path) -> list[str]:
     ]
 
 
-def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> None:
+def _write_corpus(settings: PrepareSettings, folder: Path, report: Progress) -> None:
     report("Finding documents", 0, 0)
     cache = folder / "cache"
     source = open_source(settings.spec, cache, chat=settings.chat)
@@ -202,7 +202,9 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
     ).save(folder)
 
 
-def _taken(documents: Iterable[Document], count: int, most: int | None, report: Report) -> Iterator[Document]:
+def _taken(
+    documents: Iterable[Document], count: int, most: int | None, report: Progress
+) -> Iterator[Document]:
     """The documents up to the one that reaches `most` tokens."""
     tokens = 0
     for document in documents:

@@ -17,7 +17,7 @@ from itertools import accumulate, filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wlb_titan.errors import CorpusError, reading, regular
+from wlb_titan.errors import CorpusError, reading, regular_file
 from wlb_titan.prepare.shapes import advice, conversation, shape_of, text_of
 
 SOURCES = (
@@ -110,7 +110,7 @@ def _files(documents: NamedFiles, within: Path | None = None) -> Part:
 
     def text(number: int) -> str:
         path = documents[number][1]
-        content = regular(path).read_bytes()
+        content = regular_file(path).read_bytes()
         if within and path.is_symlink() and within not in path.resolve().parents:
             raise ValueError("a link that leads out of the folder")
         decoded = content.decode("utf-8")

@@ -258,7 +258,7 @@ def validate_inputs(config: TrainerConfig) -> Corpus:
 def validate_files(config: TrainerConfig, job: Job) -> None:
     """What a run would only find out itself: `validate_inputs`, and whether it goes on from its checkpoint.
     A step is planned, unless the policy is slow, such as `fixed_solver`, and one of each source's validation.
-    Attention times are always looked up: without context parallelism only predictions read them."""
+    Attention times are always looked up: predictions need them, and packing does, whatever the degrees."""
     wlb, corpus = config.wlb, validate_inputs(config)
     for name, turn in turns_of(config).items():
         validate_files(turn, job.under(Policy.parse(name)))

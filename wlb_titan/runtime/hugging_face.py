@@ -29,7 +29,7 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.corpus import differing_ids
-from wlb_titan.errors import UserError, reading, regular
+from wlb_titan.errors import UserError, reading, regular_file
 from wlb_titan.files import load
 from wlb_titan.prepare.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
 from wlb_titan.runtime.checkpoints import HUGGING_FACE_INDEX, METADATA
@@ -140,7 +140,7 @@ def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str
     with reading(lambda reason: UserError(f"{KEY}: {file} cannot be read: {reason}.")):
         named = load(dict[str, Any], file)["weight_map"].values() if file.is_file() else ()
         for file in sorted({*folder.glob("*.safetensors"), *(folder / name for name in named)}):
-            with safe_open(regular(file), "np") as opened:
+            with safe_open(regular_file(file), "np") as opened:
                 more = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
             twice += [f"{name} is in {file.name} and in another file" for name in more if name in stored]
             stored |= more

@@ -133,13 +133,13 @@ def context_meshes(job: Job, dims: Dims, made: Made) -> ContextMeshes:
         for sizes in merged.strategy.meshes:
             key = tuple(sizes.items()), places.tobytes()
             if key not in made:
-                made[key] = divided(places, sizes)
+                made[key] = submesh(places, sizes)
             if (mesh := made[key]) is not None:
                 meshes.setdefault(sharers, []).append(mesh)
     return meshes
 
 
-def divided(ranks: Ints, sizes: Mapping[str, int]) -> DeviceMesh | None:
+def submesh(ranks: Ints, sizes: Mapping[str, int]) -> DeviceMesh | None:
     """Divides ranks, consecutive in a mesh, into meshes of these sizes; returns this rank's or None."""
     rows = torch.from_numpy(np.ascontiguousarray(ranks)).view(-1, *sizes.values())
     backends = (("fake", None), *[(None, None)] * len(sizes))  # between meshes nothing is sent

@@ -20,7 +20,7 @@ from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES
 from wlb_titan.plan import Plan
 from wlb_titan.plugins import PluginConfig
-from wlb_titan.progress import Report, counted, silent
+from wlb_titan.progress import Progress, counted, silent
 from wlb_titan.simulator.step import Prediction, simulate
 
 WARM_UP = 8  # steps in which queues fill
@@ -34,7 +34,7 @@ class Scenario:
 
     job: Job
     documents: Documents
-    report: Report = field(default=silent, repr=False, compare=False)
+    report: Progress = field(default=silent, repr=False, compare=False)
     _chosen: dict[Policy, tuple[Job, Choice | None]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -111,7 +111,7 @@ class Choice:
         return [f"auto is {self.candidates[0].policy}, by predicted MFU. {source}", *named]
 
 
-def choose(job: Job, documents: Documents, *, report: Report = silent) -> Choice:
+def choose(job: Job, documents: Documents, *, report: Progress = silent) -> Choice:
     """Predicts the policies that a job may have instead of `auto`, on one rank for all."""
     policies = candidates_of(job)
     if not policies:

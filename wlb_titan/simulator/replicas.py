@@ -86,7 +86,9 @@ def step_ends(job: Job, plan: Plan, passes: StepPasses) -> list[tuple[PipelineGr
         ends = graph.ends(passes.times, passes.delays).reshape(len(graph.actions), -1, passes.runs)
         return [(graph, ends[:, rank]) for rank in range(job.replicas)]
     replicas = replicas_of(job, plan, passes)
-    return [(r.graph, ends[:, None]) for r, ends in zip(replicas, ends_together(replicas), strict=True)]
+    return [
+        (r.graph, ends[:, None]) for r, ends in zip(replicas, ends_with_shared_passes(replicas), strict=True)
+    ]
 
 
 class Replica(NamedTuple):
@@ -115,7 +117,7 @@ def replicas_of(job: Job, plan: Plan, passes: StepPasses) -> list[Replica]:
 SETTLED = 1e-9  # of a step's time: less is no change
 
 
-def ends_together(replicas: Sequence[Replica]) -> list[Floats]:
+def ends_with_shared_passes(replicas: Sequence[Replica]) -> list[Floats]:
     """For each replica of a step float64 (actions,), when its actions end; shared passes begin together."""
     earliest = [np.zeros(len(replica.graph.actions)) for replica in replicas]
     finish = [replica.ends(not_before) for replica, not_before in zip(replicas, earliest, strict=True)]

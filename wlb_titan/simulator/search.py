@@ -20,9 +20,9 @@ import numpy as np
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
-from wlb_titan.layers.passes import MicroBatches
+from wlb_titan.layers.passes import Loads
 from wlb_titan.pipeline.schedule import KNOWN, SCHEDULES
-from wlb_titan.progress import Report, silent
+from wlb_titan.progress import Progress, silent
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import Prediction, step_seconds
 
@@ -44,7 +44,7 @@ def search(
     policies: list[Policy],
     steps: int,
     goes_on: Callable[[str], bool] = lambda what: True,
-    report: Report = silent,
+    report: Progress = silent,
     told: Callable[[Job, list[Policy]], Job] = lambda job, policies: job,
 ) -> Search:
     """Tries the ways to run a job; `goes_on`, asked with a way's name, says if there is time to plan it, and
@@ -149,7 +149,7 @@ def _if_balanced(job: Job, window: list[float]) -> float:
     share = job.latency.heads / job.degrees.context
     tokens, forward, backward, flops = (np.full((job.replica_micro_batches, 1), value) for value in window)
     none = np.zeros_like(tokens)
-    passing = MicroBatches(tokens, forward * share, backward * share, none, none, none)
+    passing = Loads(tokens, forward * share, backward * share, none, none, none)
     return float(flops.sum() * job.degrees.data / step_seconds(job, passing))
 
 

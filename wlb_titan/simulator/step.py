@@ -18,7 +18,7 @@ from wlb_titan.cost.models import rank_parameters
 from wlb_titan.dimensions.degrees import own_dimensions
 from wlb_titan.dimensions.dimension import Dimension, Meeting
 from wlb_titan.job import Job
-from wlb_titan.layers.passes import MicroBatches, pass_times
+from wlb_titan.layers.passes import Loads, pass_times
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.mix import shares
 from wlb_titan.memory.rank import RankMemory
@@ -129,7 +129,7 @@ def _step(job: Job, plan: Plan, measured: MeasuredPasses | None) -> tuple[Floats
     return seconds, float(np.mean(busy)), float(exposed.reshape(-1, passes.runs).sum(axis=1).min())
 
 
-def step_seconds(job: Job, passing: MicroBatches) -> float:
+def step_seconds(job: Job, passing: Loads) -> float:
     """Seconds of a step in which each replica has these micro-batches, arrays (n, 1), in one pipeline run."""
     times = with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))

@@ -17,7 +17,7 @@ from typing import Any
 
 import tomli
 
-from wlb_titan.errors import ConfigError, reading, regular
+from wlb_titan.errors import ConfigError, reading, regular_file
 from wlb_titan.toml.values import shown
 
 Keys = tuple[str, ...]
@@ -126,7 +126,7 @@ def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[int], 
     """The document, and as nodes of a layer."""
     with reading(lambda reason: ConfigError(f"{place}: the file {path} cannot be read: {reason}.")):
         # Some editors begin a file with a byte-order mark.
-        text = regular(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        text = regular_file(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         try:
             document = tomli.loads(text)
         except tomli.TOMLDecodeError as error:

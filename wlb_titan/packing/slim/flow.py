@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.layers.passes import MicroBatches, repeated_seconds
+from wlb_titan.layers.passes import Loads, repeated_seconds
 from wlb_titan.layers.rates import Rates
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.layer import token_bytes
@@ -123,7 +123,7 @@ class Flows:
         rates = self._rates
         sized = [rates.sized(pack) for pack in step.packing.of_rank(rank)]
         tokens = np.array([pack.length for pack in sized], dtype=np.float64)
-        seconds = repeated_seconds(rates, MicroBatches.imagined(rates, tokens, *np.zeros((2, len(tokens)))))
+        seconds = repeated_seconds(rates, Loads.imagined(rates, tokens, *np.zeros((2, len(tokens)))))
         seconds[:, -1] = forward / rates.model.layers  # `full`, with attention
         own, ranks = in_own_order(flow, step.orders[rank]), range(rates.shape.ranks)
         mixes = [m.mix for m in with_mixes(self._fitting, sized, own, ranks, lambda: seconds)]

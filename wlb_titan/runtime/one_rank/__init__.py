@@ -18,14 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from wlb_titan.files import load
-from wlb_titan.progress import Report, counted, silent
+from wlb_titan.progress import Progress, counted, silent
 
 PROCESS = "wlb_titan.runtime.one_rank.process"
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def results(
-    asked: Sequence[Mapping[str, Any]], at_once: int, *, on_cpu: bool, report: Report = silent, what: str = ""
+    asked: Sequence[Mapping[str, Any]],
+    at_once: int,
+    *,
+    on_cpu: bool,
+    report: Progress = silent,
+    what: str = "",
 ) -> list[dict[str, Any]]:
     """What processes with these arguments, without "result", write; with `error` where one failed. No process
     outlives this call."""
