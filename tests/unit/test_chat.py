@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
-from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
+from wlb_titan.prepare.tokenizer import train_tokenizer
 
 PLAIN = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -428,19 +428,3 @@ def test_a_template_that_writes_the_date_gets_one_that_is_kept(tmp_path, tokeniz
     corpus = prepare(tmp_path, tokenizer, dated, today="2026-11-27")
     assert decode(corpus.tokenizer_path, corpus.tokens(0)).startswith("27 November 2026\n")
     assert corpus.preparation.settings["today"] == "2026-11-27" and learned_texts(corpus) == ANSWERS
-
-
-def test_training_opens_the_tokenizer_of_the_corpus(tmp_path, tokenizer):
-    """Also one whose template has marks, which torchtitan's own cannot compile."""
-    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-    use_cpu_without_accelerator()
-    from wlb_titan.runtime.dataloader import Tokenizer as OfTraining
-
-    folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
-    (folder / "chat_template.jinja").write_text(MARKED)
-    ours, theirs = CorpusTokenizer(folder), OfTraining.Config().build(tokenizer_path=str(folder))
-    assert (theirs.eos_id, theirs.get_vocab_size()) == (ours.end_of_text_id, ours.vocab_size)
-    text = "def two(x):\n    return 'or three?'\n"
-    assert theirs.encode(text) == ours.encode([text])[0].tolist()
-    assert theirs.decode(theirs.encode(text)) == text

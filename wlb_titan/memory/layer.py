@@ -248,7 +248,9 @@ class FsdpWhole:
         whole = (self._whole_head * self._whole if self._reshards else self.weights(0)) + self._tied
         yield token.loss, whole + self._chunked_head * self._reduced
         copied = max(self._compute, (self._shards > 1) * 2 * self._reduced / self._shards)
-        yield token.head, whole + head * (2 * self._reduced + copied)
+        # A head without a gradient is gathered again for that of its input, and copied out.
+        again = 2 * self._whole_head * self._whole * (self._shards > 1 and self._reshards)
+        yield token.head, max(whole + head * (2 * self._reduced + copied), again)
 
     @property
     def in_forward(self) -> float:

@@ -120,8 +120,9 @@ class Slim(PackingPolicy):
                 raise PlanError(
                     "The asymmetric partition gives backward passes their own MicroPacks, which shrinks a "
                     "pipeline's bubble and computes the forward pass again. It pays only where a pipeline "
-                    f"needs full checkpointing anyway, and here are {pipeline.ranks} pipeline ranks and "
-                    f"{rates.memory.checkpointing} checkpointing: set parallelism.pipeline_parallel_degree "
+                    "needs full checkpointing anyway, and here there are "
+                    f"{pipeline.ranks} pipeline ranks and {rates.memory.checkpointing} checkpointing: set "
+                    "parallelism.pipeline_parallel_degree "
                     'to at least 2 and activation_checkpoint.class to "FullAC", or leave asymmetric out.',
                     setting="packing.asymmetric",
                 )
