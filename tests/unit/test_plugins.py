@@ -193,19 +193,6 @@ def test_classes_of_others_are_held_to_their_rules(name, rule):
         planner.hold_to_rules()
 
 
-@pytest.mark.parametrize("packing", ["plain", "wlb", "wlb_lazy", "fixed_greedy", "dealt", "slim"])
-@pytest.mark.long
-def test_the_rules_are_those_that_every_policy_of_ours_keeps(monkeypatch, packing):
-    """As if it were somebody else's: no policy that is right is refused."""
-    for module in ("planner", "packing.rules"):
-        monkeypatch.setattr(f"wlb_titan.{module}.is_ours", lambda cls: False)
-    settings = POLICIES.configure(packing)
-    degrees = {"data_parallel": 2, "context_parallel": 2, "sharding": "hybrid"}
-    planner = planning.make_planner(LENGTHS, window=1024, micro_batches=8, packing=settings, **degrees)
-    planner.hold_to_rules()
-    assert planner.next().iteration == 20
-
-
 def test_an_order_gives_each_micro_batch_one_place():
     order = ORDERS.configure("toys_wrong:Repeats")
     job = Job(window=1024, micro_batches=4, degrees=Degrees(pipeline=2), order=order)

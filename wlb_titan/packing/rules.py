@@ -51,7 +51,8 @@ class Rules:
             documents, tokens = pack.documents, int(pack.documents[:, LENGTH].sum())
             if not policy.slices and tokens > (longest := job.longest_micro_batch * pack.sharers):
                 return f"micro-batch {number} has {tokens:,} tokens, and at most {longest:,} are allowed"
-            if tokens < job.degrees.context * pack.sharers or not stream.has_label(documents).any():
+            labelled = policy.slices or stream.has_label(documents).any()  # MicroPacks may lie between labels
+            if tokens < job.degrees.context * pack.sharers or not labelled:
                 return f"micro-batch {number} has no token for each context-parallel rank, or none to predict"
             if pack.passes != "B":
                 self._packed.append(documents[:, : LENGTH + 1])
