@@ -14,7 +14,7 @@ from planning import CLUSTER
 from slicing import PACKINGS, WINDOW, planner, sliced, slim
 
 from wlb_titan.context.strategy import STRATEGIES
-from wlb_titan.cost.workload import Quadratic, cost_model, workload
+from wlb_titan.cost.workload import cost_model, workload
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Mixture
@@ -107,12 +107,6 @@ def test_placing_against_every_placing(cut, alone, works):
         assert gap == pytest.approx(0.0, abs=1e-5)
     if greedy is not None:
         assert best - 1e-9 <= level(greedy) <= 2 * best
-
-
-def test_the_docstrings_example():
-    line = PrefixWork(partial(workload, Quadratic(0.0, 0.2)), 45, 1)
-    packs = micropacks(np.array([45, 10, 10, 5]), np.array([9.0, 2.0, 2.0, 1.0]), line, 4)
-    assert packs == [[(0, 0, 18)], [(0, 18, 37)], [(0, 37, 45), (2, 0, 10)], [(1, 0, 10), (3, 0, 5)]]
 
 
 def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
