@@ -89,7 +89,7 @@ override.imports = ["nowhere.at_all"]
 wlb.policy = "slim"; wlb.packing.micropacks = 1; parallelism.pipeline_parallel_degree = 2
     t.toml:3: wlb.packing.micropacks = 1: 1 MicroPacks are fewer than the 2 pipeline stages
 wlb.policy = "slim"; wlb.packing.asymmetric = true; parallelism.pipeline_parallel_degree = 2
-    t.toml:3: wlb.packing.asymmetric = true: ... here there are 2 pipeline ranks and
+    t.toml:3: wlb.packing.asymmetric = true: ... here are 2 pipeline ranks and
 wlb.policy = "slim"; parallelism.pipeline_parallel_degree = 2; \
 parallelism.pipeline_parallel_layers_per_stage = 1
     t.toml:1: parallelism.pipeline_parallel_schedule = "1F1B" ... 1 stage per rank
