@@ -100,7 +100,7 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     lengths = folder / "a<b>.txt"
     drawn = np.random.default_rng(0).lognormal(5.5, 1.3, 3000).astype(int).clip(2, 4000)
-    lengths.write_text("".join(f"{length}\n" for length in drawn))
+    np.savetxt(lengths, drawn, fmt="%d")
     common = [FILE, "--lengths", lengths, "--steps", 6, "--training.seq_len", 4096, *PIPELINE]
     commands = {
         "plan": ["plan", *common, "--policies", "plain,wlb,wlb_lazy"],

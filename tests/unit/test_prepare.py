@@ -17,7 +17,13 @@ from tokenizers.processors import TemplateProcessing
 
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import partial_folder
-from wlb_titan.prepare.prepare import DOCUMENTS_FILE, PrepareSettings, prepare_corpus, written_whole
+from wlb_titan.prepare.prepare import (
+    DOCUMENTS_FILE,
+    PrepareSettings,
+    long_tailed_lengths,
+    prepare_corpus,
+    written_whole,
+)
 from wlb_titan.prepare.tokenizer import CorpusTokenizer
 
 pytestmark = pytest.mark.slow
@@ -261,3 +267,11 @@ def test_a_killed_preparation_is_never_taken_for_a_corpus(preparing, settings, t
 
     assert len(prepare_corpus(settings, output)) == len(FILES)
     assert not partial_folder(output).exists()
+
+
+def test_synthetic_lengths_have_a_long_tail():
+    lengths = long_tailed_lengths(10_000_000, 65536)
+    assert 10_000_000 <= lengths.sum() < 10_000_000 + 65536
+    assert lengths.min() >= 1 and lengths.max() == 65536
+    assert 0.005 < (lengths == 65536).mean() < 0.02
+    assert (lengths == long_tailed_lengths(10_000_000, 65536)).all()

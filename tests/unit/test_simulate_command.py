@@ -35,7 +35,7 @@ SMALL = [CONFIGS / "llama2_550m_64k.toml", "--training.seq_len", 16384, "--steps
 def lengths(tmp_path):
     values = (np.random.default_rng(0).pareto(0.9, 4000) * 200 + 20).clip(20, 16384).astype(int)
     path = tmp_path / "lengths.txt"
-    path.write_text("\n".join(map(str, values)) + "\n")
+    np.savetxt(path, values, fmt="%d")
     return path
 
 
