@@ -7,7 +7,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from chats import MARKED
 from corpora import write_datatrove, write_megatron, write_prepared
 from planning import LARGER
 
@@ -17,8 +16,7 @@ from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import ROW
 from wlb_titan.prepare.prepare import write_synthetic_corpus
-from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
-from wlb_titan.runtime.dataloader import PlannedDataLoader, Tokenizer
+from wlb_titan.runtime.dataloader import PlannedDataLoader
 
 pytestmark = pytest.mark.slow
 
@@ -83,14 +81,3 @@ def test_orders_of_passes_are_lowered_in_the_planners_thread(policy, tmp_path):
         assert step.flow is None and not lowered
     else:
         assert lowered[0] == (step.flow, "planner")
-
-
-def test_training_opens_the_tokenizer_of_the_corpus(tmp_path):
-    """Also one whose template has marks, which torchtitan's own cannot compile."""
-    train_tokenizer(["How many are two or three? " * 20], 300, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(MARKED)
-    ours, theirs = CorpusTokenizer(tmp_path), Tokenizer.Config().build(tokenizer_path=str(tmp_path))
-    assert (theirs.eos_id, theirs.get_vocab_size()) == (ours.end_of_text_id, ours.vocab_size)
-    text = "def two(x):\n    return 'or three?'\n"
-    assert theirs.encode(text) == ours.encode([text])[0].tolist()
-    assert theirs.decode(theirs.encode(text)) == text
