@@ -43,6 +43,13 @@ import numpy as np
 from common import RESULTS, save, show
 
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.runs import Run as Left
+from wlb_titan.runs import open_run
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+from wlb_titan.runtime.checkpoints import newest_whole  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
@@ -102,20 +109,21 @@ class Run:
     def dump(self) -> Path:
         return self.folder / f"{self.policy}-{self.seed}"
 
-    def records(self, name: str) -> list[dict[str, Any]]:
-        path = self.dump / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    @property
+    def left(self) -> Left:
+        """What it left in its dump folder."""
+        return open_run(self.dump, self.dump.name)
 
     @property
     def validations(self) -> dict[int, float]:
         """Loss after so many steps."""
-        return {record["step"]: record["loss"] for record in self.records("validation.jsonl")}
+        steps, losses = self.left.validation
+        return dict(zip(map(int, steps), losses.tolist(), strict=True))
 
     @property
     def steps(self) -> int:
         """Steps that are done and checkpointed."""
-        done = [int(path.name.removeprefix("step-")) for path in (self.dump / "checkpoint").glob("step-*")]
-        return max(done, default=0)
+        return max(newest_whole(self.dump / "checkpoint").step, 0)
 
     def go_on(self, until: int, every: int, of: int) -> None:
         """Trains to step `until`, in a process of its own; the learning rate's schedule is that of `of`."""
@@ -147,7 +155,7 @@ def summary(runs: list[Run], seeds: int, settings: dict[str, Any]) -> dict[str, 
     for policy in SETTINGS:
         own = [statistics.mean(last[policy, seed]) for seed in range(seeds)]
         minus = [mine - statistics.mean(last["plain", seed]) for seed, mine in enumerate(own)]
-        records = [r for run in runs if run.policy == policy for r in run.records("metrics.jsonl")]
+        records = [r for run in runs if run.policy == policy for r in run.left.records]
         result["validation"][policy] = {
             "by_seed": own,
             "mean": statistics.mean(own),
