@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 from common import save, show
-from predicted import FILES, ROOT, documents_of
+from predicted import FILES, documents_of, job_of_file
 
 from wlb_titan.job import Job, Policy
 from wlb_titan.layers.passes import MicroBatches, pass_times
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.measured import MeasuredPasses
 from wlb_titan.simulator.step import Prediction, simulate
 
@@ -56,16 +55,11 @@ COLUMNS = {
 }
 
 
-def job_of_file(file: str, replicas: int, in_node: bool) -> Job:
+def replicated(file: str, replicas: int, in_node: bool) -> Job:
     """The file's job with as many micro-batches a data-parallel rank, on so many of them."""
-    from wlb_titan.runtime.configured import job_of, parallel_dims
-
-    path = ROOT / "train_configs" / f"{file}.toml"
-    config = load_config(path, []).config
-    each = job_of(config, parallel_dims(config)).replica_micro_batches
-    words = ["--parallelism.data_parallel_shard_degree", str(replicas)]
-    config = load_config(path, [*words, "--training.global_batch_size", str(each * replicas)]).config
-    job = job_of(config, parallel_dims(config))
+    micro_batches = str(job_of_file(file).replica_micro_batches * replicas)
+    words = ("--parallelism.data_parallel_shard_degree", str(replicas))
+    job = job_of_file(file, *words, "--training.global_batch_size", micro_batches)
     return job.on(replace(job.cluster, network=job.cluster.node)) if in_node else job
 
 
@@ -85,7 +79,7 @@ def bound(job: Job, plans: Sequence[Plan], base: Prediction) -> Prediction:
 
 
 def row(file: str, lengths: str, replicas: int, in_node: bool) -> dict[str, Any]:
-    job = job_of_file(file, replicas, in_node)
+    job = replicated(file, replicas, in_node)
     documents = documents_of(lengths)
 
     def predicted(policy: str, settings: Mapping[str, Any]) -> tuple[Job, list[Plan], Prediction]:
