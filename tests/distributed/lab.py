@@ -272,8 +272,8 @@ SHORT = {
     **{name: f"--parallelism.pipeline_parallel_schedule {name}" for name in SCHEDULES},
 }
 OWN = {
-    "reversed": "toys:Reversed",
-    "contiguous": "toys:Contiguous",
+    "reversed": "own_policies.packing:Reversed",
+    "contiguous": "own_policies.sharding:Contiguous",
     "gather": "own_policies.ulysses_gather:UlyssesGather",
 }
 POLICIES = (

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from lab import rows
 
 from wlb_titan.commands import dryrun as command
 from wlb_titan.commands.lone_ranks import alike, calls_of_all
-from wlb_titan.commands.main import main
 from wlb_titan.prepare.prepare import write_synthetic_corpus
 
 pytestmark = pytest.mark.slow
@@ -79,7 +78,7 @@ def in_new_processes(tmp_path):
         if isinstance(job, str):
             file = tmp_path / "job.toml"
             file.write_text(job)
-        result = CliRunner().invoke(main, ["dryrun", *map(str, (file, *words, "--output", output))])
+        result = invoke("dryrun", file, *words, "--output", output)
         assert result.exit_code == exits, result.output
         return result, json.loads(output.read_text()) if output.exists() else None
 

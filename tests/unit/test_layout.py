@@ -21,8 +21,8 @@ ROOMS = (
     | {"simulator": 1446, "runs": 173, "corpus": 966, "prepare": 1369, "config": 610}
     | {"runtime": 7987, "commands": 2837}
 )
-"""Of wlb_titan, from the ground up, with their lines: a room imports from those before it, inside functions too,
-and what is added to one removes something of it."""
+"""Of wlb_titan, from the ground up, with their lines: a room imports from those before it, inside functions
+too, and what is added to one removes something of it."""
 
 OTHERS = {"__init__": 24, "kernels": 3147, "launch": 524}
 
