@@ -174,14 +174,6 @@ def ahead(policy: str, micro_batches: int, documents: Documents) -> dict[str, An
     return {"policy": policy, "micro_batches": micro_batches, **took}
 
 
-def ahead_of_all() -> Iterator[dict[str, Any]]:
-    torch.set_num_threads(1)
-    lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.6, size=400_000)
-    documents = Documents(lengths=np.clip(lengths, 16, WINDOW).astype(np.int64))
-    for case in product(("plain", "wlb", "wlb_lazy"), (4, 64, 2048)):
-        yield ahead(*case, documents)
-
-
 def main() -> None:
     use_cpu_without_accelerator()
     files = sys.argv[1:] or sorted(path.stem for path in (ROOT / "train_configs").glob("*.toml"))
@@ -189,7 +181,11 @@ def main() -> None:
     searched = processor_seconds(search_of_tutorial)
     print(f"search: {searched:.1f} s of processor")
     if not sys.argv[1:]:
-        beside = show(AHEAD, ahead_of_all())
+        torch.set_num_threads(1)
+        lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.6, size=400_000)
+        documents = Documents(lengths=np.clip(lengths, 16, WINDOW).astype(np.int64))
+        cases = product(("plain", "wlb", "wlb_lazy"), (4, 64, 2048))
+        beside = show(AHEAD, (ahead(*case, documents) for case in cases))
         save("planning", machine() | {"rows": found, "search_seconds": searched, "ahead": beside})
 
 

@@ -1,6 +1,6 @@
 """What windows gain that are dealt out to data-parallel ranks and shared by them: docs/packing.md, `dealt`.
 
-    python benchmarks/replicas.py [--network node] [FILE...]
+    python benchmarks/replicas.py [--network node]
 
 For each file of train_configs, each distribution of lengths and 2, 4 and 16 data-parallel ranks: FLOPs a
 second over `plain/per_sequence` of policies that leave the data of a step alone, of two that do not, and of a
@@ -105,13 +105,12 @@ def row(file: str, lengths: str, replicas: int, in_node: bool) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", default=FILES)
     parser.add_argument("--network", choices=["network", "node"], default="network")
     arguments = parser.parse_args()
     use_cpu_without_accelerator()
     in_node = arguments.network == "node"
     rows = []
-    for file in arguments.files:
+    for file in FILES:
         for lengths in COLLECTIONS:
             rows += show(COLUMNS, [row(file, lengths, replicas, in_node) for replicas in REPLICAS])
     rows = [{key: value for key, value in row.items() if value is not nan} for row in rows]

@@ -68,7 +68,6 @@ def stated(pieces: Ints, window: int = WINDOW) -> dict[str, Any]:
         "position_ratio": float(profile.max() / profile.min()),
         "position_peak": float((smooth.argmax() + 2.5) / PLACES),
         "below_half": float(pieces[pieces < window // 2].sum() / pieces.sum()),
-        "median": float(np.median(pieces)),
         "full_windows": float((pieces == window).sum() * window / pieces.sum()),
         "profile": profile.tolist(),
     }
