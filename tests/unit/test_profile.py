@@ -23,9 +23,9 @@ from wlb_titan.cost.profile import (
     measured_cluster,
     rate,
 )
-from wlb_titan.cost.workload import TokenSeconds
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
+from wlb_titan.layers.rates import TokenSeconds
 
 pytestmark = pytest.mark.slow
 
