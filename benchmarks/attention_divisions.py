@@ -1,17 +1,18 @@
 """How should Gluon's backward divide its work? Times other divisions than gluon_launch.py's own on this GPU.
 
-    python benchmarks/attention_divisions.py --minutes 9 [--shapes 32:4 32:32 32:8] [--output FILE.jsonl]
+    python benchmarks/attention_divisions.py
 
 For each number of heads and each case of attention_cases.py a row a division, the shipped one first, in
-milliseconds of the whole backward (statistics before and dQ's order after it included). Every division's
-gradients are compared with the shipped one's, and computed twice: they must repeat bit for bit.
+milliseconds of the whole backward (statistics before and dQ's order after it included), for nine minutes in
+all. Every division's gradients are compared with the shipped one's, and computed twice: they must repeat bit
+for bit. The rows are written to attention_divisions.jsonl.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,6 +24,9 @@ from wlb_titan.kernels.segments import Options, Saved, Shape
 from wlb_titan.kernels.self_check import make_inputs
 
 from wlb_titan.commands.profile import time_call
+
+MINUTES = 9
+KEY_HEADS = (4, 32, 8)  # of 32 query heads
 
 
 def others(group: int, kv_heads: int) -> list[Division]:
@@ -64,22 +68,13 @@ def rows(case: Case, shape: Shape, end: float) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument(
-        "--shapes", nargs="+", default=["32:4", "32:32", "32:8"], help="query heads:key heads"
-    )
-    parser.add_argument("--output", type=Path, default=Path("attention_divisions.jsonl"))
-    options = parser.parse_args()
-    end = time.monotonic() + 60 * options.minutes
-    with options.output.open("a") as file:
-        for heads in options.shapes:
-            shape = Shape(*map(int, heads.split(":")), 128, 128)
-            for case in cases():
-                for row in rows(case, shape, end):
-                    file.write(json.dumps(row) + "\n")
-                    file.flush()
-                    print(row, flush=True)
+    end = time.monotonic() + 60 * MINUTES
+    with Path("attention_divisions.jsonl").open("a") as file:
+        for key_heads, case in product(KEY_HEADS, cases()):
+            for row in rows(case, Shape(32, key_heads, 128, 128), end):
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 trains the debug model (1.8 M weights) under each policy with each seed: `plain`; `fixed_greedy`, which
 repacks 8 global batches, as in Figure 16; `wlb`, `wlb_lazy` and `slim`. The runs of one seed
 start from the same weights and share the order of documents. All are validated on the same documents,
-which none of them trains on, every `--every` steps.
+which none of them trains on, every 100 steps.
 
 Runs take turns: each goes on from its last checkpoint for five validations, those that are furthest behind
 first, `--at-once` of them side by side, so that a run of hours can be stopped at any time and loses no more
@@ -43,6 +43,13 @@ import numpy as np
 from common import RESULTS, save, show
 
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.runs import Run as Left
+from wlb_titan.runs import open_run
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+from wlb_titan.runtime.checkpoints import newest_whole  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
@@ -57,6 +64,8 @@ CHARACTERS = 30_000  # of the corpus, likewise
 SHORTEST = 32  # characters
 HELD_OUT = 50  # one file of so many
 VALIDATED = 32  # windows of tokens
+SEEDS, STEPS = 3, 1500
+EVERY = 100  # steps from one validation to the next
 TURN = 5  # validations from one checkpoint to the next
 LAST = 3  # validations that make a run's result
 
@@ -102,34 +111,35 @@ class Run:
     def dump(self) -> Path:
         return self.folder / f"{self.policy}-{self.seed}"
 
-    def records(self, name: str) -> list[dict[str, Any]]:
-        path = self.dump / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    @property
+    def left(self) -> Left:
+        """What it left in its dump folder."""
+        return open_run(self.dump, self.dump.name)
 
     @property
     def validations(self) -> dict[int, float]:
         """Loss after so many steps."""
-        return {record["step"]: record["loss"] for record in self.records("validation.jsonl")}
+        steps, losses = self.left.validation
+        return dict(zip(map(int, steps), losses.tolist(), strict=True))
 
     @property
     def steps(self) -> int:
         """Steps that are done and checkpointed."""
-        done = [int(path.name.removeprefix("step-")) for path in (self.dump / "checkpoint").glob("step-*")]
-        return max(done, default=0)
+        return max(newest_whole(self.dump / "checkpoint").step, 0)
 
-    def go_on(self, until: int, every: int, of: int) -> None:
-        """Trains to step `until`, in a process of its own; the learning rate's schedule is that of `of`."""
+    def go_on(self, until: int) -> None:
+        """Trains to step `until`, in a process of its own; the learning rate's schedule is that of all."""
         words = [
             *("--dump_folder", str(self.dump), "--training.steps", str(until)),
-            *("--lr_scheduler.total_steps", str(of), "--training.seq_len", str(self.window)),
+            *("--lr_scheduler.total_steps", str(STEPS), "--training.seq_len", str(self.window)),
             *("--parallelism.data_parallel_shard_degree", "1", "--parallelism.context_parallel_degree", "1"),
             *("--training.local_batch_size", "4", "--debug.enable_structured_logging", "false"),
             *("--activation_checkpoint", "none"),  # a model so small needs none
             *("--wlb.corpus.path", str(self.folder / "corpus"), "--wlb.corpus.seed", str(self.seed)),
             *("--debug.seed", str(self.seed), "--wlb.trace_every", "0"),
-            *("--checkpoint.enable", "true", "--checkpoint.interval", str(TURN * every)),
+            *("--checkpoint.enable", "true", "--checkpoint.interval", str(TURN * EVERY)),
             *("--checkpoint.keep_latest_k", "2", "--checkpoint.last_save_model_only", "false"),
-            *("--wlb.validation.path", str(self.folder / "held_out"), "--wlb.validation.every", str(every)),
+            *("--wlb.validation.path", str(self.folder / "held_out"), "--wlb.validation.every", str(EVERY)),
             *("--wlb.policy", self.policy, *SETTINGS[self.policy]),
         ]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
@@ -140,19 +150,19 @@ class Run:
             raise click.ClickException(f"{self.policy}, seed {self.seed}:\n{result.stderr[-3000:]}")
 
 
-def summary(runs: list[Run], seeds: int, settings: dict[str, Any]) -> dict[str, Any]:
+def summary(runs: list[Run], settings: dict[str, Any]) -> dict[str, Any]:
     """Curves, and for each policy its mean loss, its difference from `plain` and the error of that."""
     last = {(run.policy, run.seed): list(run.validations.values())[-LAST:] for run in runs}
     result: dict[str, Any] = {"settings": settings, "validation": {}, "curves": {}}
     for policy in SETTINGS:
-        own = [statistics.mean(last[policy, seed]) for seed in range(seeds)]
+        own = [statistics.mean(last[policy, seed]) for seed in range(SEEDS)]
         minus = [mine - statistics.mean(last["plain", seed]) for seed, mine in enumerate(own)]
-        records = [r for run in runs if run.policy == policy for r in run.records("metrics.jsonl")]
+        records = [r for run in runs if run.policy == policy for r in run.left.records]
         result["validation"][policy] = {
             "by_seed": own,
             "mean": statistics.mean(own),
             "minus_plain": statistics.mean(minus),
-            "standard_error": statistics.stdev(minus) / seeds**0.5 if seeds > 1 else float("nan"),
+            "standard_error": statistics.stdev(minus) / SEEDS**0.5,
             "imbalance": statistics.mean(r["imbalance"] for r in records),
             "delay": statistics.mean(r["delay_mean"] for r in records),
         }
@@ -180,38 +190,33 @@ def draw(curves: dict[str, list[dict[int, float]]], path: Path) -> None:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--seeds", default=3, show_default=True, help="Runs of each policy.")
-@click.option("--steps", default=1500, show_default=True, help="Steps of each run.")
-@click.option("--every", default=100, show_default=True, help="Steps from one validation to the next.")
 @click.option("--window", default=2048, show_default=True, help="Context window in tokens.")
 @click.option("--at-once", default=1, show_default=True, help="Runs side by side, a core each.")
 @click.option("--minutes", type=float, help="Begin nothing new after so long.  [default: run to the end]")
-def main(
-    folder: Path, seeds: int, steps: int, every: int, window: int, at_once: int, minutes: float | None
-) -> None:
+def main(folder: Path, window: int, at_once: int, minutes: float | None) -> None:
     """Train under every policy, in FOLDER, and compare the losses on held-out documents."""
     folder = folder.resolve()
     make_corpus(folder, window)
-    runs = [Run(folder, policy, seed, window) for seed in range(seeds) for policy in SETTINGS]
+    runs = [Run(folder, policy, seed, window) for seed in range(SEEDS) for policy in SETTINGS]
     end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
 
     def go_on(run: Run) -> None:
         begin, before = time.monotonic(), run.steps
-        run.go_on(min(before + TURN * every, steps), every, steps)
+        run.go_on(min(before + TURN * EVERY, STEPS))
         print(f"{run.policy}, seed {run.seed}: step {run.steps}, {time.monotonic() - begin:.0f} s")
         if run.steps == before:
             raise click.ClickException(f"{run.policy}, seed {run.seed} made no progress.")
 
     with ThreadPoolExecutor(at_once) as pool:
-        while behind := [run for run in runs if run.steps < steps]:
+        while behind := [run for run in runs if run.steps < STEPS]:
             if time.monotonic() > end:
                 done = sum(run.steps for run in runs)
-                print(f"{done:,} of {steps * len(runs):,} steps are done. Start again to go on.")
+                print(f"{done:,} of {STEPS * len(runs):,} steps are done. Start again to go on.")
                 return
             list(pool.map(go_on, sorted(behind, key=lambda run: run.steps)[:at_once]))
 
-    settings = {"seeds": seeds, "steps": steps, "window": window, "every": every, "micro_batches": 4}
-    result = summary(runs, seeds, settings)
+    settings = {"seeds": SEEDS, "steps": STEPS, "window": window, "every": EVERY, "micro_batches": 4}
+    result = summary(runs, settings)
     save("loss_curves", result)
     draw(result["curves"], RESULTS / "loss_curves.svg")
     names = ("mean", "minus_plain", "standard_error", "imbalance", "delay")

@@ -18,7 +18,7 @@ from common import formatted, save, show, table
 
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
-from wlb_titan.job import Policy
+from wlb_titan.job import Job, Policy
 from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
@@ -57,9 +57,13 @@ def documents_of(collection: str) -> Documents:
     return Documents(lengths=prepare_corpus(PrepareSettings(max_tokens=4_000_000), CORPUS).lengths)
 
 
+def job_of_file(file: str, *words: str) -> Job:
+    return load_config(ROOT / "train_configs" / f"{file}.toml", words).job
+
+
 def predicted(file: str, documents: Documents) -> list[dict[str, Any]]:
     """Figures of each policy."""
-    job = load_config(ROOT / "train_configs" / f"{file}.toml").job
+    job = job_of_file(file)
     scenario, rows = Scenario(job, documents), []
     for policy in (PLAIN, *BALANCED):
         plans = scenario.plans(policy, STEPS)

@@ -1,6 +1,6 @@
 """What it is worth to recompute as needed: big jobs under one kind for all layers, and under a mix.
 
-    python benchmarks/recompute.py [--steps N]
+    python benchmarks/recompute.py
 
 For each file of README's table, two collections of documents and three policies: predicted MFU with each kind
 of recomputation in all layers, where that fits, and with the mix that the planner chooses (`as_needed`); the
@@ -10,7 +10,6 @@ over `selective`, torchtitan's usual setting. The rows are written to benchmarks
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from common import save, show
-from predicted import FILES, PYTHON, ROOT, documents_of
+from predicted import BALANCED, FILES, PLAIN, PYTHON, documents_of, job_of_file
 
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
@@ -27,11 +26,10 @@ from wlb_titan.layers.recompute import KINDS
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.predicted import with_mixes
 from wlb_titan.plan import Plan
-from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import simulate
 
-POLICIES = [Policy.parse(text) for text in ("plain", "wlb_lazy/hybrid/best", "slim/hybrid")]
+STEPS = 6
 SINGLE = [kind.name for kind in KINDS]
 COLUMNS = {
     "file": "{file}",
@@ -63,9 +61,9 @@ def choosing(job: Job, plan: Plan) -> float:
     return max(seconds)
 
 
-def row(job: Job, documents: Any, policy: Policy, steps: int) -> dict[str, Any]:
+def row(job: Job, documents: Any, policy: Policy) -> dict[str, Any]:
     scenario = Scenario(under(job, as_needed=True), documents)
-    plans = scenario.plans(policy, steps)
+    plans = scenario.plans(policy, STEPS)
     mixed = scenario.under(policy)
     found = simulate(mixed, plans)
     result: dict[str, Any] = {
@@ -92,25 +90,20 @@ def row(job: Job, documents: Any, policy: Policy, steps: int) -> dict[str, Any]:
     return result
 
 
-def rows_of(files: list[str], policies: list[str], steps: int) -> Iterator[dict[str, Any]]:
-    for file in files:
-        job = load_config(ROOT / "train_configs" / f"{file}.toml").job
+def rows() -> Iterator[dict[str, Any]]:
+    for file in FILES:
+        job = job_of_file(file)
         for documents in ("paper", PYTHON):
-            for policy in policies:
+            for policy in (PLAIN, *BALANCED):
                 facts = {"file": file, "documents": documents}
-                yield facts | row(job, documents_of(documents), Policy.parse(policy), steps)
+                yield facts | row(job, documents_of(documents), policy)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--files", default=",".join(FILES))
-    parser.add_argument("--policies", default=",".join(map(str, POLICIES)))
-    options = parser.parse_args()
-    rows = show(COLUMNS, rows_of(options.files.split(","), options.policies.split(","), options.steps))
-    gains = [row["over_selective"] for row in rows if not isnan(row["over_selective"])]
+    found = show(COLUMNS, rows())
+    gains = [row["over_selective"] for row in found if not isnan(row["over_selective"])]
     print(f"median gain over selective: {np.median(gains):.3f}")
-    save("recompute", rows)
+    save("recompute", found)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ from wlb_titan.runs import COMPUTED, read_trace
 
 FILE = "train_configs/cpu_debug.toml"
 BIN = Path(sys.executable).parent
+FIRST, STEPS = 3, 24  # that are compared
+WINDOW = 2048  # tokens
 CORES = len(os.sched_getaffinity(0))
 TURN = 6.0  # seconds, longer than a step
 PP, CP, TP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor"))
@@ -68,12 +70,12 @@ REPEATS, WARM_UP = 100, 4
 LAYER = (1024, 768, 768)  # of a product that takes about as long as a layer's pass
 
 
-def compare(case: str, cluster: Path, folder: Path, first: int, steps: int, window: int) -> dict[str, Any]:
-    """What two jobs and two rehearsals say of the steps from `first` on, and what is predicted of them."""
+def compare(case: str, cluster: Path, folder: Path) -> dict[str, Any]:
+    """What two jobs and two rehearsals say of STEPS steps from FIRST on, and what is predicted of them."""
     words = [*CASES[case], "--wlb.cluster", str(cluster), "--wlb.device", "cpu"]
-    words += ["--training.seq_len", str(window)]
+    words += ["--training.seq_len", str(WINDOW)]
     folders = [folder / name for name in ("job", "rehearsal", "second_job", "second_rehearsal")]
-    last, at_once = first + steps - 1, str(CORES)
+    last, at_once = FIRST + STEPS - 1, str(CORES)
     commands = []
     for own in folders:
         own.mkdir(parents=True)
@@ -82,11 +84,11 @@ def compare(case: str, cluster: Path, folder: Path, first: int, steps: int, wind
             settings += ["--wlb.trace_every", "1", "--checkpoint.enable", "false", *words]
             commands.append([str(BIN / "torchx"), "run", "wlb.train", "--config", FILE, "--", *settings])
         else:
-            options = ["--rank", "all", "--at-once", at_once, "--step", str(first), "--steps", str(steps)]
+            options = ["--rank", "all", "--at-once", at_once, "--step", str(FIRST), "--steps", str(STEPS)]
             options += ["--seconds", "36000", "--output", str(own / "rehearsal.json"), *words]
             commands.append([str(BIN / "wlb-titan"), "rehearse", FILE, *options])
     _in_turns(commands, folders)
-    jobs = [_of_job(own, first, last) for own in folders[::2]]
+    jobs = [_of_job(own, last) for own in folders[::2]]
     rehearsals = [_of_rehearsal(own) for own in folders[1::2]]
     return {"jobs": jobs, "rehearsals": rehearsals, "load": os.getloadavg()[0]}
 
@@ -128,13 +130,13 @@ def _tree(process: int) -> Iterator[int]:
                 yield from _tree(int(child))
 
 
-def _of_job(folder: Path, first: int, last: int) -> dict[str, Any]:
+def _of_job(folder: Path, last: int) -> dict[str, Any]:
     """Of each step its `seconds`, and of each rank's passes in it their sums by the `clock` and of the
     `processor`, None where a turn ended within."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = {record["step"]: record["seconds"] for record in records}
     found: dict[str, Any] = {"seconds": [], "clock": [], "processor": []}
-    for step in range(first, last + 1):
+    for step in range(FIRST, last + 1):
         sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for ran in read_trace(folder / "traces" / f"step-{step}.json"):
             of_rank = sums[ran.replica, ran.rank]
@@ -276,18 +278,15 @@ def _ratio(some: Floats, others: Floats) -> float:
 
 
 @click.command()
-@click.option("--steps", default=24, show_default=True, help="That are compared.")
-@click.option("--first", default=3, show_default=True, help="Of them.")
-@click.option("--window", default=2048, show_default=True, help="Context window in tokens.")
 @click.option("--only", "names", multiple=True, type=click.Choice(list(CASES)), default=list(CASES))
-def main(steps: int, first: int, window: int, names: tuple[str, ...]) -> None:
+def main(names: tuple[str, ...]) -> None:
     record = saved("rehearsal")  # which may have other cases
     with tempfile.TemporaryDirectory() as name:
         for case in names:
             cluster = Path(name) / "cluster.toml"
             communication = write_cluster(cluster)
-            found = compare(case, cluster, Path(name) / case, first, steps, window)
-            settings = {"words": CASES[case], "first": first, "window": window}
+            found = compare(case, cluster, Path(name) / case)
+            settings = {"words": CASES[case], "first": FIRST, "window": WINDOW}
             record["cases"][case] = settings | {"communication": communication} | found
             print(f"{case}: done, load {found['load']:.1f}", flush=True)
             save("rehearsal", record, indent=None)

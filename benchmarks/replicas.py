@@ -1,6 +1,6 @@
 """What windows gain that are dealt out to data-parallel ranks and shared by them: docs/packing.md, `dealt`.
 
-    python benchmarks/replicas.py [--network node] [FILE...]
+    python benchmarks/replicas.py [--network node]
 
 For each file of train_configs, each distribution of lengths and 2, 4 and 16 data-parallel ranks: FLOPs a
 second over `plain/per_sequence` of policies that leave the data of a step alone, of two that do not, and of a
@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 from common import save, show
-from predicted import FILES, ROOT, documents_of
+from predicted import FILES, documents_of, job_of_file
 
 from wlb_titan.job import Job, Policy
 from wlb_titan.layers.passes import Loads, pass_times
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.measured import MeasuredPasses
 from wlb_titan.simulator.step import Prediction, simulate
 
@@ -56,12 +55,11 @@ COLUMNS = {
 }
 
 
-def job_of_file(file: str, replicas: int, in_node: bool) -> Job:
+def replicated(file: str, replicas: int, in_node: bool) -> Job:
     """The file's job with as many micro-batches a data-parallel rank, on so many of them."""
-    path = ROOT / "train_configs" / f"{file}.toml"
-    each = load_config(path).job.replica_micro_batches
-    words = ["--parallelism.data_parallel_shard_degree", str(replicas)]
-    job = load_config(path, [*words, "--training.global_batch_size", str(each * replicas)]).job
+    micro_batches = str(job_of_file(file).replica_micro_batches * replicas)
+    words = ("--parallelism.data_parallel_shard_degree", str(replicas))
+    job = job_of_file(file, *words, "--training.global_batch_size", micro_batches)
     return job.on(replace(job.cluster, network=job.cluster.node)) if in_node else job
 
 
@@ -81,7 +79,7 @@ def bound(job: Job, plans: Sequence[Plan], base: Prediction) -> Prediction:
 
 
 def row(file: str, lengths: str, replicas: int, in_node: bool) -> dict[str, Any]:
-    job = job_of_file(file, replicas, in_node)
+    job = replicated(file, replicas, in_node)
     documents = documents_of(lengths)
 
     def predicted(policy: str, settings: Mapping[str, Any]) -> tuple[Job, list[Plan], Prediction]:
@@ -107,13 +105,12 @@ def row(file: str, lengths: str, replicas: int, in_node: bool) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", default=FILES)
     parser.add_argument("--network", choices=["network", "node"], default="network")
     arguments = parser.parse_args()
     use_cpu_without_accelerator()
     in_node = arguments.network == "node"
     rows = []
-    for file in arguments.files:
+    for file in FILES:
         for lengths in COLLECTIONS:
             rows += show(COLUMNS, [row(file, lengths, replicas, in_node) for replicas in REPLICAS])
     rows = [{key: value for key, value in row.items() if value is not nan} for row in rows]

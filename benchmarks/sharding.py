@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import MicroBatch
 
+CONTEXT, TENSOR, LENGTHS = (2, 4, 8, 16, 32), (1, 8), ("paper", "code", "prolong", "web")
+STEPS = 2000  # of the search
 COLUMNS = {
     "CP": "{context}",
     "TP": "{tensor}",
@@ -43,8 +45,8 @@ COLUMNS = {
 }
 
 
-def searched(strategy: Hybrid, micro_batch: MicroBatch, steps: int) -> float:
-    """Predicted seconds of a layer's attention and exchange after so many random steps."""
+def searched(strategy: Hybrid, micro_batch: MicroBatch) -> float:
+    """Predicted seconds of a layer's attention and exchange after the search."""
     packs = Joined.of([(micro_batch.lengths, micro_batch.length, micro_batch.elsewhere)])
     large, places, share = strategy.large(packs), strategy.places, packs.totals // strategy.ranks
     lengths, everywhere = large.lengths[:, 0], large.everywhere[:, 0]
@@ -53,7 +55,7 @@ def searched(strategy: Hybrid, micro_batch: MicroBatch, steps: int) -> float:
     found = []
     for chosen in (search(places, large, share)[:, 0], np.full(len(lengths), last)):
         least = float(strategy.predicted(packs, strategy.spread(packs, large, chosen[:, None]))[0])
-        for _ in range(steps // 2):
+        for _ in range(STEPS // 2):
             moved = chosen.copy()
             moved[rng.integers(len(chosen), size=rng.integers(1, 4))] = rng.integers(last + 1)
             taken = places.has[:, moved] @ (lengths / places.sizes[places.level[moved]])
@@ -66,14 +68,7 @@ def searched(strategy: Hybrid, micro_batch: MicroBatch, steps: int) -> float:
     return min(found)
 
 
-def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for context in arguments.context:
-        for tensor in arguments.tensor:
-            for name in arguments.lengths:
-                yield compared(context, tensor, name, arguments.micro_batches, arguments.steps)
-
-
-def compared(context: int, tensor: int, name: str, count: int, steps: int) -> dict[str, Any]:
+def compared(context: int, tensor: int, name: str, count: int) -> dict[str, Any]:
     job = Job(
         window=131072,
         micro_batches=8,
@@ -92,7 +87,7 @@ def compared(context: int, tensor: int, name: str, count: int, steps: int) -> di
         packs = Joined.of([(draft.lengths, draft.length, draft.elsewhere)])
         predicted = [float(strategy.predicted(packs, tried)[0]) for _, tried in strategy.candidates(packs)]
         processor += time.process_time() - begin
-        seconds.append((min(predicted[:2]), min(predicted), searched(strategy, draft, steps)))
+        seconds.append((min(predicted[:2]), min(predicted), searched(strategy, draft)))
         token = job.token
         layer.append(draft.length * (3 * (token.matrices + token.elements) + 2 * token.tensor))
     adaptive, hybrid, long = np.array(seconds).T
@@ -112,19 +107,13 @@ def compared(context: int, tensor: int, name: str, count: int, steps: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--context", type=int, nargs="+", default=[2, 4, 8, 16, 32])
-    parser.add_argument("--tensor", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--lengths", nargs="+", default=["paper", "code", "prolong", "web"])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=2000)
-    arguments = parser.parse_args()
-    found = show(COLUMNS, rows(arguments))
+    count = parser.parse_args().micro_batches
+    found = show(COLUMNS, (compared(*case, count) for case in product(CONTEXT, TENSOR, LENGTHS)))
     over = [row["over_search"] for row in found]
     print(f"layer over search: mean {np.mean(over):.3f}, worst {max(row['worst'] for row in found):.3f}")
-    save("sharding", {**machine(), **vars(arguments), "rows": found})
+    save("sharding", {**machine(), "micro_batches": count, "rows": found})
 
 
 if __name__ == "__main__":

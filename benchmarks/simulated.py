@@ -355,12 +355,10 @@ def rows(groups: Groups, steps: int) -> Iterator[dict[str, Any]]:
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(EXPERIMENTS)))
-@click.option("--steps", type=int, help="Simulated steps of each job.  [default: as the docs have them]")
-def main(names: tuple[str, ...], steps: int | None) -> None:
+def main(names: tuple[str, ...]) -> None:
     """Run the experiments NAMES, or all."""
     for name in names or EXPERIMENTS:
-        groups, usual, shown = EXPERIMENTS[name]
-        count = steps or usual
+        groups, count, shown = EXPERIMENTS[name]
         print(f"\n{name}: simulated, on H100\n")
         columns = {"": "{group}", "case": "{name}"} | dict(COLUMNS[key] for key in shown.split())
         found = show(columns, rows(groups(count), count))

@@ -58,13 +58,7 @@ class Schedule:
     def lengths(self) -> Lengths:
         """Keys that lie in the order of their queries, as those of whole documents do, are read where they
         are: queries in no segment are a sequence without keys, keys in none one without queries. Others are
-        gathered, as for two chunks of a document:
-
-            >>> chunks = torch.tensor([[0, 2, 0, 2], [2, 2, 0, 8]], dtype=torch.int32)
-            >>> found = schedule_of(chunks, 4, 8, torch.device("cpu")).lengths
-            >>> found.q.tolist(), found.k.tolist(), found.rows.tolist()
-            ([0, 2, 4], [0, 2, 10], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7])
-        """
+        gathered, as for two chunks of a document (example: `schedule_of`)."""
         q_tokens, kv_tokens, reach, device, _ = self.key
         q0, q1, k0, k1, _ = tiles.cover_of(self.segments, q_tokens)
         k0 = np.maximum(k0, k1 - (q1 - q0) - reach + 1)
@@ -109,7 +103,13 @@ def schedule_of(
     segments: Tensor, q_tokens: int, kv_tokens: int, device: torch.device, reach: int = NO_WINDOW
 ) -> Schedule:
     """Found by the segments' tensor and its version, which is quick, or by content. Writing to it by torch
-    makes a new version; writing through a numpy array that shares its memory goes unnoticed."""
+    makes a new version; writing through a numpy array that shares its memory goes unnoticed.
+
+    >>> chunks = torch.tensor([[0, 2, 0, 2], [2, 2, 0, 8]], dtype=torch.int32)
+    >>> found = schedule_of(chunks, 4, 8, torch.device("cpu")).lengths
+    >>> found.q.tolist(), found.k.tolist(), found.rows.tolist()
+    ([0, 2, 4], [0, 2, 10], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7])
+    """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = Key(q_tokens, kv_tokens, reach, device, stream)
     if segments.is_inference():  # these have no version

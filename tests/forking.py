@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
 TESTS = Path(__file__).parent
 TRAIN = "wlb_titan.runtime.train"
@@ -145,7 +146,7 @@ class ForkServer:
 
 def environment() -> dict[str, str]:
     """The environment of a job: with it the tests' bases and plug-ins can be imported."""
-    own = [TESTS / name for name in ("distributed", "unit", "gpu")]
+    own = [TESTS / name for name in ("distributed", "kernels", "unit", "gpu")]
     own.append(TESTS.parent / "examples" / "own_policies")
     path = filter(None, [*map(str, own), os.environ.get("PYTHONPATH", "")])
     return {
@@ -153,6 +154,14 @@ def environment() -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
     }
+
+
+def command(*words: object, log: int | IO[str] = subprocess.PIPE, **how: Any) -> subprocess.Popen[str]:
+    """A Python module with its arguments, as a user starts it. It hears Ctrl-C, also where the tests run
+    behind a shell's `&`, which has SIGINT ignored."""
+    how |= {"stdout": log, "stderr": subprocess.STDOUT, "text": True}
+    how["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([sys.executable, "-m", *map(str, words)], **how)
 
 
 def await_(happened: Callable[[], object], log: Callable[[], str], patience: float = 120) -> None:

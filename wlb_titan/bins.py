@@ -28,8 +28,8 @@ def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: i
     Each document goes to the micro-batch of least work; if it does not fit there, to the shortest one; if it
     does not fit there either, it remains.
 
-    Example: lengths 6, 4, 3, 3 with work equal to length, 2 micro-batches of at most 8 tokens give
-    [0, 1, 1, REMAINS]: the last finds 6 and 7 tokens, and 3 more fit nowhere.
+    >>> pack_by_work(np.array([6, 4, 3, 3]), np.array([6.0, 4, 3, 3]), 2, max_length=8).tolist()
+    [0, 1, 1, -1]
 
     Args:
         lengths: int64 (n,), tokens in the order of packing, mostly longest first.
@@ -171,8 +171,8 @@ def level(loads: Floats, capacities: Floats, work: float) -> float:
     A bin below the level is filled up to it, or to its capacity. Exact: the work that fits below a level is
     piecewise linear, with corners at the loads and capacities.
 
-    Example: loads 1, 4 and 2 with capacities 9, 9 and 2.5 and 4.5 units of work give level 4.5: the bins
-    then hold 4.5, 4.5 and 2.5.
+    >>> [level(np.array([1.0, 4, 2]), np.array([9, 9, 2.5]), work) for work in (4.5, 100.0)]
+    [4.5, inf]
 
     Loads and capacities are float64 (bins,), no capacity below its load. The level is infinite if the work
     does not fit.
@@ -210,7 +210,8 @@ def balanced(workloads: Floats, ranks: int) -> list[list[int]]:
     micro-batch, so not only their sums but also their k-th packs should be alike. Equal packs keep their
     order, so all ranks find the same result.
 
-    Example: workloads 5, 1, 4, 2 on 2 ranks give [[0, 1], [2, 3]], sums 6 and 6.
+    >>> balanced(np.array([5.0, 1, 4, 2]), 2)
+    [[0, 1], [2, 3]]
     """
     order = np.argsort(-workloads, kind="stable")
     placed = Bins(ranks, len(workloads) // ranks).place(np.ones_like(order), workloads[order])

@@ -4,8 +4,6 @@ Stated of a window of 128K: the average document length varies about 1.4 times o
 in the middle (section 2.2); documents shorter than half a window have more than 75 % of the tokens (later
 version); most are short and the longest reach the window. The loader fills windows in order; where one ends
 in a document, the rest of it begins the next window (`carried`) or is lost (`dropped`).
-
-    python benchmarks/reproduce/lengths.py     # all facts over a grid of medians and sigmas
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Ints
-from wlb_titan.documents.lengths import NAMED, LogNormal
+from wlb_titan.documents.lengths import NAMED
 
 WINDOW = 131072
 DOCUMENTS = 200_000
@@ -70,23 +68,6 @@ def stated(pieces: Ints, window: int = WINDOW) -> dict[str, Any]:
         "position_ratio": float(profile.max() / profile.min()),
         "position_peak": float((smooth.argmax() + 2.5) / PLACES),
         "below_half": float(pieces[pieces < window // 2].sum() / pieces.sum()),
-        "median": float(np.median(pieces)),
         "full_windows": float((pieces == window).sum() * window / pieces.sum()),
         "profile": profile.tolist(),
     }
-
-
-def main() -> None:
-    print("median sigma   ratio  peak at  below half  full windows")
-    for median in (500, 1000, 2000, 4000):
-        for sigma in (1.4, 1.5, 1.6, 1.7, 1.8):
-            pieces = carried(LogNormal(median, sigma, "").draw(DOCUMENTS), WINDOW)
-            s = stated(pieces)
-            print(
-                f"{median:6} {sigma:5}  {s['position_ratio']:6.2f} {s['position_peak']:8.2f} "
-                f"{s['below_half']:11.1%} {s['full_windows']:13.2%}"
-            )
-
-
-if __name__ == "__main__":
-    main()

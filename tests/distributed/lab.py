@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pytest
 from forking import ForkServer, Job, Rank, await_
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
@@ -40,6 +41,11 @@ class Run:
 
     def losses(self) -> list[float]:
         return [record["loss"] for record in self.metrics()]
+
+
+def rows(table, long: Collection[str]) -> list:
+    """Names as a test's parameters, of which those in `long` run in `make test-long` alone."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in table]
 
 
 def lines_of(file: Path) -> list:
@@ -266,8 +272,8 @@ SHORT = {
     **{name: f"--parallelism.pipeline_parallel_schedule {name}" for name in SCHEDULES},
 }
 OWN = {
-    "reversed": "toys:Reversed",
-    "contiguous": "toys:Contiguous",
+    "reversed": "own_policies.packing:Reversed",
+    "contiguous": "own_policies.sharding:Contiguous",
     "gather": "own_policies.ulysses_gather:UlyssesGather",
 }
 POLICIES = (

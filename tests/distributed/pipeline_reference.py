@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from oracle import packed
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
-from wlb_titan.context import layout
 from wlb_titan.runtime.attention.module import DocumentMask
 
 VOCABULARY = 256
@@ -76,8 +76,7 @@ class Reference:
         self.model.zero_grad()
         total, count = 0.0, valid_tokens(data)
         for s in (sequence for rank in data for sequence in rank):
-            segments = layout.segments(layout.whole_sequence(s.lengths), s.lengths)
-            mask = DocumentMask(torch.from_numpy(segments))
+            mask = DocumentMask(packed(s.lengths))
             tokens, labels, positions = (torch.from_numpy(x) for x in (s.tokens, s.labels, s.positions))
             with torch.set_grad_enabled(backward), without_meshes():
                 logits = self.model(tokens[None], positions=positions[None], attention_masks=mask)

@@ -3,12 +3,10 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
-from forking import await_, environment
+from forking import await_, command, environment
 from lab import CONFIG, Cases, Run, layout, make_corpus
 
 from wlb_titan.errors import EXIT_USER_ERROR
@@ -21,19 +19,11 @@ WAYS = {
 """Of starting a job on this machine, as a user types them."""
 
 
-def started(lab, way: str, name: str, *overrides: str) -> subprocess.Popen:
+def started(lab, way: str, name: str, *overrides: str):
     """A job in a process group of its own, without our commands on the PATH."""
     experiment = lab.experiment(name, *LAYOUT, *overrides)
-    return subprocess.Popen(
-        [sys.executable, "-m", *WAYS[way], *experiment.words()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**environment(), "PATH": "/usr/bin:/bin"},
-        start_new_session=True,
-        # What runs the tests in the background may ignore Ctrl-C, which a job then would too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    env = {**environment(), "PATH": "/usr/bin:/bin"}
+    return command(*WAYS[way], *experiment.words(), env=env, start_new_session=True)
 
 
 def test_a_failing_rank_ends_the_job_with_its_own_error(lab):

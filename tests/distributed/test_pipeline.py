@@ -4,8 +4,7 @@ import re
 import signal
 
 import pytest
-from lab import Cases, assert_met
-from rows import rows
+from lab import Cases, assert_met, rows
 
 CHANGING = [[64, 128, 256, 72], [200, 16, 32, 128, 64]]
 SHORT = [[64, 128, 32, 96]]

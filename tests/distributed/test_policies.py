@@ -5,8 +5,7 @@ import re
 from collections import Counter
 
 import pytest
-from lab import Cases, Run, assert_met, going_on, layout
-from rows import rows
+from lab import Cases, Run, assert_met, going_on, layout, rows
 
 COMMON = ("--training.seq_len", "512", "--training.steps", "2")
 COMMON += ("--wlb.packing.cost_model", "quadratic:1,1000")

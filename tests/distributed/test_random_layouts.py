@@ -6,8 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from lab import CONFIG, DEGREES, Cases, assert_met, ranks, tight
-from rows import rows
+from lab import CONFIG, DEGREES, Cases, assert_met, ranks, rows, tight
 
 from wlb_titan.errors import UserError
 from wlb_titan.pipeline.schedule import SCHEDULES

@@ -1,8 +1,7 @@
 """What layers recompute changes no weight by a bit, whatever their kinds and however these are mixed."""
 
 import pytest
-from lab import Cases, ranks, tight
-from rows import rows
+from lab import Cases, ranks, rows, tight
 
 COMMON = ("--debug.seed", "7", "--training.seq_len", "512", "--training.global_batch_size", "4")
 SLICES = ("--wlb.packing.tokens_in_flight", "4096", "--wlb.packing.cost_model", "quadratic:1,2200")

@@ -4,8 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from lab import Cases, assert_met, going_on, layout, make_corpus
-from rows import rows
+from lab import Cases, assert_met, going_on, layout, make_corpus, rows
 
 COMMON = ("--loss.num_chunks", "2", "--wlb.packing.cost_model", "quadratic:1,1000")
 TWO_STEPS = ("pp4 layers4 slim11 slack", "pp2 dp2 layers4 slim6 Interleaved1F1B asymmetric full")

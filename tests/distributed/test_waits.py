@@ -61,9 +61,13 @@ def test_every_group_waits_as_long_as_is_said(runs, rank):
 class Copies(Watch):
     """Notes the copies between devices that wait."""
 
+    def __init__(self):
+        super().__init__()
+        self.waiting = []
+
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if str(operation) == "aten._to_copy.default" and not (kwargs or {}).get("non_blocking", False):
-            self.waits.append(operation)
+            self.waiting.append(operation)
         return super().__torch_dispatch__(operation, types, args, kwargs)
 
 
@@ -71,13 +75,13 @@ def test_copies_to_the_device_do_not_wait():
     with FakeTensorMode(), Copies() as copies:
         exchange = KeyExchange((Level(torch.zeros(16), torch.zeros(8, 0)),), torch.zeros(2, 0))
         item = Item(*torch.zeros(3, 1, 8), DocumentMask(torch.zeros(2, 4), exchange))
-        before = copies.operations
+        before = copies.counted.total()
         inputs, labels, extra = item.to(torch.device("cuda"))
         ((level,), kept) = extra["attention_masks"].exchange
         moved = (inputs, labels, extra["positions"], *level, kept)
         assert all(tensor.device.type == "cuda" for tensor in moved)
         assert extra["attention_masks"].segments.device.type == "cpu"
-    assert copies.operations > before and copies.waits == []
+    assert copies.counted.total() > before and copies.waits == copies.waiting == []
 
 
 CALLS = {"selective": 6_300, "stored": 1_650}

@@ -4,8 +4,7 @@ without a learning rate, stay as they are."""
 import re
 
 import pytest
-from lab import Cases
-from rows import rows
+from lab import Cases, rows
 
 COMMON = ("--debug.seed", "7", "--training.seq_len", "128")
 DRAWN = {  # one model each: the first layout, and those that draw the same

@@ -5,6 +5,7 @@ import json
 import signal
 import time
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,17 +167,19 @@ def __getattr__(name):
 
 
 class Watch(TorchDispatchMode):
-    """Notes the operations on an accelerator's tensors for which the host would wait, and counts all."""
+    """Counts operations, among them those on an accelerator's tensors for which the host would wait."""
 
     def __init__(self):
         super().__init__()
-        self.waits, self.operations = [], 0
+        self.counted = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.operations += 1
-        if str(operation) in WAITS:
-            self.waits.append(str(operation))
+        self.counted[str(operation)] += 1
         return operation(*args, **(kwargs or {}))
+
+    @property
+    def waits(self):
+        return sorted(WAITS & self.counted.keys())
 
 
 @contextmanager
@@ -204,7 +207,7 @@ class WatchingTrainer(Trainer):
         knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
         with noticed_by_cuda() as by_cuda, Watch() as watch:
             super().train_step(data_iterator)
-        record = {"waits": watch.waits + by_cuda, "operations": watch.operations, "compiled": compiled}
+        record = {"waits": watch.waits + by_cuda, "operations": watch.counted.total(), "compiled": compiled}
         record |= {"longest": self.dataloader.plan.longest, "timeouts": timeouts}
         with (Path(self.config.dump_folder) / WAITED.format(rank=dist.get_rank())).open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -128,7 +128,7 @@ def run_pipeline(*, name, words, steps, evaluate=()):
         record = {"step": step}
         if step in evaluate:
             with RECORDER, torch.no_grad(), trainer.train_context():
-                loss = trainer.pp_schedule.eval(processed(trainer, data))
+                loss = trainer.pp_schedule.step(processed(trainer, data), labels=None)
             record["eval"] = added_up(trainer, loss) / int(valid_tokens(data))
             record["eval_reference"] = reference.step(data, backward=False)[0] if reference else None
         trainer.optimizers.zero_grad()

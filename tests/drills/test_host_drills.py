@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from drill_ground import PATIENCE
-from forking import await_, environment, free_port
+from forking import await_, command, environment, free_port
 from lab import Run
 from wlb_titan.launch import job
 
@@ -37,9 +37,7 @@ class Hosts(Run):
         self.agents = []
         for number in range(2):
             with self.folder.with_suffix(f".host{number}").open("a") as log:
-                how = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-                agent = subprocess.Popen([sys.executable, "-m", job.AGENT, *arguments], **how)
-            self.agents.append(agent)
+                self.agents.append(command(job.AGENT, *arguments, log=log, start_new_session=True))
             # The first host holds the rendezvous, as its name does where each host has a name of its own.
             await_(lambda: is_open(port), self.log, PATIENCE)
 
@@ -99,17 +97,17 @@ def test_a_command_that_loses_a_rank_goes_on_by_itself(ground):
     run = Run(ground.folder / "restarted")
     words = ["--nproc-per-node", "1", "--max-restarts", "1", "--dump_folder", str(run.folder)]
     words += ["--parallelism.data_parallel_shard_degree", "1", "--training.local_batch_size", "4"]
-    words = [sys.executable, "-m", "wlb_titan.commands.main", "train", str(ground.config), *words]
+    words = ["wlb_titan.commands.main", "train", ground.config, *words]
     log = run.folder.with_suffix(".log")
     with log.open("w") as file:
-        command = subprocess.Popen(words, stdout=file, stderr=file, env=environment())
+        train = command(*words, log=file, env=environment())
     try:
         await_(lambda: len(run.metrics()) >= 3, log.read_text, 2 * PATIENCE)
         rank = next(line for line in running(run.folder) if job.PROGRAM in line.read_text())
         os.kill(int(rank.parent.name), signal.SIGKILL)
-        assert command.wait(2 * PATIENCE) == 0, log.read_text()
+        assert train.wait(2 * PATIENCE) == 0, log.read_text()
     finally:
-        command.terminate()
+        train.terminate()
     assert "Loading the checkpoint" in log.read_text()
     assert run.losses() == pytest.approx(ground.undisturbed.losses(), rel=1e-3)
 
@@ -146,7 +144,7 @@ def test_a_users_mistake_is_not_started_again_as_a_failure_is(tmp_path, status, 
 def running(folder: Path) -> list[Path]:
     """Processes that have a folder in their command line."""
     found = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
+    for words in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            found += [command] if f"{folder}\0" in command.read_text() else []
+            found += [words] if f"{folder}\0" in words.read_text() else []
     return found

@@ -6,13 +6,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from commands import said
-from forking import await_
+from forking import await_, command
 
 SMALL = ["--training.seq_len", "512", "--training.steps", "6", "--wlb.corpus.seed", "3"]
 
@@ -21,12 +19,9 @@ def says(*words: object) -> str:
     return " ".join(said(*words).split())
 
 
-def started(log: Path, *words: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "wlb_titan.commands.main", *words]
-    with log.open("wb") as file:
-        # It hears Ctrl-C also where these drills run behind a shell's `&`, which has SIGINT ignored.
-        heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **heard)
+def started(log, *words):
+    with log.open("w") as file:
+        return command("wlb_titan.commands.main", *words, log=file)
 
 
 @pytest.mark.timeout(1800)
@@ -44,9 +39,9 @@ def test_the_walk(tmp_path, monkeypatch):
 
     planned = says("plan", "job.toml", "--steps", 20, "--report", "outputs/plan")
     assert re.search(r"wlb_lazy/per_sequence +1\.0\d+", planned)
-    (command,) = re.findall(r"<pre>(wlb-titan simulate [^<]*)", Path("outputs/plan/report.html").read_text())
-    assert command == "wlb-titan simulate job.toml"
-    simulated = says(*command.split()[1:], "--steps", 4)
+    (proposed,) = re.findall(r"<pre>(wlb-titan simulate [^<]*)", Path("outputs/plan/report.html").read_text())
+    assert proposed == "wlb-titan simulate job.toml"
+    simulated = says(*proposed.split()[1:], "--steps", 4)
     assert "plain/per_sequence" in simulated and "wlb_lazy/per_sequence" in simulated
     simulated = says("simulate", "job.toml", "--steps", 2, "--policies", "plain,wlb/adaptive,wlb_lazy")
     assert "wlb/adaptive" in simulated

@@ -1,10 +1,6 @@
 """examples/megatron with the real Megatron: its contract, nearer to equal work, and run by its schedule."""
 
-import json
-import os
 import runpy
-import subprocess
-import sys
 from collections import defaultdict
 from itertools import chain
 from pathlib import Path
@@ -12,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import ROOT
+from commands import ROOT, on_processes
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
 FOLDER = ROOT / "examples" / "megatron"
@@ -126,13 +122,7 @@ def test_work_is_equal(ranks, most, number, median, worst):
 @pytest.fixture(scope="module")
 def trained():
     """What four processes train in a step, two of them with the same samples, by the scheduler's name."""
-    program = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
-    program += [str(Path(__file__).with_name("megatron_program.py"))]
-    path = {"PYTHONPATH": os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])}
-    how = {"capture_output": True, "text": True, "timeout": 300, "env": os.environ | path}
-    done = subprocess.run([sys.executable, *program], **how)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return on_processes(4, Path(__file__).with_name("megatron_program.py"), FOLDER)
 
 
 @pytest.mark.parametrize("name", ["EqualWorkScheduler", "BalancedCPScheduler"])

@@ -1,22 +1,15 @@
 """examples/trl with the real TRL on two processes: the losses of steps stay, and nobody waits."""
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from commands import ROOT
+from commands import ROOT, on_processes
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """What the example prints, by the sampler's name."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    how = {"capture_output": True, "text": True, "cwd": tmp_path_factory.mktemp("trl"), "timeout": 600}
-    done = subprocess.run([*command, ROOT / "examples" / "trl" / "train.py"], **how)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    program = ROOT / "examples" / "trl" / "train.py"
+    return on_processes(2, program, cwd=tmp_path_factory.mktemp("trl"))
 
 
 def test_every_example_is_trained_once_an_epoch_with_the_losses_of_those_in_order(trained):

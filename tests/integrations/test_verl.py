@@ -1,14 +1,12 @@
 """examples/verl with the real verl: found by its entry point, of verl's contract, nearer to equal work."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import ROOT
+from commands import ROOT, on_processes
 
 
 @pytest.fixture(scope="module")
@@ -17,18 +15,8 @@ def found(tmp_path_factory):
     site = tmp_path_factory.mktemp("verl")
     install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
     subprocess.run([sys.executable, *install, "--target", site, ROOT / "examples" / "verl"], check=True)
-    program = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    program += [str(Path(__file__).with_name("verl_program.py"))]
-
-    def run(plugins):
-        path = {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
-        environment = os.environ | path | {"VERL_USE_EXTERNAL_PLUGINS": plugins}
-        how = {"capture_output": True, "text": True, "timeout": 600, "env": environment}
-        done = subprocess.run([sys.executable, *program], **how)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run("auto"), run("none")
+    program = Path(__file__).with_name("verl_program.py")
+    return [on_processes(2, program, site, VERL_USE_EXTERNAL_PLUGINS=wish) for wish in ("auto", "none")]
 
 
 def test_verl_loads_it_unless_told_not_to(found):

@@ -1,7 +1,6 @@
 """The tile lists, against a count of every (query, key) pair, and their cost."""
 
 import cProfile
-import doctest
 import gc
 import pstats
 import weakref
@@ -247,7 +246,3 @@ def test_tiles_are_made_by_array_operations(segments):
     profile.runcall(tiles.query_tiles, segments, total, tokens=128)
     profile.runcall(tiles.key_tiles, segments, total, tokens=64, block_n=128)
     assert 100 < pstats.Stats(profile).total_calls < 1000
-
-
-def test_examples():
-    assert doctest.testmod(tiles).failed == 0

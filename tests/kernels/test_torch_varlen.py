@@ -1,8 +1,6 @@
 """torch's FlashAttention as an implementation: the CPU's kernel itself; of the GPU's what is given to it, by
 a dense op in its place that has its contract, in float64."""
 
-import doctest
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -171,7 +169,3 @@ def test_what_torch_cannot_the_reference_computes(monkeypatch, dtype, dims, wind
         results[lse][:, :2].sum().backward()
         assert ran == expected
         del ran[:]
-
-
-def test_example():
-    assert doctest.testmod(sys.modules[schedule_of.__module__]).failed == 0

@@ -1,14 +1,11 @@
 """Planners under `slim` for tests, and what holds for plans of it and of every other policy."""
 
-from collections import defaultdict
-from itertools import pairwise
-
 import numpy as np
 from planning import FULL, NONE, job
 
-from wlb_titan.context.layout import sequence_positions
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
+from wlb_titan.packing.rules import miscounted
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, START
 from wlb_titan.simulator.replicas import check_slices
@@ -35,54 +32,17 @@ def planner(lengths, packing=None, *, seed=7, **changes):
 
 
 def assert_conserved(planner, plans):
-    """Asserts that all that the planner's stream gave was trained once, was lost or waits: every token of
-    every document at most once, and all of those long past exactly once."""
-    trained = {}
-    for plan in plans:
-        pieces = tokens_once(plan)
-        assert not trained.keys() & pieces.keys()
-        trained |= pieces
-    for ((document, start), total), ((following, then), _) in pairwise(sorted(trained.items())):
-        assert document < following or start + total <= then, document
-    ids, starts = np.array(list(trained)).T
-    assert (starts + list(trained.values()) <= planner._stream.lengths_of(ids)).all()
-    lost = sum(plan.lost_tokens for plan in plans)
-    cursor = planner._stream.state_dict()
-    streamed = int(planner._stream.lengths_of(np.arange(cursor["document"])).sum()) + cursor["offset"]
-    left = plans[-1].waiting_tokens + int(cursor["first"][:, LENGTH].sum())
-    assert sum(trained.values()) + lost + left == streamed
-
-
-def tokens_once(plan):
-    """Asserts that every token goes forward once and backward once: the slices of a piece of a document
-    follow each other on one data-parallel rank, or on the ranks that share it, forward from its start, and
-    backward from its end where backward passes have packs of their own.
-
-    Returns:
-        Tokens of each piece, by its document and its first token there.
-    """
-    once = [m for m in plan.micro_batches if not m.merged or m.dp_rank == m.merged[0]]
-    forward = _pieces([m for m in once if "F" in m.passes])
-    backward = _pieces([m for m in once if "B" in m.passes][:: -1 if once[-1].passes == "B" else 1])
-    assert forward == backward
-    tokens = {piece: total for (piece, _), total in forward.items()}
-    assert len(tokens) == len(forward), "slices of a document lie on ranks that do not share it"
-    assert sum(tokens.values()) == plan.tokens == plan.document_lengths.sum()
-    return tokens
-
-
-def _pieces(packs):
-    """Tokens of each piece and the first rank that has it, whose slices rise from pack to pack."""
-    upto, totals = defaultdict(int), {}
-    for m in packs:
-        whole = [(0, length) for length in m.lengths]
-        slices = whole if m.slices is None else m.slices.tolist()
-        for number, length, (prefix, total) in zip(_numbers(m), m.lengths, slices, strict=True):
-            piece = number, m.dp_rank
-            assert length > 0 and upto[piece] == prefix and totals.setdefault(piece, total) == total
-            upto[piece] += length
-    assert upto == totals
-    return totals
+    """Asserts that all that the planner's stream gave was trained once, was lost or waits, forward as
+    backward, and that the slices of a document lie on one data-parallel rank, or on those that share it."""
+    lost, ranks = sum(plan.lost_tokens for plan in plans), {}
+    assert all(plan.tokens == plan.document_lengths.sum() for plan in plans)
+    for kind in "FB":
+        packs = [m for plan in plans for m in plan.micro_batches if kind in m.passes]
+        packs = [m for m in packs if not m.merged or m.dp_rank == m.merged[0]]
+        packed = [m.documents[:, : LENGTH + 1] for m in packs]
+        assert not miscounted(planner._stream, packed, planner.policy.waiting, lost)
+        of_pieces = [(number, m.dp_rank) for m in packs for number in _numbers(m)]
+        assert all(ranks.setdefault(number, dp_rank) == dp_rank for number, dp_rank in of_pieces)
 
 
 def _numbers(m):
@@ -91,17 +51,12 @@ def _numbers(m):
     return list(map(tuple, np.stack([m.documents[:, ID], m.documents[:, START] - before], axis=1).tolist()))
 
 
-def assert_shares_cover(plan, context):
-    """Asserts that ranks have each place of a pack's sequence once, and that those that share it agree."""
+def assert_sharers_agree(plan):
+    """Asserts that ranks that share a pack have the same one."""
     for m in plan.micro_batches:
         for other in (plan.of_rank(rank)[m.index] for rank in m.merged):
             assert m.dp_rank in m.merged == other.merged and other.length == m.length
             assert (other.documents == m.documents).all()
-        if m.ranks is not None:
-            assert len(m.ranks) == m.sharers * context
-            positions = sequence_positions(m.ranks, m.lengths, m.shared_length)
-            assert positions.shape == (len(m.ranks), m.length // context)
-            assert sorted(positions.ravel().tolist()) == list(range(m.shared_length))
 
 
 def nothing(dp_rank, action):

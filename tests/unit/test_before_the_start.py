@@ -11,10 +11,11 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.cost.cluster import CLUSTERS, load_cluster
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.cost.profile import configured_latency
-from wlb_titan.errors import UserError
+from wlb_titan.documents import Documents
+from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.layers.passes import Loads, pass_times
-from wlb_titan.memory.fits import USABLE
+from wlb_titan.memory.fits import USABLE, USABLE_IN_SLICES
 from wlb_titan.memory.rank import Passes
 from wlb_titan.packing import POLICIES
 from wlb_titan.runtime import agreement
@@ -90,6 +91,46 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     on_cpu = PIPELINE.replace("h100_roce", "cpu")
     assert loaded(on_cpu).longest_micro_batch == 2 * window
     assert bounded(0.1, on_cpu) == window
+
+
+SLIM = PIPELINE.replace('"wlb"', '"slim"')
+
+
+def test_memory_bounds_the_tokens_in_flight(loaded):
+    assert loaded(SLIM + "packing.tokens_in_flight = 40000").packing.tokens_in_flight == 40000
+    job = loaded(SLIM)
+    device = max(rank.total for rank in job.fitting.least.document(8 * 32768)) * 0.8
+    job = job.on(replace(job.cluster, memory=device))
+    assert 32768 <= job.fitting.most_in_flight < 8 * 32768
+
+    def fits(tokens):
+        return max(rank.total for rank in job.fitting.least.document(tokens)) <= USABLE_IN_SLICES * device
+
+    assert fits(job.fitting.most_in_flight) and not fits(job.fitting.most_in_flight + 64)
+
+
+def test_a_window_is_enough_for_four_stages(loaded):
+    one = SLIM.replace("local_batch_size = 8", "local_batch_size = 1")
+    assert loaded(one).replica_micro_batches == 1
+    for refused in (one.replace("slim", "plain"), one + "[wlb.validation]\nhold_out = 0.1"):
+        with pytest.raises(UserError, match="as many micro-batches as stages, but there are 1 for 4"):
+            loaded(refused)
+
+
+def test_a_document_that_fits_in_no_order_is_refused(loaded):
+    job = loaded(SLIM)
+    job = job.on(replace(job.cluster, memory=30 * GIB))
+    with pytest.raises(PlanError, match="with a document of 32,768 tokens") as error:
+        job.planner(Documents(lengths=np.full(100, 32768)))
+    assert error.value.setting == "training.seq_len"
+    with pytest.raises(UserError, match="with a document of 32,768 tokens the prediction is"):
+        check_memory(job, 30 * GIB)
+
+
+def test_packs_of_their_own_for_backward_passes_take_the_place_of_full_checkpointing(loaded):
+    full = '\n[activation_checkpoint]\nclass = "FullAC"'
+    assert loaded(SLIM + "packing.asymmetric = true" + full).packing.regroups
+    assert not loaded(SLIM + full).packing.regroups
 
 
 def test_a_changed_copy_of_the_cpus_file_is_a_cpu_too(loaded, tmp_path):

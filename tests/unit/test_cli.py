@@ -8,6 +8,7 @@ import warnings
 import click
 import pytest
 from click.testing import CliRunner
+from commands import invoke
 
 from wlb_titan import __version__
 from wlb_titan.commands.main import SUBCOMMANDS, main
@@ -53,16 +54,16 @@ def test_a_file_that_is_not_there_is_told_without_torch(words):
 
 
 def test_help_lists_every_subcommand_and_there_is_a_version():
-    said = CliRunner().invoke(main, ["--version"]).output
+    said = invoke("--version").output
     assert said == f"wlb-titan, version {__version__}\n"
-    lines = [line.split() for line in CliRunner().invoke(main, ["--help"]).stdout.splitlines()]
+    lines = [line.split() for line in invoke("--help").stdout.splitlines()]
     for name, (_, text) in SUBCOMMANDS.items():
         assert [name, *text.split()] in lines
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_subcommand_of_the_table_explains_itself(name):
-    result = CliRunner().invoke(main, [name, "--help"])
+    result = invoke(name, "--help")
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"Usage: main {name} ")
     options = main.get_command(click.Context(main), name).params
@@ -134,6 +135,6 @@ def test_ranks_run_side_by_side_as_cores_and_memory_allow(monkeypatch, tmp_path)
         assert one_rank.at_once() == min(free, most)
         (file := tmp_path / "job.toml").unlink(missing_ok=True)
         monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
-        assert CliRunner().invoke(main, ["init", str(file)]).exit_code == 0
+        assert invoke("init", file).exit_code == 0
         processes = next(number for number in (4, 2, 1) if number <= min(free, most))
         assert f"data_parallel_shard_degree = {processes} " in file.read_text()

@@ -10,6 +10,7 @@ import commands
 import numpy as np
 import pytest
 from commands import invoke
+from dumps import CONFIG, record, write_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,27 +20,13 @@ from wlb_titan.runs import Run, open_run, open_runs, read_trace, write_trace
 from wlb_titan.simulator.measured import Pass
 
 output = partial(commands.said, "compare")
-CONFIG = 'base = "llama3_debug" # a.toml:1\ndump_folder = "{name}"\n[wlb]\npolicy = "{policy}"\n'
-
-
-def record(step, loss=2.0, seconds=2.0, rate=100.0, steps=1, **more):
-    start = {"start": True} if step == steps else {}  # the first line of a run
-    figures = {"loss": loss, "seconds": seconds, "tokens_per_second": rate}
-    return {"step": step, "steps": steps, **figures, **start, **more}
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Makes a dump folder."""
 
-    def make(name, records, policy="plain", config=CONFIG):
-        path = tmp_path / name
-        path.mkdir(parents=True)
-        (path / "config.toml").write_text(config.format(name=name, policy=policy))
-        (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-        return path
-
-    return make
+    return lambda name, *what, **how: write_run(tmp_path / name, *what, **how)
 
 
 def make_run(*records):

@@ -6,28 +6,24 @@ import re
 import numpy as np
 import pytest
 import torch
+from oracle import packed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import ComplexRoPE, ScaledBiasRowwiseLinear
 from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.models.common.linear import Linear
+from trainers import Watch
 
-from wlb_titan.context import layout
 from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask, documents_vary
 from wlb_titan.runtime.models import checkpointing
 from wlb_titan.runtime.models.bases import PairwiseRoPE, base_config, llama_spec
 from wlb_titan.runtime.one_rank.dry_trace import Trace
 
 pytestmark = pytest.mark.slow
-
-
-def segments_of(lengths):
-    return torch.from_numpy(layout.segments(layout.whole_sequence(lengths), lengths))
 
 
 def test_few_graphs_serve_every_length_and_number_of_documents():
@@ -39,7 +35,7 @@ def test_few_graphs_serve_every_length_and_number_of_documents():
     for _ in range(30):
         length = int(random.integers(16, 200))
         cuts = np.sort(random.choice(np.arange(1, length), size=random.integers(0, 4), replace=False))
-        segments = segments_of(np.diff([0, *cuts, length]))
+        segments = packed(np.diff([0, *cuts, length]))
         q, k, v = torch.randn(3, 1, length, 2, 8).requires_grad_().unbind()
         out = compiled(q, k, v, attention_masks=DocumentMask(documents_vary(segments)))
         expected = module(q, k, v, attention_masks=DocumentMask(segments))
@@ -106,18 +102,6 @@ def test_rotary_positions_are_compiled_into_one_with_the_split_of_qkv_each_way()
 LAYERS, WIDTH, QKV, INNER, TOKENS = 4, 128, 256, 384, 48
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products, or what another operation is asked for."""
-
-    def __init__(self, operation=torch.ops.aten.mm.default):
-        super().__init__()
-        self.operation, self.number = operation, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += func is self.operation
-        return func(*args, **(kwargs or {}))
-
-
 def run(checkpointing, kinds=(), inner=INNER):
     """Outputs of matrix products that are kept by their width, products of the backward pass, gradients."""
     torch.manual_seed(0)
@@ -129,9 +113,9 @@ def run(checkpointing, kinds=(), inner=INNER):
     model.init_states()
     if checkpointing is not None:
         checkpointing.build().apply(model)
-    mask = DocumentMask(segments_of(np.array([32, 16])), kinds=kinds)
+    mask = DocumentMask(packed([32, 16]), kinds=kinds)
     positions = torch.cat([torch.arange(32), torch.arange(16)]).unsqueeze(0)
-    trace, products = Trace(FakeTensorMode()), Products()
+    trace, watch = Trace(FakeTensorMode()), Watch()
     with trace:
         output = model(torch.arange(TOKENS).unsqueeze(0), positions=positions, attention_masks=mask)
     kept = {}
@@ -139,9 +123,9 @@ def run(checkpointing, kinds=(), inner=INNER):
         for width in (WIDTH, QKV, INNER):
             if f"aten.mm.default ({TOKENS}, {width})" in what:
                 kept[width] = number
-    with products:
+    with watch:
         output.square().mean().backward()
-    return kept, products.number, [p.grad for p in model.parameters()]
+    return kept, watch.counted["aten.mm.default"], [p.grad for p in model.parameters()]
 
 
 @pytest.mark.long
@@ -205,7 +189,7 @@ def test_each_kind_has_one_compiled_graph():
         layer.compile(backend="aot_eager", fullgraph=True)
     names = ("none", "keys", "selective", "full")
     tokens = torch.arange(TOKENS).unsqueeze(0)
-    mask = DocumentMask(documents_vary(segments_of(np.array([TOKENS]))))
+    mask = DocumentMask(documents_vary(packed([TOKENS])))
     for shift in range(LAYERS):
         kinds = tuple(names[(layer + shift) % len(names)] for layer in range(LAYERS))
         named = dataclasses.replace(mask, kinds=kinds)

@@ -1,4 +1,4 @@
-"""`wlb-titan config check` and `show` on torchtitan's own configuration; and what `slim` needs of one."""
+"""`wlb-titan config check` and `show` on torchtitan's own configuration."""
 
 import os
 import re
@@ -6,15 +6,10 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from commands import ROOT, invoke
 from lab import make_corpus
 
-from wlb_titan.documents import Documents
-from wlb_titan.errors import PlanError, UserError
-from wlb_titan.memory.fits import USABLE_IN_SLICES
-from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.runtime.pipeline.build import stage_names
 
@@ -94,7 +89,7 @@ override.imports = ["nowhere.at_all"]
 wlb.policy = "slim"; wlb.packing.micropacks = 1; parallelism.pipeline_parallel_degree = 2
     t.toml:3: wlb.packing.micropacks = 1: 1 MicroPacks are fewer than the 2 pipeline stages
 wlb.policy = "slim"; wlb.packing.asymmetric = true; parallelism.pipeline_parallel_degree = 2
-    t.toml:3: wlb.packing.asymmetric = true: ... here there are 2 pipeline ranks and
+    t.toml:3: wlb.packing.asymmetric = true: ... here are 2 pipeline ranks and
 wlb.policy = "slim"; parallelism.pipeline_parallel_degree = 2; \
 parallelism.pipeline_parallel_layers_per_stage = 1
     t.toml:1: parallelism.pipeline_parallel_schedule = "1F1B" ... 1 stage per rank
@@ -303,59 +298,3 @@ def test_the_documentation_says_of_every_key_of_torchtitan_whether_it_is_followe
     assert sections.keys() <= listed.keys()
     missing = {name: sorted(keys.keys() - listed[name]) for name, keys in sections.items()}
     assert not any(missing.values()), missing
-
-
-GIB = 2**30
-PIPELINE = """
-base = "llama2_7b"
-training = {seq_len = 32768, local_batch_size = 8}
-[parallelism]
-pipeline_parallel_degree = 4
-data_parallel_shard_degree = 1
-pipeline_parallel_schedule = "1F1B"
-[wlb]
-cluster = "h100_roce"
-policy = "slim"
-"""
-
-
-def job_in(folder, text):
-    (folder / "train.toml").write_text(text)
-    return load_config(folder / "train.toml").job
-
-
-def test_memory_bounds_the_tokens_in_flight(here):
-    assert job_in(here, PIPELINE + "packing.tokens_in_flight = 40000").packing.tokens_in_flight == 40000
-    job = job_in(here, PIPELINE)
-    device = max(rank.total for rank in job.fitting.least.document(8 * 32768)) * 0.8
-    job = job.on(replace(job.cluster, memory=device))
-    assert 32768 <= job.fitting.most_in_flight < 8 * 32768
-
-    def fits(tokens):
-        return max(rank.total for rank in job.fitting.least.document(tokens)) <= USABLE_IN_SLICES * device
-
-    assert fits(job.fitting.most_in_flight) and not fits(job.fitting.most_in_flight + 64)
-
-
-def test_a_window_is_enough_for_four_stages(here):
-    one = PIPELINE.replace("local_batch_size = 8", "local_batch_size = 1")
-    assert job_in(here, one).replica_micro_batches == 1
-    for refused in (one.replace("slim", "plain"), one + "[wlb.validation]\nhold_out = 0.1"):
-        with pytest.raises(UserError, match="as many micro-batches as stages, but there are 1 for 4"):
-            job_in(here, refused)
-
-
-def test_a_document_that_fits_in_no_order_is_refused(here):
-    job = job_in(here, PIPELINE)
-    job = job.on(replace(job.cluster, memory=30 * GIB))
-    with pytest.raises(PlanError, match="with a document of 32,768 tokens") as error:
-        job.planner(Documents(lengths=np.full(100, 32768)))
-    assert error.value.setting == "training.seq_len"
-    with pytest.raises(UserError, match="with a document of 32,768 tokens the prediction is"):
-        check_memory(job, 30 * GIB)
-
-
-def test_packs_of_their_own_for_backward_passes_take_the_place_of_full_checkpointing(here):
-    full = '\n[activation_checkpoint]\nclass = "FullAC"'
-    assert job_in(here, PIPELINE + "packing.asymmetric = true" + full).packing.regroups
-    assert not job_in(here, PIPELINE + full).packing.regroups

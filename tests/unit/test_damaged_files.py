@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from commands import ROOT
-from corpora import write_datatrove, write_megatron, write_prepared
+from dumps import record, write_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,13 +26,11 @@ from wlb_titan.files import save
 from wlb_titan.prepare.chat import ChatTemplate
 from wlb_titan.prepare.sources import SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
-from wlb_titan.runs import open_runs, traced_steps, write_trace
-from wlb_titan.simulator.measured import Pass
+from wlb_titan.runs import open_runs, traced_steps
 from wlb_titan.toml.sources import read_sources
 
 pytestmark = pytest.mark.slow
 
-DOCUMENTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], list(range(40))]
 SAID = [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "5"}]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -89,21 +87,15 @@ READERS = {  # what is damaged -> who reads it
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, forms):
     """A folder with a good file of each kind."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = shutil.copytree(forms, tmp_path_factory.mktemp("whole") / "files")
     (folder / "a.toml").write_text('base = "llama3_debug"\n[training]\nsteps = 5\nseq_len = [1, {a = "b"}]\n')
     shutil.copy(CLUSTERS / "h200.toml", folder / "cluster.toml")
     shutil.copy(ROOT / "benchmarks/results/cpu/attention_profile.json", folder / "profile.json")
     (folder / "lengths.txt").write_text("5\n700\n31\n")
-    (folder / "run" / "traces").mkdir(parents=True)
-    (folder / "run" / "config.toml").write_text('base = "llama3_debug"\nwlb.policy = "plain"\n')
-    figures = {"steps": 1, "loss": 2.5, "seconds": 0.5, "tokens_per_second": 1e3, "memory_gib": 1.5}
-    lines = [json.dumps({"step": step, "start": step == 1, "bubble": 0.1, **figures}) for step in (1, 2, 3)]
-    (folder / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    passes = [Pass("F", 0, 0, 0.0, 0.5, "dp 0", "pp 0", facts={"tokens": 8})]
-    passes.append(Pass("B", 1, 0, 0.5, 1.0, "dp 0", "pp 1"))
-    write_trace(passes, folder / "run" / "traces" / "step-2.json")
+    records = [record(step, bubble=0.1, memory_gib=1.5) for step in (1, 2, 3)]
+    write_run(folder / "run", records, traced=[2])
     (folder / "bench").mkdir()
     turn = {"policy": "plain", "predicted": None, "scatter": 0.1, "over_first": 1.0, "flops_per_second": 1e12}
     turn |= dict.fromkeys(("tokens_per_second", "imbalance", "bubble", "peak_gib"), 1.5)
@@ -111,9 +103,6 @@ def whole(tmp_path_factory):
     texts = ["to be", "or not", "to be"] * 9
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     pa.parquet.write_table(pa.table({"text": texts}), folder / "a.parquet")
-    write_megatron(folder / "m", DOCUMENTS)
-    write_datatrove(folder / "t.ds", DOCUMENTS)
-    write_prepared(folder / "p", DOCUMENTS)
     train_tokenizer(texts, 300, folder / "tokenizer")
     (folder / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
     return folder

@@ -53,17 +53,18 @@ def loading(job, settings):
 
 
 @pytest.mark.parametrize(("write", "kind"), FORMS)
-def test_labels_are_those_of_the_mask_in_every_form_and_dtype(tmp_path, write, kind):
+def test_inputs_and_labels_are_those_of_the_corpus_in_every_form_and_dtype(tmp_path, write, kind):
     """The next token where that is learned, -100 elsewhere: what torch's cross-entropy reads."""
     job = Job(model=LARGER, window=30, micro_batches=1, packing=POLICIES.configure("plain"), dtype="float32")
     loader = loading(job, CorpusSettings(**write(tmp_path, kind)))
     step = next(iter(loader))
     loader.close()
-    labels = step.items[0].labels
+    inputs, labels, rows = step.items[0].inputs, step.items[0].labels, step.plan.documents[:, ROW]
     expected = []
     for tokens, mask in zip(DOCUMENTS, MASKS, strict=True):
         expected.append([*np.where(mask[1:], tokens[1:], -100), -100])
-    assert labels.tolist() == [list(chain(*(expected[row] for row in step.plan.documents[:, ROW])))]
+    assert inputs.tolist() == [list(chain(*(DOCUMENTS[row] for row in rows)))]
+    assert labels.tolist() == [list(chain(*(expected[row] for row in rows)))]
     assert labels.dtype == torch.int64 and step.labels == int((labels != -100).sum())
 
 

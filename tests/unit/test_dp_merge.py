@@ -30,15 +30,6 @@ ALWAYS, NEVER = PACKINGS["merged"], PACKINGS["slim"]
 ONE_LONG = [64] + [8] * 24  # a document of the window, and short ones: a global batch of 4 windows
 
 
-def test_the_docstrings_example():
-    works = np.array([12.0, 3.0, 3.0, 3.0, 3.0])
-    found = best_merging(works, 4)
-    assert found.merges == (dp_merge.Merge(0, range(0, 2)),)
-    assert [own.tolist() for own in found.own] == [[], [], [1, 3], [2, 4]]
-    assert found.loads.tolist() == [6.0] * 4
-    assert dealt(works, 4).loads.max() == 12.0
-
-
 works_of_documents = st.lists(st.integers(1, 200), min_size=8, max_size=30)
 
 

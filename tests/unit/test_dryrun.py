@@ -1,22 +1,17 @@
 """`wlb-titan dryrun`: what it traces beside what is predicted, its report, its files and its errors."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from rows import rows
+from commands import invoke
+from lab import rows
 
 from wlb_titan.commands import dryrun as command
-from wlb_titan.commands.main import main
-from wlb_titan.prepare.prepare import long_tailed_lengths, write_synthetic_corpus
+from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.simulator.calls import alike, calls_of_all
 
 pytestmark = pytest.mark.slow
@@ -83,7 +78,7 @@ def in_new_processes(tmp_path):
         if isinstance(job, str):
             file = tmp_path / "job.toml"
             file.write_text(job)
-        result = CliRunner().invoke(main, ["dryrun", *map(str, (file, *words, "--output", output))])
+        result = invoke("dryrun", file, *words, "--output", output)
         assert result.exit_code == exits, result.output
         return result, json.loads(output.read_text()) if output.exists() else None
 
@@ -304,36 +299,6 @@ def test_without_a_step_the_fullest_is_run(dryrun):
     assert max(length for rank in ranks for length in rank["lengths"]) <= longest
 
 
-def test_sigterm_ends_the_ranks(tmp_path):
-    """Ranks that would sleep for minutes: those under way end, and those that wait do not begin."""
-    script = """
-from types import SimpleNamespace
-from wlb_titan.commands.command_line import Asked
-from wlb_titan.commands.lone_ranks import run_ranks
-from wlb_titan.job import Job
-from wlb_titan.runtime import one_rank
-one_rank.PROCESS = 'sleeping'
-config = SimpleNamespace(wlb=SimpleNamespace(cluster='cpu', device='cpu'))
-loaded = SimpleNamespace(config=config, file='job.toml', overrides=())
-run_ranks(Asked(Job(window=8, micro_batches=1), None, loaded), 'dryrun', [0, 1, 2], 2)
-"""
-    sleeping = f"""
-import os, pathlib, time
-pathlib.Path({str(tmp_path)!r}, str(os.getpid()) + '.pid').touch()
-time.sleep(600)
-"""
-    (tmp_path / "sleeping.py").write_text(sleeping)
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path})
-    while len(pids := list(tmp_path.glob("*.pid"))) < 2:
-        time.sleep(0.05)
-    process.terminate()
-    assert process.wait(60) == 143
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid.stem), 0)
-
-
 @pytest.mark.long
 def test_the_corpus_is_used_where_there_is_one(in_new_processes, tmp_path):
     """By a process of its own: everywhere else ranks are forked."""
@@ -382,14 +347,6 @@ def test_calls_that_do_not_meet_fail_the_command(dryrun, monkeypatch):
 def test_the_status_tells_whether_the_job_fits(dryrun, gib, exits):
     result, _ = dryrun(SMALL, "--rank", "first", "--step", 1, "--device-gib", gib, exits=exits)
     assert ("it does not fit" in result.stdout, "it fits" in result.stdout) == (exits == 1, exits == 0)
-
-
-def test_synthetic_lengths_have_a_long_tail():
-    lengths = long_tailed_lengths(10_000_000, 65536)
-    assert 10_000_000 <= lengths.sum() < 10_000_000 + 65536
-    assert lengths.min() >= 1 and lengths.max() == 65536
-    assert 0.005 < (lengths == 65536).mean() < 0.02
-    assert (lengths == long_tailed_lengths(10_000_000, 65536)).all()
 
 
 def test_experts_get_equally_many_tokens(dryrun):

@@ -47,7 +47,7 @@ def command(installed, tmp_path, monkeypatch):
 @pytest.fixture
 def lengths(tmp_path):
     values = np.random.default_rng(0).lognormal(5, 1.5, 3000).clip(5, 4096).astype(int)
-    (tmp_path / "lengths.txt").write_text("\n".join(map(str, values)) + "\n")
+    np.savetxt(tmp_path / "lengths.txt", values, fmt="%d")
     return tmp_path / "lengths.txt"
 
 

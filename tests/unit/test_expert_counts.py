@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_compiled import Products
 from torchtitan.distributed.activation_checkpoint import FullAC
+from trainers import Watch
 
 from wlb_titan.runtime.attention.module import DocumentMask
 from wlb_titan.runtime.models import checkpointing
@@ -78,10 +78,10 @@ def test_experts_are_balanced_as_if_nothing_was_recomputed(expected, kind, compi
 def repeated_products(kind):
     """Of experts, in a backward pass beside the six for gradients of a layer."""
     model = built(kind)
-    found, experts = loss(model), torch.ops.aten._grouped_mm.default
-    with Products(experts) as products:
+    found = loss(model)
+    with Watch() as watch:
         found.backward()
-    return products.number - 6 * len(model.layers)
+    return watch.counted["aten._grouped_mm.default"] - 6 * len(model.layers)
 
 
 def test_keys_repeats_no_product_of_experts():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from forking import Rank
-from rows import rows
+from lab import rows
 
 from wlb_titan.config.documents import open_corpus, training_documents
 from wlb_titan.errors import UserError

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import packed
 from torch.utils.checkpoint import checkpoint
 from wlb_titan.kernels import varlen_attention
 
-from wlb_titan.context.layout import segments, segments_after, whole_sequence
+from wlb_titan.context.layout import segments_after
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache, sliced_attention
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -34,9 +35,7 @@ def with_sinks(out, lse):
 
 def expected(lengths, q, k, v, weight, window=None, sinks=False):
     """Output and gradients of whole documents, each on its own."""
-    lengths = np.array(lengths)
-    own = torch.from_numpy(segments(whole_sequence(lengths), lengths))
-    out, lse = varlen_attention(q, k, v, own, window=window, return_lse=True)
+    out, lse = varlen_attention(q, k, v, packed(lengths), window=window, return_lse=True)
     out = with_sinks(out, lse) if sinks else out
     return out.detach(), torch.autograd.grad((out * weight).sum(), (q, k, v))
 
@@ -70,7 +69,7 @@ class Sliced:
         in_parts = [d in self.cut or n < self.lengths[d] for d, n in zip(documents, counts, strict=True)]
         marked = np.where(in_parts, documents, -1)
         rows = np.stack([marked, prefix, counts, np.take(self.lengths, documents)], axis=1)
-        seg = torch.from_numpy(segments_after(segments(whole_sequence(counts), counts), counts, prefix))
+        seg = torch.from_numpy(segments_after(packed(counts).numpy(), counts, prefix))
         own = [torch.nn.functional.pad(x[here], (0, 0, 0, 0, 0, self.padding)) for x in self.tensors[:3]]
         numbers = torch.from_numpy(rows), self.cache.number, torch.tensor(layer)
         out, lse = self.attend(*own, seg, *numbers, window=self.window)

@@ -262,7 +262,7 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     asked, trained = (tomllib.loads(loaded.to_toml()) for loaded in given)
     assert asked["checkpoint"]["enable"] and asked == trained
     assert changed_since(submitted) is None is changed_since(SEVEN_B)
-    monkeypatch.setattr("wlb_titan.__version__", "0.0.9")
+    monkeypatch.setattr("wlb_titan.runtime.dump_folder.__version__", "0.0.9")
     assert re.search(
         r"submitted: wlb_titan 0\.1\.0, code \w+ then, wlb_titan 0\.0\.9", changed_since(submitted)
     )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.bins import REMAINS, Bins, balanced, in_order, level, pack_by_work
+from wlb_titan.bins import REMAINS, Bins, balanced, level
 
 loads_and_rooms = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=8)
 
@@ -92,13 +92,3 @@ def test_ranks_get_equal_counts_and_near_equal_sums(works, ranks):
     assert {len(packs) for packs in assigned} == {len(works) // ranks}
     sums = [works[packs].sum() for packs in assigned]
     assert max(sums) - min(sums) <= works.max() + 1e-9
-
-
-def test_the_examples_of_the_docstrings():
-    loads, capacities = np.array([1.0, 4.0, 2.0]), np.array([9.0, 9.0, 2.5])
-    assert level(loads, capacities, 4.5) == 4.5
-    assert level(loads, capacities, 100.0) == np.inf  # too much
-    lengths = np.array([6, 4, 3, 3])
-    assert pack_by_work(lengths, lengths.astype(float), 2, 8).tolist() == [0, 1, 1, REMAINS]
-    assert balanced(np.array([5.0, 1.0, 4.0, 2.0]), 2) == [[0, 1], [2, 3]]
-    assert in_order(6, 3) == [[0, 1], [2, 3], [4, 5]]

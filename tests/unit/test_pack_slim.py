@@ -14,7 +14,7 @@ from planning import CLUSTER
 from slicing import PACKINGS, WINDOW, planner, sliced, slim
 
 from wlb_titan.context.strategy import STRATEGIES
-from wlb_titan.cost.workload import Quadratic, cost_model, workload
+from wlb_titan.cost.workload import cost_model, workload
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Mixture
@@ -109,12 +109,6 @@ def test_placing_against_every_placing(cut, alone, works):
         assert best - 1e-9 <= level(greedy) <= 2 * best
 
 
-def test_the_docstrings_example():
-    line = PrefixWork(partial(workload, Quadratic(0.0, 0.2)), 45, 1)
-    packs = micropacks(np.array([45, 10, 10, 5]), np.array([9.0, 2.0, 2.0, 1.0]), line, 4)
-    assert packs == [[(0, 0, 18)], [(0, 18, 37)], [(0, 37, 45), (2, 0, 10)], [(1, 0, 10), (3, 0, 5)]]
-
-
 def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
     alone = {"micro_batches": 2, "degrees": Degrees()}
     plan = planner([64, 64, 5, 5], slim(micropacks=4, slack=0), seed=None, **alone).next()
@@ -150,7 +144,7 @@ def test_every_token_is_trained_once_and_no_pass_waits_for_ever(
         reject()
     slicing.assert_conserved(planned, plans)
     for plan in plans:
-        slicing.assert_shares_cover(plan, context)
+        slicing.assert_sharers_agree(plan)
         if name != "asymmetric":  # which computes the forward pass again
             work = sum(m.workload for m in plan.micro_batches)
             assert work == pytest.approx(workload(COST, plan.document_lengths).sum())

@@ -1,6 +1,5 @@
 """The pages of `plan`, `simulate` and `compare`: what they say and draw, whole and without a network."""
 
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -8,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import CONFIGS, invoke
+from dumps import CONFIG, record, write_run
 
 from wlb_titan.commands.page import cost, gained, lines, pipelines, try_next
-from wlb_titan.runs import write_trace
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.summary import Estimate
 
@@ -101,7 +100,7 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     lengths = folder / "a<b>.txt"
     drawn = np.random.default_rng(0).lognormal(5.5, 1.3, 3000).astype(int).clip(2, 4000)
-    lengths.write_text("".join(f"{length}\n" for length in drawn))
+    np.savetxt(lengths, drawn, fmt="%d")
     common = [FILE, "--lengths", lengths, "--steps", 6, "--training.seq_len", 4096, *PIPELINE]
     commands = {
         "plan": ["plan", *common, "--policies", "plain,wlb,wlb_lazy"],
@@ -121,16 +120,9 @@ RUNS = {"a<b": ("plain", 5, (1, 2)), "b": ("wlb", 6, (2, 3))}  # packing, speed,
 
 
 def _run(folder, policy, tflops, traced):
-    (folder / "traces").mkdir(parents=True)
-    settings = f'wlb.corpus.path = "/data/of/mine/web"\nwlb.policy = "{policy}"\n'
-    (folder / "config.toml").write_text(f'base = "llama3_debug"\n{settings}')
-    figures = {"measured_imbalance": 1.3, "loss": 2.0, "seconds": 2.0, "tokens_per_second": 1e3}
-    rates = ({"step": step, "steps": 1, "model_tflops": tflops + step % 3} for step in range(1, 9))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(rate | figures) + "\n" for rate in rates))
-    for step in traced:
-        passes = [Pass("F", 0, 0, 0, 1, "dp 0", "pp 0"), Pass("B", 1, 0, 1, 1, "dp 0", "pp 1")]
-        write_trace(passes, folder / "traces" / f"step-{step}.json")
-    return folder
+    figures = {"measured_imbalance": 1.3, "rate": 1e3}
+    records = [record(step, model_tflops=tflops + step % 3, **figures) for step in range(1, 9)]
+    return write_run(folder, records, policy, f'{CONFIG}corpus.path = "/data/of/mine/web"\n', traced)
 
 
 @pytest.mark.parametrize("name", PAGES)

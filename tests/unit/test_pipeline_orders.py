@@ -123,14 +123,6 @@ def test_equal_passes_take_what_the_textbook_says(shape, n, seconds):
     assert (graph.busy(times) == 3 * n * shape.chunks).all()
 
 
-def test_the_example_of_the_module():
-    orders, unequal = np.array([[0, 1, 2], [2, 0, 1], [0, 2, 1]]), np.array([1.0, 1.0, 4.0])
-    expected = {"1F1B": [30.0, 30.0, 27.0], "GPipe": [30.0, 30.0, 30.0]}
-    for schedule, steps in expected.items():
-        graph = PipelineGraph(PipelineShape(schedule, 2), 3)
-        assert graph.step_times(unequal, 2 * unequal, orders).tolist() == steps
-
-
 def test_circles_schedules_and_numbers_of_micro_batches_without_a_graph_are_refused():
     first = [Action("F", 0, 0), Action("B", 0, 0)]
     with pytest.raises(PlanError, match=r"1F1B wait.*rank 0 at B0 of stage 0, rank 1 at B0 of stage 1"):

@@ -25,7 +25,7 @@ ARGUMENTS = [*SHORT, "--wlb.packing.cost_model", "quadratic:2,100"]
 def lengths(tmp_path):
     values = (np.random.default_rng(0).pareto(1.0, 3000) * 12 + 2).clip(2, 400).astype(int)
     path = tmp_path / "lengths.txt"
-    path.write_text("\n".join(map(str, values)) + "\n")
+    np.savetxt(path, values, fmt="%d")
     return path
 
 

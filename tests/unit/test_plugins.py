@@ -27,6 +27,7 @@ from wlb_titan.toml.build import Builder
 from wlb_titan.toml.sources import read_sources
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 2000)
+REVERSED, CONTIGUOUS = "own_policies.packing:Reversed", "own_policies.sharding:Contiguous"
 
 
 def configured(tmp_path, text, *words):
@@ -35,9 +36,9 @@ def configured(tmp_path, text, *words):
 
 
 def test_a_policy_of_one_s_own_is_named_by_its_module(tmp_path):
-    text = '[packing]\npolicy = "toys:Reversed"\nevery = 2\ncost_model = "quadratic:1,9"'
+    text = f'[packing]\npolicy = "{REVERSED}"\nevery = 2\ncost_model = "quadratic:1,9"'
     settings = configured(tmp_path, text)
-    assert settings.packing.name == "toys:Reversed"
+    assert settings.packing.name == REVERSED
     assert (settings.packing.every, settings.packing.cost_model) == (2, "quadratic:1,9")
     how = {"window": 1024, "micro_batches": 4}
     ours, plain = (planning.make_planner(LENGTHS, packing=one, **how) for one in (settings.packing, "plain"))
@@ -48,7 +49,7 @@ def test_a_policy_of_one_s_own_is_named_by_its_module(tmp_path):
 
 
 def test_policies_of_entry_points_come_in_one_order_on_all_hosts(monkeypatch):
-    points = [EntryPoint(name, "toys:Reversed", "wlb_titan.packing") for name in ("b_own", "a_own")]
+    points = [EntryPoint(name, REVERSED, "wlb_titan.packing") for name in ("b_own", "a_own")]
     for listing in (points, points[::-1]):
         plugins._installed.cache_clear()
         monkeypatch.setattr(plugins, "entry_points", lambda group, listing=listing: listing)
@@ -61,11 +62,11 @@ def test_policies_of_entry_points_come_in_one_order_on_all_hosts(monkeypatch):
 def test_a_strategy_of_one_s_own_passes_planner_memory_and_simulator():
     job = Job(window=4096, micro_batches=4, degrees=Degrees(context=4, pipeline=2))
     scenario = Scenario(job, Documents(lengths=np.full(100, 4096)))
-    policies = (Policy("plain", "per_sequence"), Policy("plain", "toys:Contiguous"))
+    policies = (Policy("plain", "per_sequence"), Policy("plain", CONTIGUOUS))
     zigzag, contiguous = (scenario.predict(policy, 3) for policy in policies)
     assert contiguous.seconds.mean() > zigzag.seconds.mean()  # its last rank works longest
     assert contiguous.peak_memory.total == zigzag.peak_memory.total
-    (plan,) = scenario.plans(Policy("plain", "toys:Contiguous"), 1)
+    (plan,) = scenario.plans(Policy("plain", CONTIGUOUS), 1)
     assert {m.sharding for m in plan.micro_batches} == {"contiguous"}
 
 
@@ -82,7 +83,7 @@ def test_names_that_lead_nowhere():
         ("wlb_lasy", r"no packing policy is called 'wlb_lasy'. Did you mean 'wlb_lazy'\?"),
         ("toys:Nothing", "cannot be imported: module 'toys' has no attribute 'Nothing'"),
         ("nowhere:Policy", "cannot be imported: No module named 'nowhere'"),
-        ("toys:Contiguous", "is not a packing policy: it does not derive from"),
+        (CONTIGUOUS, "is not a packing policy: it does not derive from"),
     ):
         with pytest.raises(UserError, match=message):
             POLICIES.find(name)
@@ -191,19 +192,6 @@ def test_classes_of_others_are_held_to_their_rules(name, rule):
     said = f"^toys_wrong:{name} breaks a rule of [a-z ]+ .docs/extending.md.: .*({rule})"
     with pytest.raises(PlanError, match=said):
         planner.hold_to_rules()
-
-
-@pytest.mark.parametrize("packing", ["plain", "wlb", "wlb_lazy", "fixed_greedy", "dealt", "slim"])
-@pytest.mark.long
-def test_the_rules_are_those_that_every_policy_of_ours_keeps(monkeypatch, packing):
-    """As if it were somebody else's: no policy that is right is refused."""
-    for module in ("planner", "packing.rules"):
-        monkeypatch.setattr(f"wlb_titan.{module}.is_ours", lambda cls: False)
-    settings = POLICIES.configure(packing)
-    degrees = {"data_parallel": 2, "context_parallel": 2, "sharding": "hybrid"}
-    planner = planning.make_planner(LENGTHS, window=1024, micro_batches=8, packing=settings, **degrees)
-    planner.hold_to_rules()
-    assert planner.next().iteration == 20
 
 
 def test_an_order_gives_each_micro_batch_one_place():

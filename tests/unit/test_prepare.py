@@ -5,21 +5,25 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import invoke
 from corpora import content, decode
+from forking import await_, command
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import partial_folder
-from wlb_titan.prepare.prepare import DOCUMENTS_FILE, PrepareSettings, prepare_corpus, written_whole
+from wlb_titan.prepare.prepare import (
+    DOCUMENTS_FILE,
+    PrepareSettings,
+    long_tailed_lengths,
+    prepare_corpus,
+    written_whole,
+)
 from wlb_titan.prepare.tokenizer import CorpusTokenizer
 
 pytestmark = pytest.mark.slow
@@ -233,19 +237,9 @@ def test_sizes_below_the_least_are_refused(tmp_path, option):
 def preparing(tmp_path):
     """A process that prepares a large corpus, when it begins to tokenize it."""
     output = tmp_path / "corpus"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "wlb_titan.commands.main", "prepare", str(output), "--vocab-size", "300"],
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell starts background processes, such as this test's own, with Ctrl-C ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = command("wlb_titan.commands.main", "prepare", output, "--vocab-size", 300)
     documents = partial_folder(output) / "corpus" / DOCUMENTS_FILE
-    deadline = time.monotonic() + 180
-    while not documents.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it did not begin"
-        time.sleep(0.05)
+    await_(lambda: documents.exists() or process.poll() is not None, lambda: "it did not begin", 180)
     yield process
     process.kill()
     process.communicate()
@@ -253,10 +247,10 @@ def preparing(tmp_path):
 
 def test_ctrl_c_ends_cleanly(preparing, tmp_path):
     preparing.send_signal(signal.SIGINT)
-    _, stderr = preparing.communicate(timeout=180)
-    assert preparing.returncode == 130
-    assert stderr.endswith("\nInterrupted.\n")
-    assert "Traceback" not in stderr
+    output, _ = preparing.communicate(timeout=180)
+    assert preparing.returncode == 130, output
+    assert output.endswith("\nInterrupted.\n")
+    assert "Traceback" not in output
     assert os.listdir(tmp_path) == []
 
 
@@ -273,3 +267,11 @@ def test_a_killed_preparation_is_never_taken_for_a_corpus(preparing, settings, t
 
     assert len(prepare_corpus(settings, output)) == len(FILES)
     assert not partial_folder(output).exists()
+
+
+def test_synthetic_lengths_have_a_long_tail():
+    lengths = long_tailed_lengths(10_000_000, 65536)
+    assert 10_000_000 <= lengths.sum() < 10_000_000 + 65536
+    assert lengths.min() >= 1 and lengths.max() == 65536
+    assert 0.005 < (lengths == 65536).mean() < 0.02
+    assert (lengths == long_tailed_lengths(10_000_000, 65536)).all()

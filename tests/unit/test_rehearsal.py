@@ -1,6 +1,10 @@
 """`wlb-titan rehearse`: what a rank's collectives bring and count, and what is measured of its steps."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 import weakref
 from itertools import pairwise, product
 
@@ -211,3 +215,33 @@ def test_answers_are_taken_out_of_what_they_lie_in():
     assert (seconds, optimizer) == (4.5 + 16.75, 1.5 + 16.0)
     assert all(one.start <= other.start for one, other in pairwise(passes))
     assert np.isclose(sum(one.seconds for one in passes) + optimizer, 3.75 + 16)
+
+
+def test_sigterm_ends_the_ranks(tmp_path):
+    """Ranks that would sleep for minutes: those under way end, and those that wait do not begin."""
+    script = """
+from types import SimpleNamespace
+from wlb_titan.commands.command_line import Asked
+from wlb_titan.commands.lone_ranks import run_ranks
+from wlb_titan.job import Job
+from wlb_titan.runtime import one_rank
+one_rank.PROCESS = 'sleeping'
+config = SimpleNamespace(wlb=SimpleNamespace(cluster='cpu', device='cpu'))
+loaded = SimpleNamespace(config=config, file='job.toml', overrides=())
+run_ranks(Asked(Job(window=8, micro_batches=1), None, loaded), 'dryrun', [0, 1, 2], 2)
+"""
+    sleeping = f"""
+import os, pathlib, time
+pathlib.Path({str(tmp_path)!r}, str(os.getpid()) + '.pid').touch()
+time.sleep(600)
+"""
+    (tmp_path / "sleeping.py").write_text(sleeping)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path})
+    while len(pids := list(tmp_path.glob("*.pid"))) < 2:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 143
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.stem), 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from commands import said
-from rows import rows
+from lab import rows
 
 from wlb_titan.commands import dryrun
 from wlb_titan.config.documents import open_corpus, training_documents

@@ -187,12 +187,7 @@ def test_per_document_balances_the_work_of_documents_of_64_tokens_a_rank(lengths
     assert work.max() / work.min() - 1 <= (share / chunk).sum()
 
 
-def test_the_examples_of_the_docstrings():
-    lengths = np.array([6, 2])
-    assert [r.tolist() for r in layout.per_sequence(lengths, 8, 2)] == [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
-    lengths = np.array([9, 7])
-    per_document = [[[0, 0, 3], [0, 7, 2], [1, 0, 1], [1, 5, 2]], [[0, 3, 4], [1, 1, 4]]]
-    assert [r.tolist() for r in layout.per_document(lengths, 16, 2)] == per_document
+def test_the_example_of_hybrid():
     lengths = np.array([8192, 100, 100])
     name, sharding = planning.shard("hybrid", lengths, 8400, 2, planning.UNMERGED)
     hybrid = [[[0, 0, 2048], [0, 6144, 2048], [1, 0, 100]], [[0, 2048, 4096], [2, 0, 100]]]

@@ -19,7 +19,7 @@ from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
 from wlb_titan.job import Policy
 from wlb_titan.pipeline.schedule import layers_of_stages
-from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
+from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.checks import validate_inputs
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.runtime.pipeline.build import keys_of_stages, stage_names
@@ -34,18 +34,15 @@ SMALL = [CONFIGS / "llama2_550m_64k.toml", "--training.seq_len", 16384, "--steps
 def lengths(tmp_path):
     values = (np.random.default_rng(0).pareto(0.9, 4000) * 200 + 20).clip(20, 16384).astype(int)
     path = tmp_path / "lengths.txt"
-    path.write_text("\n".join(map(str, values)) + "\n")
+    np.savetxt(path, values, fmt="%d")
     return path
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """A training configuration on a small corpus, whose tokens are bytes."""
+    """A training configuration on a small corpus."""
     folder = tmp_path_factory.mktemp("simulate")
-    texts = [json.dumps({"text": "wlb " * (10 + 13 * index)}) for index in range(40)]
-    (folder / "texts.jsonl").write_text("\n".join(texts))
-    settings = PrepareSettings(source=f"jsonl:{folder}/texts.jsonl", vocab_size=257)
-    prepare_corpus(settings, folder / "corpus")
+    write_synthetic_corpus(folder / "corpus", 4 * (10 + 13 * np.arange(40)) + 1)
     path = folder / "train.toml"
     path.write_text(f'extends = "{CONFIGS / "cpu_debug.toml"}"\nwlb.corpus.path = "{folder / "corpus"}"\n')
     return path
@@ -196,9 +193,9 @@ def test_a_policy_that_is_not_possible_is_a_row_with_a_note(config):
 def test_policies_are_written_as_they_are_typed():
     """Full class names, too; the default where a part is left out."""
     assert str(Policy.parse("plain")) == "plain/per_sequence"
-    lazy, own = "wlb_lazy/hybrid/best", "toys:Reversed/hybrid"
+    lazy, own = "wlb_lazy/hybrid/best", "own_policies.packing:Reversed/hybrid"
     assert (str(Policy.parse(lazy)), str(Policy.parse(own))) == (lazy, own)
-    assert Policy.parse(own) == Policy("toys:Reversed", "hybrid")
+    assert Policy.parse(own) == Policy("own_policies.packing:Reversed", "hybrid")
 
 
 def test_a_published_models_config_is_a_base(config, tmp_path, monkeypatch):

@@ -78,8 +78,8 @@ def _of_ranks(runs: Ints, cuts: Ints) -> Sharding:
 def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:
     """Each rank has a pair of chunks of the whole sequence.
 
-    Example: documents of 6 and 2 tokens on 2 ranks: the chunks are 0-1, 2-3, 4-5 and 6-7, so rank 0 holds
-    [(0, 0, 2), (1, 0, 2)] and rank 1 [(0, 2, 4)].
+    >>> [rank.tolist() for rank in per_sequence(np.array([6, 2]), 8, 2)]
+    [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
 
     Args:
         lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
@@ -91,8 +91,8 @@ def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:
 def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
     """Each rank has a pair of chunks of every document; arguments as of `per_sequence`.
 
-    Example: documents of 9 and 7 tokens on 2 ranks have chunks of 3, 2, 2, 2 and 1, 2, 2, 2 tokens: rank 0
-    holds [(0, 0, 3), (0, 7, 2), (1, 0, 1), (1, 5, 2)] and rank 1 [(0, 3, 4), (1, 1, 4)], 8 tokens each.
+    >>> [rank.tolist() for rank in per_document(np.array([9, 7]), 16, 2)]
+    [[[0, 0, 3], [0, 7, 2], [1, 0, 1], [1, 5, 2]], [[0, 3, 4], [1, 1, 4]]]
     """
     return from_runs(*document_chunks(np.cumsum(lengths) - lengths, lengths, ranks), lengths, ranks)
 

@@ -7,9 +7,8 @@ than ranks, several ranks hold one of them and share its queries.
 Example: 4 query heads, 2 key heads, 3 ranks. Two ranks share key head 0, and one has key head 1 with both of
 its queries:
 
-    >>> head_shares(4, 2, 3)
-    [Share(queries=slice(0, 1), keys=slice(0, 1)), Share(queries=slice(1, 2), keys=slice(0, 1)), \
-Share(queries=slice(2, 4), keys=slice(1, 2))]
+    >>> [(range(4)[share.queries], range(2)[share.keys]) for share in head_shares(4, 2, 3)]
+    [(range(0, 1), range(0, 1)), (range(1, 2), range(0, 1)), (range(2, 4), range(1, 2))]
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ A policy that loses documents or trains some twice looks better balanced than it
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -50,30 +51,13 @@ class Rules:
             documents, tokens = pack.documents, int(pack.documents[:, LENGTH].sum())
             if not policy.slices and tokens > (longest := job.longest_micro_batch * pack.sharers):
                 return f"micro-batch {number} has {tokens:,} tokens, and at most {longest:,} are allowed"
-            if tokens < job.degrees.context * pack.sharers or not stream.has_label(documents).any():
+            labelled = policy.slices or stream.has_label(documents).any()  # MicroPacks may lie between labels
+            if tokens < job.degrees.context * pack.sharers or not labelled:
                 return f"micro-batch {number} has no token for each context-parallel rank, or none to predict"
             if pack.passes != "B":
                 self._packed.append(documents[:, : LENGTH + 1])
         self._lost += packing.lost_tokens
-        return self._miscounted(policy.waiting)
-
-    def _miscounted(self, waiting: Ints) -> str:
-        """What is wrong with the tokens of all steps together, and of those that wait."""
-        now = self._stream.state_dict()
-        pieces = np.concatenate([*self._packed, waiting[:, : LENGTH + 1], now["first"]])
-        pieces = pieces[np.lexsort((pieces[:, START], pieces[:, ID]))]
-        ids, starts, ends = pieces[:, ID], pieces[:, START], pieces[:, START] + pieces[:, LENGTH]
-        read = self._stream.lengths_of(np.arange(now["document"] + 1))
-        read[-1] = now["offset"]
-        if ((ids < 0) | (ids >= len(read)) | (starts < 0) | (ends <= starts)).any():
-            return "a piece has the id of a document that was read, a start from 0 on, and at least a token"
-        if (beyond := ends > read[ids]).any():
-            return f"a piece of document {ids[beyond][0]} goes past its end, or past what was read of it"
-        if (again := (ids[1:] == ids[:-1]) & (starts[1:] < ends[:-1])).any():
-            return f"tokens of document {ids[1:][again][0]} are there twice"
-        if missing := int(read.sum() - pieces[:, LENGTH].sum()) - self._lost:
-            return f"{missing:,} tokens that were read are neither packed, waiting nor counted as lost"
-        return ""
+        return miscounted(stream, self._packed, policy.waiting, self._lost)
 
     def check_sharding(self, placed: MicroBatch) -> None:
         """Raises PlanError for a division over context-parallel ranks."""
@@ -97,6 +81,29 @@ class Rules:
             raise broken(
                 strategy, "shardings", f"each of {strategy.ranks} ranks has {share:,} tokens at most"
             )
+
+
+def miscounted(stream: DocumentStream, packed: Sequence[Ints], waiting: Ints, lost: int) -> str:
+    """What is wrong with the tokens of all steps together, and of those that wait.
+
+    Args:
+        packed: int64 (n, 3) each, columns ID, START, LENGTH.
+    """
+    now = stream.state_dict()
+    pieces = np.concatenate([*packed, waiting[:, : LENGTH + 1], now["first"]])
+    pieces = pieces[np.lexsort((pieces[:, START], pieces[:, ID]))]
+    ids, starts, ends = pieces[:, ID], pieces[:, START], pieces[:, START] + pieces[:, LENGTH]
+    read = stream.lengths_of(np.arange(now["document"] + 1))
+    read[-1] = now["offset"]
+    if ((ids < 0) | (ids >= len(read)) | (starts < 0) | (ends <= starts)).any():
+        return "a piece has the id of a document that was read, a start from 0 on, and at least a token"
+    if (beyond := ends > read[ids]).any():
+        return f"a piece of document {ids[beyond][0]} goes past its end, or past what was read of it"
+    if (again := (ids[1:] == ids[:-1]) & (starts[1:] < ends[:-1])).any():
+        return f"tokens of document {ids[1:][again][0]} are there twice"
+    if missing := int(read.sum() - pieces[:, LENGTH].sum()) - lost:
+        return f"{missing:,} tokens that were read are neither packed, waiting nor counted as lost"
+    return ""
 
 
 def broken(plugin: PackingPolicy | ContextStrategy, kind: str, rule: str) -> PlanError:

@@ -9,9 +9,11 @@ with its time. Edges say what waits for what:
 
 An action starts when all that it waits for has ended, and the step ends with its last action: the step is as
 long as the graph's longest path. Data between ranks takes an additional delay. Two ranks, 1F1B, forward
-passes of 1, 1 and 4 units and backward passes of twice that, in three orders:
+passes of 1, 1 and 4 units and backward passes of twice that, in the orders 1 1 4, 4 1 1 and 1 4 1:
 
-    order 1 1 4: 30 units        order 4 1 1: 30 units        order 1 4 1: 27 units
+    >>> graph, seconds = PipelineGraph(PipelineShape("1F1B", 2), 3), np.array([1.0, 1, 4])
+    >>> graph.step_times(seconds, 2 * seconds, np.array([[0, 1, 2], [2, 0, 1], [0, 2, 1]])).tolist()
+    [30.0, 30.0, 27.0]
 
 Every function works on k steps (or data-parallel ranks) at a time, along the last axis of its arrays, since
 they have one graph and differ only in times.

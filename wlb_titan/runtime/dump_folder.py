@@ -20,8 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import wlb_titan
-import wlb_titan.kernels
+from wlb_titan import __version__, kernels
 from wlb_titan.errors import UserError
 from wlb_titan.files import digest, save
 from wlb_titan.runs import CONFIG_FILE, METRICS_FILE, TRACES, VALIDATION_FILE
@@ -110,9 +109,9 @@ def changed_since(path: str | Path) -> str | None:
 
 
 def _version() -> str:
-    folders = (Path(next(iter(package.__path__))) for package in (wlb_titan, wlb_titan.kernels))
+    folders = Path(__file__).parents[1], Path(next(iter(kernels.__path__)))
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    return f"{VERSION}{wlb_titan.__version__}, code {digest(sources)}"
+    return f"{VERSION}{__version__}, code {digest(sources)}"
 
 
 def note_beginning(folder: Path, config: str, step: int) -> None:

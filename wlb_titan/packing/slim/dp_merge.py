@@ -9,8 +9,12 @@ A group of n ranks starts at a multiple of n, so two groups are nested or have n
 merged documents come first on their ranks, the heaviest document's first, and heavier documents have larger
 groups: so a merged pack has the same place on all of its ranks.
 
-Example: documents of work 12, 3, 3, 3, 3 on 4 ranks: C = 6, the first goes over ranks 0 and 1, 6 on each, and
-ranks 2 and 3 get two of the others each. Without merging the step would take 12.
+Example: C = 6. Ranks 0 and 1 share the first document, ranks 2 and 3 get two of the others each. Without
+merging the step would take 12.
+
+    >>> found = best_merging(np.array([12.0, 3, 3, 3, 3]), 4)
+    >>> found.merges, [rows.tolist() for rows in found.own], found.loads.tolist()
+    ((Merge(document=0, ranks=range(0, 2)),), [[], [], [1, 3], [2, 4]], [6.0, 6.0, 6.0, 6.0])
 
 Merging can also do harm, as the other documents may not fill the ranks evenly. So `best_merging` tries to
 merge fewer documents, and also those of more than C / 2.

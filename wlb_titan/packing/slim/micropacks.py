@@ -11,8 +11,12 @@ Short documents go, heaviest first, where the level comes out lowest (longest pr
 machines of different speeds). No pack has slices of two documents: that would chain their backward passes,
 and keep both in memory.
 
-Example: documents of work 9, 2, 2, 1 and M = 4: T = 3.5, the first is cut in 3, the others fill one pack and
-the mix: levels (9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
+Example: M = 4, T = 3.5. The first document is cut in 3, the others fill one pack and the mix: levels
+(9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
+
+    >>> lengths, line = np.array([45, 10, 10, 5]), PrefixWork(lambda lengths: lengths / 5, 45, grain=1)
+    >>> [[tuple(part) for part in pack] for pack in micropacks(lengths, lengths / 5, line, 4)]
+    [[(0, 0, 18)], [(0, 18, 37)], [(0, 37, 45), (2, 0, 10)], [(1, 0, 10), (3, 0, 5)]]
 """
 
 from __future__ import annotations
