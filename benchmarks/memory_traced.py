@@ -38,6 +38,7 @@ LAYERS = {  # packages of bases, and how many layers are run: with the dense one
     "deepseek_v3_16b": ("deepseek_v3", 6),
     "muse_glimmer_30b": ("muse_glimmer", 8),
 }
+WHOLE = "muse_glimmer_30b"  # cannot be cut into stages
 EXPERTS = ("a3b", "oss", "deepseek")
 DEGREES = {"DP": "data_parallel_shard_degree"} | {
     name: f"{axis}_parallel_degree"
@@ -106,7 +107,8 @@ def of_base(name: str) -> Iterator[dict[str, Any]]:
             'wlb = { cluster = "h100_roce", corpus.path = "not_here" }\n'
             "training = { seq_len = 16384, local_batch_size = 2 }\n"
         )
-        cases = [(kind, "DP 8") for kind in KINDS] + [("selective", layout) for layout in LAYOUTS][1:]
+        layouts = [layout for layout in LAYOUTS if name != WHOLE or "PP" not in layout]
+        cases = [(kind, "DP 8") for kind in KINDS] + [("selective", layout) for layout in layouts][1:]
         for kind, layout in cases:
             gib = none * 5 / 6 if kind == "as_needed" else 1000.0
             words = [*KINDS[kind], *LAYOUTS[layout], *degrees_of(name, layout)]
