@@ -42,7 +42,7 @@ class PlanError(UserError):
 
 
 @contextmanager
-def reading(wrong: Callable[[str], UserError]) -> Iterator[None]:
+def refusing(wrong: Callable[[str], UserError]) -> Iterator[None]:
     """Whatever goes wrong with a file of others becomes the error that `wrong` makes of the reason."""
     try:
         yield

@@ -12,7 +12,7 @@ from wlb_titan.errors import regular_file
 
 
 def load(hint: Any, path: str | os.PathLike[str], *, toml: bool = False) -> Any:
-    """What JSON or TOML in a file is, `checked`. Whatever is wrong with the file is for `errors.reading`."""
+    """What JSON or TOML in a file is, `checked`. Whatever is wrong with the file is for `errors.refusing`."""
     text = regular_file(path).read_text(encoding="utf-8")
     return checked(hint, tomllib.loads(text) if toml else json.loads(text))
 

@@ -143,7 +143,7 @@ class Planner:
         else:
             assigned = in_order(self._job.micro_batches, self._job.replicas)
         if self._order is not None and packing.assigned is None:
-            run = self._job.run or self._job.replica_micro_batches
+            run = self._job.per_run or self._job.replica_micro_batches
             assigned = arranged(self._order, run, assigned, forward, backward)
         drafts = self._with_rows(packing.packs)
         waiting = self.policy.waiting

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats
-from wlb_titan.errors import UserError, reading, regular_file
+from wlb_titan.errors import UserError, refusing, regular_file
 from wlb_titan.files import load, save
 from wlb_titan.simulator.measured import ROWS, Pass
 from wlb_titan.summary import Estimate
@@ -136,7 +136,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
     """Those of the logged steps; a last line without its end is still being written."""
     records: list[dict[str, Any]] = []
     what = "this line is not a valid record of metrics"
-    with reading(lambda reason: UserError(f"{path}:{len(records) + 1}: {what}: {reason}.")):
+    with refusing(lambda reason: UserError(f"{path}:{len(records) + 1}: {what}: {reason}.")):
         for line in regular_file(path).read_bytes().split(b"\n")[:-1]:
             records.append(_record(json.loads(line), records[-1]["step"] if records else 0))
     if not records:
@@ -145,7 +145,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _validation(path: Path) -> tuple[Floats, Floats]:
-    with reading(lambda reason: UserError(f"{path} is not a valid record of validations: {reason}.")):
+    with refusing(lambda reason: UserError(f"{path} is not a valid record of validations: {reason}.")):
         lines = regular_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
         points = [itemgetter("step", "loss")(json.loads(line)) for line in lines]
         steps, losses = np.array(points, dtype=float).reshape(-1, 2).T
@@ -197,7 +197,7 @@ def write_trace(passes: Iterable[Pass], path: str | os.PathLike[str]) -> None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Pass]:
-    with reading(lambda reason: UserError(f"{path}: this is not a trace that wlb_titan wrote: {reason}.")):
+    with refusing(lambda reason: UserError(f"{path}: this is not a trace that wlb_titan wrote: {reason}.")):
         events = load(dict[str, Any], path)["traceEvents"]
         names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
         passes = []

@@ -19,12 +19,12 @@ from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.exchange import AllGatherAttention
 from wlb_titan.runtime.dataloader import on_host
-from wlb_titan.runtime.meshes import divided
+from wlb_titan.runtime.meshes import submesh
 
 
 @cache
 def meshes(ranks, levels):
-    return [divided(np.arange(ranks), {"cp": size}) for size in levels]
+    return [submesh(np.arange(ranks), {"cp": size}) for size in levels]
 
 
 def difference(policy, lengths, token_seconds, sliced, mesh):

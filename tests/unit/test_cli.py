@@ -12,7 +12,7 @@ from commands import invoke
 
 from wlb_titan import __version__
 from wlb_titan.commands.main import SUBCOMMANDS, main
-from wlb_titan.errors import UserError, reading
+from wlb_titan.errors import UserError, refusing
 from wlb_titan.runtime import one_rank
 
 HEAVY = {"torch", "torchtitan", "torchx", "datasets", "numpy", "pyarrow", "tokenizers", "rich", "pandas"}
@@ -110,7 +110,7 @@ def test_signs_that_an_encoding_lacks_are_no_error_and_a_defect_keeps_its_traceb
 
 @pytest.mark.parametrize("defect", [NameError, AssertionError])
 def test_a_defect_of_a_reader_is_not_taken_for_a_damaged_file(defect):
-    with pytest.raises(defect), reading(UserError):
+    with pytest.raises(defect), refusing(UserError):
         raise defect
 
 

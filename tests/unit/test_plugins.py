@@ -240,7 +240,7 @@ def test_a_step_is_whole_runs_through_the_pipeline():
     facts = {"window": 1024, "schedule": "InterleavedZeroBubble", "chunks": 2}
     facts |= {"order": ORDERS.configure("best"), "degrees": Degrees(pipeline=3, shard=4)}
     with pytest.raises(PlanError, match="16 micro-batches of a step cannot be divided into") as refused:
-        Job(micro_batches=64, run=15, **facts)
+        Job(micro_batches=64, per_run=15, **facts)
     assert refused.value.setting == "training.local_batch_size"
-    plan = Job(micro_batches=60, run=15, **facts).planner(Documents(lengths=LENGTHS)).next()
+    plan = Job(micro_batches=60, per_run=15, **facts).planner(Documents(lengths=LENGTHS)).next()
     assert len(plan.micro_batches) == 60

@@ -205,12 +205,12 @@ def test_the_slowest_replica_counts_and_under_fsdp_the_slowest_of_each_micro_bat
 
 def test_runs_follow_each_other():
     one = simulate(job(degrees=Degrees(pipeline=2)), [plan([[[8], [4]]])])
-    two = simulate(job(degrees=Degrees(pipeline=2), run=2), [plan([[[8], [4], [8], [4]]])])
+    two = simulate(job(degrees=Degrees(pipeline=2), per_run=2), [plan([[[8], [4], [8], [4]]])])
     assert two.pipeline == pytest.approx(2 * one.pipeline)
     # The second run has the gradients that the first has reduced, in shards of the weights' size.
     assert [rank.gradients for rank in one.memory] == [0, 0]
     assert [rank.gradients for rank in two.memory] == [rank.weights for rank in two.memory]
-    first = simulate(job(degrees=Degrees(pipeline=2), run=2), [plan([[[4000], [2000], [8], [4]]])])
+    first = simulate(job(degrees=Degrees(pipeline=2), per_run=2), [plan([[[4000], [2000], [8], [4]]])])
     assert [rank.gradients for rank in first.memory] == [0, 0]  # its first run is the fullest
 
 
@@ -234,7 +234,7 @@ def test_an_earlier_rank_holds_more_micro_batches():
 @pytest.mark.parametrize("degrees", [Degrees(pipeline=2, replicate=2), Degrees(shard=2)], ids=str)
 def test_a_timeline_ends_when_the_pipeline_is_predicted_to(degrees):
     """Of runs one after the other, and of ranks that meet in every micro-batch."""
-    made, batches = job(degrees=degrees, run=2), plan([[[8], [1], [2], [3]], [[1], [8], [2], [3]]])
+    made, batches = job(degrees=degrees, per_run=2), plan([[[8], [1], [2], [3]], [[1], [8], [2], [3]]])
     passes = step_timeline(made, batches, "plain")
     assert {one.replica for one in passes} == {"plain"}
     assert {one.rank for one in passes} == {f"pp {rank}" for rank in range(degrees.pipeline)}

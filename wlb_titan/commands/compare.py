@@ -12,7 +12,7 @@ import numpy as np
 from wlb_titan.commands import page
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
 from wlb_titan.commands.page import cost, gained, lines, pipelines, section, table, try_next, write_page
-from wlb_titan.errors import UserError, reading
+from wlb_titan.errors import UserError, refusing
 from wlb_titan.files import load
 from wlb_titan.runs import BENCH_FILE, CONFIG_FILE, Run, open_runs, traced_steps
 from wlb_titan.summary import Estimate, bench_rows, best_in_turns
@@ -54,7 +54,7 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
 def bench_of(folder: Path) -> tuple[Rows, str]:
     """A bench's table, and its answer."""
     path = folder / BENCH_FILE
-    with reading(lambda reason: UserError(f"{path} is not what a bench writes: {reason}.")):
+    with refusing(lambda reason: UserError(f"{path} is not what a bench writes: {reason}.")):
         records = load(dict[str, list[dict[str, Any]]], path)["policies"]
         return bench_rows(records), best_in_turns(records)
 

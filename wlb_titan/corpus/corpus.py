@@ -18,7 +18,7 @@ import numpy as np
 from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.formats import fingerprint_of, open_shards
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
-from wlb_titan.errors import CorpusError, reading, regular_file, shell_line
+from wlb_titan.errors import CorpusError, refusing, regular_file, shell_line
 from wlb_titan.files import load, save
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -60,7 +60,7 @@ class Preparation:
         file = folder / PREPARATION_FILE
         if not file.is_file():
             return None
-        with reading(lambda reason: _damaged(folder, f"{file.name} cannot be read ({reason})")):
+        with refusing(lambda reason: _damaged(folder, f"{file.name} cannot be read ({reason})")):
             preparation: Preparation = load(cls, file)
             return preparation
 
@@ -106,7 +106,7 @@ def open_tokenizer(folder: Path, *, alone: bool = False) -> Any:
         what = f"{folder / 'tokenizer.json'} and tokenizer_config.json cannot be opened as a tokenizer"
         return CorpusError(f"{what}: {reason}. {ADVICE}", setting="corpus.tokenizer")
 
-    with reading(wrong):
+    with refusing(wrong):
         for file in (folder / "tokenizer.json", *folder.glob("*.json"), *folder.rglob("*.jinja")):
             regular_file(file)
         with suppress(Exception):  # transformers lacks its class
@@ -165,7 +165,7 @@ class Corpus:
         """Opens a corpus without reading tokens; for `column` and `mask` see `open_shards`. A prepared one
         brings its own tokenizer."""
         path = Path(path).expanduser().absolute()
-        with reading(lambda reason: CorpusError(f"{path} cannot be read: {reason}.")):
+        with refusing(lambda reason: CorpusError(f"{path} cannot be read: {reason}.")):
             opened, preparation = open_shards(path, column, mask), Preparation.load(path)
             if opened is None:
                 raise CorpusError(_no_corpus(path))

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.shards import DatatroveShard, LabelMask, MegatronShard, Shard
-from wlb_titan.errors import CorpusError, reading, regular_file
+from wlb_titan.errors import CorpusError, refusing, regular_file
 from wlb_titan.files import load
 
 # Columns of a prepared corpus: token ids, which of them are learned, and where the text came from.
@@ -77,7 +77,7 @@ def _visible(folder: Path, pattern: str) -> list[Path]:
 
 def _dataset(folder: Path, column: str, mask: str) -> Opened:
     state = folder / "state.json"
-    with reading(lambda reason: CorpusError(f"{state} is damaged ({reason}); save the dataset again.")):
+    with refusing(lambda reason: CorpusError(f"{state} is damaged ({reason}); save the dataset again.")):
         facts = load(dict[str, Any], state)
         files, noted = [folder / entry["filename"] for entry in facts["_data_files"]], facts["_fingerprint"]
         if not files:
@@ -103,7 +103,7 @@ class ArrowShard(Shard):
     def __init__(self, path: Path, column: str = TOKENS) -> None:
         self.path, self._column = path, column
         self.beside: dict[str, ArrowShard] = {}  # those of `PLAIN`
-        with reading(lambda reason: CorpusError(f"{path} cannot be read ({reason}).")):
+        with refusing(lambda reason: CorpusError(f"{path} cannot be read ({reason}).")):
             self._pages = pa.memory_map(str(regular_file(path))).read_buffer()
             table = self._table()
             table.validate()

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Bools, Ints
-from wlb_titan.errors import CorpusError, reading, regular_file
+from wlb_titan.errors import CorpusError, refusing, regular_file
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -317,5 +317,5 @@ class Lengths:
 def mapped(path: Path, dtype: Any, count: int = -1, offset: int = 0) -> NDArray[Any]:
     """A file's numbers, mapped and read-only: all, or `count` of them from byte `offset` on."""
     what = f"{path} is truncated or cannot be read"
-    with reading(lambda reason: CorpusError(f"{what} ({reason}); copy it again.")):
+    with refusing(lambda reason: CorpusError(f"{what} ({reason}); copy it again.")):
         return np.frombuffer(pa.memory_map(str(regular_file(path))).read_buffer(), dtype, count, offset)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from wlb_titan.errors import PlanError, reading
+from wlb_titan.errors import PlanError, refusing
 
 CLUSTERS = Path(__file__).with_name("clusters")
 UNKNOWN = "h100_roce"  # whose rates stand for those of a GPU without a shipped cluster
@@ -119,7 +119,7 @@ def load_cluster(name: str) -> Cluster:
     like = f"{UNKNOWN}.toml in {CLUSTERS}, which has all keys with their units"
     known = f"Name a TOML file like {like}, or one of the shipped clusters {', '.join(shipped())}"
     wrong = f"The cluster file {name} cannot be read"
-    with reading(lambda reason: PlanError(f"{wrong}: {reason}. {known}.", setting="wlb.cluster")):
+    with refusing(lambda reason: PlanError(f"{wrong}: {reason}. {known}.", setting="wlb.cluster")):
         from wlb_titan.files import load  # and pydantic, without which shipped ones are read
 
         return _cluster(load(_File, Path(name), toml=True), Path(name))

@@ -33,7 +33,7 @@ from wlb_titan.cost.attention_kernels import SLOWER, Point, fit, hopper, non_neg
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError, reading, shell_line, warn
+from wlb_titan.errors import PlanError, refusing, shell_line, warn
 from wlb_titan.files import checked, load, save
 from wlb_titan.kernels.fastest import HOPPER_FAMILY
 
@@ -179,7 +179,7 @@ class Profile:
     def load(cls, path: Path, setting: str = "") -> Profile:
         what = f"{path} is not a profile that this wlb_titan reads"
         again = f"Measure it again with {shell_line('profile')}."
-        with reading(lambda reason: PlanError(f"{what}: {reason}. {again}", setting=setting)):
+        with refusing(lambda reason: PlanError(f"{what}: {reason}. {again}", setting=setting)):
             record = load(dict[str, Any], path)
             if (schema := record.pop("schema")) != SCHEMA:
                 raise ValueError(f"its schema is {schema}, not {SCHEMA}")

@@ -98,10 +98,10 @@ class Pipeline(Dimension):
     axis, divides, key = "pp", "layers", "pipeline_parallel_degree"
 
     def check(self, layout: Any) -> None:
-        if layout.run and self.degree > 1 and layout.replica_micro_batches % layout.run:
+        if layout.per_run and self.degree > 1 and layout.replica_micro_batches % layout.per_run:
             raise PlanError(
                 f"A replica's {layout.replica_micro_batches} micro-batches of a step cannot be divided into "
-                f"runs of {layout.run} through the pipeline.",
+                f"runs of {layout.per_run} through the pipeline.",
                 setting="training.local_batch_size",
             )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Ints
-from wlb_titan.errors import PlanError, reading, regular_file
+from wlb_titan.errors import PlanError, refusing, regular_file
 
 LONGEST = 2**40  # tokens; anything above is a slip of the pen, and sums stay far from overflow
 MINIMUM = 16
@@ -78,7 +78,7 @@ def named_or_read(text: str) -> tuple[Ints, str]:
         raise PlanError(f"{text!r} is neither a distribution of lengths ({', '.join(NAMED)}) nor a file.")
     what = f"The file of lengths {path}"
     wanted = "it must have a document's length a line, as a whole number of tokens from 1 to 2^40"
-    with reading(lambda reason: PlanError(f"{what} cannot be read ({reason}); {wanted}.")):
+    with refusing(lambda reason: PlanError(f"{what} cannot be read ({reason}); {wanted}.")):
         words = regular_file(path).read_text(encoding="utf-8").split()
         if strange := next((word for word in words if not (word.isascii() and word.isdigit())), None):
             raise ValueError(f"it has {strange!r}")

@@ -30,7 +30,7 @@ class Layout:
 
     schedule: str = "1F1B"  # one of `pipeline.schedule.SCHEDULES` where predictions are wanted
     chunks: int = 1  # stages of each pipeline rank
-    run: int | None = None
+    per_run: int | None = None
     """Micro-batches of one run through the pipeline; with more in a step there are several runs, as in
     gradient accumulation. None: all in one run."""
 

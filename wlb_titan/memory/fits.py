@@ -158,7 +158,7 @@ class Fitting:
 def runs(rates: Rates, passes: Passes) -> Iterator[tuple[int, RunPacks]]:
     """The runs through the pipeline of a replica's step: where they start, and their micro-batches."""
     packs = passes.packs
-    length = len(packs) if passes.flow is not None or rates.run is None else rates.run
+    length = len(packs) if passes.flow is not None or rates.per_run is None else rates.per_run
     for start in range(0, len(packs), length):
         yield start, RunPacks(rates, packs[start : start + length])
 

@@ -70,6 +70,6 @@ class Once(PackingPolicy):
 def validating(job: P) -> P:
     """The job as it validates: a step is one micro-batch of each data-parallel rank, or one run through its
     pipeline."""
-    micro_batches = job.degrees.data * (job.run or 1)
+    micro_batches = job.degrees.data * (job.per_run or 1)
     order = ORDERS.configure("as_packed")
     return replace(job, packing=Once.Config(), order=order, micro_batches=micro_batches)

@@ -20,7 +20,7 @@ import numpy as np
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.formats import SWITCH
-from wlb_titan.errors import CorpusError, reading
+from wlb_titan.errors import CorpusError, refusing
 from wlb_titan.prepare.sources import Source
 from wlb_titan.prepare.tokenizer import CorpusTokenizer, Document, LeftOut, batched
 
@@ -58,7 +58,7 @@ class ChatTemplate:
                 "version, or name a template in Jinja with --chat-template FILE."
             )
         if today:
-            with reading(lambda reason: CorpusError(f"--today: {reason}.")):
+            with refusing(lambda reason: CorpusError(f"--today: {reason}.")):
                 self._day = date.fromisoformat(today)
         self._render = render_jinja_template
         self.tokenizer = tokenizer

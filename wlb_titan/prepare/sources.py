@@ -17,7 +17,7 @@ from itertools import accumulate, filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wlb_titan.errors import CorpusError, reading, regular_file
+from wlb_titan.errors import CorpusError, refusing, regular_file
 from wlb_titan.prepare.shapes import advice, conversation, shape_of, text_of
 
 SOURCES = (
@@ -81,7 +81,7 @@ class Source:
     def read(self, document: int) -> Any:
         """The text, or for chat the result of `conversation`; a ValueError says why it cannot be read."""
         part, row = self._place(document)
-        with reading(CorpusError):
+        with refusing(CorpusError):
             return self._value(part.row(row))
 
     def _place(self, document: int) -> tuple[Part, int]:
@@ -239,7 +239,7 @@ def _parquet(file: Path, target: Path, field: str, chat: bool) -> Part:
     from pyarrow.dataset import dataset
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    with reading(lambda reason: CorpusError(f"Cannot read parquet:{file}: {reason}.")):
+    with refusing(lambda reason: CorpusError(f"Cannot read parquet:{file}: {reason}.")):
         found = dataset(str(file), format="parquet")
         if not found.count_rows():
             return Part(0, str, str)  # it may have no columns

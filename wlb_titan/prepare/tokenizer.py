@@ -19,7 +19,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, tr
 
 from wlb_titan.arrays import Ints
 from wlb_titan.corpus.corpus import open_tokenizer
-from wlb_titan.errors import CorpusError, reading
+from wlb_titan.errors import CorpusError, refusing
 from wlb_titan.files import save
 from wlb_titan.prepare.sources import Source
 
@@ -134,7 +134,7 @@ def copy_tokenizer(source: Path, folder: Path, template: str | None = None) -> C
         except OSError as error:
             raise CorpusError(f"{path} cannot be copied into the corpus: {error.strerror}.") from error
     if template:
-        with reading(lambda reason: CorpusError(f"--chat-template {template} cannot be read: {reason}.")):
+        with refusing(lambda reason: CorpusError(f"--chat-template {template} cannot be read: {reason}.")):
             tokenizer.named.chat_template = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
     return tokenizer
 

@@ -54,7 +54,7 @@ class Turn:
     loader: PlannedDataLoader
     steps: Iterator[Step]
     contexts: list[dict[int, ContextAttention]]  # of each attention layer
-    taken: list[tuple[float, ...]] = field(default_factory=list)  # rows as of `bench_records`
+    measured: list[tuple[float, ...]] = field(default_factory=list)  # rows as of `bench_records`
 
 
 class BenchTrainer(Trainer):
@@ -142,7 +142,7 @@ class BenchTrainer(Trainer):
         peak = max(measured_memory(self.parallel_dims, self.device, step, None).values())
         mean = dist_utils.dist_sum(loss, self.parallel_dims.get_optional_mesh("loss"))
         if number >= WARM_UP:
-            turn.taken.append((seconds.item(), step.flops, step.plan.tokens, *balance, peak))
+            turn.measured.append((seconds.item(), step.flops, step.plan.tokens, *balance, peak))
         round_ = f"round {number} of {self._rounds - WARM_UP}" if number >= WARM_UP else "warm-up"
         logger.info(f"{round_} | {turn.policy} | loss {mean:8.5f} | {seconds:.2f} s")
 
@@ -152,7 +152,7 @@ class BenchTrainer(Trainer):
             slow = turn.job.packing.planning_seconds > 0  # it would plan as long again
             steps = self.documents, self._rounds - WARM_UP, WARM_UP
             rates.append(nan if slow else predicted(turn.job, turn.job.policy, *steps).flops_per_second)
-        records = bench_records({turn.policy: np.array(turn.taken) for turn in self.turns}, rates)
+        records = bench_records({turn.policy: np.array(turn.measured) for turn in self.turns}, rates)
         path = Path(self.config.dump_folder) / BENCH_FILE
         save(path, {"policies": records}, indent=1)
         for row in bench_rows(records):
@@ -165,7 +165,7 @@ class BenchTrainer(Trainer):
         super().close()
 
 
-def bench_records(taken: Mapping[str, Any], predicted_rates: Sequence[float]) -> list[dict[str, Any]]:
+def bench_records(measured: Mapping[str, Any], predicted_rates: Sequence[float]) -> list[dict[str, Any]]:
     """What bench.json says of each policy.
 
     `over_first` is the median over rounds of FLOPs a second over the first policy's: a round's steps meet the
@@ -173,11 +173,11 @@ def bench_records(taken: Mapping[str, Any], predicted_rates: Sequence[float]) ->
     from the median deviation.
 
     Args:
-        taken: float64 (rounds, 6): seconds, FLOPs, tokens, imbalance, bubble and peak GiB of each step.
+        measured: float64 (rounds, 6): seconds, FLOPs, tokens, imbalance, bubble and peak GiB of each step.
         predicted_rates: FLOPs a second; nan where they are not predicted.
     """
-    (first, *_), records = (steps[:, 1] / steps[:, 0] for steps in taken.values()), []
-    for (policy, steps), expected in zip(taken.items(), predicted_rates, strict=True):
+    (first, *_), records = (steps[:, 1] / steps[:, 0] for steps in measured.values()), []
+    for (policy, steps), expected in zip(measured.items(), predicted_rates, strict=True):
         seconds, flops, tokens, imbalance, bubble, peak = steps.T
         ratios, ratio = flops / seconds / first, expected / predicted_rates[0]
         over = float(np.median(ratios))

@@ -63,7 +63,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         order=wlb.pipeline,
         schedule=schedule,
         chunks=chunks,
-        run=run,
+        per_run=run,
         stage_layers=stage_layers,
         memory=memory,
         memory_unknown=_unknown(model, shape),

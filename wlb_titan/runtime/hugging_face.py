@@ -29,7 +29,7 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.corpus import differing_ids
-from wlb_titan.errors import UserError, reading, regular_file
+from wlb_titan.errors import UserError, refusing, regular_file
 from wlb_titan.files import load
 from wlb_titan.prepare.tokenizer import CONFIG_FILE, TEMPLATE_FILE, CorpusTokenizer, tokenizer_files
 from wlb_titan.runtime.checkpoints import HUGGING_FACE_INDEX, METADATA
@@ -137,7 +137,7 @@ def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str
     stored: dict[str, list[int]] = {}
     twice = []
     file = folder / HUGGING_FACE_INDEX
-    with reading(lambda reason: UserError(f"{KEY}: {file} cannot be read: {reason}.")):
+    with refusing(lambda reason: UserError(f"{KEY}: {file} cannot be read: {reason}.")):
         named = load(dict[str, Any], file)["weight_map"].values() if file.is_file() else ()
         for file in sorted({*folder.glob("*.safetensors"), *(folder / name for name in named)}):
             with safe_open(regular_file(file), "np") as opened:
@@ -154,7 +154,7 @@ def differing_tensors(folder: Path, shapes: Mapping[str, list[int]], unread: str
 def untied(folder: Path) -> list[str]:
     """Says so if a folder has an output matrix, which its model ties, that is not the embedding."""
     wrong = f"{KEY}: the tensors in {str(folder)!r} cannot be read"
-    with reading(lambda reason: UserError(f"{wrong}: {reason}.")), ExitStack() as stack:
+    with refusing(lambda reason: UserError(f"{wrong}: {reason}.")), ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, "pt")) for file in folder.glob("*.safetensors")]
         stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         if HEAD not in stored:
@@ -213,7 +213,7 @@ def export_files(config: TrainerConfig, corpus: Corpus) -> dict[str, bytes]:
 
 
 def _table(file: Path | None) -> dict[str, Any]:
-    with reading(lambda reason: UserError(f"{file} cannot be read: {reason}.")):
+    with refusing(lambda reason: UserError(f"{file} cannot be read: {reason}.")):
         return dict(load(dict[str, Any], file)) if file else {}
 
 

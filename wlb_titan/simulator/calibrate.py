@@ -49,18 +49,18 @@ def as_predicted(job: Job) -> Floats:
 def pass_parts(job: Job, micro_batches: Sequence[MicroBatch], passes: Sequence[Pass]) -> Floats:
     """float64 (passes, FACTORS + 1): what each factor multiplies in these passes of a data-parallel rank's
     micro-batches, and seconds of waiting. A row is 0 where nothing is predicted of a pass by itself."""
-    quiet, latency = job.on(without_waiting(job.cluster)), job.latency
+    computing, latency = job.on(without_waiting(job.cluster)), job.latency
 
     def seconds(forward: float, backward: float) -> Floats:
         kernels = latency.forward.slower(forward), latency.backward.slower(backward)
         attention = replace(latency, forward=kernels[0], backward=kernels[1])
-        return pass_seconds(replace(quiet, attention=attention), micro_batches)
+        return pass_seconds(replace(computing, attention=attention), micro_batches)
 
-    once = seconds(1, 1)
-    parts = np.zeros((FACTORS + 1, *once.shape))
+    alone = seconds(1, 1)
+    parts = np.zeros((FACTORS + 1, *alone.shape))
     parts[0, 0] = parts[1, 1] = np.array(job.layers)[:, None]
-    parts[3:] = seconds(2, 1) - once, seconds(1, 2) - once, pass_seconds(job, micro_batches) - once
-    parts[2] = once - parts[3] - parts[4] - np.tensordot(job.token.layer, parts[:2], 1)
+    parts[3:] = seconds(2, 1) - alone, seconds(1, 2) - alone, pass_seconds(job, micro_batches) - alone
+    parts[2] = alone - parts[3] - parts[4] - np.tensordot(job.token.layer, parts[:2], 1)
     # A loss in chunks computes the head's gradients, too.
     chunked = job.memory.loss_chunks > 1
     head = job.token.head * np.array([m.shared_length for m in micro_batches])

@@ -67,14 +67,14 @@ def measured(
     job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]]
 ) -> list[MeasuredPasses]:
     """The passes of planned steps, from the ranks that ran each of them, at least one."""
-    quiet = job.on(without_waiting(job.cluster))
+    computing = job.on(without_waiting(job.cluster))
     packs = [m for plan in plans for m in plan.micro_batches]
     # Collectives that were counted are not predicted as well.
     rest = job
     if any(pass_.waited is not None for ranks in steps for rank in ranks for pass_ in rank.passes):
-        rest = replace(job, tensor_overlap=1.0) if job.overlap else quiet
-    slowest, waiting = pass_seconds(quiet, packs), pass_seconds(rest, packs)
-    passes = _ran(quiet, plans, steps, slowest)
+        rest = replace(job, tensor_overlap=1.0) if job.overlap else computing
+    slowest, waiting = pass_seconds(computing, packs), pass_seconds(rest, packs)
+    passes = _ran(computing, plans, steps, slowest)
     seconds = np.stack([_filled(*of_kind, job.layers) for of_kind in zip(passes, slowest, strict=True)])
     ends = np.cumsum([len(plan.micro_batches) for plan in plans])[:-1]
     by_step = np.split(seconds + waiting - slowest, ends, axis=2)
@@ -88,16 +88,16 @@ def without_waiting(cluster: Cluster) -> Cluster:
 
 
 def _ran(
-    quiet: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]], slowest: Floats
+    computing: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]], slowest: Floats
 ) -> Floats:
     """float64 (3, stages, micro-batches), the passes that ran, else nan; scaled where the slowest
     context-parallel rank, predicted as `slowest`, did not run."""
     packs = [m for plan in plans for m in plan.micro_batches]
     numbered = [(number, m.dp_rank, m.index) for number, plan in enumerate(plans) for m in plan.micro_batches]
     places = {key: place for place, key in enumerate(numbered)}
-    by_cp = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
+    by_cp = {cp: pass_seconds(computing, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
     # Data-parallel ranks that meet in FSDP's collectives, if nothing hides these.
-    meeting = 1 if quiet.overlap or quiet.degrees.pipeline > 1 else quiet.degrees.shard
+    meeting = 1 if computing.overlap or computing.degrees.pipeline > 1 else computing.degrees.shard
     ran: dict[tuple[int, int, str, int, int], list[tuple[MeasuredStep, Pass]]] = defaultdict(list)
     for step, ranks in enumerate(steps):
         for rank in ranks:

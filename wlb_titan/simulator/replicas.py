@@ -45,7 +45,9 @@ def step_passes(job: Job, plan: Plan, measured: MeasuredPasses | None = None) ->
     """As predicted, or as `measured`."""
     packs = plan.micro_batches
     per_replica = len(packs) // job.replicas
-    run = job.run if job.run and plan.flows is None else per_replica  # MicroPacks go through in one run
+    run = (
+        job.per_run if job.per_run and plan.flows is None else per_replica
+    )  # MicroPacks go through in one run
     seconds = pass_seconds(job, packs) if measured is None else measured.seconds
     times = PassTimes(*seconds.reshape(*seconds.shape[:2], -1, run).swapaxes(2, 3))
     if measured is None:

@@ -115,7 +115,13 @@ def at_degrees(job: Job, degrees: Degrees, schedule: str, chunks: int) -> Job:
     if attention is not None:
         attention = replace(attention, heads=job.model.heads // degrees.tensor)
     return replace(
-        job, degrees=degrees, attention=attention, schedule=schedule, chunks=chunks, run=None, stage_layers=()
+        job,
+        degrees=degrees,
+        attention=attention,
+        schedule=schedule,
+        chunks=chunks,
+        per_run=None,
+        stage_layers=(),
     )
 
 

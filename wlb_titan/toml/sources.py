@@ -17,7 +17,7 @@ from typing import Any
 
 import tomli
 
-from wlb_titan.errors import ConfigError, reading, regular_file
+from wlb_titan.errors import ConfigError, refusing, regular_file
 from wlb_titan.toml.values import shown
 
 Keys = tuple[str, ...]
@@ -124,7 +124,7 @@ def string(node: Node, key: str, meaning: str) -> Leaf:
 
 def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[int], Table]]:
     """The document, and as nodes of a layer."""
-    with reading(lambda reason: ConfigError(f"{place}: the file {path} cannot be read: {reason}.")):
+    with refusing(lambda reason: ConfigError(f"{place}: the file {path} cannot be read: {reason}.")):
         # Some editors begin a file with a byte-order mark.
         text = regular_file(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         try:
