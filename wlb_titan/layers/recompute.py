@@ -136,7 +136,7 @@ class LayerBytes:
         self.rotating = self.normed + (8 * self.q if by_cos_sin else 4 * (self.q + self.k))
 
 
-class Moments(NamedTuple):
+class Peaks(NamedTuple):
     """Bytes a token of one layer, besides those it keeps, where its passes are fullest."""
 
     forward: float
@@ -166,7 +166,7 @@ class Recompute(ABC):
         return 0.0
 
     @abstractmethod
-    def moments(self, layer: LayerBytes) -> Moments: ...
+    def peaks(self, layer: LayerBytes) -> Peaks: ...
 
     def repeated(self, model: ModelShape, reduces_again: bool) -> float | None:
         """The share of a layer's matrix products that is repeated beside all element-wise operators, if wo's
@@ -187,11 +187,11 @@ class KeepAll(Recompute):
     def less_keys(self, layer: LayerBytes) -> float:
         return layer.absent_keys if layer.shared_keys else 0.0
 
-    def moments(self, layer: LayerBytes) -> Moments:
+    def peaks(self, layer: LayerBytes) -> Peaks:
         s, g, q, f = layer.s, layer.g, layer.q, layer.f
         attention = 2 * s + 2 * q + 2 * layer.key_gradients - 4 * f  # the MLP's activations are free
         # What the MLP keeps is freed while gradients of its products are made.
-        return Moments(g + s * layer.gathers, s + max(2 * f, 2 * g), attention)
+        return Peaks(g + s * layer.gathers, s + max(2 * f, 2 * g), attention)
 
 
 class KeepProducts(Recompute):
@@ -209,7 +209,7 @@ class KeepProducts(Recompute):
     def _gathered(self, layer: LayerBytes) -> float:
         return layer.gathering if layer.shared_keys else 0.0
 
-    def moments(self, layer: LayerBytes) -> Moments:
+    def peaks(self, layer: LayerBytes) -> Peaks:
         kept, f = layer.qkv + self._gathered(layer) + layer.reduced, layer.f
         return _repeating(layer, attended=-kept, w1=-f, at_attention=-2 * f, regathers=False)
 
@@ -225,7 +225,7 @@ class Selective(Recompute):
     def kept(self, layer: LayerBytes) -> float:
         return layer.s + layer.compiled + layer.around_attention + layer.f
 
-    def moments(self, layer: LayerBytes) -> Moments:
+    def peaks(self, layer: LayerBytes) -> Peaks:
         # QKV's output is no longer needed, and at attention's gradients w1's neither.
         return _repeating(layer, attended=-layer.qkv, at_attention=-layer.f)
 
@@ -243,7 +243,7 @@ class Full(Recompute):
     def kept(self, layer: LayerBytes) -> float:
         return layer.s
 
-    def moments(self, layer: LayerBytes) -> Moments:
+    def peaks(self, layer: LayerBytes) -> Peaks:
         w2 = layer.f + 4 * layer.g + 3 * layer.f  # its output, which early stop spares `selective`
         output = layer.q + layer.log_sum_exp  # attention's
         return _repeating(layer, rotating=layer.qkv, attended=output, w1=layer.f, w2=w2)
@@ -263,7 +263,7 @@ def _repeating(
     w2: float = 0.0,
     at_attention: float = 0.0,
     regathers: bool = True,
-) -> Moments:
+) -> Peaks:
     """The fullest moments where layers are repeated: the module's, with what a kind holds more or less of
     after attention, while it rotates, of w1 and w2, and at attention's gradients."""
     s, g, q, f = layer.s, layer.g, layer.q, layer.f
@@ -282,7 +282,7 @@ def _repeating(
     attention = held + g + 2 * q + 2 * layer.outputs + layer.key_gradients + at_attention
     rotated = at_hand + 2 * g + layer.rotating + rotating
     backward = reduce(np.maximum, [rotated, *(held + moment for moment in moments), attention])
-    return Moments(forward, backward, attention)
+    return Peaks(forward, backward, attention)
 
 
 KINDS: tuple[Recompute, ...] = (KeepAll(), KeepProducts(), Selective(), Full())

@@ -15,7 +15,7 @@ from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
 from wlb_titan.cost.told import ModelAccount, Weights
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.layers.rates import Rates
-from wlb_titan.layers.recompute import FLOAT32, LayerBytes, MemorySettings, Moments, Recompute
+from wlb_titan.layers.recompute import FLOAT32, LayerBytes, MemorySettings, Peaks, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class TokenBytes:
         cached = exchange.keys * settings.compute_bytes
         recompute = kind or settings.recompute
         if account is None:
-            kept, moments = recompute.kept(layer), recompute.moments(layer)
+            kept, peaks = recompute.kept(layer), recompute.peaks(layer)
         else:
             own = account.layers[number].work.kinds[recompute.name]
             kept = own.kept - recompute.less_keys(layer)
-            moments = Moments(own.forward, own.backward, own.attention)
+            peaks = Peaks(own.forward, own.backward, own.attention)
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
         logits = model.vocabulary / (cp * tp * settings.loss_chunks)
@@ -81,7 +81,7 @@ class TokenBytes:
             hidden=layer.s,
             hidden_gathered=layer.g,
             kept=kept,
-            **moments._asdict(),
+            **peaks._asdict(),
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f + layer.normed,
             loss=loss,
             head=head,
