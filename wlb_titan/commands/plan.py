@@ -79,7 +79,7 @@ def plan(
     cli.show_table(table_rows(summaries))
     cli.say(*remarks(summaries))
     if report is not None:
-        click.echo(f"Progress: {write_report(report, replace(asked, job=job), summaries, choices)}")
+        click.echo(f"Report: {write_report(report, replace(asked, job=job), summaries, choices)}")
 
 
 def _run(job: Job, documents: Documents, steps: int, output: Path | None, tell: Progress) -> Summary:
