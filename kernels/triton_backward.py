@@ -68,11 +68,12 @@ def load_statistic(x, row, group, rows, row_length, ROWS: tl.constexpr, TMA: tl.
 def key_tile_step(
     q, dout, statistics, bounds, keys, values, kv_begin, token, begin, end, head, dk, dv, scale_log2,
     q_tokens,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add to a key tile's dk and dv from BLOCK_M query rows from `token`, only tokens begin ... end."""
     lse_log2, delta, row_length = statistics
-    queries = load_rows(q, token, head, BLOCK_M, D, TMA)
+    queries = load_rows(q, token, head, BLOCK_M, D, BLOCK_D, REST_D, TMA)
     lse = load_statistic(lse_log2, token, head, q_tokens, row_length, BLOCK_M, TMA)
     at = token + tl.arange(0, BLOCK_M)
     inside = (at >= begin) & (at < end)
@@ -81,7 +82,7 @@ def key_tile_step(
     key = kv_begin + tl.arange(0, BLOCK_N)
     p = tl.exp2(times_transposed(queries, keys) * scale_log2 - lse[:, None])
     p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
-    do = load_rows(dout, token, head, BLOCK_M, DV, TMA)
+    do = load_rows(dout, token, head, BLOCK_M, DV, BLOCK_DV, REST_DV, TMA)
     dv = add_product(dv, p.T.to(do[0].dtype), do)
     row_delta = load_statistic(delta, token, head, q_tokens, row_length, BLOCK_M, TMA)
     ds = (p * (times_transposed(do, values) - row_delta[:, None])).to(queries[0].dtype)
@@ -94,7 +95,8 @@ def key_tile_kernel(
     dout, dout_rest, dout_stride_t, dout_stride_h, dk, dk_stride_t, dk_stride_h, dv, dv_stride_t, dv_stride_h,
     lse_log2, delta, row_length, tile_list, items, bounds, tiles, section, q_tokens, kv_tokens, kv_heads,
     scale, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """dk (Tk, Nkv, D) and dv (Tk, Nkv, DV): one program per key tile and key head. All rows are masked, even
@@ -104,14 +106,18 @@ def key_tile_kernel(
     kv_end = tl.load(tile_list + tile * 4 + 1)
     item_begin = tl.load(tile_list + tile * 4 + 2)
     item_end = tl.load(tile_list + tile * 4 + 3)
-    keys = load_rows((k, k_rest, k_stride_t, k_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, D, TMA)
-    values = load_rows((v, v_rest, v_stride_t, v_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, DV, TMA)
+    keys = load_rows(
+        (k, k_rest, k_stride_t, k_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, D, BLOCK_D, REST_D, TMA
+    )
+    values = load_rows(
+        (v, v_rest, v_stride_t, v_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, DV, BLOCK_DV, REST_DV, TMA
+    )
     queries = (q, q_rest, q_stride_t, q_stride_h, q_tokens)
     gradients = (dout, dout_rest, dout_stride_t, dout_stride_h, q_tokens)
     statistics = (lse_log2, delta, row_length)
 
-    dk_acc = no_rows(BLOCK_N, D)
-    dv_acc = no_rows(BLOCK_N, DV)
+    dk_acc = no_rows(BLOCK_N, BLOCK_D, REST_D)
+    dv_acc = no_rows(BLOCK_N, BLOCK_DV, REST_DV)
     for item in range(item_begin, item_end):
         q_begin = tl.load(items + item * 6)
         q_end = tl.load(items + item * 6 + 3)
@@ -120,27 +126,28 @@ def key_tile_kernel(
             for token in tl.range(q_begin // 4 * 4, q_end, BLOCK_M):
                 dk_acc, dv_acc = key_tile_step(
                     queries, gradients, statistics, bounds, keys, values, kv_begin, token, q_begin, q_end,
-                    head, dk_acc, dv_acc, scale_log2, q_tokens, D, DV,
+                    head, dk_acc, dv_acc, scale_log2, q_tokens, D, BLOCK_D, REST_D, DV, BLOCK_DV, REST_DV,
                     BLOCK_M, BLOCK_N, TMA=TMA,
                 )  # fmt: skip
 
     dk_acc = scaled(dk_acc, scale)
-    store_rows(dk, dk_acc, kv_begin, kv_head, dk_stride_t, dk_stride_h, kv_end, D)
-    store_rows(dv, dv_acc, kv_begin, kv_head, dv_stride_t, dv_stride_h, kv_end, DV)
+    store_rows(dk, dk_acc, kv_begin, kv_head, dk_stride_t, dk_stride_h, kv_end, D, BLOCK_D, REST_D)
+    store_rows(dv, dv_acc, kv_begin, kv_head, dv_stride_t, dv_stride_h, kv_end, DV, BLOCK_DV, REST_DV)
 
 
 @triton.jit
 def query_tile_step(
     queries, do, k, v, start, kv_head, first, last, lse, row_delta, acc, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add to a query tile's dQ from the keys start ... start + BLOCK_N."""
-    keys = load_rows(k, start, kv_head, BLOCK_N, D, TMA)
+    keys = load_rows(k, start, kv_head, BLOCK_N, D, BLOCK_D, REST_D, TMA)
     p = tl.exp2(times_transposed(queries, keys) * scale_log2 - lse[:, None])
     if MASKED:
         key = start + tl.arange(0, BLOCK_N)
         p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
-    values = load_rows(v, start, kv_head, BLOCK_N, DV, TMA)
+    values = load_rows(v, start, kv_head, BLOCK_N, DV, BLOCK_DV, REST_DV, TMA)
     ds = p * (times_transposed(do, values) - row_delta[:, None])
     return add_product(acc, ds.to(keys[0].dtype), keys)
 
@@ -150,7 +157,8 @@ def query_tile_kernel(
     q, q_rest, q_stride_t, q_stride_h, k, k_rest, k_stride_t, k_stride_h, v, v_rest, v_stride_t, v_stride_h,
     dout, dout_rest, dout_stride_t, dout_stride_h, dq, dq_stride_t, dq_stride_h, lse_log2, delta, row_length,
     tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads, scale, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """dq (Tq, Nq, D): one program per query tile and head, over the same tiles as the forward."""
@@ -167,22 +175,27 @@ def query_tile_kernel(
     at = head.to(tl.int64) * row_length + token
     lse = tl.load(lse_log2 + at, mask=inside, other=float("inf"))
     row_delta = tl.load(delta + at, mask=inside, other=0.0)
-    queries = load_rows((q, q_rest, q_stride_t, q_stride_h, q_tokens), q_begin, head, BLOCK_M, D, TMA)
-    do = load_rows((dout, dout_rest, dout_stride_t, dout_stride_h, q_tokens), q_begin, head, BLOCK_M, DV, TMA)
+    queries = load_rows(
+        (q, q_rest, q_stride_t, q_stride_h, q_tokens), q_begin, head, BLOCK_M, D, BLOCK_D, REST_D, TMA
+    )
+    do = load_rows(
+        (dout, dout_rest, dout_stride_t, dout_stride_h, q_tokens), q_begin, head, BLOCK_M, DV, BLOCK_DV,
+        REST_DV, TMA,
+    )  # fmt: skip
     keys = (k, k_rest, k_stride_t, k_stride_h, kv_tokens)
     values = (v, v_rest, v_stride_t, v_stride_h, kv_tokens)
 
-    acc = no_rows(BLOCK_M, D)
+    acc = no_rows(BLOCK_M, BLOCK_D, REST_D)
     for start in tl.range(full_begin, full_end, BLOCK_N):
         acc = query_tile_step(
-            queries, do, keys, values, start, kv_head, first, last, lse, row_delta, acc, scale_log2, D, DV,
-            BLOCK_N, MASKED=False, TMA=TMA,
+            queries, do, keys, values, start, kv_head, first, last, lse, row_delta, acc, scale_log2, D,
+            BLOCK_D, REST_D, DV, BLOCK_DV, REST_DV, BLOCK_N, MASKED=False, TMA=TMA,
         )  # fmt: skip
     for offset in tl.range(0, masked_keys, BLOCK_N):
         start = masked_block(offset, kv_begin, full_begin, full_end)
         acc = query_tile_step(
-            queries, do, keys, values, start, kv_head, first, last, lse, row_delta, acc, scale_log2, D, DV,
-            BLOCK_N, MASKED=True, TMA=TMA,
+            queries, do, keys, values, start, kv_head, first, last, lse, row_delta, acc, scale_log2, D,
+            BLOCK_D, REST_D, DV, BLOCK_DV, REST_DV, BLOCK_N, MASKED=True, TMA=TMA,
         )  # fmt: skip
     acc = scaled(acc, scale)
-    store_rows(dq, acc, q_begin, head, dq_stride_t, dq_stride_h, q_end, D)
+    store_rows(dq, acc, q_begin, head, dq_stride_t, dq_stride_h, q_end, D, BLOCK_D, REST_D)

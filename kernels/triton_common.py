@@ -13,25 +13,16 @@ and a mask does the padding.
 import triton
 import triton.language as tl
 
-MIN_BLOCK = 16  # columns that a matrix product takes at least
-
-
-@triton.constexpr_function
-def parts(dim):
-    """The two powers of two, or one and 0, that hold a head dim in the fewest columns."""
-    block = max(MIN_BLOCK, triton.next_power_of_2(dim))
-    rest = max(MIN_BLOCK, triton.next_power_of_2(dim - block // 2))
-    return (block // 2, rest) if rest < block // 2 else (block, 0)
-
 
 @triton.jit
-def load_rows(x, token, head, ROWS: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):
+def load_rows(
+    x, token, head,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """(ROWS, BLOCK) and, if REST > 0, (ROWS, REST) of an operand from `token` on; zeros past the end and DIM.
 
     x: (pointer or descriptor, the same for REST, stride of a token, stride of a head, tokens).
     """
-    BLOCK: tl.constexpr = parts(DIM)[0]
-    REST: tl.constexpr = parts(DIM)[1]
     piece = load_piece(x, x[0], token, head, ROWS, DIM, 0, BLOCK, TMA)
     if REST > 0:  # noqa: SIM108 - decided when compiling
         pieces = (piece, load_piece(x, x[1], token, head, ROWS, DIM, BLOCK, REST, TMA))
@@ -61,19 +52,23 @@ def load_piece(
 
 
 @triton.jit
-def store_rows(x, pieces, token, head, stride_token, stride_head, end, DIM: tl.constexpr):
+def store_rows(
+    x, pieces, token, head, stride_token, stride_head, end,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """Store a tile where the token is before `end` and the column before DIM."""
-    store_piece(x, pieces[0], token, head, stride_token, stride_head, end, DIM, 0)
-    if len(pieces) > 1:
-        store_piece(x, pieces[1], token, head, stride_token, stride_head, end, DIM, pieces[0].shape[1])
+    store_piece(x, pieces[0], token, head, stride_token, stride_head, end, DIM, 0, BLOCK)
+    if REST > 0:
+        store_piece(x, pieces[1], token, head, stride_token, stride_head, end, DIM, BLOCK, REST)
 
 
 @triton.jit
 def store_piece(
-    x, values, token, head, stride_token, stride_head, end, DIM: tl.constexpr, FIRST: tl.constexpr
+    x, values, token, head, stride_token, stride_head, end,
+    DIM: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, values.shape[0])
-    col = FIRST + tl.arange(0, values.shape[1])
+    col = FIRST + tl.arange(0, BLOCK)
     t = (token + row).to(tl.int64)
     at = t * stride_token + head * stride_head
     mask = (t < end)[:, None] & (col < DIM)[None, :]
@@ -81,10 +76,9 @@ def store_piece(
 
 
 @triton.jit
-def no_rows(ROWS: tl.constexpr, DIM: tl.constexpr):
+def no_rows(ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
     """A tile of zeros, float32."""
-    REST: tl.constexpr = parts(DIM)[1]
-    zeros = tl.zeros([ROWS, parts(DIM)[0]], tl.float32)
+    zeros = tl.zeros([ROWS, BLOCK], tl.float32)
     return (zeros, tl.zeros([ROWS, REST], tl.float32)) if REST > 0 else (zeros,)
 
 

@@ -27,10 +27,11 @@ from .triton_common import (
 @triton.jit
 def attend_block(
     queries, k, v, start, kv_head, first, last, m, l_sum, acc, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: keys start ... start + BLOCK_N."""
-    keys = load_rows(k, start, kv_head, BLOCK_N, D, TMA)
+    keys = load_rows(k, start, kv_head, BLOCK_N, D, BLOCK_D, REST_D, TMA)
     scores = times_transposed(queries, keys)
     if MASKED:
         key = start + tl.arange(0, BLOCK_N)
@@ -45,7 +46,7 @@ def attend_block(
     alpha = tl.exp2(m - base)
     l_sum = l_sum * alpha + tl.sum(p, 1)
     acc = scaled(acc, alpha[:, None])
-    values = load_rows(v, start, kv_head, BLOCK_N, DV, TMA)
+    values = load_rows(v, start, kv_head, BLOCK_N, DV, BLOCK_DV, REST_DV, TMA)
     acc = add_product(acc, p.to(values[0].dtype), values)
     return m_new, l_sum, acc
 
@@ -55,7 +56,8 @@ def forward_kernel(
     q, q_rest, q_stride_t, q_stride_h, k, k_rest, k_stride_t, k_stride_h, v, v_rest, v_stride_t, v_stride_h,
     out, out_stride_t, out_stride_h, lse, tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads,
     scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """out (Tq, Nq, DV) and lse (Nq, Tq) float32, natural logarithm, +inf for padding."""
@@ -68,29 +70,31 @@ def forward_kernel(
     token = q_begin + tl.arange(0, BLOCK_M)
     first = tl.load(bounds + token, mask=token < q_end, other=0)
     last = tl.load(bounds + q_tokens + token, mask=token < q_end, other=0)
-    queries = load_rows((q, q_rest, q_stride_t, q_stride_h, q_tokens), q_begin, head, BLOCK_M, D, TMA)
+    queries = load_rows(
+        (q, q_rest, q_stride_t, q_stride_h, q_tokens), q_begin, head, BLOCK_M, D, BLOCK_D, REST_D, TMA
+    )
     keys = (k, k_rest, k_stride_t, k_stride_h, kv_tokens)
     values = (v, v_rest, v_stride_t, v_stride_h, kv_tokens)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = no_rows(BLOCK_M, DV)
+    acc = no_rows(BLOCK_M, BLOCK_DV, REST_DV)
     for start in tl.range(full_begin, full_end, BLOCK_N):
         m, l_sum, acc = attend_block(
-            queries, keys, values, start, kv_head, first, last, m, l_sum, acc, scale_log2, D, DV,
-            BLOCK_N, MASKED=False, TMA=TMA,
+            queries, keys, values, start, kv_head, first, last, m, l_sum, acc, scale_log2, D, BLOCK_D, REST_D,
+            DV, BLOCK_DV, REST_DV, BLOCK_N, MASKED=False, TMA=TMA,
         )  # fmt: skip
     for offset in tl.range(0, masked_keys, BLOCK_N):
         start = masked_block(offset, kv_begin, full_begin, full_end)
         m, l_sum, acc = attend_block(
-            queries, keys, values, start, kv_head, first, last, m, l_sum, acc, scale_log2, D, DV,
-            BLOCK_N, MASKED=True, TMA=TMA,
+            queries, keys, values, start, kv_head, first, last, m, l_sum, acc, scale_log2, D, BLOCK_D, REST_D,
+            DV, BLOCK_DV, REST_DV, BLOCK_N, MASKED=True, TMA=TMA,
         )  # fmt: skip
 
     empty = l_sum == 0.0
     l_sum = tl.where(empty, 1.0, l_sum)
     acc = scaled(acc, 1.0 / l_sum[:, None])
-    store_rows(out, acc, q_begin, head, out_stride_t, out_stride_h, q_end, DV)
+    store_rows(out, acc, q_begin, head, out_stride_t, out_stride_h, q_end, DV, BLOCK_DV, REST_DV)
     natural = tl.where(empty, float("inf"), (m + tl.log2(l_sum)) * 0.6931471805599453)
     at = head.to(tl.int64) * q_tokens + token
     tl.store(lse + at, natural, mask=token < q_end)

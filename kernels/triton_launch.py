@@ -18,12 +18,12 @@ from .schedule import Schedule
 from .segments import Options, Saved, Shape, aligned
 from .tiles import Cut
 from .triton_backward import key_tile_kernel, query_tile_kernel, statistics_kernel
-from .triton_common import MIN_BLOCK, parts
 from .triton_forward import forward_kernel
 
 LOG2_E = math.log2(math.e)
 L2_BYTES = 8 * 2**20  # of keys and values for one section of heads to keep in L2 (FlashAttention-3's figure)
 STATISTICS_ROWS = 64
+MIN_BLOCK = 16  # columns that a matrix product takes at least
 
 
 class Config(NamedTuple):
@@ -186,6 +186,7 @@ def inputs(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options, tma: bool, config: Config
 ) -> dict[str, object]:
     """The arguments that all passes have."""
+    (block_d, rest_d), (block_dv, rest_dv) = parts(q.shape[2]), parts(v.shape[2])
     return {
         **operand("q", q, config.block_m, tma),
         **operand("k", k, config.block_n, tma),
@@ -197,7 +198,11 @@ def inputs(
         "GROUP": q.shape[1] // k.shape[1],
         "TMA": tma,
         "D": q.shape[2],
+        "BLOCK_D": block_d,
+        "REST_D": rest_d,
         "DV": v.shape[2],
+        "BLOCK_DV": block_dv,
+        "REST_DV": rest_dv,
         **config.arguments,
     }
 
@@ -225,6 +230,13 @@ def descriptor(x: Tensor, tokens: int, columns: int, padded: bool) -> TensorDesc
 def result(name: str, x: Tensor) -> dict[str, object]:
     """The arguments with which a kernel reads or writes x without TMA."""
     return {name: x, f"{name}_stride_t": x.stride(0), f"{name}_stride_h": x.stride(1)}
+
+
+def parts(dim: int) -> tuple[int, int]:
+    """The two powers of two, or one and 0, that hold a head dim in the fewest columns."""
+    block = max(MIN_BLOCK, triton.next_power_of_2(dim))
+    rest = max(MIN_BLOCK, triton.next_power_of_2(dim - block // 2))
+    return (block // 2, rest) if rest < block // 2 else (block, 0)
 
 
 def section(x: Tensor, y: Tensor, programs: int, group: int = 1) -> int:

@@ -24,7 +24,7 @@ ROOMS = (
 """Of wlb_titan, from the ground up, with their lines: a room imports from those before it, inside functions
 too, and what is added to one removes something of it."""
 
-OTHERS = {"__init__": 24, "kernels": 3_155, "launch": 533}
+OTHERS = {"__init__": 24, "kernels": 3_178, "launch": 533}
 
 MAY_USE = {
     "kernels": {"torch", "triton", "numpy"},
