@@ -219,5 +219,6 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(on_hopper, monkeypatch):
 def test_a_slow_path_is_said(device, name, wish, why):
     config = base_config(f"torchtitan.models.{name}")
     config.wlb.attention.implementation = wish
-    said = implementation.slow_path(config, device, None)
+    which, _ = implementation.check_implementation(config, device)
+    said = implementation.slow_path(config, device, which)
     assert said is None if why is None else re.search(why, said)

@@ -16,10 +16,10 @@ ROOMS = (
     {"errors": 86, "progress": 20, "arrays": 8, "plugins": 257, "plan": 289, "bins": 218}
     | {"toml": 715, "files": 62}
     | {"documents": 659, "pipeline": 714, "cost": 1_228, "dimensions": 335}
-    | {"context": 1_314, "layers": 849, "memory": 1_086, "balancing": 290, "packing": 3_050}
+    | {"context": 1_314, "layers": 850, "memory": 1_086, "balancing": 290, "packing": 3_050}
     | {"sampler": 120, "planner": 230, "job": 38, "summary": 187}
     | {"simulator": 1_417, "runs": 221, "corpus": 966, "prepare": 1_371, "config": 610}
-    | {"runtime": 8_070, "commands": 2_678}
+    | {"runtime": 8_069, "commands": 2_678}
 )
 """Of wlb_titan, from the ground up, with their lines: a room imports from those before it, inside functions
 too, and what is added to one removes something of it."""
@@ -107,7 +107,7 @@ def test_rooms_know_only_what_they_may(room):
 
 
 FILES, LONGEST = 188, 350  # of the package
-TESTS = 22_520  # lines
+TESTS = 22_521  # lines
 
 LONGER = {
     "kernels/gluon_backward.py": 399,

@@ -84,8 +84,8 @@ def pass_times(rates: Rates, micro_batches: Loads) -> PassTimes:
 
 def repeated_seconds(rates: Rates, micro_batches: Loads) -> Floats:
     """float64 (stages, kinds, ...), what a layer of each kind of recomputation repeats."""
-    kinds, forward = KINDS, _forward(rates, micro_batches)
-    each = [_repeated(rates, number, micro_batches, forward) for number in range(len(kinds))]
+    forward = _forward(rates, micro_batches)
+    each = [_repeated(rates, number, micro_batches, forward) for number in range(len(KINDS))]
     return np.stack(each, axis=1)
 
 

@@ -60,8 +60,9 @@ class Rates(Layout):
         the context-parallel ranks. Raises PlanError where the strategy cannot have so many."""
         if sharers not in self._by_sharers:
             own = {field.name: getattr(self, field.name) for field in fields(Rates)}
-            own |= {"degrees": replace(self.degrees, context=sharers * self.degrees.context)}
-            self._by_sharers[sharers] = Rates(**own | {"context": self.shared_context})
+            degrees = replace(self.degrees, context=sharers * self.degrees.context)
+            own |= {"degrees": degrees, "context": self.shared_context}
+            self._by_sharers[sharers] = Rates(**own)
         return self._by_sharers[sharers]
 
     @cached_property

@@ -120,10 +120,10 @@ class Slim(PackingPolicy):
                 raise PlanError(
                     "The asymmetric partition gives backward passes their own MicroPacks, which shrinks a "
                     "pipeline's bubble and computes the forward pass again. It pays only where a pipeline "
-                    "needs full checkpointing anyway, and here there are "
-                    f"{pipeline.ranks} pipeline ranks and {rates.memory.checkpointing} checkpointing: set "
-                    "parallelism.pipeline_parallel_degree "
-                    'to at least 2 and activation_checkpoint.class to "FullAC", or leave asymmetric out.',
+                    f"needs full checkpointing anyway, and here there are {pipeline.ranks} pipeline ranks "
+                    f"and {rates.memory.checkpointing} checkpointing: set "
+                    "parallelism.pipeline_parallel_degree to at least 2 and activation_checkpoint.class to "
+                    '"FullAC", or leave asymmetric out.',
                     setting="packing.asymmetric",
                 )
             if self.asymmetric and (self.solver != "greedy" or self.dp_merge is True):

@@ -67,10 +67,9 @@ def _sinks(config: TrainerConfig) -> bool:
     return "sinks" in (config.model_spec.model.first_attention.param_init or {})
 
 
-def slow_path(config: TrainerConfig, device: Device, window: int | None) -> str | None:
-    """Why forward passes take longer on this device than they could; None where no kernel is known to be
-    faster."""
-    which, _ = check_implementation(config, device, window)
+def slow_path(config: TrainerConfig, device: Device, which: str) -> str | None:
+    """Why forward passes by `which` take longer on this device than they could; None where no kernel is known
+    to be faster."""
     if device.type == "cuda" and which == REFERENCE:
         return f"{REFERENCE} is set, which is for tests"
     if device.kind != "Hopper" or which == TUNED:
@@ -112,7 +111,7 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device) -> 
     for window, (forward, backward) in by_window.items():
         both = forward if forward == backward else f"{forward} forward, {backward} backward"
         logger.info(f"Attention: {both}{'' if window is None else f' with a window of {window}'}")
-        if why := slow_path(config, device_of(device), window):
+        if why := slow_path(config, device_of(device), forward):
             logger.warning(f"Attention takes a slow path: {why}.")
     if device.type != "cuda" or config.wlb.attention.implementation == REFERENCE:
         return  # an interpreter compiles nothing
