@@ -50,7 +50,7 @@ JOBS = {  # of every kind that passes are measured of
     "zero bubble": (Degrees(pipeline=2), Policy("plain"), ZERO_BUBBLE),
     "context": (Degrees(context=2), Policy("wlb_lazy", "hybrid"), {}),
     "data": (Degrees(shard=2), Policy("wlb_lazy"), {}),
-    "runs": (Degrees(pipeline=2, shard=2), Policy("plain"), {"run": 2}),
+    "runs": (Degrees(pipeline=2, shard=2), Policy("plain"), {"per_run": 2}),
     "tensor": (Degrees(tensor=2, pipeline=2, context=2), Policy("plain", "per_document"), {}),
     "slices": (Degrees(pipeline=2, context=2), Policy("slim", "hybrid"), {}),
     "shared": (Degrees(shard=2), Policy("slim"), {"packing": {"dp_merge": True}}),
