@@ -1,11 +1,12 @@
 """Predicted beside traced peaks of memory: models, what layers recompute, and ways to divide them.
 
-    python benchmarks/memory_traced.py [BASE ...]
+    python benchmarks/memory_traced.py [BASE ... table_1 flops]
 
 A dry run is rank 0's first step of two micro-batches (four in a pipeline) of 16K tokens, with the base's own
 widths and vocabulary but its first layers alone, on H100s with memory for all; under `as_needed` with 5/6
 of what `none` takes. The files of Table 1 (`table_1`) run as they are, plain and balanced, at their ninth
-step, on the first and the last rank.
+step, on the first and the last rank. `flops` are those that MFU counts of a token's forward pass through the
+layers, without attention, beside those of the products that a trace of the same layers sees.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,9 +99,8 @@ def of_table_1() -> Iterator[dict[str, Any]]:
                 yield row(rank, base=name, kind="as_needed", layout="balanced" if words else "plain")
 
 
-def of_base(name: str) -> Iterator[dict[str, Any]]:
-    """Each kind at DP 8, then each layout under `selective`."""
-    none = 0.0
+@contextmanager
+def job_file(name: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.toml"
         file.write_text(
@@ -107,6 +108,13 @@ def of_base(name: str) -> Iterator[dict[str, Any]]:
             'wlb = { cluster = "h100_roce", corpus.path = "not_here" }\n'
             "training = { seq_len = 16384, local_batch_size = 2 }\n"
         )
+        yield file
+
+
+def of_base(name: str) -> Iterator[dict[str, Any]]:
+    """Each kind at DP 8, then each layout under `selective`."""
+    none = 0.0
+    with job_file(name) as file:
         layouts = [layout for layout in LAYOUTS if name != WHOLE or "PP" not in layout]
         cases = [(kind, "DP 8") for kind in KINDS] + [("selective", layout) for layout in layouts][1:]
         for kind, layout in cases:
@@ -115,6 +123,24 @@ def of_base(name: str) -> Iterator[dict[str, Any]]:
             (rank,) = dry_run(file, words, "--rank", "first", "--step", "1", "--device-gib", str(gib))
             none = none or rank["traced_gib"]
             yield row(rank, base=name, kind=kind, layout=layout)
+
+
+def flops() -> Iterator[dict[str, Any]]:
+    from wlb_titan.cost.told import Shape
+    from wlb_titan.runtime import accounts
+    from wlb_titan.runtime.configured import model_shape
+    from wlb_titan.runtime.models.load import load_config
+
+    for name in LAYERS:
+        with job_file(name) as file:
+            words, one = ["--parallelism.expert_parallel_degree", "1"], [Shape(1, 1, 1)]
+            config = load_config(file, words).config
+            accounts.trace(config, file, words, 1, one)
+        (account,) = accounts.known(config, one).values()
+        model = model_shape(config.model_spec.model)
+        counted = sum(account.layers[number].work.forward.products for number in account.numbers)
+        of_layers = 2.0 * (model.linear_weights - model.hidden * model.vocabulary)
+        yield {"base": name, "of_mfu": of_layers, "counted": counted, "difference": of_layers / counted - 1}
 
 
 def degrees_of(name: str, layout: str) -> list[str]:
@@ -143,10 +169,19 @@ COLUMNS = {
     "traced GiB": "{traced_gib:.2f}",
     "difference": "{difference:+.1%}",
 }
+FLOPS = {
+    "model": "{base}",
+    "FLOPs a token, for MFU": "{of_mfu:.4g}",
+    "counted": "{counted:.4g}",
+    "difference": COLUMNS["difference"],
+}
 
 
 def main() -> None:
-    for name in sys.argv[1:] or [*LAYERS, "table_1"]:
+    for name in sys.argv[1:] or [*LAYERS, "table_1", "flops"]:
+        if name == "flops":
+            save("flops_traced", show(FLOPS, flops()))
+            continue
         found = show(COLUMNS, of_table_1() if name == "table_1" else of_base(name))
         run = {row["base"] for row in found}
         save("memory_traced", [row for row in saved("memory_traced") if row["base"] not in run] + found)

@@ -151,8 +151,8 @@ def test_each_rank_of_a_group_has_its_own_share_of_the_attention():
         for context_rank in range(2):
             found = passing([own], group, context_rank)
             number = 2 * (dp_rank - shared.merged.start) + context_rank
-            assert (found.forward[0], found.backward[0]) == tuple(everyone[number])
-    assert passing([shared], group).forward[0] == everyone[:, 0].max()
+            assert (found.forward[0, 0], found.backward[0, 0]) == tuple(everyone[number])
+    assert passing([shared], group).forward[0, 0] == everyone[:, 0].max()
 
 
 @pytest.mark.parametrize("replicas, pipeline, seed", [(2, 2, 1), (4, 2, 5), (2, 4, 1)])

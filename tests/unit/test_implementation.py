@@ -171,12 +171,12 @@ SHARDINGS = [("per_document", {}, (12, 4)), ("ulysses", {}, (3, 1)), GATHER]
 
 @pytest.mark.parametrize(("policy", "settings", "expected"), SHARDINGS)
 def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, expected):
-    heads = replace(planning.MODEL, heads=24, kv_heads=8, head_dim=64, windows=((512, 2), (128, 1)))
+    heads = replace(planning.MODEL, heads=24, kv_heads=8, head_dim=64, windows=(512, 128, None, 512))
     sharding = STRATEGIES.configure(policy, **settings)
     job = planning.job(window=1024, model=heads, degrees=Degrees(tensor=2, context=4), context=sharding)
     shapes = [implementation.attention_shape(job, rank) for rank in range(4)]
     assert [(shape.q_heads, shape.kv_heads) for shape in shapes] == [expected] * 4
-    assert implementation.windows(job) == [None, 512, 128]
+    assert implementation.windows(job) == [None, 128, 512]
 
 
 def wrong_by(factor, right, window=None):

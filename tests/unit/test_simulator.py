@@ -63,8 +63,19 @@ def test_the_slowest_context_parallel_rank_counts_in_each_pass():
     """Per sequence, a document of 6 and one of 2: rank 0 has tokens 0 1 6 7, rank 1 has tokens 2 to 5."""
     one = plan([[[6, 2]]], context=2)
     batch = passing(one.micro_batches, job(degrees=Degrees(context=2)))
-    assert batch.forward[0] == pytest.approx(2 * (3 + 4 + 5 + 6) * 1e-6)
+    assert batch.forward[0, 0] == pytest.approx(2 * (3 + 4 + 5 + 6) * 1e-6)
     assert batch.backward[0] == pytest.approx(2 * batch.forward[0])
+
+
+def test_each_stage_takes_what_its_own_layers_attend():
+    """A document of 12 tokens, whose 12 x 13 / 2 pairs a window of 3 cuts to 3 x 12 - 3; one layer of each
+    stage has it, and of the last stage none."""
+    own = replace(MODEL, layers=5, windows=(3, None, None, 3, None))
+    one = job(model=own, degrees=Degrees(pipeline=3))
+    found = passing(plan([[[12]]]).micro_batches, one)
+    assert found.forward[:, 0] == pytest.approx([(78 + 33) / 2 * 2e-6] * 2 + [78 * 2e-6])
+    whole = replace(PAIRS, windows=own.window_shares(0, 5)).seconds([np.array([[0, 0, 12]])])
+    assert np.dot(one.layers, found.forward[:, 0]) == pytest.approx(5 * whole[0, 0])
 
 
 def imagined_times(of, times=pass_times):

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.cost.models import Windows
 from wlb_titan.plan import COUNT, OFFSET
 
 
@@ -245,7 +246,7 @@ class AttentionLatency:
     heads: int  # query heads on this device: those of the model over the tensor-parallel degree
     source: str  # where the coefficients come from, for reports
     measured_to: int | None = None  # keys of the longest measured segment, beyond which it extrapolates
-    windows: tuple[tuple[int, float], ...] = ()  # (keys, share of the layers) for each sliding window
+    windows: Windows = ()
     group: int = 1  # query heads that share a key head
 
     def work(self, q_len: NDArray[Any], kv_len: NDArray[Any]) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
+
+Windows = tuple[tuple[int, float], ...]
+"""Sliding windows, in keys, and the share of layers that has each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +33,9 @@ class ModelShape:
     visits: float = 0.0  # routed experts that a token visits; like `routed_width`, a mean over all layers
     v_head_dim: int | None = None  # of values; None: `head_dim`
     projections: int | None = None  # weights of a layer's attention, if it is latent; None: from the shape
-    windows: tuple[tuple[int, int], ...] = ()  # (keys, layers) of each; keys that a query sees, with its own
+    windows: tuple[int | None, ...] = ()
+    """By layer the keys that a query sees, with its own; None: all before it. Empty: no layer has any."""
+
     tied: bool = False  # embedding and head are one table
     qk_norm: bool = False  # queries and keys are normalized before they are rotated
     frozen: bool = False  # only adapters are trained, whose products are too small to count
@@ -60,11 +66,16 @@ class ModelShape:
         """Twice the pairs of query and key in all layers, shaped like `lengths`: in each d^2 for a document
         of d tokens, or w (2 d - w) under a window of w < d keys."""
         d = np.asarray(lengths, dtype=np.float64)
-        total = (self.layers - sum(layers for _, layers in self.windows)) * d * d
-        for window, layers in self.windows:
-            seen = np.minimum(d, window)
-            total = total + layers * seen * (2 * d - seen)
+        total = np.zeros_like(d)
+        for window, layers in Counter(self.windows or [None] * self.layers).items():
+            seen = d if window is None else np.minimum(d, window)
+            total += layers * seen * (2 * d - seen)
         return total
+
+    def window_shares(self, first: int, layers: int) -> Windows:
+        """Of these layers alone."""
+        found = Counter(self.windows[first : first + layers])
+        return tuple((window, count / layers) for window, count in found.items() if window is not None)
 
     def flops(self, lengths: NDArray[Any]) -> float:
         """FLOPs of forward and backward passes over documents of these lengths, without recomputation and

@@ -32,7 +32,7 @@ from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_kernels import SLOWER, Point, fit, hopper, non_negative, predict, taken
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
-from wlb_titan.cost.models import ModelShape
+from wlb_titan.cost.models import ModelShape, Windows
 from wlb_titan.errors import PlanError, refusing, shell_line, warn
 from wlb_titan.files import checked, load, save
 from wlb_titan.kernels.fastest import HOPPER_FAMILY
@@ -54,7 +54,7 @@ class AttentionShape:
     group: int = 1  # query heads that share a key head
     dtype: str = "bfloat16"  # as torch names it
     v_head_dim: int | None = None  # of values, where it differs
-    windows: tuple[tuple[int, float], ...] = ()  # (keys, share of the layers) for each sliding window
+    windows: Windows = ()
 
     @classmethod
     def of(cls, model: ModelShape, tensor_parallel: int, dtype: str = "bfloat16") -> AttentionShape:
@@ -64,7 +64,7 @@ class AttentionShape:
             group=model.heads // model.kv_heads,
             dtype=dtype,
             v_head_dim=None if model.v_head_dim == model.head_dim else model.v_head_dim,
-            windows=tuple((window, layers / model.layers) for window, layers in model.windows),
+            windows=model.window_shares(0, model.layers),
         )
 
     @property

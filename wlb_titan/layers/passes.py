@@ -27,10 +27,11 @@ from wlb_titan.pipeline.graph import PassTimes
 @dataclass(frozen=True, slots=True)
 class Loads:
     """What the passes of one job's micro-batches follow from (shared ones: of `Rates.shared`); float64
-    arrays of one shape."""
+    arrays of one shape, attention's perhaps for each stage."""
 
     tokens: Floats  # with padding
-    forward: Floats  # seconds of one layer's attention on the slowest context-parallel rank
+    forward: Floats
+    """(stages, ...) or for all, seconds of one layer's attention on the slowest context-parallel rank."""
     backward: Floats
     moving: Floats  # seconds of context parallelism in one layer, as in `ExchangeSeconds`
     repeated: Floats

@@ -16,6 +16,7 @@ from wlb_titan.arrays import Floats
 from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, ExchangeCost
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster, load_cluster
+from wlb_titan.cost.models import Windows
 from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_cluster
 from wlb_titan.cost.told import LayerWork, ModelAccount, Shape, Work
 from wlb_titan.errors import PlanError
@@ -68,6 +69,21 @@ class Rates(Layout):
     @cached_property
     def _by_sharers(self) -> dict[int, Rates]:
         return {1: self}
+
+    @cached_property
+    def stage_windows(self) -> list[Windows]:
+        """The sliding windows of each stage's layers."""
+        first = np.cumsum((0, *self.layers[:-1])).tolist()
+        return [self.model.window_shares(*own) for own in zip(first, self.layers, strict=True)]
+
+    @cached_property
+    def by_windows(self) -> dict[Windows, Rates]:
+        """The rates at which stages attend whose layers have these windows."""
+        if len(kinds := set(self.stage_windows)) == 1:
+            return {windows: self for windows in kinds}
+        own = {field.name: getattr(self, field.name) for field in fields(Rates)}
+        attending = {windows: replace(self.latency, windows=windows) for windows in kinds}
+        return {windows: Rates(**own | {"attention": latency}) for windows, latency in attending.items()}
 
     @property
     def shared_context(self) -> ContextStrategy.Config:

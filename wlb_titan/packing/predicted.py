@@ -63,16 +63,19 @@ def regrouped_times(rates: Rates, micro_batches: Loads) -> PassTimes:
 
 
 def passing(micro_batches: Sequence[MicroBatch], rates: Rates, context_rank: int | None = None) -> Loads:
-    """Tokens, attention and exchange of micro-batches, as arrays (n,)."""
-    figures = figures_of(micro_batches, rates)
-    pairs = zip(figures, micro_batches, strict=True)
-    attention = np.array([_on_rank(of.seconds, m, context_rank) for of, m in pairs])
+    """Tokens, attention and exchange of micro-batches, as arrays (n,); attention as (stages, n)."""
+    attended = {}
+    for windows, own in rates.by_windows.items():
+        figures = figures_of(micro_batches, own)
+        pairs = zip(figures, micro_batches, strict=True)
+        attended[windows] = np.array([_on_rank(of.seconds, m, context_rank) for of, m in pairs])
+    attention = np.stack([attended[windows] for windows in rates.stage_windows])
     tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
     exchange = np.array([rates.exchanging.seconds(of.travelling) for of in figures])
     mixes = [m.mix for m in micro_batches if m.mix is not None]
     mix = np.stack(mixes, axis=-1).astype(np.float64) if len(mixes) == len(micro_batches) else None
     moving, repeated, latency = exchange.T
-    return Loads(tokens, attention[:, 0], attention[:, 1], moving, repeated, latency, mix)
+    return Loads(tokens, attention[..., 0], attention[..., 1], moving, repeated, latency, mix)
 
 
 def figures_of(micro_batches: Sequence[MicroBatch], rates: Rates) -> list[Figures]:

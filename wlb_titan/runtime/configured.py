@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import fields, replace
 
 import torch
@@ -137,7 +136,7 @@ def model_shape(model: Decoder.Config) -> ModelShape:
     else:
         kv_heads = attention.n_kv_heads or attention.n_heads
         head_dim, v_head_dim = attention.head_dim or model.dim // attention.n_heads, None
-    windows = Counter(layer.attention.inner_attention.window for layer in model.layers)
+    windows = tuple(layer.attention.inner_attention.window for layer in model.layers)
     moes = [layer.moe for layer in model.layers if layer.moe is not None]
     dense = sum(layer.feed_forward.w1.out_features for layer in model.layers if layer.moe is None)
     shared = sum(moe.shared_experts.w1.out_features for moe in moes if moe.shared_experts is not None)
@@ -159,7 +158,7 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         visits=sum(visits) / len(model.layers),
         v_head_dim=v_head_dim,
         projections=_projections(attention),
-        windows=tuple((window, layers) for window, layers in windows.items() if window is not None),
+        windows=windows if any(windows) else (),
         tied=model.enable_weight_tying,
         qk_norm=getattr(attention, "qk_norm", None) is not None,
         # LoRA's adapters stand beside weights that torchtitan freezes as it builds the model.

@@ -156,5 +156,4 @@ def attention_shape(job: Job, context_rank: int) -> Shape:
 
 def windows(job: Job) -> list[int | None]:
     """The different windows of the model's layers; None for layers without one."""
-    windowed = dict(job.model.windows)
-    return [*([None] if sum(windowed.values()) < job.model.layers else []), *windowed]
+    return sorted(set(job.model.windows), key=lambda window: window or 0) or [None]
