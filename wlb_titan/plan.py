@@ -101,6 +101,8 @@ class MicroBatch:
     rank's length / context_parallel tokens is padding. Where data-parallel ranks share it, the first one's
     context-parallel ranks come first, then the second one's, ..."""
 
+    groups: int = 1  # of heads: the keys of one travel while another attends
+
     mix: Ints | None = None
     """int64 (stages, kinds), how many layers of a stage are recomputed in each way of `recompute.KINDS`;
     None: all in the job's way."""
@@ -159,6 +161,7 @@ class MicroBatch:
             record["passes"] = self.passes
         if self.ranks is not None:
             record["sharding"] = self.sharding
+            record["groups"] = self.groups
             record["ranks"] = [rank.tolist() for rank in self.ranks]
         if self.mix is not None:
             record["recomputed"] = self.mix.tolist()
@@ -260,7 +263,7 @@ class Plan:
         """The same of shardings, recomputation and order of the passes of one data-parallel rank."""
         found = hashlib.blake2b(str((before, self.flows and self.flows[dp_rank])).encode(), digest_size=6)
         for m in self.of_rank(dp_rank):
-            found.update(str((m.sharding, m.mix is not None and m.mix.tolist())).encode())
+            found.update(str((m.sharding, m.groups, m.mix is not None and m.mix.tolist())).encode())
             found.update(b"".join(held.tobytes() for held in m.ranks or ()))
         return int(found.hexdigest(), 16)
 

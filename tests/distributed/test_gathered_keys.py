@@ -1,15 +1,19 @@
 """Keys that travel among pairs, among all ranks or not at all give what one process gives: attention over
-ragged documents on ranks of context parallelism, in float64, under several shardings."""
+ragged documents on ranks of context parallelism, in float64, under several shardings; and the same to the bit
+where heads attend in groups, one of which travels while another attends, in eager and in compiled code."""
 
 from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from lab import Cases
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 from wlb_titan.kernels import varlen_attention
 
 from wlb_titan.context.hybrid import levels_of
@@ -18,8 +22,10 @@ from wlb_titan.context.strategy import STRATEGIES, MoveSeconds
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.exchange import AllGatherAttention
+from wlb_titan.runtime.attention.module import Attend, DocumentMask
 from wlb_titan.runtime.dataloader import on_host
 from wlb_titan.runtime.meshes import submesh
+from wlb_titan.runtime.models.compiling import late_waits
 
 
 @cache
@@ -44,17 +50,25 @@ def difference(policy, lengths, token_seconds, sliced, mesh):
     *everything, gradient = (draw(total, *shape) for shape in shapes)
     gradient[tokens:] = 0
     alone, whole = [x.requires_grad_() for x in everything], segments(whole_sequence(lengths), lengths)
-    expected, _ = varlen_attention(*alone, torch.from_numpy(whole), return_lse=True)
-    expected_gradients = torch.autograd.grad(expected, alone, gradient)
+    expected, sums = varlen_attention(*alone, torch.from_numpy(whole), return_lse=True)
+    expected_gradients = torch.autograd.grad((expected, sums), alone, (gradient, torch.cos(sums)))
     own = torch.from_numpy(sequence_positions(sharding, lengths, total)[rank])
     mask = strategy.mask(sharding, lengths, total, rank, slices)
     mine = [x.detach()[own].requires_grad_() for x in everything]
-    attend = partial(varlen_attention, segments=torch.from_numpy(mask.segments), return_lse=True)
-    exchange = tree_map_only(np.ndarray, on_host, mask.exchange)
     attention = AllGatherAttention(config, *meshes(ranks, strategy.levels))
-    out, _ = attention(*mine, exchange, attend, wants_lse=False)
-    gradients = torch.autograd.grad(out, mine, gradient[own])
-    pairs = zip((out, *gradients), (expected, *expected_gradients), strict=True)
+    exchange = tree_map_only(np.ndarray, on_host, mask.exchange)
+
+    def attended(groups, call=lambda attend, *x: attend(*x)):
+        attend = Attend(DocumentMask(torch.from_numpy(mask.segments), groups=groups), [None] * 2, {})
+        out, lse = call(partial(attention, exchange=exchange, attend=attend, wants_lse=True), *mine)
+        return [out, *torch.autograd.grad((out, lse), mine, (gradient[own], torch.cos(lse)))], lse
+
+    found, lse = attended(1)
+    for call in (lambda attend, *x: attend(*x), partial(checkpoint, use_reentrant=False)):
+        both = attended(2, call)
+        same = all(map(torch.equal, [*both[0], both[1]], [*found, lse]))
+        assert same, "heads in groups give something else"
+    pairs = zip(found, (expected, *expected_gradients), strict=True)
     # A rank may have nothing but padding.
     worst = max(float(((a - b[own]) * (own < tokens)[:, None, None]).detach().abs().max()) for a, b in pairs)
     return worst, [len(level.order) > 0 for level in mask.exchange.levels]
@@ -80,10 +94,53 @@ def run_gather(*, name, words):
     return [result for rank in everyone for result in rank]
 
 
+CALLS = {
+    "_c10d_functional::all_gather_into_tensor": "gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce",
+    "_c10d_functional::wait_tensor": "wait",
+    "wlb_titan::varlen_attention": "attend",
+    "wlb_titan::varlen_attention_backward": "attend back",
+}
+
+
+def run_order(*, name, words, groups):
+    """Every rank's calls in order, forward and backward, of attention in groups: eager and compiled."""
+    dist.init_process_group("gloo")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    lengths, total = np.array([60, 4]), 64
+    config = STRATEGIES.configure("per_document")
+    strategy = config.make(ranks, hopper(16, 4))
+    _, sharding = strategy.shard(lengths, total)
+    mask = strategy.mask(sharding, lengths, total, rank)
+    attention, exchange = AllGatherAttention(config, *meshes(ranks, strategy.levels)), mask.exchange
+    attend = Attend(DocumentMask(torch.from_numpy(mask.segments), groups=groups), [None] * groups, {})
+    exchange = tree_map_only(np.ndarray, on_host, exchange)
+    mine = [torch.randn(total // ranks, 4, 16, requires_grad=True) for _ in range(3)]
+
+    def layer(*x):
+        return attention(*(2 * one for one in x), exchange, attend, wants_lse=False)[0] * 3
+
+    changed = {"reorder_for_compute_comm_overlap": True, "force_disable_caches": True}
+    changed["reorder_for_compute_comm_overlap_passes"] = [late_waits]
+    seen = []
+    for call in (layer, torch.compile(layer, fullgraph=True)):
+        with torch._inductor.config.patch(**changed):
+            call(*mine).sum().backward()
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            gradients = torch.autograd.grad(call(*mine).sum(), mine)
+            [gradient + 0 for gradient in gradients]
+        events = sorted(found.events(), key=lambda event: event.time_range.start)
+        seen.append([CALLS[event.name] for event in events if event.name in CALLS])
+    everyone = [None] * ranks
+    dist.all_gather_object(everyone, seen)
+    return everyone
+
+
 @pytest.fixture(scope="module")
 def results(fork_server, tmp_path_factory):
     results = Cases(fork_server, tmp_path_factory.mktemp("gathered"))
     results.add("gather", {"cp2": {}, "cp4": {}})
+    results.add("order", {"cp2 compiled": {"groups": 4}})
     return results
 
 
@@ -99,3 +156,11 @@ def test_attention_equals_one_process(results, ranks):
         assert used == {(False,), (True,)}
     else:  # nothing, all four ranks, and pairs besides
         assert used >= {(False, False), (False, True), (True, True)}
+
+
+def test_keys_travel_while_other_heads_attend(results):
+    """All gathers begin first; a group's gradients travel while the next group goes back."""
+    forward = [*["gather"] * 4, *["wait", "attend"] * 4]
+    order = [*forward, *["attend back", "reduce"] * 4, *["wait"] * 4]
+    eager_and_compiled = [order, order]
+    assert results["cp2 compiled"] == [eager_and_compiled] * 2

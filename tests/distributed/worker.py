@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lab import CONFIG
 from pipeline_reference import Reference, Sequence, differences, step_data, valid_tokens
 from recording import RECORDER
-from test_gathered_keys import run_gather
+from test_gathered_keys import run_gather, run_order
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from trainers import WorkerTrainer, gathered
@@ -230,7 +230,7 @@ def run_abort(*, name, words, aborts):
     return name
 
 
-RUNS = (run_plan, run_pipeline, run_weights, run_drill, run_calls, run_abort, run_gather)
+RUNS = (run_plan, run_pipeline, run_weights, run_drill, run_calls, run_abort, run_gather, run_order)
 KINDS = {run.__name__.removeprefix("run_"): run for run in RUNS}
 
 

@@ -238,14 +238,14 @@ MODELS = {
     ),
     "gpt_oss.config_registry:gpt_oss_20b": (
         3.61e9,
-        {"layers": 24, "windows": ((128, 12),), "v_head_dim": None},
+        {"layers": 24, "windows": (128, None) * 12, "v_head_dim": None},
     ),
     "deepseek_v3.config_registry:deepseek_v3_671b": (
         37.5e9 - 129280 * 7168,
         {"head_dim": 192, "v_head_dim": 128, "heads": 128, "kv_heads": 128, "experts": 256}
         | {"visits": 8 * 58 / 61},  # three layers are dense
     ),
-    "muse_glimmer.config_registry:muse_glimmer_30b": (None, {"windows": ((2048, 39),)}),
+    "muse_glimmer.config_registry:muse_glimmer_30b": (None, {"windows": (2048, 2048, 2048, None) * 13}),
 }
 
 

@@ -19,7 +19,7 @@ from torchtitan.models.common.linear import Linear
 from trainers import Watch
 
 from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask, documents_vary
-from wlb_titan.runtime.models import checkpointing
+from wlb_titan.runtime.models import checkpointing, compiling
 from wlb_titan.runtime.models.bases import PairwiseRoPE, base_config, llama_spec
 from wlb_titan.runtime.one_rank.dry_trace import Trace
 
@@ -56,7 +56,7 @@ def test_a_bias_over_one_compiles_under_full_checkpointing():
     FullAC.Config().build().apply(model)
     block = model["layers"]["0"]
     torch._dynamo.reset()
-    with inductor.patch(joint_custom_post_pass=checkpointing.KeepInputs()):
+    with inductor.patch(joint_custom_post_pass=compiling.KeepInputs()):
         compiled = torch.compile(block, fullgraph=True)
         x = torch.randn(4, 8, requires_grad=True)
         inputs = (x, *block.parameters())

@@ -294,7 +294,7 @@ class Turned(Hybrid):
 @given(packs=st.lists(ragged, min_size=2, max_size=5), ranks=degrees, cut=st.booleans())
 @settings(max_examples=25)
 def test_micro_batches_together_are_divided_and_predicted_as_each_alone(kind, packs, ranks, cut):
-    strategy = kind(None, ranks, LATENCY, [MoveSeconds(1e-8, 1e-6)] * len(levels_of(ranks)))
+    strategy = kind.Config().make(ranks, LATENCY, [MoveSeconds(1e-8, 1e-6)] * len(levels_of(ranks)))
     sizes = [padded([ranks, *pack], ranks) for pack in packs]
     slices = [Slices(lengths // 2 * 7, lengths % 3 == 0) if cut else None for lengths, _ in sizes]
     packs = [(*size, of_pack) for size, of_pack in zip(sizes, slices, strict=True)]

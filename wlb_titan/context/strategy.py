@@ -215,6 +215,11 @@ class ContextStrategy(Plugin, ABC):
         """
         return ({"cp": self.ranks},)
 
+    @property
+    def groups(self) -> Sequence[int]:
+        """Numbers of groups in which heads may attend, one after the other; the fastest is taken."""
+        return (1,)
+
     def check(self, model: ModelShape, tensor: int) -> None:
         """Raises PlanError, with the setting to blame, for a model whose heads it cannot share."""
 

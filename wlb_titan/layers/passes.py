@@ -31,7 +31,8 @@ class Loads:
 
     tokens: Floats  # with padding
     forward: Floats
-    """(stages, ...) or for all, seconds of one layer's attention on the slowest context-parallel rank."""
+    """(stages, ...) or for all, seconds of one layer's attention on the slowest context-parallel rank,
+    less those of its exchange that run beside it."""
     backward: Floats
     moving: Floats  # seconds of context parallelism in one layer, as in `ExchangeSeconds`
     repeated: Floats

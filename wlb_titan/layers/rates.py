@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from wlb_titan.cost.models import Windows
 from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_cluster
 from wlb_titan.cost.told import LayerWork, ModelAccount, Shape, Work
 from wlb_titan.errors import PlanError
+from wlb_titan.layers.groups import hidden
 from wlb_titan.layers.layout import Layout
 from wlb_titan.layers.recompute import KINDS, Recompute
 from wlb_titan.pipeline.schedule import KNOWN, SCHEDULES
@@ -60,14 +61,26 @@ class Rates(Layout):
         """The rates of micro-batches that so many data-parallel ranks share (DP-Merge), who are as many times
         the context-parallel ranks. Raises PlanError where the strategy cannot have so many."""
         if sharers not in self._by_sharers:
-            own = {field.name: getattr(self, field.name) for field in fields(Rates)}
             degrees = replace(self.degrees, context=sharers * self.degrees.context)
-            own |= {"degrees": degrees, "context": self.shared_context}
-            self._by_sharers[sharers] = Rates(**own)
+            self._by_sharers[sharers] = self._but(degrees=degrees, context=self.shared_context)
         return self._by_sharers[sharers]
 
     @cached_property
     def _by_sharers(self) -> dict[int, Rates]:
+        return {1: self}
+
+    def _but(self, **changes: Any) -> Rates:
+        return Rates(**{field.name: getattr(self, field.name) for field in fields(Rates)} | changes)
+
+    def of_group(self, groups: int) -> Rates:
+        """The rates of a group's attention, of so many equal groups of heads."""
+        if groups not in self._by_groups:
+            latency = replace(self.latency, heads=self.latency.heads // groups)
+            self._by_groups[groups] = self._but(attention=latency)
+        return self._by_groups[groups]
+
+    @cached_property
+    def _by_groups(self) -> dict[int, Rates]:
         return {1: self}
 
     @cached_property
@@ -81,9 +94,8 @@ class Rates(Layout):
         """The rates at which stages attend whose layers have these windows."""
         if len(kinds := set(self.stage_windows)) == 1:
             return {windows: self for windows in kinds}
-        own = {field.name: getattr(self, field.name) for field in fields(Rates)}
         attending = {windows: replace(self.latency, windows=windows) for windows in kinds}
-        return {windows: Rates(**own | {"attention": latency}) for windows, latency in attending.items()}
+        return {windows: self._but(attention=latency) for windows, latency in attending.items()}
 
     @property
     def shared_context(self) -> ContextStrategy.Config:
@@ -125,7 +137,32 @@ class Rates(Layout):
                 packs = [(m.lengths, m.shared_length, m.elsewhere) for m in map(sized.__getitem__, places)]
                 for place, (name, ranks) in zip(places, strategy.shard_all(packs), strict=True):
                     result[place] = replace(sized[place], sharding=name, ranks=ranks)
+        return self.grouped(result)
+
+    def grouped(self, sharded: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Micro-batches whose heads attend in the number of groups that is predicted fastest of the
+        strategy's."""
+        result = list(sharded)
+        for place, m in enumerate(sharded):
+            own = self.shared(m.sharers)
+            groups = own.strategy.groups if own.strategy is not None else (1,)
+            best = groups[0] if len(groups) == 1 else min(groups, key=partial(own._passes, m))
+            if best != m.groups:
+                result[place] = replace(m, groups=best)
         return result
+
+    def _passes(self, sharded: MicroBatch, groups: int) -> float:
+        """Seconds of a layer's attention and exchange in both passes of a micro-batch."""
+        strategy = self.of_group(groups).strategy
+        assert strategy is not None and sharded.ranks is not None
+        (figures,) = strategy.figures([(sharded.ranks, sharded.shared_length, sharded.elsewhere)])
+        attention, exchange = (
+            groups * figures.seconds.max(axis=0),
+            self.exchanging.seconds(figures.travelling),
+        )
+        waits = np.array(exchange.moving + groups * exchange.latency)
+        beside = hidden(attention, waits, np.array(groups), self.latency.units)
+        return float((attention + waits - beside).sum())
 
     @cached_property
     def latency(self) -> AttentionLatency:

@@ -14,6 +14,7 @@ import numpy as np
 from wlb_titan.arrays import Floats
 from wlb_titan.context.layout import whole_sequence, with_prefix
 from wlb_titan.context.strategy import ALL_KEYS, Figures, KeyShares
+from wlb_titan.layers.groups import hidden
 from wlb_titan.layers.passes import Loads, pass_times, repeated_seconds
 from wlb_titan.layers.rates import Rates
 from wlb_titan.layers.recompute import KINDS
@@ -75,13 +76,26 @@ def passing(micro_batches: Sequence[MicroBatch], rates: Rates, context_rank: int
     mixes = [m.mix for m in micro_batches if m.mix is not None]
     mix = np.stack(mixes, axis=-1).astype(np.float64) if len(mixes) == len(micro_batches) else None
     moving, repeated, latency = exchange.T
+    groups = np.array([m.groups for m in micro_batches])
+    latency = groups * latency
+    waits = (moving + latency)[:, None]
+    attention -= hidden(attention, waits, groups[:, None], rates.latency.units)
     return Loads(tokens, attention[..., 0], attention[..., 1], moving, repeated, latency, mix)
 
 
 def figures_of(micro_batches: Sequence[MicroBatch], rates: Rates) -> list[Figures]:
     """Of micro-batches that are divided by the job's strategy, or not at all."""
     if rates.strategy is not None and all(m.ranks is not None for m in micro_batches):
-        return rates.strategy.figures([(m.ranks or (), m.shared_length, m.elsewhere) for m in micro_batches])
+        found: list[Figures] = [Figures(np.zeros(0), (), ALL_KEYS)] * len(micro_batches)
+        for groups in {m.groups for m in micro_batches}:
+            strategy = rates.of_group(groups).strategy
+            places = [place for place, m in enumerate(micro_batches) if m.groups == groups]
+            packs = [
+                (m.ranks or (), m.shared_length, m.elsewhere) for m in map(micro_batches.__getitem__, places)
+            ]
+            for place, of in zip(places, strategy.figures(packs) if strategy else (), strict=True):
+                found[place] = of._replace(seconds=groups * of.seconds)
+        return found
     whole = [with_prefix((whole_sequence(m.lengths),), m.prefix) for m in micro_batches]
     held = np.array([m.lengths.sum() for m in micro_batches])
     seconds = rates.latency.seconds([shard for (shard,) in whole], held)

@@ -35,7 +35,7 @@ from wlb_titan.runtime.configured import job_of, parallel_dims
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims, context_meshes
-from wlb_titan.runtime.models.checkpointing import prepare_compiling
+from wlb_titan.runtime.models.compiling import prepare_compiling
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.choice import predicted
 from wlb_titan.summary import bench_rows, best_in_turns

@@ -48,6 +48,9 @@ from torch._dynamo.decorators import mark_unbacked
 # For `KeepInputs`. Not needed once Inductor's `remove_no_ops` leaves the tags of a graph's inputs alone.
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
 
+# For `late_waits`. Without it: groups of heads are exchanged one after the other where blocks are compiled.
+from torch._inductor.utils import contains_wait
+
 # Tensors with shapes and without memory, on which a dry run runs. Without them: no dry run; torch.compile
 # needs them too, so they will have a successor.
 from torch._subclasses.fake_tensor import (

@@ -88,6 +88,7 @@ class Item:
                 exchange=tree_map_only(np.ndarray, on_host, mask.exchange),
                 rows=None if rows is None else documents_vary(torch.from_numpy(rows)),
                 sharers=micro_batch.sharers,
+                groups=micro_batch.groups,
                 kinds=() if micro_batch.mix is None else kinds_of_layers(micro_batch.mix),
             ),
         )

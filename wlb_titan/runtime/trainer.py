@@ -41,7 +41,8 @@ from wlb_titan.runtime.hugging_face import begin_export, complete_export, drop_r
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Axis, Dims, Made, context_meshes, meets, own_axes
-from wlb_titan.runtime.models.checkpointing import counted_once, prepare_compiling
+from wlb_titan.runtime.models.checkpointing import counted_once
+from wlb_titan.runtime.models.compiling import prepare_compiling
 from wlb_titan.runtime.models.weights import build_optimizers, parallelized
 from wlb_titan.runtime.pipeline.build import Moved, PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline

@@ -38,15 +38,26 @@ class AllGatherAttention:
         wants_lse: bool,
     ) -> Attended:
         """Keys and values travel side by side in one tensor, tokens first, so that a rank receives one piece;
-        all levels are under way together. Attention sees views of one tensor."""
-        tokens_LW = torch.cat([k_LNH.flatten(1), v_LNH.flatten(1)], dim=1)
-        keys_KW = self._gathered(tokens_LW, exchange)
-        k, v = keys_KW.split([x.shape[1] * x.shape[2] for x in (k_LNH, v_LNH)], dim=1)
-        return attend(q_LNH, k.unflatten(1, k_LNH.shape[1:]), v.unflatten(1, v_LNH.shape[1:]))
+        all levels and groups of heads are under way together. Attention sees views of one tensor.
 
-    def _gathered(self, tokens_LW: torch.Tensor, exchange: KeyExchange) -> torch.Tensor:
-        """Rows of the documents that this rank attends to, in the order of the mask's keys; the gradients of
-        gathered rows are summed over the ranks."""
+        One group attends while the next ones' keys travel. Autograd takes the last group first: its keys'
+        gradients travel while the attention of the one before is differentiated."""
+        heads = list(zip(*(x.chunk(attend.groups, dim=1) for x in (q_LNH, k_LNH, v_LNH)), strict=True))
+        sent = [self._sent(torch.cat([k.flatten(1), v.flatten(1)], dim=1), exchange) for _, k, v in heads]
+        attended: list[Attended] = []
+        for group, (q, k, v) in enumerate(heads):
+            after = None if len(heads) == 1 else attended[-1][0] if attended else q
+            rows_KW = _in_order(*sent.pop(0), after)
+            keys, values = rows_KW.split([k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]], dim=1)
+            keys, values = keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
+            attended.append(attend(q, keys, values, group))
+        if len(heads) == 1:
+            return attended[0]
+        outputs, lses = zip(*attended, strict=True)
+        return torch.cat(outputs, dim=1), torch.cat(lses) if wants_lse else lses[0]
+
+    def _sent(self, tokens_LW: torch.Tensor, exchange: KeyExchange) -> tuple[list[Any], list[torch.Tensor]]:
+        """What `_in_order` takes, with the rows that other ranks need under way."""
         levels = zip(exchange.levels, self._meshes, strict=True)
         under_way, sizes, begin = [], [], 0
         for (order, sent), mesh in reversed(list(levels)):  # the widest level's tokens come first
@@ -63,11 +74,38 @@ class AllGatherAttention:
             sizes.append(sent)
             begin += sent
         *parts, own = tokens_LW.split([*sizes, len(tokens_LW) - begin])
-        # Each level's gathered rows are free once they are in order.
-        keys = [_InDocumentOrder.apply(part, *under_way.pop(0)) for part in parts]
-        if exchange.kept:
-            keys.append(own)
-        return keys[0] if len(keys) == 1 else torch.cat(keys)
+        return [(part, *one) for part, one in zip(parts, under_way, strict=True)], [
+            own
+        ] if exchange.kept else []
+
+
+def _in_order(under_way: list[Any], own: list[torch.Tensor], after: torch.Tensor | None) -> torch.Tensor:
+    """Rows of the documents that this rank attends to, in the order of the mask's keys; the gradients of
+    gathered rows are summed over the ranks."""
+    # Each level's gathered rows are free once they are in order.
+    keys = [_InDocumentOrder.apply(*under_way.pop(0), after) for _ in range(len(under_way))] + own
+    return keys[0] if len(keys) == 1 else torch.cat(keys)
+
+
+def _rows_in_order(gathered: torch.Tensor, order: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return gathered.index_select(0, order)
+
+
+def _rows_by_rank(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    by_rank = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    return by_rank.index_copy_(0, order, rows)
+
+
+# As ops of their own, which compiled code fuses with no other group's: one kernel for the keys of two groups
+# would wait for both. `after` is what the rank computes first.
+_library = torch.library.Library("wlb_titan", "FRAGMENT")
+for _schema, _rows in {
+    "rows_in_order(Tensor gathered, Tensor order, Tensor after) -> Tensor": _rows_in_order,
+    "rows_by_rank(Tensor rows, Tensor order) -> Tensor": _rows_by_rank,
+}.items():
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_schema.partition("(")[0], _rows, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"wlb_titan::{_schema.partition('(')[0]}", _rows, lib=_library)
 
 
 class _InDocumentOrder(torch.autograd.Function):
@@ -85,20 +123,22 @@ class _InDocumentOrder(torch.autograd.Function):
         order: torch.Tensor,
         mesh: DeviceMesh,
         offset: int,
+        after: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.mesh, ctx.rows = mesh, slice(offset, offset + len(part))
+        ctx.mesh, ctx.rows, ctx.alone = mesh, slice(offset, offset + len(part)), after is None
         ctx.save_for_backward(order)
-        return gathered.index_select(0, order)
+        if after is None:
+            return gathered.index_select(0, order)
+        return torch.ops.wlb_titan.rows_in_order.default(gathered, order, after)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        by_rank.index_copy_(0, order, grad)
+        by_rank = (_rows_by_rank if ctx.alone else torch.ops.wlb_titan.rows_by_rank.default)(grad, order)
         rows = DTensor.from_local(by_rank, ctx.mesh, (Partial(),), run_check=False)
         # Whoever uses the result waits for it: the gradients of all levels travel together.
         own = rows.redistribute(ctx.mesh, (Shard(0),), async_op=True).to_local()
-        return own[ctx.rows], None, None, None, None
+        return own[ctx.rows], None, None, None, None, None
 
 
 class UlyssesAttention:

@@ -12,9 +12,8 @@ Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 
+from wlb_titan.context.all_gather import MOST_GROUPS
 from wlb_titan.context.strategy import ContextStrategy
 from wlb_titan.job import Job
 from wlb_titan.kernels import varlen_attention
@@ -33,9 +33,6 @@ from wlb_titan.runtime.meshes import ContextMeshes
 
 # Output (tokens, heads, H) and log-sum-exp, float32 (heads, tokens).
 Attended = tuple[torch.Tensor, torch.Tensor]
-
-# Within the rank's segments: q, k, v (tokens, heads, H), k and v of the whole micro-batch in sequence order.
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Attended]
 
 _layers = itertools.count()
 
@@ -49,6 +46,7 @@ class DocumentMask:
     rows: torch.Tensor | None = None  # int64 (n, 4) on the CPU, see `kv_cache`; None without slices
     cache: torch.Tensor | None = None  # int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`
     sharers: int = 1  # data-parallel ranks that share the micro-batch; each number has a compiled graph
+    groups: int = 1  # of heads, as of `MicroBatch.groups`; each number has a compiled graph
     kinds: tuple[str, ...] = ()  # of recomputation, of each layer of the model; empty: `kind` for all
     kind: str = "selective"  # the same of the layer at hand
 
@@ -57,6 +55,31 @@ def documents_vary(segments: torch.Tensor) -> torch.Tensor:
     """Marks a tensor (S, 4): S is a variable in compiled code, even if it is 1."""
     mark_unbacked(segments, 0)
     return segments
+
+
+class Attend:
+    """The kernel, within this rank's segments; called once for each of `groups` groups of heads.
+
+    Args:
+        layers: a number by which slices find earlier ones' keys, for each group; int64 () on the CPU.
+        options: of `varlen_attention`.
+    """
+
+    def __init__(
+        self, mask: DocumentMask, layers: Sequence[torch.Tensor], options: Mapping[str, Any]
+    ) -> None:
+        self.groups = mask.groups
+        self._mask, self._layers, self._options = mask, layers, options
+
+    def __call__(
+        self, q_LNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, group: int = 0
+    ) -> Attended:
+        """k and v are of the whole micro-batch, in the order of the mask's keys."""
+        mask, options = self._mask, self._options
+        if mask.rows is None:
+            return varlen_attention(q_LNH, k_LNH, v_LNH, mask.segments, return_lse=True, **options)
+        where = mask.segments, mask.rows, mask.cache, self._layers[group]
+        return sliced_attention(q_LNH, k_LNH, v_LNH, *where, **options)
 
 
 class ContextAttention(Protocol):
@@ -83,7 +106,7 @@ class ContextAttention(Protocol):
         Args:
             q_LNH, k_LNH, v_LNH: this rank's tokens; heads and head dims may differ.
             exchange: `DocumentMask.exchange`.
-            attend: the kernel, on this rank's segments; called once.
+            attend: the kernel, on this rank's segments; called once, or for each of `attend.groups`.
             wants_lse: if not, the log-sum-exp is ignored, and may be that of other tokens.
         """
         ...
@@ -112,7 +135,7 @@ class DocumentAttention(Module):
         }
         self.context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
         self.groups: set[str] = set()  # names of the process groups that share keys and values
-        self._layer = torch.tensor(next(_layers), device="cpu")  # by which slices find earlier ones' keys
+        self._layers = [torch.tensor(next(_layers), device="cpu") for _ in range(MOST_GROUPS)]
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Leaves `forward` as it is: the strategy brings in other ranks' tensors."""
@@ -142,7 +165,7 @@ class DocumentAttention(Module):
         """
         assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
-        attend = self._attend(attention_masks, scale)
+        attend = Attend(attention_masks, self._layers, {"scale": scale, **self._options})
         sharers = attention_masks.sharers
         if sharers in self.context:
             out_LNH, lse_NL = self.context[sharers](
@@ -153,13 +176,6 @@ class DocumentAttention(Module):
             out_LNH, lse_NL = attend(q, k, v)
         out_BLNH = out_LNH.unsqueeze(0)
         return out_BLNH if out_transform is None else out_transform(out_BLNH, lse_NL.T.unsqueeze(0))
-
-    def _attend(self, mask: DocumentMask, scale: float | None) -> Attend:
-        options = {"scale": scale, **self._options}
-        if mask.rows is None:
-            return partial(varlen_attention, segments=mask.segments, return_lse=True, **options)
-        where = {"segments": mask.segments, "rows": mask.rows, "cache": mask.cache, "layer": self._layer}
-        return partial(sliced_attention, **where, **options)
 
 
 def attentions(parts: Sequence[nn.Module]) -> list[DocumentAttention]:

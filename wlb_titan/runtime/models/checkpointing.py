@@ -2,10 +2,6 @@
 
 torchtitan applies a class of its own protocol to every block. Ours are kinds by themselves, and `AsNeededAC`.
 Under all of them experts count each token once, which their balance follows.
-
-torchtitan compiles each transformer block: the first length as a constant, the second with symbols for
-whatever changed, and that graph serves every further length. The documents of a micro-batch are one tensor
-whose number of rows is a symbol from the start. `prepare_compiling` says which other graphs there are.
 """
 
 from __future__ import annotations
@@ -17,9 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch._inductor.config
 from torch import nn
-from torch.fx import Graph
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
@@ -27,14 +21,10 @@ from torchtitan.distributed import activation_checkpoint as titan
 from torchtitan.protocols.model_spec import ModelSpec
 
 import wlb_titan.runtime.attention.kv_cache  # noqa: F401 - registers the ops named below
-from wlb_titan.job import Job
-from wlb_titan.layers.recompute import KINDS
 from wlb_titan.runtime.attention.module import DocumentMask, attentions
 from wlb_titan.runtime.compat import (
     ActivationWrapper,
-    CustomGraphPass,
     checkpoint_wrapper,
-    get_custom_graph_passes,
     in_backward_pass,
 )
 
@@ -178,34 +168,6 @@ class AsNeededBlock(ActivationWrapper):
         if mask.kind == "none":
             return block(hidden, mask, *rest, **kwargs)
         return self._calls[mask.kind](block, hidden, mask, *rest, **kwargs)
-
-
-def prepare_compiling(job: Job) -> None:
-    """Raises torch's limit of graphs to one for each kind of recomputation and each set of collectives: a
-    micro-batch uses only those that gather keys for its documents. Has Inductor run `KeepInputs`, after any
-    other passes that are set."""
-    graphs = sum(2 ** (1 + len(shared.exchanging.moves)) for shared in job.by_sharers.values())
-    graphs *= len(KINDS) if job.mixes else 1
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
-    passes = get_custom_graph_passes(torch._inductor.config.joint_custom_post_pass)
-    if not any(isinstance(one, KeepInputs) for one in passes):
-        torch._inductor.config.joint_custom_post_pass = [*passes, KeepInputs()]
-
-
-class KeepInputs(CustomGraphPass):
-    """Removes the tags that have a block's inputs recomputed in the backward pass.
-
-    Inductor replaces x / 1 by x, which then has the division's tag. If x is a parameter, nothing computes it,
-    and torch's partition fails: "AssertionError: Node add_21 was invalid, but is output". gpt-oss would not
-    compile under full checkpointing: it divides a bias by the tensor-parallel degree.
-    """
-
-    def __call__(self, graph: Graph) -> None:
-        for node in graph.find_nodes(op="placeholder"):
-            node.meta.pop("recompute", None)
-
-    def uuid(self) -> str:
-        return "wlb_titan.KeepInputs.1"
 
 
 def count_once(part: nn.Module) -> None:
