@@ -134,7 +134,7 @@ class Planner:
         packing = self.policy.next()
         if self._rules is not None:
             self._rules.check(self.policy, packing)
-        forward, backward = packing.works or packing.pass_work(self._job.cost_model)
+        forward, backward = packing.pass_work(self._job.cost_model)
         workloads = forward + backward
         if packing.assigned is not None:
             assigned = packing.assigned

@@ -118,10 +118,8 @@ class Hybrid(Adaptive):
         order = np.lexsort((-work, of))
         order = order[others[order]]
         padding = packs.totals - np.bincount(of, lengths).astype(np.int64)
-        for number, own in enumerate(np.split(order, np.searchsorted(of[order], np.arange(1, len(share))))):
-            if not len(own):
-                continue
-            mine = of[rows] == number
+        for number in np.unique(of[order]).tolist():
+            own, mine = order[of[order] == number], of[rows] == number
             load = (attention[mine] * places.has[:, chosen[mine]]).sum(axis=1)
             most = max(filled[:, number].mean(), 1)
             load += attention[mine & (chosen == last)].sum() * filled[:, number] / most
@@ -155,8 +153,7 @@ def _in_halves(begins: Ints, lengths: Ints, of: Ints, tokens: Ints) -> list[Ints
         tokens[:, of[now]] -= taken
         chunks = np.concatenate([taken // 2, (taken - taken // 2)[::-1]])
         ends = begins[now] + np.cumsum(chunks, axis=0)
-        owner = there_and_back + of[now] * len(tokens)
-        runs.append(np.stack([owner, ends - chunks, ends]).reshape(3, -1))
+        runs.append(np.stack([there_and_back + of[now] * len(tokens), ends - chunks, ends]).reshape(3, -1))
     return runs
 
 

@@ -94,8 +94,7 @@ def cost_model(text: str, rates: Any) -> CostModel:
 
 def workload(model: CostModel, lengths: NDArray[Any]) -> Floats:
     """float64 (n,), work of both passes: what packing balances."""
-    forward, backward = model.passes(lengths)
-    return np.asarray(forward + backward)
+    return np.asarray(model.passes(lengths).sum(axis=0))
 
 
 class Quadratic(CostModel):

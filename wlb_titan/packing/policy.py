@@ -57,8 +57,6 @@ class Packing:
     assigned: list[list[int]] | None = None
     """Numbers of each data-parallel rank's packs, in order; None leaves that to the planner. A pack that
     ranks share (DP-Merge) has the same place on all of them."""
-    works: tuple[Floats, Floats] | None = None
-    """`pass_work` of the job's cost model, where the policy has it already."""
 
     def work(self, work_of: WorkOf) -> Floats:
         """float64 (packs,), or (2, packs) of two passes: each rank's share of the work, which `work_of` gives

@@ -165,8 +165,7 @@ class Slim(PackingPolicy):
             self._solver.start_step()
         step, flow = self._fitting(_batch(self._arrivals))
         self._latest = step.orders, flow
-        gap = None if self._solver is None else self._solver.gap
-        return replace(step.packing, gap=gap, works=(step.forward, step.backward))
+        return step.packing if self._solver is None else replace(step.packing, gap=self._solver.gap)
 
     def _fitting(self, batch: Pack) -> tuple[Step, Flow]:
         """The packs of a step: M on each rank; more, the fewest that fit memory or those that need least, if
