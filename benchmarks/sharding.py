@@ -54,14 +54,14 @@ def searched(strategy: Hybrid, micro_batch: MicroBatch) -> float:
     rng = np.random.default_rng(0)
     found = []
     for chosen in (search(places, large, share)[:, 0], np.full(len(lengths), last)):
-        least = float(strategy.predicted(packs, strategy.spread(packs, large, chosen[:, None]))[0])
+        least = float(strategy.predicted(packs, [strategy.spread(packs, large, chosen[:, None])])[0, 0])
         for _ in range(STEPS // 2):
             moved = chosen.copy()
             moved[rng.integers(len(chosen), size=rng.integers(1, 4))] = rng.integers(last + 1)
             taken = places.has[:, moved] @ (lengths / places.sizes[places.level[moved]])
             if (taken > share - spare).any() or (moved[everywhere] != last).any():
                 continue
-            seconds = float(strategy.predicted(packs, strategy.spread(packs, large, moved[:, None]))[0])
+            seconds = float(strategy.predicted(packs, [strategy.spread(packs, large, moved[:, None])])[0, 0])
             if seconds <= least:
                 chosen, least = moved, seconds
         found.append(least)
@@ -85,7 +85,8 @@ def compared(context: int, tensor: int, name: str, count: int) -> dict[str, Any]
     for draft in drafts[:count]:
         begin = time.process_time()
         packs = Joined.of([(draft.lengths, draft.length, draft.elsewhere)])
-        predicted = [float(strategy.predicted(packs, tried)[0]) for _, tried in strategy.candidates(packs)]
+        _, tried = zip(*strategy.candidates(packs), strict=True)
+        predicted = strategy.predicted(packs, tried)[:, 0].tolist()
         processor += time.process_time() - begin
         seconds.append((min(predicted[:2]), min(predicted), searched(strategy, draft)))
         token = job.token

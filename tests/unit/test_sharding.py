@@ -275,9 +275,9 @@ def test_a_search_is_never_far_from_the_best_of_all_places(lengths, ranks, price
         taken = places.has[:, list(chosen)] @ (large.lengths[:, 0] / places.sizes[places.level[list(chosen)]])
         if (taken <= total // ranks - len(levels_of(ranks)) + 1).all():
             sharding = hybrid.spread(packs, large, np.array(chosen)[:, None])
-            best = min(best, float(hybrid.predicted(packs, sharding)[0]))
+            best = min(best, float(hybrid.predicted(packs, [sharding])[0, 0]))
     _, sharding = hybrid.divide(lengths, total, None)
-    assert hybrid.predicted(packs, sharding)[0] <= 1.25 * best
+    assert hybrid.predicted(packs, [sharding])[0, 0] <= 1.25 * best
 
 
 class Turned(Hybrid):

@@ -176,7 +176,7 @@ class Adaptive(AllGather):
     def _divided(self, packs: Sequence[Unsharded]) -> list[tuple[str, Sharding]]:
         together = Joined.of(packs)
         names, tried = zip(*self.candidates(together), strict=True)
-        best = np.argmin([self.predicted(together, sharding) for sharding in tried], axis=0).tolist()
+        best = self.predicted(together, tried).argmin(axis=0).tolist()
         owners = [range(first, first + self.ranks) for first in range(0, len(tried[0]), self.ranks)]
         sharding = tuple(tried[way][rank] for way, own in zip(best, owners, strict=True) for rank in own)
         sharding = widest_first(sharding, spans(sharding, self.levels, together.slices))
@@ -197,19 +197,21 @@ class Adaptive(AllGather):
             ("per_document", from_runs(*chunks, lengths, ranks)),
         ]
 
-    def predicted(self, packs: Joined, sharding: Sharding) -> Floats:
-        """float64 (micro-batches,), seconds of a layer's attention on the slowest rank, and of gathering its
-        keys."""
-        slices, sent, seen = packs.slices, self._sent(sharding), sharding
+    def predicted(self, packs: Joined, tried: Sequence[Sharding]) -> Floats:
+        """float64 (shardings, micro-batches), seconds of a layer's attention on the slowest rank, and of
+        gathering its keys."""
+        sharding = seen = joined(tried)
+        sent, slices, ways = self._sent(sharding), packs.slices, len(tried)
         held = held_keys(sent, self.levels)
         if slices is not None:
+            slices = Slices(np.tile(slices.prefix, ways), np.tile(slices.cached, ways))
             sent, seen = self._sent(sharding, slices), with_prefix(sharding, slices.prefix)
         most = sent.reshape(len(sent), -1, self.ranks).max(axis=2)
-        moved = np.zeros(len(packs.totals))
+        moved = np.zeros(most.shape[1])
         for tokens, size, move in zip(most, self.levels, self.moves, strict=False):
             moved += np.where(tokens > 0, move.token * size * tokens + move.each, 0.0)
         seconds = self.latency.seconds(seen, held).reshape(-1, self.ranks, 2)
-        return np.asarray(seconds.max(axis=1).sum(axis=1) + moved)
+        return np.asarray(seconds.max(axis=1).sum(axis=1) + moved).reshape(ways, -1)
 
 
 class Level(NamedTuple):

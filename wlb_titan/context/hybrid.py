@@ -118,8 +118,8 @@ class Hybrid(Adaptive):
         order = np.lexsort((-work, of))
         order = order[others[order]]
         padding = packs.totals - np.bincount(of, lengths).astype(np.int64)
-        for number, own in enumerate(np.split(order, np.searchsorted(of[order], np.arange(1, len(share))))):
-            mine = of[rows] == number
+        for number in np.unique(of[order]).tolist():
+            own, mine = order[of[order] == number], of[rows] == number
             load = (attention[mine] * places.has[:, chosen[mine]]).sum(axis=1)
             most = max(filled[:, number].mean(), 1)
             load += attention[mine & (chosen == last)].sum() * filled[:, number] / most
@@ -138,19 +138,22 @@ class Hybrid(Adaptive):
 
 
 def _in_halves(begins: Ints, lengths: Ints, of: Ints, tokens: Ints) -> list[Ints]:
-    """Documents over all ranks of their micro-batch, `of`, in proportion to its `tokens`, (ranks, P): each
-    int64 (3, 2 ranks), as of `from_runs`."""
+    """Documents over all ranks of their micro-batch, `of`, rising, in proportion to its `tokens`, (ranks, P):
+    first documents of all micro-batches, second ones, ..., each int64 (3, n), as of `from_runs`."""
     ranks, runs = np.arange(len(tokens)), []
-    there_and_back = np.concatenate([ranks, ranks[::-1]])
-    for begin, length, number in zip(begins.tolist(), lengths.tolist(), of.tolist(), strict=True):
-        own = tokens[:, number]
-        exact = length * own / own.sum()
+    there_and_back = np.concatenate([ranks, ranks[::-1]])[:, None]
+    turn = np.arange(len(of)) - np.searchsorted(of, of)
+    for number in range(int(turn.max(initial=-1)) + 1):
+        (now,) = np.nonzero(turn == number)
+        length, own = lengths[now], tokens[:, of[now]]
+        exact = length * own / own.sum(axis=0)
         taken = np.floor(exact).astype(np.int64)
-        taken[np.argsort(taken - exact, kind="stable")[: length - int(taken.sum())]] += 1
-        tokens[:, number] -= taken
+        order = np.argsort(taken - exact, axis=0, kind="stable")
+        taken += np.argsort(order, axis=0) < length - taken.sum(axis=0)
+        tokens[:, of[now]] -= taken
         chunks = np.concatenate([taken // 2, (taken - taken // 2)[::-1]])
-        ends = begin + np.cumsum(chunks)
-        runs.append(np.stack([there_and_back + number * len(tokens), ends - chunks, ends]))
+        ends = begins[now] + np.cumsum(chunks, axis=0)
+        runs.append(np.stack([there_and_back + of[now] * len(tokens), ends - chunks, ends]).reshape(3, -1))
     return runs
 
 

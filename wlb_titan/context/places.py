@@ -62,22 +62,33 @@ class Large(NamedTuple):
 def search(places: Places, large: Large, share: Ints) -> Ints:
     """int64 (n, P), the place of each large document; `share`, int64 (P,), is the tokens for which a rank of
     each micro-batch has room."""
+    movable = (large.lengths > 0) & ~large.everywhere
+    chosen = np.full(movable.shape, len(places.level) - 1)
+    (some,) = np.nonzero(movable.any(axis=0))  # the others have no choice
+    if len(some):
+        arrays = "rows", "lengths", "attention", "everywhere", "total", "rest"
+        own = large._replace(**{name: getattr(large, name)[..., some] for name in arrays})
+        chosen[:, some] = _searched(places, own, share[some], movable[:, some])
+    return chosen
+
+
+def _searched(places: Places, large: Large, share: Ints, movable: Bools) -> Ints:
+    """`search`, with at least one document of each micro-batch `movable`, bool (n, P)."""
     state = _Beginnings(places, large, share)
     closed = _closed(places, large, share)
     for document, shut in enumerate(closed):
         documents = np.full(len(share), document)
-        state.move(documents, (state.costs(documents) + shut).argmin(axis=1))
-    least = np.zeros(state.columns.shape)
-    movable = (large.lengths > 0) & ~large.everywhere
+        state.move(documents, (state.costs(documents) + shut).argmin(axis=0))
+    least, columns = np.zeros(state.columns.shape), np.arange(len(state.columns))
     numbers = np.cumsum(movable, axis=0)
-    for number in range(1, min(AGAIN, int(numbers.max(initial=0))) + 1):
+    for number in range(1, min(AGAIN, int(numbers.max())) + 1):
         documents = (numbers >= number).argmax(axis=0)
         moves = (numbers[-1] >= number)[state.columns]
-        was = state.chosen[documents[state.columns], np.arange(len(moves))]
+        was = state.chosen[documents[state.columns], columns]
         state.move(documents, was, -moves.astype(np.int64))
         cost = state.costs(documents)
-        state.move(documents, np.where(moves, cost.argmin(axis=1), was), moves.astype(np.int64))
-        least = np.where(moves, cost.min(axis=1), least)
+        state.move(documents, np.where(moves, cost.argmin(axis=0), was), moves.astype(np.int64))
+        least = np.where(moves, cost.min(axis=0), least)
     best = least.reshape(len(share), -1).argmin(axis=1)
     return np.asarray(
         state.chosen.reshape(len(large.lengths), len(share), -1)[:, np.arange(len(share)), best]
@@ -85,82 +96,80 @@ def search(places: Places, large: Large, share: Ints) -> Ints:
 
 
 def _closed(places: Places, large: Large, share: Ints) -> Floats:
-    """float64 (n, P x beginnings, places), CLOSED where a document may not go at first."""
-    levels, mean = len(places.sizes), large.total / places.sizes[-1]
+    """float64 (n, places, P x beginnings), CLOSED where a document may not go at first."""
+    levels, mean, last = len(places.sizes), large.total / places.sizes[-1], len(places.level) - 1
     part = np.maximum(large.lengths / places.sizes[:, None, None] / share, large.attention / mean)
     part[-1] = 0
     narrowest = (part <= np.array(BOUNDS)[:, None, None, None]).argmax(axis=1)
-    lacking = np.arange(levels)[:, None]  # 0 for none
-    closed = np.empty((*large.lengths.shape, len(BOUNDS) + levels, len(places.level)), dtype=np.bool_)
-    closed[:, :, : len(BOUNDS)] = places.level != np.moveaxis(narrowest, 0, -1)[..., None]
-    closed[:, :, len(BOUNDS) :] = (places.level == lacking) & (lacking > 0)
-    everywhere = large.everywhere[..., None, None] & (np.arange(len(places.level)) < len(places.level) - 1)
-    return np.where(everywhere, 2 * CLOSED, CLOSED * closed).reshape(len(closed), -1, len(places.level))
+    level, lacking = places.level[:, None, None], np.arange(levels)  # 0 for none
+    closed = np.empty((len(large.lengths), last + 1, len(share), len(BOUNDS) + levels))
+    closed[..., : len(BOUNDS)] = level != np.moveaxis(narrowest, 0, -1)[:, None]
+    closed[..., len(BOUNDS) :] = (level == lacking) & (lacking > 0)
+    np.copyto(closed[:, :last], 2, where=large.everywhere[:, None, :, None])
+    return CLOSED * closed.reshape(*closed.shape[:2], -1)
 
 
 class _Beginnings:
-    """What is placed so far. Arrays have a column for each beginning of each micro-batch."""
+    """What is placed so far. The last axis of arrays has a column for each beginning of each micro-batch."""
 
     def __init__(self, places: Places, large: Large, share: Ints) -> None:
-        self.places, ranks, beginnings = places, len(places.has), len(BOUNDS) + len(places.sizes)
-        self.columns = np.repeat(np.arange(len(share)), beginnings)  # the micro-batch of each
-        self.last = np.arange(len(places.level)) == len(places.level) - 1
+        self.places, (ranks, last) = places, (len(places.has), len(places.level) - 1)
+        self.columns = np.repeat(np.arange(len(share)), len(BOUNDS) + len(places.sizes))
+        """The micro-batch of each column."""
+        self.last = np.arange(last + 1)[:, None] == last
         self.first_of_level = np.searchsorted(places.level, np.arange(len(places.sizes)))
-        self.lengths = large.lengths.astype(np.float64)
-        # Of each document in each place: tokens that a rank sends, and a rank's seconds.
-        self.sent = np.where(self.last, 0.0, self.lengths[..., None] / places.sizes[places.level])
-        self.seconds = np.moveaxis(large.attention[places.level], 0, -1)
-        columns = len(self.columns)
-        self.room = np.broadcast_to(share[self.columns].astype(np.float64), (ranks, columns))
-        self.load = np.zeros((ranks, columns))
-        self.sending = np.zeros((columns, len(places.level)))
-        self.filling, self.filling_seconds = np.zeros((2, columns))  # over all ranks
-        self.rest = large.total[self.columns]  # seconds of what has no place
+        self.token, self.start = places.token[places.level, None], places.start[places.level, None]
+        lengths, attention = large.lengths.astype(np.float64), large.attention
+        self.brought = np.zeros((5, last + 1, *lengths.shape))
+        """(5, places, n, P), what documents add in each place: to a rank's room, which they take, and to its
+        seconds; to tokens and to seconds over all ranks; and to the seconds of what has no place."""
+        self.brought[0, :last] = -lengths / places.sizes[places.level[:last], None, None]
+        self.brought[1] = attention[places.level]
+        self.brought[2, last], self.brought[3, last] = lengths, attention[-1] * ranks
+        self.brought[4] = -attention[0]
+        self.ranks = np.zeros((2, ranks, len(self.columns)))  # room and seconds
+        self.ranks[0] = share[self.columns]
+        self.sums = np.zeros((3, len(self.columns)))  # the other three
+        self.sums[2] = large.total[self.columns]
+        self.sending = np.zeros((last + 1, len(self.columns)))
         tokens = share * ranks - large.lengths.sum(axis=0)
         rate = np.maximum(large.rest / np.maximum(tokens, 1), 0.0)
-        self.rate = rate[self.columns, None]  # of other documents, which fill the rest of the room
-        self.chosen = np.zeros((len(self.lengths), columns), dtype=np.int64)
+        self.rate = rate[self.columns]  # of other documents, which fill the rest of the room
+        self.chosen = np.zeros((len(lengths), len(self.columns)), dtype=np.int64)
 
     def move(self, documents: Ints, to: Ints, sign: Ints | int = 1) -> None:
         """Puts a document of each micro-batch into places, or takes it out with the sign -1."""
         documents, column = documents[self.columns], np.arange(len(to))
-        sent, seconds = (sign * of[documents, self.columns, to] for of in (self.sent, self.seconds))
-        alone, everywhere = self.seconds[documents, self.columns][:, [0, -1]].T
-        has, fills = self.places.has[:, to], sign * self.last[to]
+        brought = sign * self.brought[:, to, documents, self.columns]
         self.chosen[documents, column] = to
-        self.room = self.room - sent * has
-        self.load = self.load + seconds * has
-        self.sending[column, to] += sent
-        self.filling = self.filling + fills * self.lengths[documents, self.columns]
-        self.filling_seconds = self.filling_seconds + fills * (everywhere * len(has))
-        self.rest = self.rest - sign * alone
+        self.ranks += brought[:2, None] * self.places.has[:, to]
+        self.sending[to, column] -= brought[0]
+        self.sums += brought[2:]
 
     def costs(self, documents: Ints) -> Floats:
-        """float64 (columns, places), seconds of the layer with a micro-batch's document in each place."""
-        places, ranks, documents = self.places, len(self.room), documents[self.columns]
-        sent, of_rank = self.sent[documents, self.columns], self.seconds[documents, self.columns]
-        has = places.has[:, None]
-        room = self.room[:, :, None] - sent * has
-        load = self.load[:, :, None] + of_rank * has
-        filling = self.filling[:, None] + self.last * self.lengths[documents, self.columns][:, None]
-        seconds = self.filling_seconds[:, None] + self.last * (of_rank[:, -1:] * ranks)
+        """float64 (places, columns), seconds of the layer with a micro-batch's document in each place."""
+        places, ranks = self.places, len(self.places.has)
+        brought = self.brought[:, :, documents[self.columns], self.columns]
+        room, load = self.ranks[:, :, None] + brought[:2, None] * places.has[..., None]
+        filling, seconds, rest = self.sums[:, None] + brought[2:]
         # Exact but for ranks that have less room with the document than without.
-        height = _height(self.room[:, :, None], filling[:, [0, -1]])
-        height = np.where(self.last, height[:, 1:], height[:, :1])
-        full = (room < height).astype(np.float64)
+        height = _height(self.ranks[0, :, None], filling[-2:])
+        full = room < np.where(self.last, height[1], height[0])
         height = (filling - (room * full).sum(axis=0)) / np.maximum(ranks - full.sum(axis=0), 1)
         filled = np.minimum(room, height)
-        load = load + seconds / np.maximum(filling, 1.0) * filled
-        mean = (load.sum(axis=0) + (self.rest - of_rank[:, 0])[:, None]) / ranks
+        load += seconds / np.maximum(filling, 1.0) * filled
+        mean = (load.sum(axis=0) + rest) / ranks
         slowest = (load + self.rate * (room - filled)).max(axis=0)
 
-        most = np.maximum.reduceat(self.sending, self.first_of_level, axis=1)
-        before, after = most[:, places.level], self.sending + sent
-        token, start = places.token[places.level], places.start[places.level]
-        moved = (places.token * most + places.start * (most > 0)).sum(axis=1)[:, None]
-        moved = moved + token * np.maximum(after - before, 0.0) + start * ((before == 0) & (after > 0))
-        moved = moved + places.token[-1] * height + places.start[-1] * (filling > 0)
-        result = np.maximum(slowest, mean) + moved + TIES * (slowest + token * after)
+        token, start = places.token[:, None], places.start[:, None]
+        most = np.maximum.reduceat(self.sending, self.first_of_level, axis=0)
+        moved = (token * most + start * (most > 0)).sum(axis=0)
+        before, after = most[places.level], self.sending - brought[0]
+        moved = moved + self.token * np.maximum(after - before, 0.0)
+        moved += self.start * ((before == 0) & (after > 0))
+        moved += token[-1] * height
+        moved += start[-1] * (filling > 0)
+        result = np.maximum(slowest, mean) + moved + TIES * (slowest + self.token * after)
         # Chunks of a document may differ by a token, on each size of group that divides evenly.
         result[(room.min(axis=0) < len(places.sizes) - 2) & ~self.last] = np.inf
         return np.asarray(result)
@@ -171,7 +180,8 @@ def _height(room: Floats, tokens: Floats) -> Floats:
     rising = np.sort(room, axis=0)
     left = np.arange(len(room), 0, -1).reshape(-1, *[1] * tokens.ndim)
     height = (tokens - (np.cumsum(rising, axis=0) - rising)) / left
-    return np.asarray(np.take_along_axis(height, (height <= rising).argmax(axis=0)[None], axis=0)[0])
+    first = (height <= rising).argmax(axis=0)
+    return np.asarray(height[first, *np.indices(first.shape, sparse=True)])
 
 
 def fill(tokens: Ints, room: Ints) -> Ints:

@@ -68,6 +68,10 @@ class CostModel(Plugin):
     def backward(self, lengths: NDArray[Any]) -> Floats:
         """float64 (n,), work of the backward pass."""
 
+    def passes(self, lengths: NDArray[Any]) -> Floats:
+        """float64 (2, n), `forward` and `backward`; to override where both follow from the same numbers."""
+        return np.stack([self.forward(lengths), self.backward(lengths)])
+
     def recomputed(self, lengths: NDArray[Any]) -> Floats:
         """float64 (n,), work of a backward pass that computes the whole forward pass again."""
         backward = self.backward(lengths)
@@ -90,7 +94,7 @@ def cost_model(text: str, rates: Any) -> CostModel:
 
 def workload(model: CostModel, lengths: NDArray[Any]) -> Floats:
     """float64 (n,), work of both passes: what packing balances."""
-    return model.forward(lengths) + model.backward(lengths)
+    return np.asarray(model.passes(lengths).sum(axis=0))
 
 
 class Quadratic(CostModel):

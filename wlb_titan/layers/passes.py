@@ -139,17 +139,16 @@ class JobCost(CostModel):
         return cls(rates)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:
-        return self._work(lengths)[0]
+        return np.asarray(self.passes(lengths)[0])
 
     def backward(self, lengths: NDArray[Any]) -> Floats:
-        return self._work(lengths)[1]
+        return np.asarray(self.passes(lengths)[1])
 
-    def _work(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
+    def passes(self, lengths: NDArray[Any]) -> Floats:
         rates = self._rates
         attention = rates.latency.work(lengths, lengths) / rates.degrees.context
         d, layers = np.asarray(lengths, dtype=np.float64), rates.model.layers
         again = rates.repeating.repeats_all
-        return (
-            self._linear_forward * d + layers * attention[0],
-            self._linear_backward * d + layers * (attention[1] + again * attention[0]),
-        )
+        forward = self._linear_forward * d + layers * attention[0]
+        backward = self._linear_backward * d + layers * (attention[1] + again * attention[0])
+        return np.stack([forward, backward])

@@ -127,6 +127,7 @@ class PipelineRank:
         self.last = len(layers) - 1 in self.stages  # whether it has the head
         self.alone = rates.degrees.pipeline == 1
         self.regroups = regroups
+        self.token = token_bytes(rates)  # of all keys, which all ranks cache of slices
         self.states = [kept_states(layers)[stage] for stage in self.stages]
         self.steps = np.arange(max(1, *self.layers))
         settings, degrees = rates.memory, rates.degrees
@@ -181,7 +182,7 @@ class PipelineRank:
     @cached_property
     def in_loss(self) -> Floats:
         """(2,), at the softmax and the head's gradient; in a pipeline how much more than in other passes."""
-        whole = np.array([gathered for _, gathered in self.whole.in_loss(token_bytes(self.rates), ())])
+        whole = np.array([gathered for _, gathered in self.whole.in_loss(self.token, ())])
         return whole if self.alone else whole - self.in_stages[0]
 
     def actions(self, micro_batches: int, flow: Flow | None) -> Ints:

@@ -243,8 +243,7 @@ class RunArrays:
 
     def _add_slices(self) -> None:
         """Adds the cache of slices, with what a backward pass has beside it."""
-        rank, slices = self._rank, self._packs.slices
-        token = token_bytes(rank.rates)  # of all keys, which all ranks cache
+        rank, token, slices = self._rank, self._rank.token, self._packs.slices
         passes = np.stack([self._kind == F, self._stage, self._place], axis=1)
         keys, gradients, made = cached(passes, slices, rank.layers.tolist()).T
         self.terms["cache"] += keys * token.cached + gradients * token.cached_gradients

@@ -59,12 +59,13 @@ class Packing:
     ranks share (DP-Merge) has the same place on all of them."""
 
     def work(self, work_of: WorkOf) -> Floats:
-        """float64 (packs,), each rank's share of the work that `work_of` gives for whole documents."""
+        """float64 (packs,), or (2, packs) of two passes: each rank's share of the work, which `work_of` gives
+        for whole documents."""
         slices = [pack.slices for pack in self.packs if pack.slices is not None]
         documents = np.concatenate([pack.documents for pack in self.packs])
         firsts = np.cumsum([0] + [len(pack.documents) for pack in self.packs[:-1]])
         works = slice_work(work_of, documents, np.concatenate(slices) if slices else None)
-        return np.add.reduceat(works, firsts) / self.sharers
+        return np.asarray(np.add.reduceat(works, firsts, axis=-1) / self.sharers)
 
     @property
     def sharers(self) -> Ints:
@@ -73,9 +74,11 @@ class Packing:
     def pass_work(self, model: CostModel) -> tuple[Floats, Floats]:
         """float64 (packs,) each, work of forward and of backward passes; 0 where a pack has none."""
         forward, backward = (np.array([kind in pack.passes for pack in self.packs]) for kind in "FB")
+        if forward.all():
+            works = self.work(model.passes)
+            return works[0], works[1]
         # Backward passes with packs of their own compute the forward pass again.
-        of_backward = model.backward if forward.all() else model.recomputed
-        return self.work(model.forward) * forward, self.work(of_backward) * backward
+        return self.work(model.forward) * forward, self.work(model.recomputed) * backward
 
     def of_rank(self, dp_rank: int) -> list[MicroBatch]:
         assert self.assigned is not None

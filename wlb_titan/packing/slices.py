@@ -46,14 +46,15 @@ def kind(micro_batch: MicroBatch) -> str:
 
 
 def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
-    """float64 (n,), work of slices; `work_of` gives that of whole documents by their lengths."""
+    """float64 (n,), work of slices, or (2, n) of two passes; `work_of` gives that of whole documents by their
+    lengths."""
     lengths = documents[:, LENGTH]
     if slices is None or not slices[:, PREFIX].any():
         return work_of(lengths)
     prefix = slices[:, PREFIX]
     result = work_of(prefix + lengths)
     behind = prefix > 0
-    result[behind] -= work_of(prefix[behind])
+    result[..., behind] -= work_of(prefix[behind])
     return result
 
 
