@@ -258,6 +258,7 @@ SHORT = {
     "sharers": "--wlb.packing.sharers {}",
     "asymmetric": "--wlb.packing.asymmetric true",
     "milp": "--wlb.packing.solver milp --wlb.packing.time_limit 0.5",
+    "groups": "--wlb.context.groups {}",
     "stored": "--activation_checkpoint none",
     "full": "--activation_checkpoint.class FullAC",
     "selective": "--activation_checkpoint.class SelectiveDocumentAC",

@@ -16,8 +16,8 @@ OWN = "cp2 reversed contiguous"
 # name as of `lab.layout` -> other overrides. Four query heads and two key heads: with four ranks two share a
 # key head, with CP 2 x TP 2 too. Under `dealt` data-parallel ranks share windows.
 CASES = {
-    "cp4 wlb hybrid selective": (),
-    "dp2 cp2 dealt sharers2 hybrid selective": (),
+    "cp4 wlb hybrid groups2 selective": (),
+    "dp2 cp2 dealt sharers2 hybrid groups2 selective": (),
     "dp2 cp2 wlb_lazy adaptive": (),
     "dp2 cp2 fixed_solver": (),
     LAZY: ("--wlb.trace_every", "2"),
@@ -28,7 +28,7 @@ CASES = {
         *("--parallelism.module_fqns_per_model_part", HEAD_APART),
         *("--checkpoint.enable", "true", "--checkpoint.async_mode", "async"),
     ),
-    "cp2 layers1 wlb hybrid compiled": (),
+    "cp2 layers1 wlb hybrid groups2 compiled": (),
     # Policies, a strategy and mesh axes that the project does not know; and whatever `auto` chooses.
     OWN: (),
     "cp2 auto": (),
@@ -43,7 +43,7 @@ LONG = (
 )
 CASES |= dict.fromkeys(LONG, ())
 # Tolerances of loss and gradients where experts compute in bfloat16, and with gpt_oss' everything.
-BASE = "cp2 ep2 wlb_lazy hybrid"
+BASE = "cp2 ep2 wlb_lazy hybrid groups2"
 EXPERTS = {f"{BASE} {model}": (1e-5, 1e-2) for model in ("qwen3_moe", "deepseek_v3")}
 EXPERTS[f"{BASE} gpt_oss"] = (3e-3, 0.1)
 LONG += tuple(EXPERTS)[1:]
@@ -78,7 +78,7 @@ def test_losses_and_gradients_equal_one_process(results, name):
     assert_met(results[name][-1]["met"])
 
 
-@pytest.mark.parametrize("name", ["cp4 wlb hybrid selective", LAZY])
+@pytest.mark.parametrize("name", ["cp4 wlb hybrid groups2 selective", LAZY])
 def test_policies_that_balance_do(results, folder, name):
     assert results[name] and Run(folder / name).metrics()[-1]["imbalance"] < 1.1
 

@@ -65,6 +65,12 @@ def draw(seed):
     local = 4 if degrees["pp"] else rng.choice([1, 2])
     others += ["--training.local_batch_size", str(local)]
     others += ["--training.global_batch_size", str(data * local * rng.choice([1, 2, 3]))]
+    if (
+        chance(0.3)
+        and "ulysses" not in words
+        and (degrees["cp"] or "sharers" in policy or "merged" in policy)
+    ):
+        words.append("groups2")
     return " ".join(filter(None, words)), others
 
 

@@ -7,7 +7,7 @@ COMMON = ("--debug.seed", "7", "--training.seq_len", "512", "--training.global_b
 SLICES = ("--wlb.packing.tokens_in_flight", "4096", "--wlb.packing.cost_model", "quadratic:1,2200")
 """What the plan would else have from the kind."""
 
-LAYOUTS = ("pp2 layers8 Interleaved1F1B", "cp2 layers4 per_document", "pp2 layers4 slim8")
+LAYOUTS = ("pp2 layers8 Interleaved1F1B", "cp2 layers4 per_document groups2", "pp2 layers4 slim8")
 LAYOUTS += ("dp2 ep2 qwen3_moe",)
 LONG = (
     *("layers4 compiled", "pp2 layers4 ZBVZeroBubble", "tp2 layers4", "tp2 layers4 compiled"),

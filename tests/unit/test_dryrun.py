@@ -17,6 +17,7 @@ from wlb_titan.simulator.calls import alike, calls_of_all
 pytestmark = pytest.mark.slow
 
 PP, CP, TP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor"))
+GROUPS = ("--wlb.context.groups", 2)
 SHARD = "--parallelism.data_parallel_shard_degree"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 FULL, NONE = ("--activation_checkpoint.class", "FullAC"), ("--activation_checkpoint", "none")
@@ -325,7 +326,7 @@ def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, monkeypatch):
 
     monkeypatch.setattr(command, "alike", lambda *job: said.update(alike(*job)) or {r: r for r in said})
     monkeypatch.setattr(command, "calls_of_all", all_of_all)
-    result, _ = dryrun(SMALL, PP, 1, SHARD, 2, *HYBRID, "--step", 2, "--rank", "all")
+    result, _ = dryrun(SMALL, PP, 1, SHARD, 2, *HYBRID, *GROUPS, "--step", 2, "--rank", "all")
     assert len(ran) == 8 > len(set(said.values())) >= 2
     assert f"All {sum(len(own.calls) for own in ran.values()):,} calls of 8 ranks meet" in result.stdout
 

@@ -243,7 +243,7 @@ def _shapes(job: Job, pack: MicroBatch, replica: int, context_rank: int) -> tupl
     rank = before * job.degrees.context + context_rank
     lengths = pack.documents[:, LENGTH]
     mask = strategy.mask(pack.ranks, lengths, pack.shared_length, rank, pack.elsewhere)
-    return pack.length, *_sizes(mask.exchange)
+    return pack.length, pack.groups, *_sizes(mask.exchange)
 
 
 def _sizes(exchange: tuple[Any, ...]) -> Iterator[int]:
