@@ -8,12 +8,8 @@ from lab import Cases, assert_met, going_on, layout, make_corpus, rows
 
 COMMON = ("--loss.num_chunks", "2", "--wlb.packing.cost_model", "quadratic:1,1000")
 TWO_STEPS = ("pp4 layers4 slim11 slack", "pp2 dp2 layers4 slim6 Interleaved1F1B asymmetric full")
-CASES = (
-    *TWO_STEPS,
-    "pp2 cp2 layers4 slim8 Interleaved1F1B adaptive selective",
-    "cp4 slim7 hybrid groups2 full",
-)
-CASES += ("pp2 tp2 slim8 asymmetric full",)
+CASES = (*TWO_STEPS, "pp2 cp2 layers4 slim8 Interleaved1F1B adaptive selective")
+CASES += ("cp4 slim7 hybrid groups2 full", "pp2 tp2 slim8 asymmetric full")
 LONG_CASES = (
     # First: in one process, groups of all earlier cases take their time while it compiles.
     *("pp2 dp2 slim6 compiled", "pp2 dp2 layers4 slim7 selective", "pp2 tp2 slim8 full"),

@@ -15,6 +15,7 @@ import numpy as np
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands import page
+from wlb_titan.context.all_gather import AllGather
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
@@ -27,6 +28,7 @@ from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.replicas import step_timeline
 from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
+from wlb_titan.simulator.step import simulate as predict
 from wlb_titan.summary import Estimate
 from wlb_titan.toml.build import dotted
 from wlb_titan.toml.values import to_text
@@ -103,7 +105,7 @@ def simulate(
         rows = table_rows(predictions, impossible)
         cli.show_table(rows)
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
-        notes += what_to_know(predictions)
+        notes += what_to_know(predictions) + in_groups(plans, predictions)
         cli.say(*notes)
     drawn = {} if trace is None and report is None else _typical_steps(plans, predictions)
     if trace is not None:
@@ -174,6 +176,24 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
     sources = dict.fromkeys(prediction.job.latency.source for prediction in predictions.values())
     said += [f"Times of attention: {source}." for source in sources]
     return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
+
+
+def in_groups(plans: Plans, predictions: Predictions) -> list[str]:
+    """What keys behind attention would gain on the same plans, where that is above 2 %."""
+    said = []
+    for policy, prediction in predictions.items():
+        job = prediction.job
+        if job.strategy is None or not isinstance(job.context, AllGather.Config):
+            continue
+        auto = replace(job, context=replace(job.context, groups="auto"))
+        own = [replace(p, micro_batches=tuple(auto.grouped(p.micro_batches))) for p in plans[policy]]
+        gain = speedup(predict(auto, own), prediction)
+        if gain.value > 1.02:
+            said.append(
+                f"With --wlb.context.groups auto {policy} is predicted {gain.text('.3f')} times as fast, as "
+                "keys of some heads travel while others attend."
+            )
+    return said
 
 
 def figures(prediction: Prediction) -> dict[str, str]:

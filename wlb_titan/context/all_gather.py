@@ -12,7 +12,7 @@ the padding, and the keys of its own documents:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -137,7 +137,9 @@ class AllGather(ContextStrategy):
         return gathered_mask(sharding, lengths, total, rank, self.levels, slices)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        return all_gather_exchange(model, tensor, self.ranks, self.levels, always=not self.keeps_short)
+        found = all_gather_exchange(model, tensor, self.ranks, self.levels, always=not self.keeps_short)
+        values = model.heads * (model.v_head_dim or model.head_dim) / (tensor * self.ranks)
+        return replace(found, joined=values if max(self.groups) > 1 else 0.0)
 
 
 class PerSequence(AllGather):

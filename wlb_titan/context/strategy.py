@@ -97,6 +97,8 @@ class Exchange:
     outputs: float = 0.0
     """Queries, and as many outputs, that attention copies because its tokens are not the rank's own."""
 
+    joined: float = 0.0  # outputs of groups of heads, put side by side
+
 
 def all_gather_exchange(
     model: ModelShape, tensor: int, ranks: int, levels: Sequence[int] = (), *, always: bool = True

@@ -199,7 +199,9 @@ class Rates(Layout):
     @property
     def layer_shape(self) -> Shape:
         degrees = self.degrees
-        attention = self.context.owner.attention if degrees.context > 1 else ""
+        attention = "" if self.strategy is None else self.context.owner.attention
+        if self.strategy is not None and max(self.strategy.groups) > 1:
+            attention += " in groups of heads"
         return Shape(degrees.tensor, degrees.context, degrees.expert, attention)
 
     def numbers_of_stage(self, stage: int) -> tuple[int, ...]:

@@ -37,7 +37,8 @@ A backward pass recomputes what is missing, layer by layer. Its fullest moment i
     the gradient of attention   g + 2 q + K: the gradients of output and q, and those of K and V
 
 All of them add two hidden states (the residual and the incoming gradient), q, the keys and values that
-attention needs again, and the rotary factors of the rank's tokens. QKV's output is only there while q and k
+attention needs again, and the rotary factors of the rank's tokens. Heads in groups have outputs of their own,
+which are put side by side: another q here, and with `none` one that is kept. QKV's output is only there while q and k
 are rotated, as attention gets a copy of the values. Norms of queries and keys, where a model has them, need
 their inputs, q + k, from then on, and with `none` from the forward pass on. With `full` a layer also makes
 the outputs of attention, w1 and w2 again; with `none` and `keys` what is kept is not counted again.
@@ -124,6 +125,7 @@ class LayerBytes:
         self.absent_keys, self.absent_gathering = all_keys - self.keys, all_keys - self.gathering
         self.sent = exchange.sent * size if self.shared_keys else 0.0  # to the others before attention
         self.outputs = exchange.outputs * size  # and queries, of tokens that are not the rank's own
+        self.joined = exchange.joined * size
         self.exchanged = sum(move.kept for move in exchange.moves) * size  # by `selective`
         self.log_sum_exp = FLOAT32 * model.heads / (cp * tp)
         # QKV's output, attention's, and what its exchange keeps: of kinds that repeat no attention.
@@ -182,7 +184,7 @@ class KeepAll(Recompute):
 
     def kept(self, layer: LayerBytes) -> float:
         attention = 2 * layer.q + 2 * layer.outputs + layer.keys + layer.log_sum_exp + layer.rotary
-        return 2 * layer.s + 2 * layer.g + attention + layer.normed + 4 * layer.f
+        return 2 * layer.s + 2 * layer.g + attention + layer.joined + layer.normed + 4 * layer.f
 
     def less_keys(self, layer: LayerBytes) -> float:
         return layer.absent_keys if layer.shared_keys else 0.0
@@ -277,7 +279,7 @@ def _repeating(
         w1 + 2 * g + 5 * f,
         w1 + 4 * g + f,
     ]
-    at_hand = 2 * s + q + layer.rotary
+    at_hand = 2 * s + q + layer.joined + layer.rotary
     held = at_hand + layer.keys + layer.normed + attended
     attention = held + g + 2 * q + 2 * layer.outputs + layer.key_gradients + at_attention
     rotated = at_hand + 2 * g + layer.rotating + rotating

@@ -135,6 +135,8 @@ class LayerTracer(DryTrainer):
         job = self.job
         documents = np.array([[0, 0, length, 0, 0]], dtype=np.int64)
         (micro_batch,) = job.sharded([MicroBatch(documents, length=length)])
+        if job.strategy is not None:  # with copies, even where "auto" would take one group
+            micro_batch = replace(micro_batch, groups=max(job.strategy.groups))
         zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
         item = Item.of(micro_batch, job, self.parallel_dims.place("cp"), zeros, zeros, positions)
         (model,) = self.model_parts
