@@ -8,8 +8,8 @@ no time ("none"). For slices there are three more ways, none of which is built:
 
 - "layers": two slices take turns layer by layer, so that keys travel behind products and attention of the
   other, whatever these leave.
+- "pairs": the same, with half as many slices: as two run side by side, a pipeline fills and drains by pairs.
 - "ends": the last slice of a document, whose keys no later slice needs, is divided like a whole document.
-- "both": of both the better in each pass, as one bound: ends, of which the rest travels behind all else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ JOBS = {
 }
 POLICIES = tuple(map(Policy.parse, ("plain", "wlb_lazy/hybrid/best", "slim/hybrid")))
 COLUMNS = {"job": "{job}", "policy": "`{policy}`"}
-COLUMNS |= {way: f"{{{way}}}" for way in ("one", "two", "four", "auto", "none", "layers", "ends", "both")}
+COLUMNS |= {way: f"{{{way}}}" for way in ("one", "two", "four", "auto", "none", "layers", "pairs", "ends")}
 
 
 def in_groups(job: Job, plans: list[Plan], groups: Any) -> float:
@@ -83,16 +83,15 @@ def otherwise(job: Job, plans: list[Plan], way: str) -> float:
         exchange = np.stack([own.moving + own.latency] * 2)
         exchange[1] += own.repeated * job.repeating.repeats_moves
         attention = np.stack([own.forward, own.backward])
-        if way in ("ends", "both"):
+        if way == "ends":
             ends = passing(job.sharded(list(map(Ending.of, micro_batches))), job)
             left = np.stack([ends.moving + ends.latency] * 2)
             left[1] += ends.repeated * job.repeating.repeats_moves
             added = np.stack([ends.forward, ends.backward]) - attention + (left - exchange)[:, None]
             passes[:2] += layers * np.minimum(added, 0)  # each micro-batch takes the better
-            exchange = np.where(added.max(axis=1) < 0, left, exchange)
         if way == "none":
             passes[:2] -= layers * exchange[:, None]
-        if way in ("layers", "both"):
+        if way == "layers":
             beside = passes[:2] / np.maximum(layers, 1) - exchange[:, None]
             passes[:2] -= layers * np.minimum(beside, exchange[:, None])
         changed.append(MeasuredPasses(passes, seconds, job))
@@ -115,8 +114,12 @@ def rows() -> Iterator[dict[str, Any]]:
                 possible = groups == "auto" or keys % groups == 0
                 found[way] = in_groups(job, plans, groups) if possible else None
             found["none"] = otherwise(job, plans, "none")
-            for way in ("layers", "ends", "both"):
-                found[way] = otherwise(job, plans, way) if policy.packing == "slim" else None
+            found |= {"layers": None, "pairs": None, "ends": None}
+            if policy.packing == "slim":
+                found |= {way: otherwise(job, plans, way) for way in ("layers", "ends")}
+                packing = replace(job.packing, micropacks=max(len(plans[0].of_rank(0)) // 2, len(job.layers)))
+                half = replace(scenario, job=replace(job, packing=packing))
+                found["pairs"] = otherwise(half.under(policy), half.plans(policy, STEPS), "layers")
             yield {"job": name, "policy": str(policy), **found}
 
 

@@ -38,10 +38,11 @@ A backward pass recomputes what is missing, layer by layer. Its fullest moment i
 
 All of them add two hidden states (the residual and the incoming gradient), q, the keys and values that
 attention needs again, and the rotary factors of the rank's tokens. Heads in groups have outputs of their own,
-which are put side by side: another q here, and with `none` one that is kept. QKV's output is only there while q and k
-are rotated, as attention gets a copy of the values. Norms of queries and keys, where a model has them, need
-their inputs, q + k, from then on, and with `none` from the forward pass on. With `full` a layer also makes
-the outputs of attention, w1 and w2 again; with `none` and `keys` what is kept is not counted again.
+which are put side by side: another q here, and with `none` one that is kept. QKV's output is only there while
+q and k are rotated, as attention gets a copy of the values. Norms of queries and keys, where a model has
+them, need their inputs, q + k, from then on, and with `none` from the forward pass on. With `full` a layer
+also makes the outputs of attention, w1 and w2 again; with `none` and `keys` what is kept is not counted
+again.
 
 Compiled code also keeps what tensor parallelism reduces of wo's output, s, for `keys` and `selective`, which
 else make it again with a reduction.
