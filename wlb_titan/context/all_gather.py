@@ -65,6 +65,10 @@ class AllGather(ContextStrategy):
         the number, of 1, 2, 4 and 8, that is predicted fastest. More than 1 gives the same losses to the bit
         on CPUs, and is untried on GPUs."""
 
+        @property
+        def grouped(self) -> bool:
+            return self.groups != 1
+
     attention = "wlb_titan.runtime.attention.exchange:AllGatherAttention"
     merges = True
     keeps_short: ClassVar[bool] = False  # most documents do not travel
@@ -139,7 +143,7 @@ class AllGather(ContextStrategy):
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
         found = all_gather_exchange(model, tensor, self.ranks, self.levels, always=not self.keeps_short)
         values = model.heads * (model.v_head_dim or model.head_dim) / (tensor * self.ranks)
-        return replace(found, joined=values if max(self.groups) > 1 else 0.0)
+        return replace(found, joined=values if self._groups != 1 else 0.0)
 
 
 class PerSequence(AllGather):

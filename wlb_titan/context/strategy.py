@@ -191,6 +191,11 @@ class ContextStrategy(Plugin, ABC):
         """File with the measured attention times of the device, from `wlb-titan profile`. Empty: the
         cluster's own figures."""
 
+        @property
+        def grouped(self) -> bool:
+            """Whether heads may attend in groups."""
+            return False
+
     attention: ClassVar[str]
     """The half that moves tensors, as "module:Class"; see `runtime/attention/module.py`."""
 

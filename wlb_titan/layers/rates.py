@@ -198,10 +198,9 @@ class Rates(Layout):
 
     @property
     def layer_shape(self) -> Shape:
-        degrees = self.degrees
-        attention = "" if self.strategy is None else self.context.owner.attention
-        if self.strategy is not None and max(self.strategy.groups) > 1:
-            attention += " in groups of heads"
+        degrees, attention = self.degrees, ""
+        if degrees.context > 1:
+            attention = self.context.owner.attention + " in groups" * self.context.grouped
         return Shape(degrees.tensor, degrees.context, degrees.expert, attention)
 
     def numbers_of_stage(self, stage: int) -> tuple[int, ...]:
