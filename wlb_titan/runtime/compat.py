@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,6 +122,12 @@ def owner_of(config: Configurable.Config) -> type:
     """The class that a configuration builds; the configuration's own if it belongs to none. Without `_owner`:
     look the class up by the configuration's qualified name."""
     return config._owner or type(config)
+
+
+def recipe_of(linear: Configurable.Config) -> Any:
+    """torchao's configuration of a linear layer that multiplies in float8, or None. Without `_torchao_config`:
+    adoption refuses these layers again, and lengths are multiples of 16 for any of them."""
+    return getattr(linear, "_torchao_config", None)
 
 
 def ranks_of_group(name: str) -> list[int]:

@@ -27,6 +27,7 @@ from wlb_titan.runtime import accounts
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.meshes import Dims
+from wlb_titan.runtime.models import float8
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.pipeline.build import stage_names
 
@@ -56,7 +57,11 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         window=training.seq_len,
         micro_batches=total or training.local_batch_size * job_degrees.data,
         # Experts in parallel divide tokens over tensor-parallel ranks whatever the rest does.
-        multiple=math.lcm(dims.tp if memory.sequence_parallel or dims.ep > 1 else 1, memory.loss_chunks),
+        multiple=math.lcm(
+            dims.tp if memory.sequence_parallel or dims.ep > 1 else 1,
+            memory.loss_chunks,
+            float8.multiple_of_tokens(model, memory.loss_chunks, dims.tp),
+        ),
         packing=wlb.packing,
         context=wlb.context,
         order=wlb.pipeline,
@@ -174,6 +179,8 @@ def _unknown(model: Decoder.Config, shape: ModelShape) -> str:
         return "latent attention"
     if shape.frozen:
         return "adapters"
+    if float8.recipes(model):
+        return "float8"
     parts = {field.name for layer in model.layers for field in fields(layer)}
     others = sorted(parts - {field.name for field in fields(TransformerBlock.Config)})
     return ", ".join(others)

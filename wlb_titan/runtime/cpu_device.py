@@ -19,6 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
+QUANTISED = ((8, 9), (10, 0))
+"""Capabilities that torchtitan asks for before it configures quantised layers: of float8, and of narrower ones."""
+
+
 class CpuDeviceModule:
     """`torch.cuda`, as far as torchtitan uses it, for the CPU."""
 
@@ -80,5 +84,7 @@ def use_cpu_without_accelerator() -> bool:
         utils.device_type = "cpu"
         utils.device_module = CpuDeviceModule()
         utils.get_local_device = lambda: torch.device("cpu")
+        # A base is made wherever its file is read; `checks.validate_machine` asks the device that trains.
+        utils.has_cuda_capability = lambda *capability: capability in QUANTISED
         spmd.set_dist(GlooCollectives())
     return True

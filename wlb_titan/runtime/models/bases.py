@@ -118,6 +118,8 @@ def base_config(name: str) -> Trainer.Config:
     try:
         base = function()
     except Exception as error:  # a base may fail in any way
+        if "torchao is not installed" in str(error):
+            raise UserError(f"the base {name!r} needs torchao: pip install 'wlb-titan[float8]'.") from error
         raise UserError(f"the base {name!r} cannot be made: {error}") from error
     if not isinstance(base, TorchtitanTrainer.Config):
         raise UserError(f"the base {name!r} returns {type(base).__name__}, not a torchtitan Trainer.Config.")
