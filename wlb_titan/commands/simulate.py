@@ -171,6 +171,11 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
             "One GPU waits for no other, so balance saves it no time: what a balanced policy gains is whole "
             "documents, in which a token attends to more. Compare the speedup or MFU, not tokens/s."
         )
+    job = next(iter(predictions.values())).job
+    if any(job.float8):
+        flops = job.measured_cluster.linear_flops_float8
+        rate = f"{flops / 1e12:,.0f} TFLOP/s, linear_flops_float8" if flops else "linear_flops, the only rate"
+        said.append(f"Products in float8 have {rate} of {job.cluster.name}.")
     sources = dict.fromkeys(prediction.job.latency.source for prediction in predictions.values())
     said += [f"Times of attention: {source}." for source in sources]
     return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]

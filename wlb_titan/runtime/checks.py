@@ -230,8 +230,8 @@ def _checked_job(config: TrainerConfig, dims: Dims) -> Job:
     if job.window % job.divisor:
         raise UserError(
             f"training.seq_len: {job.window} tokens are not a multiple of {job.divisor}, as the "
-            f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's chunks and "
-            "products in float8 require."
+            f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's "
+            "chunks and products in float8 require."
         )
     return job
 

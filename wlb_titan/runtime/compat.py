@@ -125,8 +125,8 @@ def owner_of(config: Configurable.Config) -> type:
 
 
 def recipe_of(linear: Configurable.Config) -> Any:
-    """torchao's configuration of a linear layer that multiplies in float8, or None. Without `_torchao_config`:
-    adoption refuses these layers again, and lengths are multiples of 16 for any of them."""
+    """torchao's configuration of a linear layer that multiplies in float8, or None. Without
+    `_torchao_config`: that of the layer once it is built."""
     return getattr(linear, "_torchao_config", None)
 
 

@@ -71,6 +71,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         stage_layers=stage_layers,
         memory=memory,
         memory_unknown=_unknown(model, shape),
+        float8=float8.shares(model),
         # Without streams FSDP waits for each collective.
         overlap=wlb.device != "cpu" and cluster.kind != "cpu",
         implementation=wlb.attention.implementation,

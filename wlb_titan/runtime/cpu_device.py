@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-
 QUANTISED = ((8, 9), (10, 0))
-"""Capabilities that torchtitan asks for before it configures quantised layers: of float8, and of narrower ones."""
+"""Capabilities that torchtitan asks for to configure layers in float8, and in fewer bits."""
 
 
 class CpuDeviceModule:
@@ -84,7 +83,7 @@ def use_cpu_without_accelerator() -> bool:
         utils.device_type = "cpu"
         utils.device_module = CpuDeviceModule()
         utils.get_local_device = lambda: torch.device("cpu")
-        # A base is made wherever its file is read; `checks.validate_machine` asks the device that trains.
+        # A file is read on login nodes, too; on a GPU torchtitan asks again, on a CPU `float8.check_on_cpu`.
         utils.has_cuda_capability = lambda *capability: capability in QUANTISED
         spmd.set_dist(GlooCollectives())
     return True

@@ -31,6 +31,14 @@ def by_kernels(model: Decoder.Config) -> list[str]:
     return [name for name, recipe in recipes(model).items() if not recipe.emulate]
 
 
+def shares(model: Decoder.Config) -> tuple[float, float]:
+    """Shares of the products of layers and of the head that kernels compute in float8."""
+    linear = {name: layer for name, layer, _, _ in model.traverse(Linear.Config)}
+    sizes = {name: layer.in_features * layer.out_features for name, layer in linear.items() if name != HEAD}
+    fast = by_kernels(model)
+    return sum(sizes.get(name, 0) for name in fast) / sum(sizes.values()), float(HEAD in fast)
+
+
 def multiple_of_tokens(model: Decoder.Config, loss_chunks: int, tensor: int) -> int:
     """What a context-parallel rank's tokens divide by, because gradients of weights add up over the tokens of
     a product: of the head a chunk of the loss, and of experts' gates a tensor-parallel rank's share."""
@@ -42,7 +50,7 @@ def multiple_of_tokens(model: Decoder.Config, loss_chunks: int, tensor: int) -> 
 def check_on_cpu(model: Decoder.Config) -> None:
     if found := by_kernels(model):
         raise UserError(
-            f"base: {found[0]} and {len(found) - 1} more layers multiply in float8, which needs a GPU of compute "
-            "capability 8.9, and this job runs on the CPU; for a test derive a base whose "
-            "Float8LinearConverter has emulate = True (docs/models.md#float8)."
+            f"base: {found[0]} and {len(found) - 1} more multiply in float8, which needs a GPU of compute "
+            "capability 8.9 or more, and this job runs on the CPU; for a test derive a base whose "
+            "Float8LinearConverter has emulate = True (docs/models.md)."
         )
