@@ -109,3 +109,24 @@ def test_a_trace_that_fails_is_said_and_nothing_is_predicted(asked, monkeypatch)
 def test_shipped_files_come_with_their_accounts(asked, name, policy):
     job = load_config(f"train_configs/{name}.toml", ("--wlb.policy", policy)).job
     assert {*job.accounts} == {*accounts.shapes_of(job, [job.policy])} and job.memory_known
+
+
+def test_products_in_float8_are_repeated_as_others_and_take_their_rate(asked):
+    """`selective` repeats wo's and w3's, also in traces of others; the head of this model is not in float8."""
+    _, job, told = asked("bases:float8_kernels")
+    assert (job.memory_unknown, job.memory_known, told(job).memory_known) == ("float8", False, True)
+    job = told(job)
+    plain = replace(job, float8=(0.0, 0.0), memory_unknown="", accounts={})
+    work = job.account.layers[0].work
+    assert [work.forward.products, work.weight_products] == [
+        pytest.approx(plain.layer_seconds.matrices[0] * plain.cluster.linear_flops)
+    ] * 2
+    half = 2 * job.model.hidden * (job.model.heads * job.model.head_dim + job.model.feed_forward)
+    repeated = {name: kind.repeated.products for name, kind in work.kinds.items()}
+    assert repeated == {"none": 0, "keys": 0, "selective": half, "full": work.forward.products}
+    faster = job.cluster.linear_flops_float8 / job.cluster.linear_flops
+    assert plain.layer_seconds.matrices == pytest.approx(faster * job.layer_seconds.matrices)
+    assert plain.token.matrices == pytest.approx(faster * job.token.matrices)
+    assert plain.token.head == job.token.head
+    # Casts in float32 pass by.
+    assert job.fitting.peak(Passes.of([4096]))[0].total > 1.1 * plain.fitting.peak(Passes.of([4096]))[0].total

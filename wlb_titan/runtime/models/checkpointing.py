@@ -10,6 +10,7 @@ whose number of rows is a symbol from the start. `prepare_compiling` says which 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ import wlb_titan.runtime.attention.kv_cache  # noqa: F401 - registers the ops na
 from wlb_titan.job import Job
 from wlb_titan.layers.recompute import KINDS
 from wlb_titan.runtime.attention.module import DocumentMask, attentions
+from wlb_titan.runtime.models import float8
 from wlb_titan.runtime.compat import (
     ActivationWrapper,
     CustomGraphPass,
@@ -51,7 +53,9 @@ class SelectiveDocumentAC(titan.SelectiveAC):
     """torchtitan's SelectiveAC, which also keeps document attention's output, and never w2's.
 
     torchtitan keeps the output of every second matrix product, and so w2's: the fifth of a layer with fused
-    QKV, the seventh of others. The forward pass is repeated only up to w2's input.
+    QKV, the seventh of others. The forward pass is repeated only up to w2's input. In float8 it would go on
+    to w2's output, as torchao keeps a product's input after it, so that output is kept unless tensor
+    parallelism makes it too wide.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -71,9 +75,18 @@ class SelectiveDocumentAC(titan.SelectiveAC):
         }
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
+        mine = super(SelectiveDocumentAC, self._for(module))
+        wrapped = mine._wrap_block(module, base_fqn=base_fqn)
         wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, early_stop=True)
         return wrapped
+
+    def _for(self, block: nn.Module) -> SelectiveDocumentAC:
+        """Itself with the linear layers of this block whose outputs are not kept."""
+        mine, layers = copy.copy(self), dict(block.named_modules())
+        kept = [w2 for w2 in NEVER_KEPT if float8.is_float8(layers.get(w2)) and not _divided(layers[w2])]
+        never = [name for name in self.config.force_recompute_mm_shapes_by_fqns if name not in kept]
+        mine.config = replace(self.config, force_recompute_mm_shapes_by_fqns=never)
+        return mine
 
 
 class KeysAC(SelectiveDocumentAC):
@@ -91,7 +104,8 @@ class KeysAC(SelectiveDocumentAC):
     kind = "keys"
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        keeps = _policy(module, self.get_save_ops(), self.config.force_recompute_mm_shapes_by_fqns)
+        never = self._for(module).config.force_recompute_mm_shapes_by_fqns
+        keeps = _policy(module, self.get_save_ops(), never)
         return checkpoint_wrapper(
             module,
             # Dynamo looks into the arguments of a `partial`, and stops at some of the ops.
@@ -106,8 +120,7 @@ class KeysAC(SelectiveDocumentAC):
 def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[..., CheckpointPolicy]:
     """What `KeysAC` keeps of a block: the results of the ops `kept`, but for linear layers named `never`."""
     linear = {name: layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear)}
-    divided = [name for name, layer in linear.items() if layer.weight.shape[1] < layer.in_features]
-    wide = [*never, *(name for name in divided if name.endswith("attention.wo"))]
+    wide = [*never, *(name for name in linear if name.endswith("attention.wo") and _divided(linear[name]))]
     shapes = {tuple(linear[name].weight.shape) for name in linear if any(part in name for part in wide)}
     kept_ones = [layer for name, layer in linear.items() if not any(part in name for part in wide)]
     alike = [layer for layer in kept_ones if tuple(layer.weight.shape) in shapes]
@@ -128,8 +141,13 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
     return keeps
 
 
+def _divided(layer: nn.Linear) -> bool:
+    """Whether tensor-parallel ranks add up its outputs."""
+    return layer.weight.shape[1] < layer.in_features
+
+
 def _same(weight: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they have the same memory, transposed or not."""
+    """Whether they have the same memory, transposed or not; casts have their own."""
     return StorageWeakRef(weight.untyped_storage()) == StorageWeakRef(other.untyped_storage())
 
 

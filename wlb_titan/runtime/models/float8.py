@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import nn
+from torchtitan.components.quantization import Float8Linear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.linear import Linear
 
@@ -24,6 +26,10 @@ def recipes(model: Decoder.Config) -> dict[str, Any]:
     """torchao's configurations of the layers that multiply in float8, by the layers' names."""
     linear = ((name, recipe_of(layer)) for name, layer, _, _ in model.traverse(Linear.Config))
     return {name: recipe for name, recipe in linear if recipe is not None}
+
+
+def is_float8(layer: nn.Module | None) -> bool:
+    return isinstance(layer, Float8Linear or ())  # None without torchao
 
 
 def by_kernels(model: Decoder.Config) -> list[str]:
