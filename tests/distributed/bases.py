@@ -53,7 +53,10 @@ def __getattr__(name):
 
 def lora():
     """`llama` with adapters: all else is frozen."""
-    config = llama()
+    return _adapted(llama())
+
+
+def _adapted(config):
     model = config.model_spec.model
     config.model_spec.model = LoRAConverter(LoRAConverter.Config(rank=4, alpha=8.0)).convert(model)
     return config
@@ -65,6 +68,11 @@ def float8(**settings):
     converter = Float8LinearConverter.Config(**settings).build()
     config.model_spec.model = converter.convert(config.model_spec.model)
     return config
+
+
+def float8_lora():
+    """With adapters, which are not in float8."""
+    return _adapted(float8())
 
 
 def float8_kernels():

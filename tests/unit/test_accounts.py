@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 TP, CP, EP = (f"--parallelism.{axis}_parallel_degree" for axis in ("tensor", "context", "expert"))
 DP = "--parallelism.data_parallel_shard_degree"
 DENSE = "torchtitan.models.llama3.config_registry:llama3_8b"
+TRACED = ("qwen3_30b_a3b_32k", "qwen3_30b_a3b_32k_8gpu", "llama3_8b_128k_8gpu_float8")
 EXPERTS = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"
 
 
@@ -104,7 +105,7 @@ def test_a_trace_that_fails_is_said_and_nothing_is_predicted(asked, monkeypatch)
     assert not job.memory_known and not job.memory_predicted
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b_a3b_32k", "qwen3_30b_a3b_32k_8gpu"])
+@pytest.mark.parametrize("name", TRACED)
 @pytest.mark.parametrize("policy", ["plain", "wlb_lazy/hybrid/best", "slim/hybrid"])
 def test_shipped_files_come_with_their_accounts(asked, name, policy):
     job = load_config(f"train_configs/{name}.toml", ("--wlb.policy", policy)).job
@@ -112,7 +113,7 @@ def test_shipped_files_come_with_their_accounts(asked, name, policy):
 
 
 def test_products_in_float8_are_repeated_as_others_and_take_their_rate(asked):
-    """`selective` repeats wo's and w3's, also in traces of others; the head of this model is not in float8."""
+    """`selective` repeats wo's and w3's, as of other layers; the head of this model is not in float8."""
     _, job, told = asked("bases:float8_kernels")
     assert (job.memory_unknown, job.memory_known, told(job).memory_known) == ("float8", False, True)
     job = told(job)

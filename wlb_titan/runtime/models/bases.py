@@ -96,14 +96,12 @@ def qwen3_8b() -> Trainer.Config:
 
 
 def llama3_8b_float8() -> Trainer.Config:
-    """Llama 3.1 8B, whose layers multiply in float8 by scales of rows, and its head in the activations' type."""
+    """Llama 3.1 8B, whose layers multiply in float8, and its head in the activations' type."""
     from torchtitan.models.llama3 import model_registry
     from torchtitan.models.llama3.config_registry import llama3_8b
 
-    config = llama3_8b()
-    config.model_spec = model_registry(
-        "8B", converters=[Float8LinearConverter.Config(filter_fqns=["lm_head"])]
-    )
+    config, converter = llama3_8b(), Float8LinearConverter.Config(filter_fqns=["lm_head"])
+    config.model_spec = model_registry("8B", converters=[converter])
     return adopt(config, "llama3_8b_float8")
 
 

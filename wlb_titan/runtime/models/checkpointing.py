@@ -31,7 +31,6 @@ import wlb_titan.runtime.attention.kv_cache  # noqa: F401 - registers the ops na
 from wlb_titan.job import Job
 from wlb_titan.layers.recompute import KINDS
 from wlb_titan.runtime.attention.module import DocumentMask, attentions
-from wlb_titan.runtime.models import float8
 from wlb_titan.runtime.compat import (
     ActivationWrapper,
     CustomGraphPass,
@@ -39,6 +38,7 @@ from wlb_titan.runtime.compat import (
     get_custom_graph_passes,
     in_backward_pass,
 )
+from wlb_titan.runtime.models import float8
 
 NEVER_KEPT = ("feed_forward.w2", "shared_experts.w2")
 """Linear layers whose output no backward pass needs, as it is added to the residual. It is as wide as the
