@@ -16,8 +16,7 @@ LONG = LAYOUTS[2:]
 @pytest.mark.parametrize("name", rows(LAYOUTS, LONG))
 def test_losses_are_near_those_of_the_model_without(lab, name):
     """By weights that both load."""
-    texts = (f"{name} float8", name)
-    runs = [lab.experiment(text, *layout(text), *STEPS) for text in texts]
+    runs = [lab.experiment(text, *layout(text), *STEPS) for text in (f"{name} float8", name)]
     lab.run(2, runs)
     found, expected = (run.losses() for run in runs)
     assert found == pytest.approx(expected, rel=1e-3) and len(found) == 3
@@ -50,12 +49,12 @@ BLOCKS = {  # with the head in float8, of each of the 8 chunks of the loss
 @pytest.mark.parametrize("name", BLOCKS)
 def test_tokens_of_products_are_whole_blocks(lab, name):
     block, words = BLOCKS[name]
-    config = load_config(CONFIG, ["--wlb.corpus.path", str(lab.corpus), *layout(name), *words])
-    job, wlb = config.job, config.config.wlb
-    packs = [m for plan in job.plans(training_documents(wlb, open_corpus(wlb.corpus)), 3) for m in plan.packs]
-    for m in packs:
-        assert m.length % (block * job.degrees.context) == 0
-        assert m.length * m.sharers - int(m.lengths.sum()) < 2 * job.padded(1, m.sharers)
+    loaded = load_config(CONFIG, ["--wlb.corpus.path", str(lab.corpus), *layout(name), *words])
+    job, wlb = loaded.job, loaded.config.wlb
+    for plan in job.plans(training_documents(wlb, open_corpus(wlb.corpus)), 3):
+        for m in plan.packs:
+            assert m.length % (block * job.degrees.context) == 0
+            assert (m.padding > 0) == (m.length * m.sharers > int(m.lengths.sum()))
 
 
 def test_what_float8_cannot_do_is_refused():

@@ -230,8 +230,7 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     "adapters_none": (ADAPTED, (*NONE, *FIRST_STEP), 0.01, None),
     "adapters_full": (ADAPTED, (*FULL, SHARD, 2, *FIRST_STEP), 0.01, None),
     "float8_none": (FLOAT8, (*NONE, *FIRST_STEP), 0.01, None),
-    "float8_keys": (FLOAT8, (*KEYS, SHARD, 2, *FIRST_STEP), 0.01, None),
-    "float8_tensor": (FLOAT8, (TP, 2, *FIRST_STEP), 0.01, None),
+    "float8_keys": (FLOAT8, (*KEYS, TP, 2, *FIRST_STEP), 0.01, None),
     # The synthetic corpus does not have the mask that is named.
     "masked": (SMALL, ("--wlb.corpus.mask", "loss_mask", *FIRST_STEP), 0.03, None),
 }

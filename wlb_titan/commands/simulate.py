@@ -173,9 +173,9 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
         )
     job = next(iter(predictions.values())).job
     if any(job.float8):
-        flops = job.measured_cluster.linear_flops_float8
-        rate = f"{flops / 1e12:,.0f} TFLOP/s, linear_flops_float8" if flops else "linear_flops, the only rate"
-        said.append(f"Products in float8 have {rate} of {job.cluster.name}.")
+        key = "linear_flops" + "_float8" * (job.cluster.linear_flops_float8 > 0)
+        rate = job.measured_cluster.product_flops(1.0) / 1e12
+        said.append(f"Products in float8 have {key} = {rate:,.0f} TFLOP/s, of {job.cluster.name}.")
     sources = dict.fromkeys(prediction.job.latency.source for prediction in predictions.values())
     said += [f"Times of attention: {source}." for source in sources]
     return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]

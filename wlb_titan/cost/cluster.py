@@ -53,9 +53,8 @@ class Gpu:
 
     def product_flops(self, float8: float) -> float:
         """FLOP/s of matrix products of which this share is in float8."""
-        if not float8 or not self.linear_flops_float8:
-            return self.linear_flops
-        return 1 / ((1 - float8) / self.linear_flops + float8 / self.linear_flops_float8)
+        fast = self.linear_flops_float8 or self.linear_flops
+        return 1 / ((1 - float8) / self.linear_flops + float8 / fast) if float8 else self.linear_flops
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,7 +123,7 @@ def owner_of(config: Configurable.Config) -> type:
     return config._owner or type(config)
 
 
-def recipe_of(linear: Configurable.Config) -> Any:
+def recipe_of(linear: Configurable.Config) -> object:
     """torchao's configuration of a linear layer that multiplies in float8, or None. Without
     `_torchao_config`: that of the layer once it is built."""
     return getattr(linear, "_torchao_config", None)

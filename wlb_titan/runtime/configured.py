@@ -48,6 +48,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
     job_degrees = Degrees(**degrees, own=tuple(wlb.dimensions))
     gpu = None if wlb.cluster else gpu_at_hand(wlb.device)
     cluster = cluster_of_gpu(*gpu) if gpu else load_cluster(wlb.cluster or "cpu")
+    of_products = float8.multiple_of_tokens(model, memory.loss_chunks, dims.tp)
     total = training.global_batch_size if training.global_batch_size > 0 else None
     job = Job(
         model=shape,
@@ -57,11 +58,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         window=training.seq_len,
         micro_batches=total or training.local_batch_size * job_degrees.data,
         # Experts in parallel divide tokens over tensor-parallel ranks whatever the rest does.
-        multiple=math.lcm(
-            dims.tp if memory.sequence_parallel or dims.ep > 1 else 1,
-            memory.loss_chunks,
-            float8.multiple_of_tokens(model, memory.loss_chunks, dims.tp),
-        ),
+        multiple=math.lcm(dims.tp if memory.sequence_parallel or dims.ep > 1 else 1, of_products),
         packing=wlb.packing,
         context=wlb.context,
         order=wlb.pipeline,

@@ -18,9 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-QUANTISED = ((8, 9), (10, 0))
-"""Capabilities that torchtitan asks for to configure layers in float8, and in fewer bits."""
-
 
 class CpuDeviceModule:
     """`torch.cuda`, as far as torchtitan uses it, for the CPU."""
@@ -83,7 +80,8 @@ def use_cpu_without_accelerator() -> bool:
         utils.device_type = "cpu"
         utils.device_module = CpuDeviceModule()
         utils.get_local_device = lambda: torch.device("cpu")
-        # A file is read on login nodes, too; on a GPU torchtitan asks again, on a CPU `float8.check_on_cpu`.
-        utils.has_cuda_capability = lambda *capability: capability in QUANTISED
+        # Of layers in float8 and fewer bits: files are read on login nodes, too. On the device that trains
+        # torchtitan asks again, or `float8.check_on_cpu`.
+        utils.has_cuda_capability = lambda *capability: capability in ((8, 9), (10, 0))
         spmd.set_dist(GlooCollectives())
     return True

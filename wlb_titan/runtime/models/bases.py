@@ -28,7 +28,7 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.param_init import depth_scaled_std
-from torchtitan.models.llama3 import Llama3Model, parallelize_llama
+from torchtitan.models.llama3 import Llama3Model, model_registry, parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
@@ -97,7 +97,6 @@ def qwen3_8b() -> Trainer.Config:
 
 def llama3_8b_float8() -> Trainer.Config:
     """Llama 3.1 8B, whose layers multiply in float8, and its head in the activations' type."""
-    from torchtitan.models.llama3 import model_registry
     from torchtitan.models.llama3.config_registry import llama3_8b
 
     config, converter = llama3_8b(), Float8LinearConverter.Config(filter_fqns=["lm_head"])

@@ -24,6 +24,7 @@ from torch.fx import Graph
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.components.quantization import Float8Linear
 from torchtitan.distributed import activation_checkpoint as titan
 from torchtitan.protocols.model_spec import ModelSpec
 
@@ -38,7 +39,6 @@ from wlb_titan.runtime.compat import (
     get_custom_graph_passes,
     in_backward_pass,
 )
-from wlb_titan.runtime.models import float8
 
 NEVER_KEPT = ("feed_forward.w2", "shared_experts.w2")
 """Linear layers whose output no backward pass needs, as it is added to the residual. It is as wide as the
@@ -53,9 +53,8 @@ class SelectiveDocumentAC(titan.SelectiveAC):
     """torchtitan's SelectiveAC, which also keeps document attention's output, and never w2's.
 
     torchtitan keeps the output of every second matrix product, and so w2's: the fifth of a layer with fused
-    QKV, the seventh of others. The forward pass is repeated only up to w2's input. In float8 it would go on
-    to w2's output, as torchao keeps a product's input after it, so that output is kept unless tensor
-    parallelism makes it too wide.
+    QKV, the seventh of others. The forward pass is repeated only up to w2's input. torchao saves an input
+    after the product, so in float8 w2's output is kept, too, unless tensor parallelism makes it too wide.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -75,18 +74,18 @@ class SelectiveDocumentAC(titan.SelectiveAC):
         }
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        mine = super(SelectiveDocumentAC, self._for(module))
-        wrapped = mine._wrap_block(module, base_fqn=base_fqn)
+        mine = copy.copy(self)
+        mine.config = self._of(module)
+        wrapped = super(SelectiveDocumentAC, mine)._wrap_block(module, base_fqn=base_fqn)
         wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, early_stop=True)
         return wrapped
 
-    def _for(self, block: nn.Module) -> SelectiveDocumentAC:
-        """Itself with the linear layers of this block whose outputs are not kept."""
-        mine, layers = copy.copy(self), dict(block.named_modules())
-        kept = [w2 for w2 in NEVER_KEPT if float8.is_float8(layers.get(w2)) and not _divided(layers[w2])]
+    def _of(self, block: nn.Module) -> SelectiveDocumentAC.Config:
+        """The configuration with the linear layers of this block whose outputs are not kept."""
+        fast = {n: m for n, m in block.named_modules() if isinstance(m, Float8Linear or ())}  # or no torchao
+        kept = [n for n in NEVER_KEPT if n in fast and fast[n].weight.shape[1] == fast[n].in_features]
         never = [name for name in self.config.force_recompute_mm_shapes_by_fqns if name not in kept]
-        mine.config = replace(self.config, force_recompute_mm_shapes_by_fqns=never)
-        return mine
+        return replace(self.config, force_recompute_mm_shapes_by_fqns=never)
 
 
 class KeysAC(SelectiveDocumentAC):
@@ -104,8 +103,7 @@ class KeysAC(SelectiveDocumentAC):
     kind = "keys"
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        never = self._for(module).config.force_recompute_mm_shapes_by_fqns
-        keeps = _policy(module, self.get_save_ops(), never)
+        keeps = _policy(module, self.get_save_ops(), self._of(module).force_recompute_mm_shapes_by_fqns)
         return checkpoint_wrapper(
             module,
             # Dynamo looks into the arguments of a `partial`, and stops at some of the ops.
@@ -120,7 +118,8 @@ class KeysAC(SelectiveDocumentAC):
 def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[..., CheckpointPolicy]:
     """What `KeysAC` keeps of a block: the results of the ops `kept`, but for linear layers named `never`."""
     linear = {name: layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear)}
-    wide = [*never, *(name for name in linear if name.endswith("attention.wo") and _divided(linear[name]))]
+    divided = [name for name, layer in linear.items() if layer.weight.shape[1] < layer.in_features]
+    wide = [*never, *(name for name in divided if name.endswith("attention.wo"))]
     shapes = {tuple(linear[name].weight.shape) for name in linear if any(part in name for part in wide)}
     kept_ones = [layer for name, layer in linear.items() if not any(part in name for part in wide)]
     alike = [layer for layer in kept_ones if tuple(layer.weight.shape) in shapes]
@@ -139,11 +138,6 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return keeps
-
-
-def _divided(layer: nn.Linear) -> bool:
-    """Whether tensor-parallel ranks add up its outputs."""
-    return layer.weight.shape[1] < layer.in_features
 
 
 def _same(weight: torch.Tensor, other: torch.Tensor) -> bool:

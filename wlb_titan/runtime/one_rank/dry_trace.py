@@ -93,9 +93,7 @@ class OperationLog(TorchDispatchMode):
     ) -> Any:
         parts = (kind for kind in types if not issubclass(kind, AsyncCollectiveTensor))
         if any(map(is_traceable_wrapper_subclass_type, parts)):
-            return (
-                NotImplemented  # DTensor and torchao go on to operations on the parts, which come back here
-            )
+            return NotImplemented  # DTensor and torchao go on to operations on parts, which come back here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = tensors_in(result)
