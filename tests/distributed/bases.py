@@ -6,6 +6,7 @@ import functools
 
 import torch
 from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_registry
 from torchtitan.models.gpt_oss import config_registry as gpt_oss_registry
 from torchtitan.models.muse_glimmer import config_registry as muse_registry
@@ -52,10 +53,36 @@ def __getattr__(name):
 
 def lora():
     """`llama` with adapters: all else is frozen."""
-    config = llama()
+    return _adapted(llama())
+
+
+def _adapted(config):
     model = config.model_spec.model
     config.model_spec.model = LoRAConverter(LoRAConverter.Config(rank=4, alpha=8.0)).convert(model)
     return config
+
+
+def float8(**settings):
+    """`llama` whose layers multiply in float8, emulated."""
+    config, settings = llama(), {"emulate": True, "filter_fqns": ["lm_head"], **settings}
+    converter = Float8LinearConverter.Config(**settings).build()
+    config.model_spec.model = converter.convert(config.model_spec.model)
+    return config
+
+
+def float8_lora():
+    """With adapters, which are not in float8."""
+    return _adapted(float8())
+
+
+def float8_kernels():
+    """The same by kernels, which CPUs have for fake tensors only, as others are too slow."""
+    return float8(emulate=False)
+
+
+def float8_head():
+    """With the head, whose tokens come in the loss's chunks."""
+    return float8(filter_fqns=[])
 
 
 def scaled_llama():

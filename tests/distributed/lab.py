@@ -243,7 +243,7 @@ DEGREES = {
     "dp": "data_parallel_shard_degree",
     "replicas": "data_parallel_replicate_degree",
 }
-MODELS = ("lora", "qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3")
+MODELS = ("lora", "float8", "float8_lora", "qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3")
 SHORT = {
     "ep": "--parallelism.expert_parallel_degree {}",
     "layers": "--base bases:layers{}",

@@ -12,7 +12,7 @@ LAYOUTS += ("dp2 ep2 qwen3_moe",)
 LONG = (
     *("layers4 compiled", "pp2 layers4 ZBVZeroBubble", "tp2 layers4", "tp2 layers4 compiled"),
     *("dp2 layers4 slim6 merged", "dp1 qwen3_moe compiled", "cp2 deepseek_v3", "dp1 gpt_oss"),
-    "dp1 lora",
+    *("dp1 lora", "dp1 float8", "dp1 float8 compiled", "tp2 float8"),
 )
 
 

@@ -14,8 +14,8 @@ DRAWN = {  # one model each: the first layout, and those that draw the same
     "latent": ("dp1 deepseek_v3", "cp2 ep2 deepseek_v3"),
     "sinks": ("dp1 gpt_oss", "dp2 gpt_oss", "cp2 ep2 gpt_oss"),
 }
-ADAPTED = ("dp1 lora", "tp2 lora", "pp2 lora selective", "dp2 lora", "cp2 lora full")
-LONG = {"dp2 lora", "cp2 lora full", "dp1 full compiled"}
+ADAPTED = ("dp1 lora", "tp2 lora", "pp2 lora selective", "dp2 lora", "cp2 lora full", "tp2 float8_lora")
+LONG = {"tp2 float8_lora", "dp2 lora", "cp2 lora full", "dp1 full compiled"}
 STEPS = 2
 GROUPED = ("dp1 stored", "dp1 full compiled", "pp2 selective")
 STILL = r"^norm\.|^layers\.\d+\.(attention\.wo|ffn_norm)\."

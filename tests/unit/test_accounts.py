@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 TP, CP, EP = (f"--parallelism.{axis}_parallel_degree" for axis in ("tensor", "context", "expert"))
 DP = "--parallelism.data_parallel_shard_degree"
 DENSE = "torchtitan.models.llama3.config_registry:llama3_8b"
+TRACED = ("qwen3_30b_a3b_32k", "qwen3_30b_a3b_32k_8gpu", "llama3_8b_128k_8gpu_float8")
 EXPERTS = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"
 
 
@@ -104,8 +105,27 @@ def test_a_trace_that_fails_is_said_and_nothing_is_predicted(asked, monkeypatch)
     assert not job.memory_known and not job.memory_predicted
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b_a3b_32k", "qwen3_30b_a3b_32k_8gpu"])
+@pytest.mark.parametrize("name", TRACED)
 @pytest.mark.parametrize("policy", ["plain", "wlb_lazy/hybrid/best", "slim/hybrid"])
 def test_shipped_files_come_with_their_accounts(asked, name, policy):
     job = load_config(f"train_configs/{name}.toml", ("--wlb.policy", policy)).job
     assert {*job.accounts} == {*accounts.shapes_of(job, [job.policy])} and job.memory_known
+
+
+def test_products_in_float8_are_repeated_as_others_and_take_their_rate(asked):
+    """`selective` repeats wo's and w3's, as of other layers; the head of this model is not in float8."""
+    _, untold, told = asked("bases:float8_kernels")
+    job = told(untold)
+    assert job.memory_known and not untold.memory_known
+    plain = replace(job, float8=(0.0, 0.0), memory_unknown="", accounts={})
+    work, model = job.account.layers[0].work, job.model
+    assert work.forward.products == work.weight_products
+    half = 2 * model.hidden * (model.heads * model.head_dim + model.feed_forward)
+    repeated = {name: kind.repeated.products for name, kind in work.kinds.items()}
+    assert repeated == {"none": 0, "keys": 0, "selective": half, "full": work.forward.products}
+    faster = job.cluster.linear_flops_float8 / job.cluster.linear_flops
+    assert plain.layer_seconds.matrices == pytest.approx(faster * job.layer_seconds.matrices)
+    assert plain.token.matrices == pytest.approx(faster * job.token.matrices)
+    assert plain.token.head == job.token.head
+    peaks = [each.fitting.peak(Passes.of([4096]))[0].total for each in (job, plain)]
+    assert peaks[0] > 1.1 * peaks[1]  # casts in float32 pass by

@@ -62,6 +62,7 @@ LATENT = TOLD % "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_debug
 OSS = TOLD % "torchtitan.models.gpt_oss.config_registry:gpt_oss_debugmodel"
 MUSE = TOLD % "torchtitan.models.muse_glimmer.config_registry:muse_glimmer_debugmodel"
 ADAPTED = TOLD % "bases:lora"
+FLOAT8 = TOLD % "bases:float8_kernels"
 EXPERTS = """
 base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"
 wlb.corpus.path = "not_here"
@@ -229,6 +230,8 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     "muse": (MUSE, (CP, 2, *FIRST_STEP), 0.01, None),
     "adapters_none": (ADAPTED, (*NONE, *FIRST_STEP), 0.01, None),
     "adapters_full": (ADAPTED, (*FULL, SHARD, 2, *FIRST_STEP), 0.01, None),
+    "float8_none": (FLOAT8, (*NONE, *FIRST_STEP), 0.01, None),
+    "float8_keys": (FLOAT8, (*KEYS, TP, 2, *FIRST_STEP), 0.01, None),
     # The synthetic corpus does not have the mask that is named.
     "masked": (SMALL, ("--wlb.corpus.mask", "loss_mask", *FIRST_STEP), 0.03, None),
 }

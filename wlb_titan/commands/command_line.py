@@ -258,8 +258,11 @@ def load_job(
 
 def load(file: Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Loaded:
     """The configuration of a file with overrides; on a terminal it says what takes the seconds."""
+    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
     with progress() as report:
         report("Importing torchtitan", 0, 0)
+        use_cpu_without_accelerator()
         return load_config(file, overrides, world_size)
 
 

@@ -34,7 +34,6 @@ from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
 from wlb_titan.runs import CONFIG_FILE, TRACES, open_run, read_trace
-from wlb_titan.runtime.attention.implementation import kernel_errors
 from wlb_titan.simulator import calibrate
 
 ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
@@ -145,6 +144,8 @@ def profile(files: tuple[Path, ...], run: Path | None, output: Path | None, chec
     if output is None:
         for file, each in zip(files, loaded, strict=True):
             say(f"{file}: {each.job.attention_shape.kind}, errors against the reference")
+            from wlb_titan.runtime.attention.implementation import kernel_errors
+
             show_table([*kernel_errors(each.config, each.job, torch.device(device))])
         return
     shapes = {shape.kind: shape for shape in (job.attention_shape for job in jobs)}.values()

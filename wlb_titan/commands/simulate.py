@@ -173,6 +173,11 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
             "One GPU waits for no other, so balance saves it no time: what a balanced policy gains is whole "
             "documents, in which a token attends to more. Compare the speedup or MFU, not tokens/s."
         )
+    job = next(iter(predictions.values())).job
+    if any(job.float8):
+        key = "linear_flops" + "_float8" * (job.cluster.linear_flops_float8 > 0)
+        rate = job.measured_cluster.product_flops(1.0) / 1e12
+        said.append(f"Products in float8 have {key} = {rate:,.0f} TFLOP/s, of {job.cluster.name}.")
     sources = dict.fromkeys(prediction.job.latency.source for prediction in predictions.values())
     said += [f"Times of attention: {source}." for source in sources]
     return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]

@@ -47,8 +47,14 @@ class Gpu:
     memory_bandwidth: Annotated[float, Interval(ge=1e7, le=1e15)]  # bytes/s
     units: Annotated[int, Interval(ge=1, le=100000)] = 132  # multiprocessors
     capability: Annotated[float, Interval(ge=8, le=99)] = 9.0  # major.minor
+    linear_flops_float8: Annotated[float, Interval(ge=0, le=1e18)] = 0.0  # 0: as linear_flops
     device: str = ""  # part of the name of its GPUs
     attention_profile: str = ""  # path of a profile of the GPU; empty for the attention of H100 and H200
+
+    def product_flops(self, float8: float) -> float:
+        """FLOP/s of matrix products of which this share is in float8."""
+        fast = self.linear_flops_float8 or self.linear_flops
+        return 1 / ((1 - float8) / self.linear_flops + float8 / fast) if float8 else self.linear_flops
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,6 +227,7 @@ def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
         return cluster
     cluster = replace(cluster, experts=measured.experts)
     flops, bandwidth = linear.linear_flops, linear.memory_bandwidth
+    cluster = replace(cluster, linear_flops_float8=cluster.linear_flops_float8 * flops / cluster.linear_flops)
     return replace(cluster, layer=measured.layer, linear_flops=flops, memory_bandwidth=bandwidth)
 
 

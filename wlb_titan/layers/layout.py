@@ -25,8 +25,8 @@ class Layout:
     degrees: Degrees = field(default_factory=Degrees)
     memory: MemorySettings = field(default_factory=MemorySettings)
     multiple: int = 1
-    """A context-parallel rank's tokens are a multiple of it: for sequence parallelism and the chunked
-    loss."""
+    """A context-parallel rank's tokens are a multiple of it: for sequence parallelism, the chunked loss and
+    float8."""
 
     schedule: str = "1F1B"  # one of `pipeline.schedule.SCHEDULES` where predictions are wanted
     chunks: int = 1  # stages of each pipeline rank

@@ -37,6 +37,7 @@ class Rates(Layout):
     cluster: Cluster = field(default_factory=lambda: load_cluster("h100_roce"))
     context: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
     dtype: str = "bfloat16"  # of activations, as torch names it
+    float8: tuple[float, float] = (0.0, 0.0)  # shares of products in float8: of layers, and of the head
     accounts: Mapping[Shape, ModelAccount] = field(default_factory=dict, repr=False)
     """Of the layers, by the shapes of jobs; for models that no formula knows."""
     memory_unknown: str = ""  # what of a layer no formula knows, such as "experts"; then it takes an account
@@ -281,8 +282,9 @@ class TokenSeconds:
     layer: tuple[float, float] = (0.0, 0.0)  # of a layer's forward and backward pass, whatever its tokens
 
     @classmethod
-    def of(cls, layout: Layout, cluster: Cluster) -> TokenSeconds:
+    def of(cls, layout: Rates, cluster: Cluster) -> TokenSeconds:
         shape, tensor, element = layout.model, layout.degrees.tensor, layout.memory.compute_bytes
+        of_layers, of_head = map(cluster.product_flops, layout.float8)
         ranks = tensor * layout.degrees.context
         head = shape.hidden * shape.vocabulary
         layer = (shape.linear_weights - head) // shape.layers
@@ -291,10 +293,10 @@ class TokenSeconds:
         # Sequence-parallel TP gathers and scatters the activations twice a layer.
         shared = 4 * shape.hidden * (tensor - 1) / tensor / layout.degrees.context
         return cls(
-            matrices=2.0 * layer / ranks / cluster.linear_flops,
+            matrices=2.0 * layer / ranks / of_layers,
             elements=element * elements / ranks / cluster.memory_bandwidth,
             tensor=element * shared / cluster.link(tensor).bandwidth,
-            head=2.0 * head / ranks / cluster.linear_flops,
+            head=2.0 * head / ranks / of_head,
             layer=cluster.layer,
         )
 
@@ -331,7 +333,7 @@ class LayerSeconds:
     def told(cls, rates: Rates, account: ModelAccount) -> LayerSeconds:
         cluster, degrees = rates.measured_cluster, rates.degrees
         numbers = [rates.numbers_of_stage(stage) or (0,) for stage in range(len(rates.layers))]
-        products = 1 / cluster.linear_flops
+        products = 1 / cluster.product_flops(rates.float8[0])
 
         def mean(of_layer: Callable[[LayerWork], float]) -> Floats:
             each = [of_layer(layer.work) for layer in account.layers]

@@ -95,7 +95,8 @@ def words_of(node: Any) -> str:
     if isinstance(node, list):
         return f"[{', '.join(map(words_of, node))}]"
     if not isinstance(node, Configurable.Config):
-        return repr(node) if isinstance(node, int | float | str | tuple | None) else type(node).__name__
+        plain = isinstance(node, int | float | str | tuple | None) or dataclasses.is_dataclass(node)
+        return repr(node) if plain else type(node).__name__
     names = [field.name for field in dataclasses.fields(node) if field.name not in WITHOUT]
     inside = ", ".join(f"{name}={words_of(getattr(node, name))}" for name in names)
     return f"{type(node).__qualname__}({inside})"

@@ -50,6 +50,7 @@ from wlb_titan.runtime.hugging_face import check_weights, export_files
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.meshes import Axis, Dims
+from wlb_titan.runtime.models import float8
 from wlb_titan.simulator.choice import choose
 from wlb_titan.toml.values import shown
 
@@ -170,6 +171,7 @@ def _check_settings(config: TrainerConfig) -> None:
 
 def _check_on_cpu(config: TrainerConfig) -> None:
     """Refuses what torchtitan does by means of a GPU alone."""
+    float8.check_on_cpu(config.model_spec.model)
     for key, value in NEED_GPUS.items():
         section, name = key.split(".")
         if getattr(getattr(config, section), name, None) == value:
@@ -228,8 +230,8 @@ def _checked_job(config: TrainerConfig, dims: Dims) -> Job:
     if job.window % job.divisor:
         raise UserError(
             f"training.seq_len: {job.window} tokens are not a multiple of {job.divisor}, as the "
-            f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}) and the loss's "
-            "chunks require."
+            f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's "
+            "chunks and products in float8 require."
         )
     return job
 

@@ -126,6 +126,12 @@ def owner_of(config: Configurable.Config) -> type:
     return config._owner or type(config)
 
 
+def recipe_of(linear: Configurable.Config) -> object:
+    """torchao's configuration of a linear layer that multiplies in float8, or None. Without
+    `_torchao_config`: that of the layer once it is built."""
+    return getattr(linear, "_torchao_config", None)
+
+
 def ranks_of_group(name: str) -> list[int]:
     return dist.get_process_group_ranks(_resolve_process_group(name))
 

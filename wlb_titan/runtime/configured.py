@@ -27,6 +27,7 @@ from wlb_titan.runtime import accounts
 from wlb_titan.runtime.compat import owner_of
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.meshes import Dims
+from wlb_titan.runtime.models import float8
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.pipeline.build import stage_names
 
@@ -47,6 +48,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
     job_degrees = Degrees(**degrees, own=tuple(wlb.dimensions))
     gpu = None if wlb.cluster else gpu_at_hand(wlb.device)
     cluster = cluster_of_gpu(*gpu) if gpu else load_cluster(wlb.cluster or "cpu")
+    of_products = float8.multiple_of_tokens(model, memory.loss_chunks, dims.tp)
     total = training.global_batch_size if training.global_batch_size > 0 else None
     job = Job(
         model=shape,
@@ -56,7 +58,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         window=training.seq_len,
         micro_batches=total or training.local_batch_size * job_degrees.data,
         # Experts in parallel divide tokens over tensor-parallel ranks whatever the rest does.
-        multiple=math.lcm(dims.tp if memory.sequence_parallel or dims.ep > 1 else 1, memory.loss_chunks),
+        multiple=math.lcm(dims.tp if memory.sequence_parallel or dims.ep > 1 else 1, of_products),
         packing=wlb.packing,
         context=wlb.context,
         order=wlb.pipeline,
@@ -66,6 +68,7 @@ def job_of(config: TrainerConfig, dims: ParallelDims) -> Job:
         stage_layers=stage_layers,
         memory=memory,
         memory_unknown=_unknown(model, shape),
+        float8=float8.shares(model),
         # Without streams FSDP waits for each collective.
         overlap=wlb.device != "cpu" and cluster.kind != "cpu",
         implementation=wlb.attention.implementation,
@@ -174,6 +177,8 @@ def _unknown(model: Decoder.Config, shape: ModelShape) -> str:
         return "latent attention"
     if shape.frozen:
         return "adapters"
+    if float8.recipes(model):
+        return "float8"
     parts = {field.name for layer in model.layers for field in fields(layer)}
     others = sorted(parts - {field.name for field in fields(TransformerBlock.Config)})
     return ", ".join(others)

@@ -80,5 +80,8 @@ def use_cpu_without_accelerator() -> bool:
         utils.device_type = "cpu"
         utils.device_module = CpuDeviceModule()
         utils.get_local_device = lambda: torch.device("cpu")
+        # Of layers in float8 and fewer bits: files are read on login nodes, too. On the device that trains
+        # torchtitan asks again, or `float8.check_on_cpu`.
+        utils.has_cuda_capability = lambda *capability: capability in ((8, 9), (10, 0))
         spmd.set_dist(GlooCollectives())
     return True

@@ -37,7 +37,8 @@ PRIOR = 0.01  # of the weight that all passes give a factor
 
 def fingerprint(job: Job) -> int:
     """Of what passes, and predictions for them, follow from."""
-    facts = (job.model, job.degrees.tensor, job.degrees.context, job.layers, job.window, job.cluster.name)
+    sizes = (job.model, job.degrees.tensor, job.degrees.context, job.layers, job.window, job.cluster.name)
+    facts = (*sizes, *filter(None, job.float8))
     return zlib.crc32(repr((facts, job.context.profile)).encode())
 
 

@@ -29,7 +29,7 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 from wlb_titan.errors import UserError
 from wlb_titan.plugins import full_name, short_name
 from wlb_titan.runtime.attention.module import DocumentAttention
-from wlb_titan.runtime.compat import owner_of
+from wlb_titan.runtime.compat import owner_of, recipe_of
 from wlb_titan.runtime.hugging_face import GptOssAdapter
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
@@ -47,8 +47,12 @@ ONLY_WINDOWS = (gpt_oss.__name__, "torchtitan.models.muse_glimmer.model")
 REFUSED_MODULES = {
     "torchtitan.models.common.dist_gemm": "projections of the dist_gemm backend, which needs symmetric "
     "memory and is not supported yet",
-    "torchtitan.components.quantization": "quantised weights, whose kernels take only lengths that divide by "
-    "their blocks",
+    "torchtitan.components.quantization.mx": "MXFP8, which is not supported yet, but float8 is, by "
+    "Float8LinearConverter",
+    "torchtitan.components.quantization.nvfp4": "NVFP4, which is not supported yet, but float8 is, by "
+    "Float8LinearConverter",
+    "torchtitan.components.quantization.float8": "experts in float8, which are not supported yet; leave out "
+    "Float8GroupedExpertsConverter, and all other layers may have Float8LinearConverter",
 }
 """Parts of a model that do not run here, by the module of the class."""
 
@@ -154,7 +158,7 @@ def _demands(model: Decoder.Config, inner_attentions: tuple[type, ...]) -> Itera
             yield f"{place}{part}", words
     for place, node, _, _ in model.traverse(Configurable.Config, recurse=True):
         for module, words in REFUSED_MODULES.items():
-            if any(cls.__module__.startswith(module) for cls in type(node).__mro__):
+            if recipe_of(node) is None and any(c.__module__.startswith(module) for c in type(node).__mro__):
                 yield place, words
         if isinstance(node, LocalTokenDispatcher.Config) and owner_of(node) not in (
             LocalTokenDispatcher,

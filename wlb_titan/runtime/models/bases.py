@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.param_init import depth_scaled_std
-from torchtitan.models.llama3 import Llama3Model, parallelize_llama
+from torchtitan.models.llama3 import Llama3Model, model_registry, parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
@@ -38,6 +39,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.plugins import load
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.metrics import MetricsProcessor, drop_misleading_warnings
+from wlb_titan.runtime.models import float8
 from wlb_titan.runtime.models.adoption import adopt
 from wlb_titan.runtime.models.checkpointing import AsNeededAC
 from wlb_titan.runtime.models.description import differences, read_description
@@ -93,10 +95,20 @@ def qwen3_8b() -> Trainer.Config:
     return adopt(config, "qwen3_8b")
 
 
+def llama3_8b_float8() -> Trainer.Config:
+    """Llama 3.1 8B, whose layers multiply in float8, and its head in the activations' type."""
+    from torchtitan.models.llama3.config_registry import llama3_8b
+
+    config, converter = llama3_8b(), Float8LinearConverter.Config(filter_fqns=["lm_head"])
+    config.model_spec = model_registry("8B", converters=[converter])
+    return adopt(config, "llama3_8b_float8")
+
+
 BASES = {
     "llama3_debug": llama3_debug,
     **{f"llama2_{size.lower()}": partial(_llama, size) for size in PAPER_MODELS},
     "qwen3_8b": qwen3_8b,
+    "llama3_8b_float8": llama3_8b_float8,
 }
 """Ours, by short name; those of llama2 are the models of the paper's Table 1."""
 
@@ -104,20 +116,20 @@ BASES = {
 def base_config(name: str) -> Trainer.Config:
     """The base of one of BASES, of "package.module:function", or of a published model's config.json."""
     drop_misleading_warnings()
-    if name in BASES:
-        return BASES[name]()
     if name.endswith(".json"):
         return _published(name)
-    if ":" not in name:
+    if ":" not in name and name not in BASES:
         raise UserError(
             f"no base is called {name!r}. Known bases: {', '.join(BASES)}; or name any registry function as "
             '"package.module:function", such as "torchtitan.models.llama3.config_registry:llama3_8b", or a '
             "published model's config.json."
         )
-    function = load(name)
+    function = BASES.get(name) or load(name)
     try:
         base = function()
     except Exception as error:  # a base may fail in any way
+        if "torchao is not installed" in str(error):
+            raise UserError(f"the base {name!r} needs torchao: pip install 'wlb-titan[float8]'.") from error
         raise UserError(f"the base {name!r} cannot be made: {error}") from error
     if not isinstance(base, TorchtitanTrainer.Config):
         raise UserError(f"the base {name!r} returns {type(base).__name__}, not a torchtitan Trainer.Config.")
@@ -138,6 +150,8 @@ def _published(path: str) -> Trainer.Config:
             config = base_config(name)
         except UserError:
             continue
+        if float8.recipes(config.model_spec.model):
+            continue  # which a description does not ask for
         differing[name] = differences(config.model_spec.model, theirs)
         if not differing[name]:
             return config

@@ -6,6 +6,7 @@ Under all of them experts count each token once, which their balance follows.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.components.quantization import Float8Linear
 from torchtitan.distributed import activation_checkpoint as titan
 from torchtitan.protocols.model_spec import ModelSpec
 
@@ -41,7 +43,8 @@ class SelectiveDocumentAC(titan.SelectiveAC):
     """torchtitan's SelectiveAC, which also keeps document attention's output, and never w2's.
 
     torchtitan keeps the output of every second matrix product, and so w2's: the fifth of a layer with fused
-    QKV, the seventh of others. The forward pass is repeated only up to w2's input.
+    QKV, the seventh of others. The forward pass is repeated only up to w2's input. torchao saves an input
+    after the product, so in float8 w2's output is kept, too, unless tensor parallelism makes it too wide.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -61,9 +64,18 @@ class SelectiveDocumentAC(titan.SelectiveAC):
         }
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
+        mine = copy.copy(self)
+        mine.config = self._of(module)
+        wrapped = super(SelectiveDocumentAC, mine)._wrap_block(module, base_fqn=base_fqn)
         wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, early_stop=True)
         return wrapped
+
+    def _of(self, block: nn.Module) -> SelectiveDocumentAC.Config:
+        """The configuration with the linear layers of this block whose outputs are not kept."""
+        fast = {n: m for n, m in block.named_modules() if isinstance(m, Float8Linear or ())}  # or no torchao
+        kept = [n for n in NEVER_KEPT if n in fast and fast[n].weight.shape[1] == fast[n].in_features]
+        never = [name for name in self.config.force_recompute_mm_shapes_by_fqns if name not in kept]
+        return replace(self.config, force_recompute_mm_shapes_by_fqns=never)
 
 
 class KeysAC(SelectiveDocumentAC):
@@ -81,7 +93,7 @@ class KeysAC(SelectiveDocumentAC):
     kind = "keys"
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        keeps = _policy(module, self.get_save_ops(), self.config.force_recompute_mm_shapes_by_fqns)
+        keeps = _policy(module, self.get_save_ops(), self._of(module).force_recompute_mm_shapes_by_fqns)
         return checkpoint_wrapper(
             module,
             # Dynamo looks into the arguments of a `partial`, and stops at some of the ops.
@@ -119,7 +131,7 @@ def _policy(block: nn.Module, kept: set[Any], never: list[str]) -> Callable[...,
 
 
 def _same(weight: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they have the same memory, transposed or not."""
+    """Whether they have the same memory, transposed or not; casts have their own."""
     return StorageWeakRef(weight.untyped_storage()) == StorageWeakRef(other.untyped_storage())
 
 

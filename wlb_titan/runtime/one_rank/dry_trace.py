@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from wlb_titan.runtime.compat import (
@@ -91,8 +91,9 @@ class OperationLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor goes on to operations on local tensors, which come back here
+        parts = (kind for kind in types if not issubclass(kind, AsyncCollectiveTensor))
+        if any(map(is_traceable_wrapper_subclass_type, parts)):
+            return NotImplemented  # DTensor and torchao go on to operations on parts, which come back here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = tensors_in(result)
