@@ -31,14 +31,19 @@ class Loads:
 
     tokens: Floats  # with padding
     forward: Floats
-    """(stages, ...) or for all, seconds of one layer's attention on the slowest context-parallel rank,
-    less those of its exchange that run beside it."""
+    """(stages, ...) or for all, seconds of one layer's attention on the slowest context-parallel rank."""
     backward: Floats
     moving: Floats  # seconds of context parallelism in one layer, as in `ExchangeSeconds`
     repeated: Floats
     latency: Floats
     mix: Floats | None = None
     """(stages, kinds of recomputation, ...), layers of each kind; None: all are of the job's."""
+    beside: Floats | None = None
+    """(2, stages, ...), seconds of the exchange that run beside a layer's attention, forward and backward."""
+
+    @property
+    def hidden(self) -> tuple[Floats | float, Floats | float]:
+        return (0.0, 0.0) if self.beside is None else (self.beside[0], self.beside[1])
 
     @classmethod
     def imagined(cls, rates: Rates, tokens: Floats, forward: Floats, backward: Floats) -> Loads:
@@ -62,13 +67,15 @@ class Loads:
 def pass_times(rates: Rates, micro_batches: Loads) -> PassTimes:
     """Seconds, float64 (stages, n, k), of micro-batches as arrays (n, k): k runs of n in order."""
     token, tokens, layer = rates.token, micro_batches.tokens, rates.layer_seconds
+    hidden = micro_batches.hidden
 
     def by_stage(seconds: Floats) -> Floats:
         return seconds.reshape(-1, *[1] * tokens.ndim)
 
     forward = _forward(rates, micro_batches)
     back = by_stage(layer.inputs - layer.matrices + layer.elements_back - layer.elements)
-    backward = forward - micro_batches.forward + tokens * back + micro_batches.backward
+    attended, back_again = micro_batches.forward - hidden[0], micro_batches.backward - hidden[1]
+    backward = forward - attended + tokens * back + back_again
     layers = by_stage(np.array(rates.layers, dtype=np.float64))
     if micro_batches.mix is None:
         kind = KINDS.index(rates.repeating)
@@ -102,21 +109,50 @@ def _repeated(rates: Rates, number: int, micro_batches: Loads, forward: Floats) 
 
 def _forward(rates: Rates, micro_batches: Loads) -> Floats:
     """float64 (stages, ...), seconds of a layer's forward pass."""
-    layer, links = rates.layer_seconds, _latencies(rates) + micro_batches.latency
-    each = layer.matrices + layer.elements + layer.collectives
+    layer, links = rates.layer_seconds, sum(_latencies(rates)) + micro_batches.latency
+    each = layer.matrices + layer.elements + (layer.tensor + layer.experts)
     linear = micro_batches.tokens * each.reshape(-1, *[1] * micro_batches.tokens.ndim) + links
-    return np.asarray(linear + (micro_batches.forward + micro_batches.moving))
+    return np.asarray(linear + (micro_batches.forward - micro_batches.hidden[0] + micro_batches.moving))
 
 
-def _latencies(rates: Rates) -> float:
-    """Latencies of a layer's collectives in one pass but for context parallelism's."""
+def _latencies(rates: Rates) -> tuple[float, float]:
+    """Latencies of a layer's collectives in one pass: of tensor and of expert parallelism."""
     tensor, expert = rates.degrees.tensor, rates.degrees.expert
-    seconds = 0.0
-    if tensor > 1:
-        seconds += (1 - rates.tensor_overlap) * TENSOR_COLLECTIVES * rates.cluster.link(tensor).latency
-    if expert > 1 and rates.model.visits:
-        seconds += EXPERT_COLLECTIVES * rates.cluster.link(expert).latency
-    return seconds
+    of_tensor = (1 - rates.tensor_overlap) * TENSOR_COLLECTIVES * rates.cluster.link(tensor).latency
+    of_experts = EXPERT_COLLECTIVES * rates.cluster.link(expert).latency
+    return of_tensor * (tensor > 1), of_experts * (expert > 1 and rates.model.visits > 0)
+
+
+def pass_parts(rates: Rates, micro_batches: Loads) -> dict[str, Floats]:
+    """The parts of `pass_times`, float64 (3, stages, ...) each, which add up to it."""
+    times, tokens = np.stack(pass_times(rates, micro_batches)), micro_batches.tokens
+    layer = rates.layer_seconds
+    layers = np.array(rates.layers, dtype=np.float64).reshape(-1, *[1] * tokens.ndim)
+    (tensor, experts), hidden = _latencies(rates), micro_batches.hidden
+    exchange = micro_batches.moving + micro_batches.latency
+
+    def of(*passes: Floats | float) -> Floats:
+        """Of one layer forward, of gradients of inputs and of weights."""
+        each = (*passes, 0.0)[:3]
+        return np.stack([np.zeros_like(times[0]) + layers * seconds for seconds in each])
+
+    def each(of_token: Floats) -> Floats:
+        return of_token.reshape(-1, *[1] * tokens.ndim) * tokens
+
+    head = np.zeros_like(times)
+    head[:, -1] = rates.token.head * tokens
+    head[2] *= not rates.model.frozen
+    parts = {
+        "attention": of(micro_batches.forward, micro_batches.backward),
+        "products": of(each(layer.matrices), each(layer.inputs), each(layer.weights)),
+        "element-wise": of(each(layer.elements), each(layer.elements_back)),
+        "head": head,
+        "tensor parallelism": of(*[each(layer.tensor) + tensor] * 2),
+        "context parallelism": of(exchange - hidden[0], exchange - hidden[1]),
+        "experts' exchange": of(*[each(layer.experts) + experts] * 2),
+        "launches": of(*rates.token.layer),
+    }
+    return parts | {"recomputed": np.asarray(times - sum(parts.values()))}
 
 
 class JobCost(CostModel):

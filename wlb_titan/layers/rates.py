@@ -311,7 +311,8 @@ class LayerSeconds:
     weights: Floats  # and of weights
     elements: Floats  # element-wise operators
     elements_back: Floats
-    collectives: Floats  # of tensor and expert parallelism
+    tensor: Floats  # collectives of tensor parallelism
+    experts: Floats  # and of expert parallelism
     repeated: Floats  # (stages, kinds), all but attention and its exchange
 
     @classmethod
@@ -325,7 +326,8 @@ class LayerSeconds:
             weights=ones * token.matrices * (not rates.model.frozen),
             elements=ones * token.elements,
             elements_back=ones * 2 * token.elements,
-            collectives=ones * (_tensor(rates) + _experts(rates)),
+            tensor=ones * _tensor(rates),
+            experts=ones * _experts(rates),
             repeated=np.outer(ones, [_repeated(rates, kind) for kind in KINDS]),
         )
 
@@ -342,14 +344,16 @@ class LayerSeconds:
         def elements(work: Work) -> float:
             return (work.fused if rates.memory.compiled else work.elements) / cluster.memory_bandwidth
 
-        def collectives(work: Work) -> float:
+        def tensor(work: Work) -> float:
             moved = work.tensor * (degrees.tensor - 1) / degrees.tensor
             seconds = moved / cluster.link(degrees.tensor).bandwidth
-            hidden = min(rates.tensor_overlap * seconds, rates.token.matrices)
-            return seconds - hidden + cluster.all_to_all(work.expert, degrees.expert)
+            return seconds - min(rates.tensor_overlap * seconds, rates.token.matrices)
+
+        def experts(work: Work) -> float:
+            return cluster.all_to_all(work.expert, degrees.expert)
 
         def all_of(work: Work) -> float:
-            return work.products * products + elements(work) + collectives(work)
+            return work.products * products + elements(work) + tensor(work) + experts(work)
 
         def repeated(kind: str) -> Floats:
             return mean(lambda layer: all_of(layer.kinds[kind].repeated))
@@ -360,7 +364,8 @@ class LayerSeconds:
             weights=mean(lambda layer: products * layer.weight_products),
             elements=mean(lambda layer: elements(layer.forward)),
             elements_back=mean(lambda layer: elements(layer.backward)),
-            collectives=mean(lambda layer: collectives(layer.forward)),
+            tensor=mean(lambda layer: tensor(layer.forward)),
+            experts=mean(lambda layer: experts(layer.forward)),
             repeated=np.stack([repeated(kind.name) for kind in KINDS], axis=1),
         )
 

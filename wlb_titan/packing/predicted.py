@@ -5,17 +5,18 @@ Micro-batches may be drafts, of policies that compare packings, or planned, in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Literal
 
 import numpy as np
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.layout import whole_sequence, with_prefix
 from wlb_titan.context.strategy import ALL_KEYS, Figures, KeyShares
 from wlb_titan.layers.groups import hidden
-from wlb_titan.layers.passes import Loads, pass_times, repeated_seconds
+from wlb_titan.layers.passes import Loads, pass_parts, pass_times, repeated_seconds
 from wlb_titan.layers.rates import Rates
 from wlb_titan.layers.recompute import KINDS
 from wlb_titan.memory.fits import Fitting, runs
@@ -36,15 +37,41 @@ def pass_seconds(
     Args:
         context_rank: the rank whose attention counts; None takes the slowest for each micro-batch.
     """
-    sharers = np.array([m.sharers for m in micro_batches])
-    seconds = np.empty((3, len(rates.layers), len(sharers)))
-    for ranks in np.unique(sharers).tolist():
-        (group,) = np.nonzero(sharers == ranks)
-        shared, own = rates.shared(ranks), [micro_batches[number] for number in group.tolist()]
+    seconds = np.empty((3, len(rates.layers), len(micro_batches)))
+    for group, own, shared in _by_sharers(rates, micro_batches):
         packs = passing(own, shared, context_rank).in_runs(1)
         times = (pass_times if own[0].passes == "FB" else regrouped_times)(shared, packs)
         seconds[:, :, group] = [each[:, 0] for each in times]
     return seconds
+
+
+def part_seconds(rates: Rates, micro_batches: Sequence[MicroBatch]) -> dict[str, Floats]:
+    """The parts of `pass_seconds`, which add up to it. "slowest CP rank" is what the attention of the slowest
+    context-parallel rank takes longer than that of their mean."""
+    result: dict[str, Floats] = {}
+    for group, own, shared in _by_sharers(rates, micro_batches):
+        slowest, mean = (passing(own, shared, rank) for rank in (None, "mean"))
+        parts, even = pass_parts(shared, slowest), pass_parts(shared, mean)["attention"]
+        parts |= {"attention": even, "slowest CP rank": parts["attention"] - even}
+        if own[0].passes != "FB":
+            head = parts["head"]
+            parts["head"] = np.stack([0 * head[0], head[0] + head[1], head[2]])
+            received = np.zeros_like(head)
+            received[1] = _received(shared) * slowest.tokens
+            parts["kept states"] = received
+        for name, seconds in parts.items():
+            result.setdefault(name, np.zeros((*seconds.shape[:2], len(micro_batches))))[..., group] = seconds
+    return result
+
+
+def _by_sharers(
+    rates: Rates, micro_batches: Sequence[MicroBatch]
+) -> Iterator[tuple[Ints, list[MicroBatch], Rates]]:
+    """The numbers of the micro-batches that as many data-parallel ranks share, these, and their rates."""
+    sharers = np.array([m.sharers for m in micro_batches])
+    for ranks in np.unique(sharers).tolist():
+        (group,) = np.nonzero(sharers == ranks)
+        yield group, [micro_batches[number] for number in group.tolist()], rates.shared(ranks)
 
 
 def regrouped_times(rates: Rates, micro_batches: Loads) -> PassTimes:
@@ -52,18 +79,24 @@ def regrouped_times(rates: Rates, micro_batches: Loads) -> PassTimes:
     times, tokens = pass_times(rates, micro_batches), micro_batches.tokens
     head = np.zeros((len(rates.layers), 1, 1))
     head[-1] = rates.token.head
-    sharing = rates.degrees.context * rates.degrees.tensor
-    states = np.array(kept_states(rates.layers))[:, None, None]
-    size = rates.model.hidden * rates.memory.compute_bytes
-    received = states * rates.cluster.all_to_all(size / sharing, sharing)
     return PassTimes(
         forward=times.forward - head * tokens,
-        inputs=times.inputs + (head + received) * tokens,
+        inputs=times.inputs + (head + _received(rates)[..., None]) * tokens,
         weights=times.weights,
     )
 
 
-def passing(micro_batches: Sequence[MicroBatch], rates: Rates, context_rank: int | None = None) -> Loads:
+def _received(rates: Rates) -> Floats:
+    """float64 (stages, 1), seconds of a token's hidden states that the ranks of its backward pass receive."""
+    sharing = rates.degrees.context * rates.degrees.tensor
+    states = np.array(kept_states(rates.layers))[:, None]
+    size = rates.model.hidden * rates.memory.compute_bytes
+    return states * rates.cluster.all_to_all(size / sharing, sharing)
+
+
+def passing(
+    micro_batches: Sequence[MicroBatch], rates: Rates, context_rank: int | Literal["mean"] | None = None
+) -> Loads:
     """Tokens, attention and exchange of micro-batches, as arrays (n,); attention as (stages, n)."""
     attended = {}
     for windows, own in rates.by_windows.items():
@@ -78,9 +111,10 @@ def passing(micro_batches: Sequence[MicroBatch], rates: Rates, context_rank: int
     moving, repeated, latency = exchange.T
     groups = np.array([m.groups for m in micro_batches])
     latency = groups * latency
-    waits = (moving + latency)[:, None]
-    attention -= hidden(attention, waits, groups[:, None], rates.latency.units)
-    return Loads(tokens, attention[..., 0], attention[..., 1], moving, repeated, latency, mix)
+    forward, backward = np.moveaxis(attention, -1, 0)
+    waits, units = moving + latency, rates.latency.units
+    beside = np.stack([hidden(seconds, waits, groups, units) for seconds in (forward, backward)])
+    return Loads(tokens, forward, backward, moving, repeated, latency, mix, beside)
 
 
 def figures_of(micro_batches: Sequence[MicroBatch], rates: Rates) -> list[Figures]:
@@ -107,7 +141,9 @@ def attention_seconds(micro_batch: MicroBatch, rates: Rates) -> Floats:
     return figures_of([micro_batch], rates)[0].seconds
 
 
-def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | None) -> Floats:
+def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | str | None) -> Floats:
+    if isinstance(context_rank, str):
+        return np.asarray(attention.mean(axis=0))
     if context_rank is None or len(attention) == 1:
         return np.asarray(attention.max(axis=0))
     first = (micro_batch.dp_rank - micro_batch.merged.start) if micro_batch.merged else 0

@@ -22,6 +22,7 @@ from wlb_titan.layers.passes import Loads, pass_times
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.mix import shares
 from wlb_titan.memory.rank import RankMemory
+from wlb_titan.packing.predicted import part_seconds
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.measured import MeasuredPasses
@@ -51,6 +52,7 @@ class Prediction:
     longest: int  # tokens of the longest document
     kinds: dict[str, float]  # share of all layers and micro-batches that are recomputed in each way
     job: Job
+    plans: Sequence[Plan]
 
     @property
     def tokens_per_second(self) -> float:
@@ -69,6 +71,19 @@ class Prediction:
     def bubble(self) -> float:
         """Share of the time in which a rank waits, on average."""
         return 1 - float(self.busy.sum() / self.seconds.sum())
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step on the average rank by what they go to, which add up to the mean of `seconds` as
+        predicted: within passes as of `part_seconds`, and the rest."""
+        each = [_parts(self.job, plan) for plan in self.plans]
+        result = {name: float(np.mean([of[name] for of in each])) for name in each[0]}
+        result["waiting for replicas"] += float(np.mean(self.pipeline)) - result.pop("pipeline")
+        numbers = np.array([plan.iteration + 1 for plan in self.plans])
+        met = float(np.mean(_met(self.job, numbers)))
+        result["own dimensions"] += met
+        result["data parallelism"] = float(np.mean(self.communication)) - met
+        result["optimizer"] = float(np.mean(self.optimizer))
+        return result
 
     @property
     def peak_memory(self) -> RankMemory:
@@ -98,8 +113,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Sequence[MeasuredPasses]
     of_ranks, busy, communication = (np.array(column) for column in zip(*steps, strict=True))
     numbers = np.array([plan.iteration + 1 for plan in plans])
     pipeline = seconds_with_meetings(job, of_ranks, numbers)
-    met = meetings(measured[0].rest if measured else job)
-    communication += sum(seconds * (numbers % dim.every == 0) for dim, _, seconds in met)
+    communication += _met(measured[0].rest if measured else job, numbers)
     optimizer = np.array([passes.optimizer if passes else _optimizer(job) for passes in measurements])
     lengths = [plan.document_lengths for plan in plans]
     mixes = [m.mix for plan in plans for m in plan.micro_batches if m.mix is not None]
@@ -115,7 +129,36 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Sequence[MeasuredPasses]
         longest=max(int(documents.max()) for documents in lengths),
         kinds=shares(mixes) if mixes else {job.memory.checkpointing: 1.0},
         job=job,
+        plans=plans,
     )
+
+
+def _parts(job: Job, plan: Plan) -> dict[str, float]:
+    """Seconds of the average rank in a step's pipeline, by part, and of the mean replica's "pipeline"."""
+    passes = step_passes(job, plan)
+    ends = step_ends(job, plan, passes)
+
+    def busy(times: PassTimes) -> float:
+        of_ranks = enumerate(ends), passes._replace(times=times)
+        return float(np.mean([graph.busy(of_ranks[1].of(rank)).sum() for rank, (graph, _) in of_ranks[0]]))
+
+    def in_runs(seconds: Floats) -> PassTimes:
+        return PassTimes(*seconds.reshape(*seconds.shape[:2], -1, len(passes.delays)).swapaxes(2, 3))
+
+    seconds = part_seconds(job, plan.micro_batches)
+    own = in_runs(np.sum(list(seconds.values()), axis=0))
+    parts = {name: busy(in_runs(of_part)) for name, of_part in seconds.items()}
+    alone, changed, met = busy(own), busy(with_dimensions(job, own)), busy(passes.times)
+    parts |= {"own dimensions": changed - alone, "waiting for replicas": met - changed}
+    parts = {name: of_part / job.degrees.pipeline for name, of_part in parts.items()}
+    pipeline = float(np.mean([of_rank.max(axis=0).sum() for _, of_rank in ends]))
+    return parts | {"waiting in the pipeline": pipeline - met / job.degrees.pipeline, "pipeline": pipeline}
+
+
+def _met(job: Job, numbers: Ints) -> Floats:
+    """float64 (steps,), seconds in which ranks of the user's own dimensions meet in these steps."""
+    met = [seconds * (numbers % dim.every == 0) for dim, _, seconds in meetings(job)]
+    return np.asarray(np.sum([np.zeros(len(numbers)), *met], axis=0))
 
 
 def _step(job: Job, plan: Plan, measured: MeasuredPasses | None) -> tuple[Floats, float, float]:
