@@ -35,6 +35,27 @@ PASSES = {
 }
 """Names of passes, and their colours."""
 
+PARTS = {
+    "attention": "#2f5f98",
+    "products": "#4486d1",
+    "element-wise": "#8fb3a5",
+    "head": "#cc932f",
+    "tensor parallelism": "#a06cc0",
+    "context parallelism": "#c76f9f",
+    "experts' exchange": "#d95f56",
+    "launches": "#6fa64a",
+    "kept states": "#4aa3b5",
+    "recomputed": "#12967f",
+    "slowest CP rank": "#e3b7ab",
+    "waiting in the pipeline": "#c9ced6",
+    "waiting for replicas": "#dfe2e7",
+    "data parallelism": "#6b7480",
+    "own dimensions": "#8b929c",
+    "optimizer": "#b59a5b",
+}
+"""Parts of a step, and their colours; those of waiting are pale."""
+SHOWN = 0.005  # share of a step from which a part is drawn and named
+
 Curves = Mapping[str, tuple[Iterable[float], Iterable[float]]]
 """By name, the places on the axis and the values."""
 
@@ -151,6 +172,27 @@ def pipelines(timelines: Mapping[str, Sequence[Pass]]) -> str:
         colors = dict(PASSES[p.kind] for p in step)
         pictures.append((f"{name}: {1 - 1 / ends[name]:.1%} bubble", seconds, ranks, colors, passes))
     return _drawn("pipelines", pictures)
+
+
+def bars(steps: Mapping[str, Mapping[str, float]]) -> str:
+    """A bar for each policy or run, below its name, in boxes with the share of each part in percent.
+
+    Args:
+        steps: seconds of the parts of a step, for the same FLOPs.
+    """
+    longest = max(sum(parts.values()) for parts in steps.values())
+    boxes, colors = [], {}
+    for row, parts in enumerate(steps.values()):
+        begin, whole = 0.0, sum(parts.values())
+        for part in filter(parts.get, PARTS):
+            share = parts[part] / whole
+            if share >= SHOWN:
+                box = Pass("", 0, round(100 * share), begin, parts[part])
+                boxes.append((part, 2 * row + 1, box))
+                colors[part] = PARTS[part]
+            begin += parts[part]
+    names = [line for name in steps for line in (name, "")]
+    return _drawn("pipelines", [("Seconds for the same FLOPs", longest, names, colors, boxes)])
 
 
 def described(job: Job, documents: Documents) -> tuple[str, str]:

@@ -106,7 +106,8 @@ def simulate(
         cli.show_table(rows)
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
         notes += what_to_know(predictions) + in_groups(plans, predictions)
-        cli.say(*notes)
+        parts = {policy: prediction.parts() for policy, prediction in predictions.items()}
+        cli.say(in_parts(*best_of(predictions, parts)), *notes)
     drawn = {} if trace is None and report is None else _typical_steps(plans, predictions)
     if trace is not None:
         with cli.writing(f"--trace: {trace}"):
@@ -115,6 +116,7 @@ def simulate(
     if report is not None:
         sections = [
             *map(page.choice_section, choices),
+            page.section("Where a step's time goes", TIME, page.bars(for_the_same(predictions, parts))),
             page.section("Policies", " ".join(notes), page.table(rows)),
             page.section("A typical step", STEP, page.pipelines(drawn)),
         ]
@@ -220,6 +222,36 @@ def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
     return rate.over(base)
 
 
+def best_of(predictions: Predictions, parts: Mapping[Policy, Any]) -> tuple[Policy, Any]:
+    """The policy that does most FLOPs a second of those that fit, or of all."""
+    fitting = [policy for policy, prediction in predictions.items() if prediction.fits]
+    best = max(fitting or predictions, key=lambda policy: predictions[policy].flops_per_second)
+    return best, parts[best]
+
+
+def in_parts(policy: Policy, parts: Mapping[str, float]) -> str:
+    """What a policy's step goes to, in words."""
+    whole = sum(parts.values())
+    shares = sorted(((seconds / whole, part) for part, seconds in parts.items()), reverse=True)
+    named = [f"{part} {share:.1%}" for share, part in shares if share >= page.SHOWN]
+    return f"Of {policy}'s step: {', '.join(named)}."
+
+
+def for_the_same(predictions: Predictions, parts: Mapping[Policy, Any]) -> dict[str, dict[str, float]]:
+    """Seconds of the parts of each policy's steps for the FLOPs of the first policy's, as bars."""
+    first = next(iter(predictions.values())).flops.mean()
+    return {
+        f"{policy}: {predictions[policy].mfu:.1%} MFU": {
+            part: seconds * first / predictions[policy].flops.mean() for part, seconds in own.items()
+        }
+        for policy, own in parts.items()
+    }
+
+
+TIME = (
+    "The average rank, predicted: a bar is as long as the same FLOPs take, and numbers are percent of it. "
+    "Waiting, also for the slowest context-parallel rank, is pale."
+)
 STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
 
 
