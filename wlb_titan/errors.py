@@ -4,6 +4,7 @@ The command line shows only the message, without a traceback, and exits with cod
 """
 
 import errno
+import logging
 import os
 import shlex
 import stat
@@ -78,6 +79,11 @@ def shell_line(*words: str | os.PathLike[str]) -> str:
 
 quiet = ContextVar("quiet", default=False)
 """Whether `warn` is silent in this thread; `warnings.catch_warnings` would silence the others, too."""
+
+
+def drop_peers_warnings() -> None:
+    """Drops what torchao has torch warn of, where it is installed, as torchtitan imports it."""
+    logging.getLogger("torch.utils._pytree").addFilter(lambda said: "Enum subclass" not in said.getMessage())
 
 
 def warn(message: str) -> None:

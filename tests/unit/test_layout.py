@@ -13,13 +13,13 @@ import tomli
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    {"errors": 86, "progress": 20, "arrays": 8, "plugins": 257, "plan": 289, "bins": 218}
+    {"errors": 92, "progress": 20, "arrays": 8, "plugins": 257, "plan": 292, "bins": 218}
     | {"toml": 715, "files": 62}
-    | {"documents": 659, "pipeline": 714, "cost": 1_228, "dimensions": 335}
-    | {"context": 1_314, "layers": 850, "memory": 1_086, "balancing": 290, "packing": 3_050}
+    | {"documents": 659, "pipeline": 714, "cost": 1_251, "dimensions": 335}
+    | {"context": 1_379, "layers": 982, "memory": 1_086, "balancing": 290, "packing": 3_107}
     | {"sampler": 120, "planner": 230, "job": 38, "summary": 187}
-    | {"simulator": 1_417, "runs": 221, "corpus": 966, "prepare": 1_371, "config": 610}
-    | {"runtime": 8_069, "commands": 2_678}
+    | {"simulator": 1_461, "runs": 221, "corpus": 966, "prepare": 1_371, "config": 610}
+    | {"runtime": 8_263, "commands": 2_782}
 )
 """Of wlb_titan, from the ground up, with their lines: a room imports from those before it, inside functions
 too, and what is added to one removes something of it."""
@@ -106,8 +106,8 @@ def test_rooms_know_only_what_they_may(room):
             assert not strangers, f"{file.relative_to(ROOT)} imports or names {sorted(strangers)}"
 
 
-FILES, LONGEST = 188, 350  # of the package
-TESTS = 22_521  # lines
+FILES, LONGEST = 191, 350  # of the package
+TESTS = 22_872  # lines
 
 LONGER = {
     "kernels/gluon_backward.py": 399,

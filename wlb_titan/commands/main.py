@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from wlb_titan import __version__
-from wlb_titan.errors import EXIT_USER_ERROR, UserError
+from wlb_titan.errors import EXIT_USER_ERROR, UserError, drop_peers_warnings
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -108,6 +108,7 @@ def main() -> None:
 
     On a cluster, start training with TorchX (`torchx run wlb.train --config FILE`) or the script of `slurm`.
     """
+    drop_peers_warnings()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.errors import UserError, warn
+from wlb_titan.errors import UserError, drop_peers_warnings, warn
 
 if TYPE_CHECKING:  # torch is imported only when the ranks watch each other
     from wlb_titan.config.load import Resolved
@@ -35,6 +35,7 @@ PR_SET_PDEATHSIG = 1  # of Linux' <linux/prctl.h>
 def main(path: str, overrides: tuple[str, ...]) -> None:
     """Trains as FILE says; OVERRIDES such as --training.steps 5 come last and win."""
     set_allocator()
+    drop_peers_warnings()
     end_with_launcher(signal.SIGKILL)  # until the alarm watches it
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     warnings.showwarning = partial(show_warning, warnings.showwarning, rank)

@@ -16,12 +16,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.errors import UserError
+from wlb_titan.errors import UserError, drop_peers_warnings
 from wlb_titan.files import save
 
 
 def main() -> None:
     """Exits with 1 after an error, which is written in place of a result."""
+    drop_peers_warnings()
     asked = json.loads(sys.argv[1])
     path = Path(asked.pop("result"))
     try:
