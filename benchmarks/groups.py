@@ -25,6 +25,7 @@ from predicted import documents_of, job_of_file
 
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
+from wlb_titan.layers.groups import grouped
 from wlb_titan.packing.predicted import pass_seconds, passing
 from wlb_titan.plan import PREFIX, TOTAL, MicroBatch, Plan, Slices
 from wlb_titan.simulator.choice import Scenario
@@ -51,7 +52,7 @@ COLUMNS |= {way: f"{{{way}}}" for way in ("one", "two", "four", "auto", "none", 
 
 def in_groups(job: Job, plans: list[Plan], groups: Any) -> float:
     own = replace(job, context=replace(job.context, groups=groups))
-    planned = [replace(p, micro_batches=tuple(own.grouped(p.micro_batches))) for p in plans]
+    planned = [replace(p, micro_batches=tuple(grouped(own, p.micro_batches))) for p in plans]
     return simulate(own, planned).mfu
 
 

@@ -17,6 +17,7 @@ from wlb_titan.bins import balanced, in_order
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.layers.groups import grouped
 from wlb_titan.packing import PackingPolicy, rules
 from wlb_titan.packing.policies import Policies
 from wlb_titan.packing.predicted import with_mixes
@@ -157,7 +158,7 @@ class Planner:
                 for index, pack in enumerate(packs)
             ]
             if dp_rank in sharded:
-                of_rank = self._job.sharded(of_rank)
+                of_rank = grouped(self._job, self._job.sharded(of_rank))
                 if self._rules is not None:
                     for micro_batch in of_rank:
                         self._rules.check_sharding(micro_batch)

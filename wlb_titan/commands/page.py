@@ -19,9 +19,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from wlb_titan.commands.command_line import Rows, describe_job, writing
 from wlb_titan.documents import Documents
 from wlb_titan.files import save
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.measured import Pass
+from wlb_titan.simulator.step import Prediction
 from wlb_titan.summary import Estimate
 
 PASSES = {
@@ -54,6 +55,8 @@ PARTS = {
     "optimizer": "#b59a5b",
 }
 """Parts of a step, and their colours; those of waiting are pale."""
+Parts = Mapping[str, float]
+"""Seconds of a step, as of `Prediction.parts`."""
 SHOWN = 0.005  # share of a step from which a part is drawn and named
 
 Curves = Mapping[str, tuple[Iterable[float], Iterable[float]]]
@@ -174,7 +177,32 @@ def pipelines(timelines: Mapping[str, Sequence[Pass]]) -> str:
     return _drawn("pipelines", pictures)
 
 
-def bars(steps: Mapping[str, Mapping[str, float]]) -> str:
+TIME = (
+    "The average rank, predicted: a bar is as long as the same FLOPs take, and numbers are percent of it. "
+    "Waiting, also for the slowest context-parallel rank, is pale."
+)
+
+
+def time_section(predictions: Mapping[Policy, Prediction], parts: Mapping[Policy, Parts]) -> str:
+    """Bars of policies, for the FLOPs of the first policy's steps."""
+    first = next(iter(predictions.values())).flops.mean()
+    steps = {}
+    for policy, prediction in predictions.items():
+        factor = first / prediction.flops.mean()
+        own = {part: seconds * factor for part, seconds in parts[policy].items()}
+        steps[f"{policy}: {prediction.mfu:.1%} MFU"] = own
+    return section("Where a step's time goes", TIME, bars(steps))
+
+
+def in_parts(policy: Policy, parts: Parts) -> str:
+    """What a policy's step goes to, in words."""
+    whole = sum(parts.values())
+    shares = sorted(((seconds / whole, part) for part, seconds in parts.items()), reverse=True)
+    named = [f"{part} {share:.1%}" for share, part in shares if share >= SHOWN]
+    return f"Of {policy}'s step: {', '.join(named)}."
+
+
+def bars(steps: Mapping[str, Parts]) -> str:
     """A bar for each policy or run, below its name, in boxes with the share of each part in percent.
 
     Args:

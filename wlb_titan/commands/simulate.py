@@ -19,6 +19,7 @@ from wlb_titan.context.all_gather import AllGather
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
+from wlb_titan.layers.groups import grouped
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.runs import write_trace
@@ -107,7 +108,7 @@ def simulate(
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
         notes += what_to_know(predictions) + in_groups(plans, predictions)
         parts = {policy: prediction.parts() for policy, prediction in predictions.items()}
-        cli.say(in_parts(*best_of(predictions, parts)), *notes)
+        cli.say(page.in_parts(*best_of(predictions, parts)), *notes)
     drawn = {} if trace is None and report is None else _typical_steps(plans, predictions)
     if trace is not None:
         with cli.writing(f"--trace: {trace}"):
@@ -116,7 +117,7 @@ def simulate(
     if report is not None:
         sections = [
             *map(page.choice_section, choices),
-            page.section("Where a step's time goes", TIME, page.bars(for_the_same(predictions, parts))),
+            page.time_section(predictions, parts),
             page.section("Policies", " ".join(notes), page.table(rows)),
             page.section("A typical step", STEP, page.pipelines(drawn)),
         ]
@@ -193,7 +194,7 @@ def in_groups(plans: Plans, predictions: Predictions) -> list[str]:
         if job.strategy is None or not isinstance(job.context, AllGather.Config):
             continue
         auto = replace(job, context=replace(job.context, groups="auto"))
-        own = [replace(p, micro_batches=tuple(auto.grouped(p.micro_batches))) for p in plans[policy]]
+        own = [replace(p, micro_batches=tuple(grouped(auto, p.micro_batches))) for p in plans[policy]]
         gain = speedup(predict(auto, own), prediction)
         if gain.value > 1.02:
             said.append(
@@ -229,29 +230,6 @@ def best_of(predictions: Predictions, parts: Mapping[Policy, Any]) -> tuple[Poli
     return best, parts[best]
 
 
-def in_parts(policy: Policy, parts: Mapping[str, float]) -> str:
-    """What a policy's step goes to, in words."""
-    whole = sum(parts.values())
-    shares = sorted(((seconds / whole, part) for part, seconds in parts.items()), reverse=True)
-    named = [f"{part} {share:.1%}" for share, part in shares if share >= page.SHOWN]
-    return f"Of {policy}'s step: {', '.join(named)}."
-
-
-def for_the_same(predictions: Predictions, parts: Mapping[Policy, Any]) -> dict[str, dict[str, float]]:
-    """Seconds of the parts of each policy's steps for the FLOPs of the first policy's, as bars."""
-    first = next(iter(predictions.values())).flops.mean()
-    return {
-        f"{policy}: {predictions[policy].mfu:.1%} MFU": {
-            part: seconds * first / predictions[policy].flops.mean() for part, seconds in own.items()
-        }
-        for policy, own in parts.items()
-    }
-
-
-TIME = (
-    "The average rank, predicted: a bar is as long as the same FLOPs take, and numbers are percent of it. "
-    "Waiting, also for the slowest context-parallel rank, is pale."
-)
 STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
 
 

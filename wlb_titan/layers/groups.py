@@ -12,9 +12,15 @@ of the exchange is waited for before the first group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 
 from wlb_titan.arrays import Floats
+from wlb_titan.layers.rates import Rates
+from wlb_titan.plan import MicroBatch
 
 COLLECTIVE = 16
 """Multiprocessors that a collective takes while it runs beside attention: assumed, as NCCL's channels on one
@@ -29,3 +35,26 @@ def hidden(attention: Floats, exchange: Floats, groups: Floats, units: int) -> F
     """
     taken = min(COLLECTIVE / units, 1.0)
     return np.asarray((1 - 1 / groups) * np.minimum(attention, (1 - taken) * exchange))
+
+
+def grouped(rates: Rates, sharded: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Micro-batches whose heads attend in the number of the strategy's groups that is predicted fastest."""
+    result = list(sharded)
+    for place, m in enumerate(sharded):
+        own = rates.shared(m.sharers)
+        groups = own.strategy.groups if own.strategy is not None else (1,)
+        best = groups[0] if len(groups) == 1 else min(groups, key=partial(_seconds, own, m))
+        if best != m.groups:
+            result[place] = replace(m, groups=best)
+    return result
+
+
+def _seconds(rates: Rates, sharded: MicroBatch, groups: int) -> float:
+    """Of a layer's attention and exchange in both passes of a micro-batch."""
+    strategy = rates.of_group(groups).strategy
+    assert strategy is not None and sharded.ranks is not None
+    (figures,) = strategy.figures([(sharded.ranks, sharded.shared_length, sharded.elsewhere)])
+    attention, exchange = groups * figures.seconds.max(axis=0), rates.exchanging.seconds(figures.travelling)
+    waits = np.array(exchange.moving + groups * exchange.latency)
+    beside = hidden(attention, waits, np.array(groups), rates.latency.units)
+    return float((attention + waits - beside).sum())

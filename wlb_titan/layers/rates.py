@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from wlb_titan.cost.models import Windows
 from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_cluster
 from wlb_titan.cost.told import LayerWork, ModelAccount, Shape, Work
 from wlb_titan.errors import PlanError
-from wlb_titan.layers.groups import hidden
 from wlb_titan.layers.layout import Layout
 from wlb_titan.layers.recompute import KINDS, Recompute
+from wlb_titan.layers.token import TokenSeconds
 from wlb_titan.pipeline.schedule import KNOWN, SCHEDULES
 from wlb_titan.plan import MicroBatch
 
@@ -138,32 +138,7 @@ class Rates(Layout):
                 packs = [(m.lengths, m.shared_length, m.elsewhere) for m in map(sized.__getitem__, places)]
                 for place, (name, ranks) in zip(places, strategy.shard_all(packs), strict=True):
                     result[place] = replace(sized[place], sharding=name, ranks=ranks)
-        return self.grouped(result)
-
-    def grouped(self, sharded: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Micro-batches whose heads attend in the number of groups that is predicted fastest of the
-        strategy's."""
-        result = list(sharded)
-        for place, m in enumerate(sharded):
-            own = self.shared(m.sharers)
-            groups = own.strategy.groups if own.strategy is not None else (1,)
-            best = groups[0] if len(groups) == 1 else min(groups, key=partial(own._passes, m))
-            if best != m.groups:
-                result[place] = replace(m, groups=best)
         return result
-
-    def _passes(self, sharded: MicroBatch, groups: int) -> float:
-        """Seconds of a layer's attention and exchange in both passes of a micro-batch."""
-        strategy = self.of_group(groups).strategy
-        assert strategy is not None and sharded.ranks is not None
-        (figures,) = strategy.figures([(sharded.ranks, sharded.shared_length, sharded.elsewhere)])
-        attention, exchange = (
-            groups * figures.seconds.max(axis=0),
-            self.exchanging.seconds(figures.travelling),
-        )
-        waits = np.array(exchange.moving + groups * exchange.latency)
-        beside = hidden(attention, waits, np.array(groups), self.latency.units)
-        return float((attention + waits - beside).sum())
 
     @cached_property
     def latency(self) -> AttentionLatency:
@@ -229,7 +204,7 @@ class Rates(Layout):
 
     @cached_property
     def token(self) -> TokenSeconds:
-        return TokenSeconds.of(self, self.measured_cluster)
+        return TokenSeconds.of(self, self.measured_cluster, self.float8)
 
     @cached_property
     def layer_seconds(self) -> LayerSeconds:
@@ -269,36 +244,6 @@ class Rates(Layout):
             return said
         why = "" if self.memory_known else f" with {self.memory_unknown}"
         return f"{said} (as_needed has no prediction of memory to go by{why})"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSeconds:
-    """Forward seconds that one token adds to one rank, in one layer but for `head`; and those of no token."""
-
-    matrices: float  # products
-    elements: float  # element-wise operators
-    tensor: float  # collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer
-    head: float  # the product with the vocabulary, on the last stage
-    layer: tuple[float, float] = (0.0, 0.0)  # of a layer's forward and backward pass, whatever its tokens
-
-    @classmethod
-    def of(cls, layout: Rates, cluster: Cluster) -> TokenSeconds:
-        shape, tensor, element = layout.model, layout.degrees.tensor, layout.memory.compute_bytes
-        of_layers, of_head = map(cluster.product_flops, layout.float8)
-        ranks = tensor * layout.degrees.context
-        head = shape.hidden * shape.vocabulary
-        layer = (shape.linear_weights - head) // shape.layers
-        # Reads and writes: two norms, two residuals, rotary embedding, gated activation.
-        elements = 12 * shape.hidden + 4 * shape.heads * shape.head_dim + 3 * shape.feed_forward
-        # Sequence-parallel TP gathers and scatters the activations twice a layer.
-        shared = 4 * shape.hidden * (tensor - 1) / tensor / layout.degrees.context
-        return cls(
-            matrices=2.0 * layer / ranks / of_layers,
-            elements=element * elements / ranks / cluster.memory_bandwidth,
-            tensor=element * shared / cluster.link(tensor).bandwidth,
-            head=2.0 * head / ranks / of_head,
-            layer=cluster.layer,
-        )
 
 
 @dataclass(frozen=True, slots=True)

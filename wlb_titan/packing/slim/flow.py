@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.layers.groups import grouped
 from wlb_titan.layers.passes import Loads, repeated_seconds
 from wlb_titan.layers.rates import Rates
 from wlb_titan.memory.fits import fullest
@@ -101,7 +102,7 @@ class Flows:
     def _seconds(self, packing: Packing, packs: Ints) -> dict[str, Floats]:
         """For each kind of pass float64 (n,), seconds of these packs through all stages."""
         sized = [self._rates.sized(packing.packs[number]) for number in packs.tolist()]
-        forward, inputs, weights = pass_seconds(self._rates, self._rates.sharded(sized))
+        forward, inputs, weights = pass_seconds(self._rates, grouped(self._rates, self._rates.sharded(sized)))
         return {"F": forward.sum(axis=0), "B": (inputs + weights).sum(axis=0)}
 
     def seconds(self, steps: Sequence[Step], slack: int) -> float:
