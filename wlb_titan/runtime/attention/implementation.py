@@ -117,9 +117,7 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device) -> 
         if why := slow_path(config, device_of(device), forward):
             logger.warning(f"Attention takes a slow path: {why}.")
         if forward == "fa4" and config.wlb.attention.implementation == "auto":
-            logger.warning(
-                "Times are predicted of torch's attention: with `fa4` in place of `auto` of fa4's."
-            )
+            logger.warning('Its times are predicted as torch\'s: as its own with implementation = "fa4".')
     if device.type != "cuda" or config.wlb.attention.implementation == REFERENCE:
         return  # an interpreter compiles nothing
     shape = attention_shape(job, job.degrees.grid.place(dist.get_rank())["cp"])
