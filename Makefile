@@ -75,14 +75,17 @@ test: $(READY)
 test-long: $(READY)
 	$(BIN)/pytest -m long $(TESTS)
 
-# What only a GPU can show, in ten minutes on one; CONTRIBUTING.md. `make test` runs on the CPU everywhere.
-test-gpu: $(READY)
-	$(BIN)/pytest -x --timeout 1200 --device cuda tests/gpu/test_trial.py
-	$(BIN)/pytest -n 2 --dist loadfile --device cuda tests/gpu --ignore tests/gpu/test_trial.py
+# What only a GPU can show, what is worth most first; CONTRIBUTING.md. `make test` runs on the CPU everywhere. OUT is
+# the folder of the results; BARE=1 takes the python3 at hand, with torch and Triton alone, and sets nothing up.
+OF_GPU := $(if $(BARE),$(PYTHON),$(BIN)/python) benchmarks/by_value.py $(if $(OUT),--out $(OUT))
+test-gpu: $(if $(BARE),,$(READY))
+	$(OF_GPU) $(PARTS)
 
-# The same tests in small and on the CPU: whether their code runs at all. Once more by Triton's interpreter.
+# The same parts in small and on the CPU: whether their code runs at all. Once more by Triton's interpreter.
 test-gpu-small: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile --device cpu tests/gpu
+	$(BIN)/python benchmarks/by_value.py --small --out $(or $(OUT),outputs/by_value) \
+	    $(or $(PARTS),trial times experts float8 groups overlap)
+	$(BIN)/pytest -n 2 --dist loadfile --device cpu tests/gpu -k "not experts"
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --device cpu tests/gpu/test_kernels.py
 
 # For the developer's loop, in a minute: it leaves out what is marked slow.

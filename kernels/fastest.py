@@ -13,6 +13,6 @@ attention_h100.jsonl: Gluon's forward took less time than Triton's in every case
 today's has been committed: so Triton's is taken.
 """
 
-HOPPER_FAMILY = 9
+HOPPER_FAMILY, BLACKWELL_FAMILY = 9, 10
 FASTEST = {HOPPER_FAMILY: HOPPER}
 """By the major number of an NVIDIA GPU's compute capability."""

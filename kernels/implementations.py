@@ -1,9 +1,9 @@
 """What computes a call of the op: the table of implementations, and the rule that takes one of them.
 
 "auto" takes what was measured fastest (fastest.py); where nothing was measured, the first of the table that
-is for the device's kind and can: torch's own FlashAttention on NVIDIA GPUs but Hopper and on CPUs, Triton on
-all GPUs, the reference on CPUs. Under Triton's interpreter (TRITON_INTERPRET=1), which computes bfloat16
-wrongly, it is Triton for float16 and float32.
+is for the device's kind and can: FlashAttention-4 on Blackwell where it is installed, torch's own on NVIDIA
+GPUs but Hopper and on CPUs, Triton on all GPUs, the reference on CPUs. Under Triton's interpreter
+(TRITON_INTERPRET=1), which computes bfloat16 wrongly, it is Triton for float16 and float32.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .fastest import FASTEST, HOPPER_FAMILY, HeadDims
+from .fastest import BLACKWELL_FAMILY, FASTEST, HOPPER_FAMILY, HeadDims
 
 PASSES = ("forward", "backward")
 MAX_HEAD_DIM = 256
@@ -49,7 +49,8 @@ class Device(NamedTuple):
         """What "auto" tells devices by where nothing was measured."""
         if self.type != "cuda":
             return "interpreter" if self.interpreted else "CPU"
-        return "AMD" if self.hip else "Hopper" if self.family == HOPPER_FAMILY else "NVIDIA"
+        kinds = {HOPPER_FAMILY: "Hopper", BLACKWELL_FAMILY: "Blackwell"}
+        return "AMD" if self.hip else kinds.get(self.family, "NVIDIA")
 
 
 @cache
@@ -88,6 +89,26 @@ def _refused_by_gluon(which: str, dims: HeadDims, dtype: torch.dtype, device: De
     for name, dim in zip("qv", dims, strict=True):
         if dim not in GLUON_HEAD_DIMS:
             return f"takes head dims {GLUON_HEAD_DIMS}, but {name} has {dim}"
+    return None
+
+
+def _refused_by_fa4(
+    which: str, dims: HeadDims, dtype: torch.dtype, device: Device, windowed=False, lse_gradient=False
+) -> Reason:
+    if device.type != "cuda" or device.hip or (device.capability and device.kind == "NVIDIA"):
+        return "needs an NVIDIA GPU of compute capability 9 or 10 (Hopper, Blackwell)"
+    if reason := _refused_by_triton(which, dims, dtype, device):  # the same types and head dims, or fewer
+        return reason
+    blackwell, equal = device.kind == "Blackwell", dims[0] == dims[1]
+    if dims != (192, 128) and not (equal and (not blackwell or dims[0] <= 128 or dims[0] == 256)):
+        return f"takes head dims (192, 128) and equal ones, on Blackwell to 128 and 256, got {dims}"
+    if blackwell and dims[0] == 256 and which == "backward" and lse_gradient:
+        return "has no gradient of the log-sum-exp, which sinks need, at head dim 256; triton can"
+    try:
+        if device.capability:  # not on the machine that submits the job
+            import_module("flash_attn.cute.interface")
+    except Exception as error:  # its own, or of the compiler that it brings
+        return f"needs flash-attn-4, by `pip install 'wlb-titan[fa4]'`: {error}"
     return None
 
 
@@ -132,10 +153,12 @@ class Implementation(NamedTuple):
     repeats: bool = True  # whether gradients have the same bits again, whatever torch's settings
 
 
-GPUS = ("Hopper", "NVIDIA", "AMD")
+NVIDIA = ("Blackwell", "NVIDIA")
+GPUS = ("Hopper", *NVIDIA, "AMD")
 TABLE = {  # the fastest first
     "gluon": Implementation("gluon_launch", _refused_by_gluon, "triton", ()),
-    TORCH: Implementation("torch_varlen", _refused_by_torch, REFERENCE, ("NVIDIA",), repeats=False),
+    "fa4": Implementation("fa4", _refused_by_fa4, "triton", ("Blackwell",), repeats=False),
+    TORCH: Implementation("torch_varlen", _refused_by_torch, REFERENCE, NVIDIA, repeats=False),
     "torch_cpu": Implementation("torch_cpu", _refused_by_torch_cpu, REFERENCE, ("CPU",)),
     "triton": Implementation("triton_launch", _refused_by_triton, REFERENCE, (*GPUS, "interpreter")),
     REFERENCE: Implementation("reference", lambda *_: None, REFERENCE, ("CPU", "interpreter")),

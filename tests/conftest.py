@@ -28,7 +28,7 @@ settings.load_profile("same")
 
 MAY_LACK = (
     *("apt-get install slurm-wlm munge", "cannot be looked up"),
-    *("root may read everything", "GPU", "needs a CUDA device", "the Gluon kernels have head dims"),
+    *("root may read everything", "GPU", "needs a CUDA device", "head dim", "flash-attn-4"),
 )
 """Words of the reasons for which a test may be skipped: what machines lack, and kernels cannot."""
 

@@ -6,6 +6,7 @@
 Sizes, dtypes and tolerances are all that differs; they come from the fixture `target`.
 """
 
+import json
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ class Target:
 
 
 def pytest_addoption(parser):
+    parser.addoption("--results", help="file of JSON lines to which measurements are appended")
     parser.addoption("--device", choices=("cuda", "cpu"), help="where tests/gpu runs; without it, nowhere")
 
 
@@ -60,6 +62,18 @@ def target(pytestconfig) -> Target:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch finds no GPU here")
     return Target(device)
+
+
+@pytest.fixture(scope="session")
+def tell(pytestconfig):
+    """Appends a row of what was measured to --results."""
+
+    def tell(**row):
+        if path := pytestconfig.getoption("--results"):
+            with open(path, "a") as results:
+                results.write(json.dumps(row) + "\n")
+
+    return tell
 
 
 @pytest.fixture(scope="session")

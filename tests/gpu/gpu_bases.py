@@ -23,6 +23,14 @@ def qwen3():
     return _small(qwen3_registry.qwen3_0_6b())
 
 
+def qwen3_30b_a3b():
+    """Four layers of the real model, all experts on one GPU."""
+    config = qwen3_registry.qwen3_30b_a3b()
+    config.model_spec.model.layers = config.model_spec.model.layers[:4]
+    config.parallelism = ParallelismConfig()
+    return config
+
+
 def gpt_oss():
     """64 heads of 64, eight on a key head, with sinks; layers with a window of 128 tokens, and without."""
     return _small(bases.few_experts(gpt_oss_registry.gpt_oss_20b()))

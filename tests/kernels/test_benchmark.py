@@ -2,6 +2,8 @@
 attention.py runs from end to end on the CPU, with the reference."""
 
 import json
+import subprocess
+import sys
 from importlib import import_module
 from itertools import groupby, product
 
@@ -237,3 +239,40 @@ def test_orders_of_the_list(replay):
         assert (np.diff(other.items[begin:end, 0]) > 0).all()
     work = [sum(row[3] - row[0] for row in other.items[begin:end]) for begin, end in other.tiles[:, 2:]]
     assert work[:15] == sorted(work, reverse=True)[:15], "the long one's; its last tile is the lightest"
+
+
+PROGRAM = """
+import json, pathlib, sys, time
+name, file, *_ = sys.argv[1:]
+with open(file, "a") as results:
+    results.write(json.dumps({"part": name, "case": "measured"}) + "\\n")
+while name == "slow" and not pathlib.Path("goes_on").exists():
+    time.sleep(1)
+"""
+
+
+def test_a_part_that_was_cut_goes_on_and_no_other_is_run_again(scripts, tmp_path, monkeypatch):
+    by_value, file = scripts("by_value"), tmp_path / "device" / "by_value.jsonl"
+    (tmp_path / "by_value_parts.py").write_text(PROGRAM)
+    places = {"ROOT": tmp_path, "LOG": tmp_path / "outputs" / "log", "__file__": str(tmp_path / "it.py")}
+    for name, place in places.items():
+        monkeypatch.setattr(by_value, name, place)
+    parts = by_value.Part("slow", 3), by_value.Part("quick", 60)
+    assert not by_value.run(parts, file, "cuda")
+    (tmp_path / "goes_on").touch()
+    with file.open("a") as results:
+        results.write('{"part": "sl')  # as where the machine was taken away
+    assert by_value.run(parts, file, "cuda")
+    ended = [(row["part"], row["ended"]) for row in by_value.rows_of(file) if "ended" in row]
+    assert ended == [("slow", "killed"), ("quick", 0), ("slow", 0)]
+
+
+def test_cases_with_a_row_are_not_measured_again(tmp_path):
+    file, cases = tmp_path / "by_value.jsonl", []
+    for _ in range(2):
+        command = [sys.executable, str(ROOT / "benchmarks" / "by_value_parts.py"), "float8", str(file), "cpu"]
+        subprocess.run(command, check=True, capture_output=True)
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        cases.append([row["case"] for row in rows if "case" in row])
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows if row.get("case") != cases[0][4]))
+    assert len(set(cases[0])) == 12 and cases[1] == [*cases[0][:4], *cases[0][5:], cases[0][4]]

@@ -22,13 +22,15 @@ CASES = CASES | {"slices": (rows(*[[n, 3, 0, n + 3] for n in range(0, 27, 3)]), 
 
 def sequences(q, k, v, cum_q, cum_k, max_q, max_k, left, right, scale):
     """Of each sequence its queries, keys, and scores, -inf where a query does not see a key."""
-    assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[1] % k.shape[1] == 0
+    assert q.shape[1] % k.shape[1] == 0
     assert all(x.stride(2) == 1 for x in (q, k, v)) and right == 0
     edges = [(cum_q, q, max_q), (cum_k, k, max_k)]
     for cum, x, longest in edges:  # what lies outside of all sequences is not written
         assert cum.dtype == torch.int32 and cum.is_contiguous() and cum[0] == 0 and cum[-1] == len(x)
         assert cum.diff().min() >= 0 and cum.diff().max() <= longest
     for (q0, q1), (k0, k1) in zip(*(cum.unfold(0, 2, 1).tolist() for cum, *_ in edges), strict=True):
+        if q0 == q1 and k0 == k1:
+            continue
         keys = k[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1], keys) * scale
         ahead = torch.arange(k1 - k0) - (torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0))
@@ -41,7 +43,7 @@ def dense_forward(
     scale, window_size_left, window_size_right, **others,
 ):  # fmt: skip
     assert is_causal == (window_size_left < 0) and not dropout_p and not return_debug_mask
-    out = torch.full_like(query, torch.nan)
+    out = query.new_full((*query.shape[:2], value.shape[2]), torch.nan)
     lse = query.new_full((query.shape[1], len(query)), torch.nan)
     ranges = cum_seq_q, cum_seq_k, max_q, max_k, window_size_left, window_size_right, scale
     for at, keys, scores in sequences(query, key, value, *ranges):
@@ -53,12 +55,12 @@ def dense_forward(
 
 def dense_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-    rng_state, unused, *, scale, window_size_left, window_size_right,
+    rng_state, unused, *, scale, window_size_left, window_size_right, dlse=0.0,
 ):  # fmt: skip
     """By what the forward left, as the kernels do."""
     group = query.shape[1] // key.shape[1]
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (query, key, value))
-    delta = (grad_out * out).sum(-1).T.unsqueeze(-1)
+    delta = ((grad_out * out).sum(-1).T - dlse).unsqueeze(-1)
     ranges = cum_seq_q, cum_seq_k, max_q, max_k, window_size_left, window_size_right, scale
     for at, keys, scores in sequences(query, key, value, *ranges):
         k, v = (x[keys].repeat_interleave(group, dim=1) for x in (key, value))

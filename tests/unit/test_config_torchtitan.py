@@ -64,7 +64,7 @@ training.disable_cuda_graphs = false
 wlb.device = "cpu"; wlb.attention.implementation = "triton"
     t.toml:3: wlb.attention.implementation = "triton":  ... needs a CUDA device, and runs on cpu
 wlb.attention.implementation = "fast"
-    t.toml:2: wlb.attention.implementation = "fast":  ... 'fast' is not one of auto, gluon, torch,
+    t.toml:2: wlb.attention.implementation = "fast":  ... 'fast' is not one of auto, gluon, fa4,
 training.mixed_precision_param = "bfloat16"; wlb.attention.implementation = "gluon"
     t.toml:3: wlb.attention.implementation = "gluon":  ... head dims (64, 128), but q has 32
 training.mixed_precision_param = "float32"; wlb.attention.implementation = "triton"

@@ -1,6 +1,7 @@
 """What computes attention: the rule, and that [wlb.attention] implementation reaches every call."""
 
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
 HOPPER, AMPERE, UNKNOWN, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cuda"), Device("cpu")
 AMD = Device("cuda", (9, 4), hip=True)
+BLACKWELL = Device("cuda", (10, 0))
 OTHERS = [AMPERE, *(Device("cuda", capability) for capability in ((8, 9), (10, 0), (12, 0))), UNKNOWN]
 LAYERS = {  # head dims of q and v, and what else decides
     "64": ((64, 64), {}),
@@ -74,12 +76,36 @@ def test_what_is_chosen_by_dtype_and_head_dims_that_few_can():
         assert passes_of("gluon", (dim, dim), BF16, UNKNOWN) == "gluon"
 
 
+@pytest.fixture
+def with_fa4(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", SimpleNamespace())
+    chosen.cache_clear()
+    yield
+    chosen.cache_clear()
+
+
+def test_what_is_chosen_where_flash_attn_4_is_installed(with_fa4):
+    wishes = {device: "fa4" if device is HOPPER else "auto" for device in (BLACKWELL, HOPPER)}
+    for device, wish in wishes.items():
+        for dims, others in LAYERS.values():
+            assert passes_of(wish, dims, BF16, device, **others) == "fa4"
+    at_256 = passes_of("auto", (256, 256), BF16, BLACKWELL, lse_gradient=True)
+    assert at_256 == "fa4, then triton" and passes_of("auto", (160, 160), BF16, BLACKWELL) == "torch"
+    assert passes_of("auto", (128, 128), BF16, Device("cuda", (12, 0))) == "torch"
+    assert passes_of("auto", (128, 128), BF16, HOPPER) == MIXED
+    config = base_config("torchtitan.models.llama3.config_registry:llama3_8b")
+    said = implementation.on_devices(config)
+    assert said == "gluon on Hopper, fa4 on Blackwell and torch on other GPUs"
+    assert implementation.slow_path(config, BLACKWELL, "fa4") is None
+    assert "torch runs where fa4" in implementation.slow_path(config, BLACKWELL, "torch")
+
+
 @pytest.mark.parametrize("wish", ["auto", "torch", "triton"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (128, 64)])
 def test_predictions_are_of_what_is_taken(dims, wish):
-    for gpu in (HOPPER, AMPERE):
+    for gpu in (HOPPER, AMPERE, BLACKWELL):
         expected = tuple(chosen(which, wish, dims, BF16, gpu) for which in PASSES)
-        assert taken(wish, dims, gpu is HOPPER) == expected
+        assert taken(wish, dims, gpu.family) == expected
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 12, 16])
@@ -107,9 +133,14 @@ def test_an_amd_gpu_is_no_hopper(monkeypatch):
         ("torch", 128, BF16, AMD, "needs an NVIDIA GPU or a CPU"),
         ("torch", 264, BF16, AMPERE, "up to 256, but q has 264"),
         ("auto", 128, BF16, Device("cuda", (7, 5)), "needs? compute capability 8.0"),
+        ("fa4", 128, BF16, BLACKWELL, r"pip install 'wlb-titan\[fa4\]'`: No module named 'flash_attn'"),
+        ("fa4", 128, BF16, AMPERE, "needs an NVIDIA GPU of compute capability 9 or 10"),
+        ("fa4", 128, BF16, Device("cuda", (12, 0)), "needs an NVIDIA GPU of compute capability 9 or 10"),
+        ("fa4", 160, BF16, BLACKWELL, r"takes head dims \(192, 128\) and equal ones, .*got"),
+        ("fa4", 128, torch.float32, HOPPER, "got torch.float32"),
         ("triton", 264, BF16, UNKNOWN, "up to 256, but q has 264"),
         ("triton", 128, BF16, CPU, "needs a CUDA device"),
-        ("fast", 128, BF16, HOPPER, "'fast' is not one of auto, gluon, torch, torch_cpu, triton, reference"),
+        ("fast", 128, BF16, HOPPER, "'fast' is not one of auto, gluon, fa4, torch, torch_cpu, "),
     ],
 )
 def test_what_is_refused(wish, dim, dtype, device, reason):
@@ -209,6 +240,7 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(on_hopper, monkeypatch):
     [
         (HOPPER, "llama3.config_registry:llama3_8b", "auto", None),
         (AMPERE, "llama3.config_registry:llama3_8b", "auto", None),
+        (BLACKWELL, "llama3.config_registry:llama3_8b", "auto", "fa4, the kernels for Blackwell, needs"),
         (CPU, "llama3.config_registry:llama3_8b", "reference", None),
         (HOPPER, "llama3.config_registry:llama3_8b", "reference", "reference is set"),
         (HOPPER, "llama3.config_registry:llama3_8b", "triton", "triton runs where gluon"),

@@ -117,6 +117,11 @@ def test_without_a_profile_the_figures_for_h100_are_taken():
 def test_times_are_those_of_the_backward_that_a_gpu_takes():
     """Of one document of 64K, as timed on an H100 (benchmarks/results/nvidia_h100), forward and backward."""
     h100, dims = load_cluster("h100_roce"), AttentionShape(head_dim=128, heads=32, group=8)
+    b200 = load_cluster("b200")
+    fa4 = replace(b200, attention_flops=1418e12, attention_backward_flops=1208e12)
+    for which in ("forward", "backward"):
+        by_name, published = configured_latency(b200, dims, "fa4"), configured_latency(fa4, dims, "torch")
+        assert getattr(by_name, which).block == pytest.approx(getattr(published, which).block, rel=0.03)
     document = [np.array([[0, 0, 65536]])]
     seconds = {}
     for kernels in ("auto", "triton"):

@@ -105,7 +105,8 @@ class AttentionSettings:
     implementation: str = "auto"
     """`auto`: the fastest measured on a GPU like the one at hand; the run logs which. `reference`: plain
     PyTorch, on any device. `torch`: torch's FlashAttention, NVIDIA GPUs and CPUs. `torch_cpu`: the one
-    of CPUs. `triton`: GPUs of compute capability 8.0 or later. `gluon`: Hopper, head dims 64 and 128."""
+    of CPUs. `triton`: GPUs of compute capability 8.0 or later. `gluon`: Hopper, head dims 64 and 128. `fa4`:
+    FlashAttention-4 on Hopper and Blackwell, by `pip install 'wlb-titan[fa4]'`."""
 
     sm_margin: Annotated[int, Interval(ge=0, le=64)] = 0
     """Multiprocessors that Gluon's kernels leave to NCCL, whose collectives otherwise wait for a kernel's end

@@ -27,23 +27,25 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
-from wlb_titan.kernels.fastest import HOPPER
+from wlb_titan.kernels.fastest import BLACKWELL_FAMILY, HOPPER, HOPPER_FAMILY
 
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
 BLOCK_ROWS = 64  # of queries times packed heads, in Gluon's backward
 MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments
 
+OTHERS = {"triton": (1.45, 1.53), "torch": (1.0, 1.0)}
 SLOWER = {
-    True: {"gluon": (1.0, 1.0), "triton": (1.45, 1.53), "torch": (1.75, 1.6)},
-    False: {"triton": (1.45, 1.53), "torch": (1.0, 1.0)},
+    HOPPER_FAMILY: {"gluon": (1.0, 1.0), "fa4": (0.97, 1.02), "triton": (1.45, 1.53), "torch": (1.75, 1.6)},
+    BLACKWELL_FAMILY: OTHERS | {"fa4": (0.26, 0.28)},
 }
-"""By whether it is a Hopper, forward and backward over what `hopper` predicts of Gluon's; elsewhere over
-torch's, whose rates of attention clusters of other GPUs have. Triton's are near the medians of the 22 cases
-at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and attention_turns_h100.jsonl, in 16
-of them 1.49 to 1.62 backward, less on short documents, more on short shares of a mix. torch's are those of
-FlashAttention-2 over FlashAttention-3 as published (Shah et al. 2024): 648 over 370 TFLOP/s forward, 1.5 to
-1.75 times as long backward."""
+"""By the major number of a GPU's compute capability, forward and backward over what `hopper` predicts of
+Gluon's; elsewhere over torch's, whose rates of attention clusters of other GPUs have. FlashAttention-4's are
+the medians of the table in docs/kernels.md, and those published for a B200 (clusters/b200.toml). Triton's are
+near the medians of the 22 cases at head dim 128 in benchmarks/results/nvidia_h100, attention_h100.jsonl and
+attention_turns_h100.jsonl, in 16 of them 1.49 to 1.62 backward, less on short documents, more on short shares
+of a mix. torch's are those of FlashAttention-2 over FlashAttention-3 as published (Shah et al. 2024): 648
+over 370 TFLOP/s forward, 1.5 to 1.75 times as long backward."""
 
 
 class Point(NamedTuple):
@@ -106,12 +108,14 @@ def hopper(head_dim: float, heads: int, *, group: int = 1) -> AttentionLatency:
     )
 
 
-def taken(implementation: str, dims: tuple[int, int], on_hopper: bool = True) -> tuple[str, str]:
-    """What computes forward and backward, on a Hopper or on another NVIDIA GPU, with these head dims (D, Dv)
-    where [wlb.attention] has this implementation: "auto"'s where no factor of it was measured."""
-    if implementation == "torch" or (not on_hopper and implementation not in SLOWER[False]):
+def taken(implementation: str, dims: tuple[int, int], family: int = HOPPER_FAMILY) -> tuple[str, str]:
+    """What computes forward and backward, on an NVIDIA GPU of this family, with these head dims (D, Dv) where
+    [wlb.attention] has this implementation: "auto"'s where no factor of it was measured, and where fa4, which
+    "auto" takes if it is installed, is not."""
+    known = SLOWER.get(family, OTHERS)
+    if implementation == "torch" or (family != HOPPER_FAMILY and implementation not in known):
         implementation = "torch" if dims[0] == dims[1] else "triton"
-    if implementation in SLOWER[on_hopper]:
+    if implementation in known:
         return implementation, implementation
     passes: tuple[str, str] = HOPPER.get(dims, ("triton", "triton"))
     return passes

@@ -29,13 +29,12 @@ import numpy as np
 from annotated_types import Ge, Gt
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.attention_kernels import SLOWER, Point, fit, hopper, non_negative, predict, taken
+from wlb_titan.cost.attention_kernels import OTHERS, SLOWER, Point, fit, hopper, non_negative, predict, taken
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape, Windows
 from wlb_titan.errors import PlanError, refusing, shell_line, warn
 from wlb_titan.files import checked, load, save
-from wlb_titan.kernels.fastest import HOPPER_FAMILY
 
 SCHEMA = 3
 PASSES = ("forward", "backward")
@@ -253,10 +252,10 @@ def configured_latency(
     backward = units * base.attention_backward_flops / cluster.attention_backward_flops
     source = ours.source if forward == backward == 1 else f"{ours.source}, scaled to {cluster.name}"
     if cluster.kind != "cpu":
-        on_hopper = int(cluster.capability) == HOPPER_FAMILY
-        kernels = taken(implementation, shape.both_dims, on_hopper)
-        slower = [SLOWER[on_hopper][name][number] for number, name in enumerate(kernels)]
-        forward, backward = forward * slower[0], backward * slower[1]
+        family = int(cluster.capability)
+        kernels = taken(implementation, shape.both_dims, family)
+        slower = SLOWER.get(family, OTHERS)
+        forward, backward = forward * slower[kernels[0]][0], backward * slower[kernels[1]][1]
         source += f", {kernels[0].title()}'s forward and {kernels[1].title()}'s backward pass"
     return replace(
         ours,

@@ -20,7 +20,7 @@ from wlb_titan.kernels.self_check import KernelError, Noise, check_kernels, erro
 from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.configured import model_shape
 
-TUNED = "gluon"  # for Hopper
+TUNED = {"Hopper": "gluon", "Blackwell": "fa4"}
 
 
 def check_implementation(
@@ -52,10 +52,12 @@ def on_devices(config: TrainerConfig) -> str:
     if config.wlb.attention.implementation not in ("auto", TORCH) or config.wlb.device == "cpu":
         return check_implementation(config)[0]
     try:
-        hopper, other = (check_implementation(config, Device("cuda", (sm, 0)))[0] for sm in (9, 8))
+        names = [check_implementation(config, Device("cuda", (sm, 0)))[0] for sm in (9, 10, 8)]
     except UserError:  # heads or a type that only a CPU can have
         return check_implementation(config)[0]
-    return other if hopper == other else f"{hopper} on Hopper and {other} on other GPUs"
+    kinds = dict(zip(("Hopper", "Blackwell"), names, strict=False))
+    own = [f"{name} on {kind}" for kind, name in kinds.items() if name != names[-1]]
+    return f"{', '.join(own)} and {names[-1]} on other GPUs" if own else names[-1]
 
 
 def _dtype(config: TrainerConfig) -> torch.dtype:
@@ -72,16 +74,17 @@ def slow_path(config: TrainerConfig, device: Device, which: str) -> str | None:
     to be faster."""
     if device.type == "cuda" and which == REFERENCE:
         return f"{REFERENCE} is set, which is for tests"
-    if device.kind != "Hopper" or which == TUNED:
+    tuned = TUNED.get(device.kind, which)
+    if which == tuned:
         return None
     model = model_shape(config.model_spec.model)
     dims = model.head_dim, model.v_head_dim or model.head_dim
-    reason = TABLE[TUNED].refuses("forward", dims, _dtype(config), device)
+    reason = TABLE[tuned].refuses("forward", dims, _dtype(config), device)
     if reason is not None:
-        return f"{TUNED}, the kernels for Hopper, {reason}"
+        return f"{tuned}, the kernels for {device.kind}, {reason}"
     return (
-        f"{which} runs where {TUNED}, the kernels for Hopper, can; compare the step's time with "
-        f'wlb.attention.implementation = "{TUNED}"'
+        f"{which} runs where {tuned}, the kernels for {device.kind}, can; compare the step's time with "
+        f'wlb.attention.implementation = "{tuned}"'
     )
 
 
@@ -113,6 +116,8 @@ def compile_attention(config: TrainerConfig, job: Job, device: torch.device) -> 
         logger.info(f"Attention: {both}{'' if window is None else f' with a window of {window}'}")
         if why := slow_path(config, device_of(device), forward):
             logger.warning(f"Attention takes a slow path: {why}.")
+        if forward == "fa4" and config.wlb.attention.implementation == "auto":
+            logger.warning('Its times are predicted as torch\'s: as its own with implementation = "fa4".')
     if device.type != "cuda" or config.wlb.attention.implementation == REFERENCE:
         return  # an interpreter compiles nothing
     shape = attention_shape(job, job.degrees.grid.place(dist.get_rank())["cp"])
