@@ -20,7 +20,11 @@ SELECTIVE = ["--activation_checkpoint.class", "SelectiveDocumentAC"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"]
 PAGES = {  # number of charts, titles of the sections after "Try next", the answer
     "plan": (1, "Work of every micro-batch, All figures", r"Under wlb\S* GPUs wait [\d.]+% .* under plain"),
-    "simulate": (3, "Policies, A typical step", r"\S+ does [\d.]+x ±[\d.]+ the FLOPs a second of plain/"),
+    "simulate": (
+        4,
+        "Where a step&#39;s time goes, Policies, A typical step",
+        r"\S+ does [\d.]+x ±[\d.]+ the FLOPs a second of plain/",
+    ),
     "compare": (4, "What differs, Figures, A step, Loss", r"b does [\d.]+x the FLOPs .* of a&lt;b"),
 }
 

@@ -46,7 +46,7 @@ trace_every = 5
 loss_weight = "conversation"
 validation = {{ hold_out = 0.05, mask = "none", every = 7 }}
 attention = {{ sm_margin = 8, implementation = "reference" }}
-context = {{ profile = "{folder}/profile.json" }}
+context = {{ profile = "{folder}/profile.json"{groups} }}
 policy = "{policy}/{sharding}/{order}"
 [wlb.corpus]
 path = "not used"
@@ -111,6 +111,7 @@ def file(folder, tmp_path, request):
     policy = request.param
     case = dict(zip(("packing", "sharding", "order"), CASES[policy], strict=True))
     case["cost_model"] = "quadratic:1,700"
+    case["groups"] = "" if case["sharding"] == "ulysses" else ', groups = "auto"'
     (tmp_path / "job.toml").write_text(FILE.format(folder=folder, policy=policy, **case))
     unset = set(defaults(configuration(tmp_path / "job.toml").wlb, "wlb")) - EXCLUDED
     assert not unset, f"keys of which this test says nothing: {unset}"
@@ -142,7 +143,7 @@ def of_one_rank(plan, dp_rank):
     """A plan as this rank makes it, which divides no other's micro-batches."""
     for other in plan["micro_batches"]:
         if other["dp_rank"] != dp_rank:
-            del other["ranks"], other["sharding"]
+            del other["ranks"], other["sharding"], other["groups"]
             other.pop("recomputed", None)
     return plan
 
