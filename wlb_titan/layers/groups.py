@@ -23,8 +23,7 @@ from wlb_titan.layers.rates import Rates
 from wlb_titan.plan import MicroBatch
 
 COLLECTIVE = 16
-"""Multiprocessors that a collective takes while it runs beside attention: assumed, as NCCL's channels on one
-H100 with 8 links."""
+"""Multiprocessors that a collective takes while it runs beside attention: assumed, not measured."""
 
 
 def hidden(attention: Floats, exchange: Floats, groups: Floats, units: int) -> Floats:

@@ -163,7 +163,7 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Predi
     predictions: list[Prediction] = []
     for policy in policies if scenario.job.fitting.windows_fit else ():
         with suppress(PlanError):
-            predictions.append(scenario.predict(policy, steps))
+            predictions.append(replace(scenario.predict(policy, steps), plans=()))  # which would fill memory
     return [prediction for prediction in predictions if prediction.fits]
 
 

@@ -74,9 +74,8 @@ class AllGatherAttention:
             sizes.append(sent)
             begin += sent
         *parts, own = tokens_LW.split([*sizes, len(tokens_LW) - begin])
-        return [(part, *one) for part, one in zip(parts, under_way, strict=True)], [
-            own
-        ] if exchange.kept else []
+        under_way = [(part, *one) for part, one in zip(parts, under_way, strict=True)]
+        return under_way, [own] if exchange.kept else []
 
 
 def _in_order(under_way: list[Any], own: list[torch.Tensor], after: torch.Tensor | None) -> torch.Tensor:
