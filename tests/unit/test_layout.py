@@ -16,10 +16,10 @@ ROOMS = (
     {"errors": 92, "progress": 20, "arrays": 8, "plugins": 257, "plan": 292, "bins": 218}
     | {"toml": 715, "files": 62}
     | {"documents": 659, "pipeline": 714, "cost": 1_254, "dimensions": 335}
-    | {"context": 1_379, "layers": 994, "memory": 1_086, "balancing": 290, "packing": 3_108}
+    | {"context": 1_379, "layers": 993, "memory": 1_086, "balancing": 290, "packing": 3_108}
     | {"sampler": 120, "planner": 231, "job": 38, "summary": 187}
     | {"simulator": 1_461, "runs": 221, "corpus": 966, "prepare": 1_371, "config": 611}
-    | {"runtime": 8_268, "commands": 2_788}
+    | {"runtime": 8_267, "commands": 2_788}
 )
 """Of wlb_titan, from the ground up, with their lines: a room imports from those before it, inside functions
 too, and what is added to one removes something of it."""
@@ -107,7 +107,7 @@ def test_rooms_know_only_what_they_may(room):
 
 
 FILES, LONGEST = 193, 350  # of the package
-TESTS = 23_152  # lines
+TESTS = 23_154  # lines
 
 LONGER = {
     "kernels/gluon_backward.py": 399,
