@@ -6,7 +6,7 @@ Every rank computes the same plan from the same lengths, so a plan is never comm
     {"iteration": 0, "plan_ms": 1.9, "imbalance": 1.008, "micro_batches": [
        {"dp_rank": 0, "index": 0, "length": 4096, "padding": 12, "workload": 1.7e15,
         "documents": [{"id": 17, "start": 0, "length": 4084, "delay": 0, "row": 5}],
-        "sharding": "per_sequence", "ranks": [[[0, 0, 1024], [0, 3072, 1012]], ...]}]}
+        "sharding": "per_sequence", "groups": 1, "ranks": [[[0, 0, 1024], [0, 3072, 1012]], ...]}]}
 
 "id" is a document's place in the shuffled stream, "row" its number in the corpus or in the file of --lengths,
 from 0. Where micro-batches are MicroPacks (policy `slim`) a document also has "prefix" and "total", and the

@@ -142,10 +142,10 @@ def profile(files: tuple[Path, ...], run: Path | None, output: Path | None, chec
     on_cpu = any(each.config.wlb.device == "cpu" for each in loaded) or not torch.cuda.is_available()
     device = "cpu" if on_cpu else "cuda"
     if output is None:
+        from wlb_titan.runtime.attention.implementation import kernel_errors
+
         for file, each in zip(files, loaded, strict=True):
             say(f"{file}: {each.job.attention_shape.kind}, errors against the reference")
-            from wlb_titan.runtime.attention.implementation import kernel_errors
-
             show_table([*kernel_errors(each.config, each.job, torch.device(device))])
         return
     shapes = {shape.kind: shape for shape in (job.attention_shape for job in jobs)}.values()

@@ -108,7 +108,8 @@ def simulate(
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
         notes += what_to_know(predictions) + in_groups(plans, predictions)
         parts = {policy: prediction.parts() for policy, prediction in predictions.items()}
-        cli.say(page.in_parts(*best_of(predictions, parts)), *notes)
+        best = best_of(predictions)
+        cli.say(page.in_parts(best, parts[best]), *notes)
     drawn = {} if trace is None and report is None else _typical_steps(plans, predictions)
     if trace is not None:
         with cli.writing(f"--trace: {trace}"):
@@ -191,9 +192,10 @@ def in_groups(plans: Plans, predictions: Predictions) -> list[str]:
     said = []
     for policy, prediction in predictions.items():
         job = prediction.job
-        if job.strategy is None or not isinstance(job.context, AllGather.Config):
+        context = job.context
+        if job.strategy is None or not isinstance(context, AllGather.Config) or context.groups == "auto":
             continue
-        auto = replace(job, context=replace(job.context, groups="auto"))
+        auto = replace(job, context=replace(context, groups="auto"))
         own = [replace(p, micro_batches=tuple(grouped(auto, p.micro_batches))) for p in plans[policy]]
         gain = speedup(predict(auto, own), prediction)
         if gain.value > 1.02:
@@ -223,11 +225,10 @@ def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
     return rate.over(base)
 
 
-def best_of(predictions: Predictions, parts: Mapping[Policy, Any]) -> tuple[Policy, Any]:
+def best_of(predictions: Predictions) -> Policy:
     """The policy that does most FLOPs a second of those that fit, or of all."""
     fitting = [policy for policy, prediction in predictions.items() if prediction.fits]
-    best = max(fitting or predictions, key=lambda policy: predictions[policy].flops_per_second)
-    return best, parts[best]
+    return max(fitting or predictions, key=lambda policy: predictions[policy].flops_per_second)
 
 
 STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
@@ -252,9 +253,7 @@ def write_report(
 ) -> Path:
     """The baseline is the first of the policies."""
     base = next(iter(predictions))
-    gains = {policy: speedup(prediction, predictions[base]) for policy, prediction in predictions.items()}
-    fitting = [policy for policy, prediction in predictions.items() if prediction.fits] or list(gains)
-    best = max(fitting, key=lambda policy: gains[policy].value)
+    best = best_of(predictions)
     degrees, waited = predictions[best].job.degrees, None  # by nobody on one replica
     if degrees.pipeline * degrees.data > 1:
         waited = float(np.mean([plan.imbalance for plan in plans[best]]))
@@ -268,7 +267,7 @@ def write_report(
     return page.write_page(
         folder,
         title=f"What balance is worth: {corpus}",
-        answer=f"{page.gained(str(best), gains[best], str(base))}; "
+        answer=f"{page.gained(str(best), speedup(predictions[best], predictions[base]), str(base))}; "
         f"{page.cost(predictions[best].bubble, waited)}",
         about=about,
         cards=cards,

@@ -98,13 +98,13 @@ def _rows_by_rank(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 # As ops of their own, which compiled code fuses with no other group's: one kernel for the keys of two groups
 # would wait for both. `after` is what the rank computes first.
 _library = torch.library.Library("wlb_titan", "FRAGMENT")
-for _schema, _rows in {
-    "rows_in_order(Tensor gathered, Tensor order, Tensor after) -> Tensor": _rows_in_order,
-    "rows_by_rank(Tensor rows, Tensor order) -> Tensor": _rows_by_rank,
-}.items():
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_schema.partition("(")[0], _rows, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"wlb_titan::{_schema.partition('(')[0]}", _rows, lib=_library)
+for _op, _tensors, _rows in (
+    ("rows_in_order", "Tensor gathered, Tensor order, Tensor after", _rows_in_order),
+    ("rows_by_rank", "Tensor rows, Tensor order", _rows_by_rank),
+):
+    _library.define(f"{_op}({_tensors}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_op, _rows, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"wlb_titan::{_op}", _rows, lib=_library)
 
 
 class _InDocumentOrder(torch.autograd.Function):
