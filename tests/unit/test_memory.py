@@ -55,9 +55,9 @@ def test_activations_and_what_is_gathered_of_one_job_by_hand():
     weights = 2 * (4 * 8 * 8 + 3 * 8 * 24 + 2 * 8) + 8 * 32
     assert (first.parameters, last.parameters) == (weights, weights + 8)  # the head, and the last norm
     assert (first.gradients, first.loss) == (0, 0)  # gradients are reduced after the peak
-    # Whole weights in bfloat16, and one weight's gradient in bfloat16 and float32. The second backward pass
-    # is the fullest here, as tokens are few: the whole gradients of the first are there, in float32.
-    assert first.gathered == weights / 2 * (2 + 4) + 8 * 24 / 2 * (2 + 4)
+    # Whole weights in bfloat16. The second backward pass is the fullest here, as tokens are few: the whole
+    # gradients of the first are there, in float32.
+    assert first.gathered == weights / 2 * (2 + 4)
     # The inputs of two layers and the stage's output, sharded by TP; and int64 inputs, of both micro-batches.
     assert first.activations == 64 * (3 * 8 * 2 / 4) + 2 * 64 * (3 * 8 / 2 + 8)
     g, q, f = 8 * 2 / 2, 8 * 2 / 4, 24 * 2 / 4
@@ -65,6 +65,9 @@ def test_activations_and_what_is_gathered_of_one_job_by_hand():
     # The fullest moment is the gradient of silu, with w1's output, attention's output and q made again.
     at_hand = 2 * g / 2 + q + rotary + q + log_sum_exp + keys
     assert first.backward == 64 * (at_hand + 2 * g + 6 * f)
+    # With fewer tokens it is the gradient of w2, with silu's input instead, until that is added to the sum.
+    few = pipeline_memory(degrees, [16, 16], **facts)[0]
+    assert few.backward == 16 * (at_hand + 3 * g + 5 * f) + 8 * 24 / 2 * 2
     # The last stage's output is gathered; the last norm's input, the input of a micro-batch that is done and
     # its gradient are kept. Its head's gradient is reduced at each micro-batch.
     hidden = 64 * 8 * 2 / 4

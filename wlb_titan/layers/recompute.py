@@ -145,6 +145,7 @@ class Peaks(NamedTuple):
     forward: float
     backward: float
     attention: float  # at attention's gradients, which go into the cache of slices
+    weights: float  # at the gradient of one of the MLP's weights
 
 
 class Recompute(ABC):
@@ -194,7 +195,7 @@ class KeepAll(Recompute):
         s, g, q, f = layer.s, layer.g, layer.q, layer.f
         attention = 2 * s + 2 * q + 2 * layer.key_gradients - 4 * f  # the MLP's activations are free
         # What the MLP keeps is freed while gradients of its products are made.
-        return Peaks(g + s * layer.gathers, s + max(2 * f, 2 * g), attention)
+        return Peaks(g + s * layer.gathers, s + max(2 * f, 2 * g), attention, s + max(f, 2 * g))
 
 
 class KeepProducts(Recompute):
@@ -272,20 +273,20 @@ def _repeating(
     s, g, q, f = layer.s, layer.g, layer.q, layer.f
     gathered = g + q + layer.keys + layer.gathering
     forward = s + np.maximum(np.maximum(2 * g + 3 * f + w1, gathered), g + q + layer.rotating)
+    weights = w1 + np.maximum(3 * g + 4 * f, 4 * g + f)
     moments = [
         2 * g + (layer.gathering + layer.sent if layer.shared_keys and regathers else 0.0),
         4 * g if layer.gathers else 0.0,
-        w1 + 3 * g + 4 * f,
+        weights,
         w2,
         w1 + 2 * g + 5 * f,
-        w1 + 4 * g + f,
     ]
     at_hand = 2 * s + q + layer.joined + layer.rotary
     held = at_hand + layer.keys + layer.normed + attended
     attention = held + g + 2 * q + 2 * layer.outputs + layer.key_gradients + at_attention
     rotated = at_hand + 2 * g + layer.rotating + rotating
     backward = reduce(np.maximum, [rotated, *(held + moment for moment in moments), attention])
-    return Peaks(forward, backward, attention)
+    return Peaks(forward, backward, attention, held + weights)
 
 
 KINDS: tuple[Recompute, ...] = (KeepAll(), KeepProducts(), Selective(), Full())

@@ -28,6 +28,7 @@ class TokenBytes:
     forward: float  # while the forward pass runs, besides what is kept
     backward: float  # while the backward pass runs, besides what was kept, at its fullest moment
     attention: float  # the same at attention's gradients, which go into the cache of slices
+    weights: float  # the same at the gradient of one of the MLP's weights
     waiting: float  # gradients of linear layers' and norms' outputs, between a split backward pass's halves
     loss: float  # besides its hidden states, at the softmax's fullest moment
     head: float  # the same at the head's gradient
@@ -67,7 +68,7 @@ class TokenBytes:
         else:
             own = account.layers[number].work.kinds[recompute.name]
             kept = own.kept - recompute.less_keys(layer)
-            peaks = Peaks(own.forward, own.backward, own.attention)
+            peaks = Peaks(own.forward, own.backward, own.attention, own.backward)
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
         logits = model.vocabulary / (cp * tp * settings.loss_chunks)
@@ -100,6 +101,22 @@ def token_bytes(
     return TokenBytes.of(*settings, keys, kind, rates.account, number)
 
 
+def added_gradient(rates: Rates, kind: Recompute, number: int = 0) -> float:
+    """Bytes of a weight's gradient in a pipeline's backward pass, which is added to the sum and gone. Without
+    a pipeline it stays for its layer's reduction, and `FsdpWhole` has it."""
+    if rates.degrees.pipeline == 1:
+        return 0.0
+    weights = largest_matrix(rates.model, rates.degrees)
+    if rates.account is not None:
+        weights = rates.account.layers[number].work.kinds[kind.name].gradients
+    return weights * rates.memory.compute_bytes
+
+
+def largest_matrix(model: ModelShape, degrees: Degrees) -> float:
+    """Weights of a dense decoder's layer's largest matrix, on one tensor-parallel rank."""
+    return model.hidden * max(model.feed_forward, model.heads * model.head_dim) / degrees.tensor
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWeights:
     """Numbers of weights of a pipeline rank's stages; as gathered, a rank's share after tensor and expert
@@ -126,7 +143,7 @@ class RankWeights:
         less = experts / tensor - experts / degrees.expert
         layer = layer_parameters(model) / tensor - less
         gathered = {s: rank_parameters(model, layers, [s]) / tensor - layers[s] * less for s in stages}
-        matrix = model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor
+        matrix = largest_matrix(model, degrees)
         own = sum(layers[stage] for stage in stages)
         everything = rank_parameters(model, layers, stages)
         return cls(
@@ -184,7 +201,8 @@ class FsdpWhole:
     """Bytes of whole weights (for passes) and gradients (until reduced) on a pipeline rank, beside shards.
 
     Under pipeline parallelism micro-batches add up gradients before they are reduced: weights stay gathered
-    in the compute type, and gradients add up in the reduction's type from a stage's first backward pass on.
+    in the compute type, and gradients add up in the reduction's type from a stage's first backward pass on,
+    each as it is made (`added_gradient`).
 
     Without it one layer is whole at a time, and with several sharding ranks the one that is fetched
     meanwhile. At a backward pass's fullest moment there is one weight's gradient, the MLP's. A layer's
@@ -208,10 +226,7 @@ class FsdpWhole:
         self._whole = self._compute if self._shards > 1 or self._compute != self._reduced else 0
         self._weights, self._table = weights, weights.table
         self._experts_are_whole = degrees.expert == degrees.sharding_ranks * degrees.tensor > 1
-        self._layer, self._matrix = (
-            max((getattr(layer, name) for layer in weights.layers), default=0.0)
-            for name in ("gathered", "matrix")
-        )
+        self._layer = max((layer.gathered for layer in weights.layers), default=0.0)
         head = weights.head_gradient
         self._chunked_head, self._plain_head = (head, 0.0) if settings.loss_chunks > 1 else (0.0, head)
         self._whole_head = weights.head
@@ -222,9 +237,8 @@ class FsdpWhole:
     def in_pipeline(self, went_back: Collection[int], *, in_loss: bool = False) -> float:
         """In a pass through a pipeline's stage; `went_back` has the stages with gradients."""
         weights = self._weights
-        result = self._matrix * (self._compute + self._reduced)
         head = self._chunked_head * self._reduced
-        result += head * (1 + in_loss + 2 / self._shards)
+        result = head * (1 + in_loss + 2 / self._shards)
         result += sum(weights.gradients[stage] for stage in went_back) * self._reduced
         if self._last in went_back:
             result -= head
@@ -238,11 +252,8 @@ class FsdpWhole:
         if self._pipelined:
             whole = self.in_pipeline(went_back, in_loss=True)
             yield token.loss, whole
-            # A chunk's gradient of the head, in both types, is added to the others'; no layer's is there.
-            yield (
-                token.head,
-                whole + (self._chunked_head - self._matrix) * (self._compute + self._reduced),
-            )
+            # A chunk's gradient of the head, in both types, is added to the others'.
+            yield token.head, whole + self._chunked_head * (self._compute + self._reduced)
             return
         head = self._chunked_head or self._plain_head
         whole = (self._whole_head * self._whole if self._reshards else self.weights(0)) + self._tied

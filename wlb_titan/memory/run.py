@@ -23,7 +23,7 @@ from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.strategy import KeyShares
 from wlb_titan.layers.rates import Rates
 from wlb_titan.layers.recompute import KINDS
-from wlb_titan.memory.layer import TokenBytes, token_bytes
+from wlb_titan.memory.layer import TokenBytes, added_gradient, token_bytes
 from wlb_titan.memory.rank import PASSING, B, F, I, PackSize, PipelineRank, RankMemory, W
 from wlb_titan.memory.slice_cache import PackSlices, cached
 from wlb_titan.plan import Flow
@@ -58,6 +58,9 @@ class RunPacks:
                 token = token_bytes(rates.shared(sharers), keys, kind, number)
                 for row, name in enumerate(OF_LAYER):
                     self.layers[row, group, number, column] = length * getattr(token, name)
+                weights = length * token.weights + added_gradient(rates, kind, number)
+                backward = self.layers[OF_LAYER.index("backward")]
+                backward[group, number, column] = np.maximum(backward[group, number, column], weights)
             for row, name in enumerate(BYTES):
                 tokens[row, group] = getattr(token, name)
         self.token = TokenBytes(*tokens)  # of arrays (n,), for what is the same in all layers
@@ -238,6 +241,8 @@ class RunArrays:
         else:
             gone = self._passes[:, None] > self._end.reshape(len(rank.stages), -1).min(axis=1)
             self.terms["gathered"] += rank.in_stages[0] + gone @ rank.in_stages[1:]
+            added = added_gradient(rank.rates, rank.rates.memory.recompute)
+            self.terms["gathered"] += added * (self._kind == W)
         if rank.last:
             beside[:, -2:] += rank.in_loss[:, None]
 
