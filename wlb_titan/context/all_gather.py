@@ -75,18 +75,15 @@ class AllGather(ContextStrategy):
 
     def __init__(self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()):
         super().__init__(config, ranks, latency, moves)
-        self._groups = config.groups
-
-    @property
-    def groups(self) -> Sequence[int]:
-        keys = self.latency.heads // self.latency.group
-        return [n for n in (1, 2, 4, 8) if keys % n == 0] if self._groups == "auto" else [self._groups]
+        keys = latency.heads // latency.group
+        auto = [groups for groups in (1, 2, 4, 8) if keys % groups == 0]
+        self.groups = auto if config.groups == "auto" else [config.groups]
 
     def check(self, model: ModelShape, tensor: int) -> None:
-        keys = model.kv_heads // tensor
-        if self._groups != "auto" and keys % self._groups:
+        keys, most = model.kv_heads // tensor, max(self.groups)
+        if keys % most:
             raise PlanError(
-                f"{self._groups} groups of heads cannot be made of the {keys} key heads of a tensor-parallel "
+                f"{most} groups of heads cannot be made of the {keys} key heads of a tensor-parallel "
                 f'rank; take a divisor of {keys}, or "auto".',
                 setting="context.groups",
             )
@@ -143,7 +140,7 @@ class AllGather(ContextStrategy):
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
         found = all_gather_exchange(model, tensor, self.ranks, self.levels, always=not self.keeps_short)
         values = model.heads * (model.v_head_dim or model.head_dim) / (tensor * self.ranks)
-        return replace(found, joined=values if self._groups != 1 else 0.0)
+        return replace(found, joined=values if max(self.groups) > 1 else 0.0)
 
 
 class PerSequence(AllGather):

@@ -199,6 +199,9 @@ class ContextStrategy(Plugin, ABC):
     attention: ClassVar[str]
     """The half that moves tensors, as "module:Class"; see `runtime/attention/module.py`."""
 
+    groups: Sequence[int] = (1,)
+    """Numbers of groups in which heads may attend, one after the other; the fastest is taken."""
+
     merges: ClassVar[bool] = False
     """Whether data-parallel ranks may share a micro-batch (DP-Merge): if any number of ranks will do."""
 
@@ -221,11 +224,6 @@ class ContextStrategy(Plugin, ABC):
         Ranks of the last axis are neighbours. A mesh of fewer than all ranks is one of several side by side.
         """
         return ({"cp": self.ranks},)
-
-    @property
-    def groups(self) -> Sequence[int]:
-        """Numbers of groups in which heads may attend, one after the other; the fastest is taken."""
-        return (1,)
 
     def check(self, model: ModelShape, tensor: int) -> None:
         """Raises PlanError, with the setting to blame, for a model whose heads it cannot share."""

@@ -152,13 +152,11 @@ def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | str
 
 def keys_of(micro_batches: Sequence[MicroBatch], rates: Rates) -> list[KeyShares]:
     """Shares of micro-batches' keys; all of them for drafts."""
-    result = [ALL_KEYS] * len(micro_batches)
-    for sharers in {m.sharers for m in micro_batches if m.ranks is not None}:
-        places = [place for place, m in enumerate(micro_batches) if m.sharers == sharers]
-        figures = figures_of([micro_batches[place] for place in places], rates.shared(sharers))
-        for place, of in zip(places, figures, strict=True):
-            result[place] = of.keys
-    return result
+    strategies = [rates.shared(m.sharers).strategy for m in micro_batches]
+    return [
+        ALL_KEYS if m.ranks is None or own is None else own.keys(m.ranks, m.shared_length, m.elsewhere)
+        for m, own in zip(micro_batches, strategies, strict=True)
+    ]
 
 
 def pack_sizes(rates: Rates, micro_batches: Sequence[MicroBatch]) -> list[PackSize]:
