@@ -109,8 +109,9 @@ config check good.toml --world-size 0 | config show good.toml --extends other.to
 config check good.toml --device-gib 0 | config check good.toml --device-gib nan
 config check good.toml --device-gib inf | config check good.toml --device-gib 0.0001 -> this cannot fit
 prepare / | prepare good.txt | prepare c --source nope | prepare c --source text:nowhere
-prepare c --source jsonl:nowhere | prepare c --source parquet:good.txt#text | prepare c --vocab-size 1
-prepare c --vocab-size 1000000000 | prepare c --seed -1 | prepare c --max-tokens 0
+prepare c --source jsonl:nowhere | prepare c --source parquet:good.txt#text | prepare c --seed -1
+prepare c --vocab-size 256 -> 256 is not in the range | prepare c --max-length 1 -> 1 is not in the range
+prepare c --vocab-size 1000000000 | prepare c --max-tokens 0
 prepare c --tokenizer nowhere | prepare c --max-length 100 | prepare LONG
 profile --output p.json | profile nowhere.toml --output p.json
 profile good.toml --output /nowhere/p.json
