@@ -1,9 +1,7 @@
 """What computes a call of the op: the table of implementations, and the rule that takes one of them.
 
 "auto" takes what was measured fastest (fastest.py); where nothing was measured, the first of the table that
-is for the device's kind and can: FlashAttention-4 on Blackwell where it is installed, torch's own on NVIDIA
-GPUs but Hopper and on CPUs, Triton on all GPUs, the reference on CPUs. Under Triton's interpreter
-(TRITON_INTERPRET=1), which computes bfloat16 wrongly, it is Triton for float16 and float32.
+is for the device's kind and can. docs/kernels.md ("Use") lists what that is.
 """
 
 from collections.abc import Callable
@@ -70,7 +68,7 @@ def _refused_by_triton(which: str, dims: HeadDims, dtype: torch.dtype, device: D
     on_gpu = device.type == "cuda"
     if not on_gpu and not device.interpreted:
         return f"needs a CUDA device, and runs on {device.type}"
-    dtypes = (torch.float16, torch.bfloat16 if on_gpu else torch.float32)
+    dtypes = (torch.float16, torch.bfloat16 if on_gpu else torch.float32)  # interpreted, bfloat16 is wrong
     if dtype not in dtypes:
         return f"takes {dtypes[0]} and {dtypes[1]} here, got {dtype}"
     for name, dim in zip("qv", dims, strict=True):

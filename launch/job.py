@@ -64,9 +64,6 @@ def hosts_of(
     fewest, nodes = (0, 0) if nnodes is None else _range(nnodes)
     world_size = nodes * processes
     words = ("--config", config, *overrides)  # without what is only for the checks here
-    if waits:
-        as_it_is = load_config(config, overrides)
-        words = ("--config", str(submitted(Path(as_it_is.config.dump_folder), as_it_is.to_toml())))
     if not runs_here and _takes_the_cpu_at_hand(config, overrides):
         overrides = [*overrides, "--wlb.cluster", UNKNOWN]
     resolved = load_config(config, overrides, world_size=world_size or None)
@@ -88,7 +85,7 @@ def hosts_of(
     resumes = resumes and not resolved.config.wlb.bench.policies
     folder = resolved.config.dump_folder
     if waits:
-        text = load_config(*words[1:2], words[2:]).to_toml()
+        text = load_config(config, words[2:]).to_toml()
         words = ("--config", str(submitted(Path(folder), text)))
     return Hosts(fewest, nodes, world_size // nodes, on_cpu, resumes, folder, words)
 

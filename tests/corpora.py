@@ -30,8 +30,7 @@ def write_prepared(folder: Path, documents, masks=None) -> Path:
     for number, tokens in enumerate(documents):
         learned = None if masks is None else np.array(masks[number], np.int8)
         rows.append(Document(number, f"document {number}", np.array(tokens, np.int32), learned))
-    documents, tokens, learned = write_documents(folder, rows, masked=masks is not None)
-    counts = {"documents": documents, "tokens": tokens, "learned_tokens": learned}
+    counts = write_documents(folder, rows, masked=masks is not None)
     Preparation(**counts, vocab_size=1000, end_of_text="<|fin…|>", settings={}).save(folder)
     return folder
 

@@ -25,9 +25,6 @@ FILES = {
     "latin.toml": 'base = "ä"'.encode("latin-1"),
     **{"minus": "5\n-7\n", "word": "5\nseven\n", "half": "5\n3.5\n", "long": "9" * 13, "longer": "9" * 30},
     **{"longest": "9" * 5000, "nothing": "", "ones": "1\n" * 9, "two": "5\n6\n", "bytes": bytes(range(256))},
-    "empty_cluster.toml": "",
-    "broken_cluster.toml": "= 5",
-    "worded_cluster.toml": SHIPPED.replace("gpus = 8", "gpus = 'many'"),
     "huge_cluster.toml": SHIPPED.replace("gpus = 8", f"gpus = {HUGE}"),
 }
 
@@ -40,7 +37,6 @@ PLAN = """
 --output good.toml -> good.toml exists, and this command did not
 --output good.txt -> this command did not write it | --output corpus -> is a directory
 --report pages -> pages/report.html exists, and this command did not write it
---lengths nowhere.txt -> 'nowhere.txt' is neither a distribution of lengths
 --lengths . -> The file of lengths . cannot be read
 --lengths bytes -> The file of lengths bytes cannot be read
 --lengths minus -> it has '-7'); it must have a document's length a line
@@ -96,9 +92,6 @@ SIMULATE = """
 --training.global_batch_size 3 | --training.seq_len HUGE | --training.seq_len many | --wlb.corpus.seed -1
 --wlb.policy wlb --wlb.packing.max_length 1
 --cluster tpu -> cluster file tpu cannot be read
---cluster empty_cluster.toml -> gpu is missing
---cluster broken_cluster.toml -> Invalid statement (at line 1, column 1)
---cluster worded_cluster.toml -> node.gpus is "many"
 --cluster huge_cluster.toml -> node.gpus is HUGE
 """
 OTHERS = """
@@ -116,8 +109,9 @@ config check good.toml --world-size 0 | config show good.toml --extends other.to
 config check good.toml --device-gib 0 | config check good.toml --device-gib nan
 config check good.toml --device-gib inf | config check good.toml --device-gib 0.0001 -> this cannot fit
 prepare / | prepare good.txt | prepare c --source nope | prepare c --source text:nowhere
-prepare c --source jsonl:nowhere | prepare c --source parquet:good.txt#text | prepare c --vocab-size 1
-prepare c --vocab-size 1000000000 | prepare c --seed -1 | prepare c --max-tokens 0
+prepare c --source jsonl:nowhere | prepare c --source parquet:good.txt#text | prepare c --seed -1
+prepare c --vocab-size 256 -> 256 is not in the range | prepare c --max-length 1 -> 1 is not in the range
+prepare c --vocab-size 1000000000 | prepare c --max-tokens 0
 prepare c --tokenizer nowhere | prepare c --max-length 100 | prepare LONG
 profile --output p.json | profile nowhere.toml --output p.json
 profile good.toml --output /nowhere/p.json

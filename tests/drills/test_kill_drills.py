@@ -1,15 +1,11 @@
-"""Jobs of which ranks are killed or hang, that are starved of disk or given damaged files; none of them waits
-for the timeout of a collective, which is longer than `drill_ground.PATIENCE`."""
+"""Jobs of which ranks are killed or hang, or that are starved of disk; none of them waits for the timeout of
+a collective, which is longer than `drill_ground.PATIENCE`."""
 
-import json
-import shutil
 import signal
 
 import pytest
 
-from wlb_titan.corpus.formats import fingerprint_of
 from wlb_titan.errors import UserError
-from wlb_titan.prepare.prepare import DOCUMENTS_FILE
 from wlb_titan.runtime.dump_folder import held
 
 FOREVER = ("--training.steps", "10000")
@@ -69,18 +65,3 @@ def test_figures_never_end_training(ground):
     (folder / "traces").write_text("a file")
     job = ground.ends_undisturbed("lines", "--wlb.trace_every", "1")
     assert job.log().count("Traces cannot be written") == 1
-
-
-def test_token_ids_that_cannot_be_are_named(ground):
-    """In the middle of the documents' file, where tokens are, by a tool that notes its fingerprint."""
-    damaged = ground.folder / "damaged-corpus"
-    shutil.copytree(ground.corpus, damaged)
-    content = bytearray((damaged / DOCUMENTS_FILE).read_bytes())
-    third = len(content) // 3
-    content[third : 2 * third] = b"\x7f" * third
-    (damaged / DOCUMENTS_FILE).write_bytes(content)
-    state = json.loads((damaged / "state.json").read_text())
-    state["_fingerprint"] = fingerprint_of([damaged / DOCUMENTS_FILE])
-    (damaged / "state.json").write_text(json.dumps(state))
-    job = ground.start("damaged", "--wlb.corpus.path", str(damaged))
-    job.ends_in_error("has the token id 2139062143", str(damaged))

@@ -116,9 +116,7 @@ def test_a_run_ends_without_its_corpus_and_is_extended_after_its_export(ground):
     assert json.loads((checkpoints / "step-6" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_a_seed_checkpoint_is_made_by_one_process_and_replaces_none(ground):
-    folder = ground.cut_off("seed", keep=2)
-    seed = ("--checkpoint.create_seed_checkpoint", "true")
-    ground.start("seed", *seed).ends_in_error("one process makes a seed checkpoint")
+def test_a_seed_checkpoint_replaces_no_other(ground):
+    words = ("--dump_folder", str(ground.cut_off("seed", keep=2)), "--checkpoint.create_seed_checkpoint")
     with pytest.raises(UserError, match="has a checkpoint of step 2 already"):
-        beginning(load_config(ground.config, ("--dump_folder", str(folder), *seed)).config)
+        beginning(load_config(ground.config, (*words, "true")).config)

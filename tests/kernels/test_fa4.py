@@ -6,15 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from oracle import CASES, WINDOWS, compare_all, packed, random_inputs
-from test_tiles import reaches, segment_lists
 from test_torch_varlen import CPU, dense_backward, dense_forward
 from wlb_titan.kernels import fa4, op, reference, self_check, triton_launch, varlen_attention
 from wlb_titan.kernels.implementations import Device, chosen
 from wlb_titan.kernels.schedule import schedule_of
-from wlb_titan.kernels.segments import NO_WINDOW, Options, Saved, Shape
+from wlb_titan.kernels.segments import Options, Saved, Shape
 
 PACKAGE = "flash_attn.cute.interface"
 ORDERS = []  # in which it was asked to add up
@@ -76,14 +73,6 @@ def test_cases(case, window, dims):
 
 def test_more_sequences_than_it_counts_as_many():
     check(packed([1, 2] * 150), (450, 450), (2, 1))
-
-
-@settings(max_examples=100, deadline=None)
-@given(segment_lists(longest=60), reaches, st.sampled_from([(1, 1), (4, 1), (6, 3)]))
-def test_any_segments(case, reach, heads):
-    segments, *tokens = case
-    assume(all(tokens))
-    check(torch.from_numpy(segments), tokens, heads, None if reach == NO_WINDOW else reach)
 
 
 def test_a_job_on_blackwell_warms_up_checks_and_trains_with_sinks(monkeypatch):

@@ -131,10 +131,6 @@ BAD = [
     (dict.fromkeys("qkv", torch.Tensor.int), "must be floating point"),
     ({"window": 0}, "window is the number of keys that a query sees, got 0"),
     ({"scale": -1.0}, "scale must be positive, got -1.0"),
-    (
-        {"implementation": "fast"},
-        "'fast' is not one of auto, gluon, fa4, torch, torch_cpu, triton, ref",
-    ),
     ({"implementation": "gluon"}, "'gluon' needs a CUDA device"),
 ]
 

@@ -74,7 +74,7 @@ def test_without_it_the_base_decides_and_a_stronger_one_replaces_a_weaker_one_wh
         ('wlb.policy = "wlb:hybrid"', "no packing policy is called 'wlb:hybrid'|cannot be imported"),
         ('wlb.policy = "lazy"', "no packing policy is called 'lazy'.*wlb_lazy"),
         ("wlb.policy = 5", "wlb.policy = 5: expected a string, PACKING/CONTEXT/ORDER"),
-        ('wlb.policy = "plain"\nwlb.packing.max_delay = 3', "max_delay = 3: there is no such key.*wlb_lazy"),
+        ('wlb.policy = "plain"\nwlb.packing.max_delay = 3', '= 3: .*"plain" does not have it, but wlb_lazy'),
     ],
 )
 def test_other_words_are_refused_with_this_one(resolved, text, words):

@@ -63,8 +63,6 @@ training.disable_cuda_graphs = false
     t.toml:2: training.disable_cuda_graphs = false: a CUDA graph replays one length
 wlb.device = "cpu"; wlb.attention.implementation = "triton"
     t.toml:3: wlb.attention.implementation = "triton":  ... needs a CUDA device, and runs on cpu
-wlb.attention.implementation = "fast"
-    t.toml:2: wlb.attention.implementation = "fast":  ... 'fast' is not one of auto, gluon, fa4,
 training.mixed_precision_param = "bfloat16"; wlb.attention.implementation = "gluon"
     t.toml:3: wlb.attention.implementation = "gluon":  ... head dims (64, 128), but q has 32
 training.mixed_precision_param = "float32"; wlb.attention.implementation = "triton"
@@ -116,8 +114,6 @@ wlb.validation.path = "a"; wlb.validation.hold_out = 0.1
     t.toml:2: [wlb.validation]: ValidationSettings rejects this: path names
 wlb.epochs = 2; wlb.corpus.sources = [{path = "a"}]
     t.toml:2: wlb.epochs = 2: WlbSettings rejects this: the sources of a mixture end at different times
-wlb.corpus.path = "nowhere"
-    t.toml:2: ... nowhere ... wlb-titan prepare
 dump_folder = "."
     t.toml:2: dump_folder = ".": the command runs in
 dump_folder = "outputs/corpus/run"

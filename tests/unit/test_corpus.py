@@ -201,10 +201,11 @@ def test_the_fingerprint_follows_content_and_reading_and_not_the_place(forms, tm
     assert len({Corpus.open(path, **way).fingerprint for way in ways}) == 3
 
 
-def test_ids_beyond_the_vocabulary_are_found(forms):
-    corpus = Corpus.open(forms / "m")
+@pytest.mark.parametrize(("name", "source"), [("m", r"m.bin\[5\]"), ("p", "document 5")])
+def test_ids_beyond_the_vocabulary_are_found(forms, name, source):
+    corpus = Corpus.open(forms / name)
     corpus.check_sample(301)
-    with pytest.raises(CorpusError, match=r"Document 5 \(m.bin\[5\]\) .* token id 300, .* has 300 entries"):
+    with pytest.raises(CorpusError, match=rf"Document 5 \({source}\) .* token id 300, .* has 300 entries"):
         corpus.check_sample(300)
     with pytest.raises(CorpusError, match="token id -1"):
         corpus.check_ids(0, np.array([3, -1]), 300)

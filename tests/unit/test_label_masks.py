@@ -160,12 +160,6 @@ def test_a_mask_by_which_nothing_is_learned_is_refused(tmp_path, form):
     Corpus.open(path, mask="none").check_learned(corpus.lengths)
 
 
-def test_a_prepared_corpus_is_sampled(tmp_path):
-    path = write_prepared(tmp_path / "p", [[5, -1, 7], [8, 5000]])
-    with pytest.raises(CorpusError, match="token id -1"):
-        Corpus.open(path).check_sample(1000)
-
-
 def test_a_folder_of_two_tools_hidden_files_and_missing_masks(forms, tmp_path):
     for number in range(2):
         write_datatrove(tmp_path / f"{number}.ds", DOCUMENTS)

@@ -235,6 +235,7 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     script = invoke(*words, *corpus)
     assert script.exit_code == 0, script.output
     assert script.stderr == "", "nothing about this machine's CPU"
+    assert len(list(folder.iterdir())) == 1
     assert set(re.findall("^#SBATCH --(.*)", script.stdout, re.MULTILINE)) == set(SBATCH.split())
     on_cpu = said("slurm", CONFIG, "--nproc-per-node", "2", *corpus)
     assert "--nodes=2" in on_cpu and "--nproc_per_node 2" in on_cpu

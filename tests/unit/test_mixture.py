@@ -162,7 +162,6 @@ def test_the_description_says_how_often_each_source_is_read():
 def test_mixtures_that_cannot_be_met():
     for source, message in (
         ({}, "The source 'b' has no tokens"),
-        ({"long_length": 4}, "only one of long_length and long_share"),
         ({"long_length": 99, "long_share": 0.5}, "no documents of at least 99 tokens .the longest has 8"),
         ({"long_length": 1, "long_share": 0.5}, "only documents of at least 1 tokens"),
     ):

@@ -227,12 +227,6 @@ def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_pa
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("option", ["--vocab-size=256", "--max-length=1"])
-def test_sizes_below_the_least_are_refused(tmp_path, option):
-    told = invoke("prepare", tmp_path / "corpus", option).stderr
-    assert f"{option.partition('=')[2]} is not in the range" in told
-
-
 @pytest.fixture
 def preparing(tmp_path):
     """A process that prepares a large corpus, when it begins to tokenize it."""

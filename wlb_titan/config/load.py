@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Interval, MinLen
 
 from wlb_titan.config.reference import meaning_of
 from wlb_titan.context.strategy import STRATEGIES
+from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.job import Policy
 from wlb_titan.packing import POLICIES
@@ -56,12 +57,8 @@ LIMITS = {
     "training.seq_len": (Interval(ge=2, le=MOST_TOKENS),),
     "training.max_norm": (Gt(0),),
     "training.steps": _COUNT,
-    "parallelism.data_parallel_replicate_degree": _DEGREE,
+    **{f"parallelism.{dimension.key}": _DEGREE for dimension in TORCHTITAN.values()},
     "parallelism.data_parallel_shard_degree": (Interval(ge=-1, le=1 << 20),),
-    "parallelism.tensor_parallel_degree": _DEGREE,
-    "parallelism.pipeline_parallel_degree": _DEGREE,
-    "parallelism.context_parallel_degree": _DEGREE,
-    "parallelism.expert_parallel_degree": _DEGREE,
     "parallelism.pipeline_parallel_first_stage_less_layers": _FROM_ZERO,
     "parallelism.pipeline_parallel_last_stage_less_layers": _FROM_ZERO,
     "parallelism.pipeline_parallel_layers_per_stage": _COUNT,

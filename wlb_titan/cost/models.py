@@ -99,19 +99,17 @@ def rank_parameters(model: ModelShape, layers: Sequence[int], stages: Sequence[i
     return sum(layers[stage] for stage in stages) * layer_parameters(model) + ends
 
 
+_TABLE_1 = {  # layers, heads, inner width of the MLP
+    "550M": (16, 12, 4096),
+    "7B": (32, 32, 11008),
+    "30B": (64, 48, 16384),
+    "70B": (86, 64, 22016),
+}
 PAPER_MODELS = {
-    "550M": ModelShape(
-        layers=16, hidden=1536, heads=12, kv_heads=12, head_dim=128, feed_forward=4096, vocabulary=32000
-    ),
-    "7B": ModelShape(
-        layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, feed_forward=11008, vocabulary=32000
-    ),
-    "30B": ModelShape(
-        layers=64, hidden=6144, heads=48, kv_heads=48, head_dim=128, feed_forward=16384, vocabulary=32000
-    ),
-    "70B": ModelShape(
-        layers=86, hidden=8192, heads=64, kv_heads=64, head_dim=128, feed_forward=22016, vocabulary=32000
-    ),
+    name: ModelShape(
+        layers=layers, hidden=128 * n, heads=n, kv_heads=n, head_dim=128, feed_forward=width, vocabulary=32000
+    )
+    for name, (layers, n, width) in _TABLE_1.items()
 }
 """The sizes of the paper's Table 1. The 7B model is LLaMA2; the paper says of the others only that layers and
 width are scaled in proportion, so these are shapes of that size."""

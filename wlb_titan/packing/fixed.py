@@ -1,12 +1,9 @@
 """`fixed_greedy` and `fixed_solver`: fixed-length packing, the baseline of section 3.2 (docs/packing.md).
 
-The documents of several global batches, cut where a plain loader cuts them, are packed into micro-batches of
-at most the window so that the largest sum of squared lengths, the attention work, is as small as possible
-(equation 1): each goes to the micro-batch of least work that has room. `fixed_solver` then solves equation 1
-as a mixed-integer program with HiGHS (extra `solver`).
-
-No other cuts are made, so a few short documents fit nowhere. They are left for the next packing, which reads
-that many tokens less from the stream; after `PATIENCE` packings they come first.
+Each document goes to the micro-batch of least work, the sum of squared lengths, that has room. `fixed_solver`
+then solves equation 1 as a mixed-integer program with HiGHS (extra `solver`). A few short documents fit
+nowhere. They are left for the next packing, which reads that many tokens less from the stream; after
+`PATIENCE` packings they come first.
 """
 
 from __future__ import annotations

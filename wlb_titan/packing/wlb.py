@@ -1,10 +1,6 @@
 """`wlb`: variable-length packing with outlier queues, the paper's Algorithm 1; comments have its lines.
 docs/packing.md has the rules for cases that it leaves open.
 
-Documents of at least L_1 tokens are outliers and wait, first in, first out, in the queue of their length. A
-queue that holds N documents gives N of them to the step, one for each micro-batch; all other documents are
-packed in the step in which they arrive, by least work.
-
 `thresholds = "auto"` takes, of several sets of multiples of an eighth of the window, the one with the least
 delay + ((imbalance - 1) / tolerance)^2, averaged over the steps of a trial. The trial simplifies Algorithm 1:
 long documents go to the least loaded micro-batch with room (`Bins.place`), short ones are poured on top as a

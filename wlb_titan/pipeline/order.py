@@ -1,12 +1,7 @@
-"""In which order a pipeline runs micro-batches of different sizes (docs/pipeline.md).
+"""In which order a pipeline runs micro-batches of different sizes (docs/pipeline.md, "Order").
 
 `best` looks for the shortest step of the schedule's dependency graph (`pipeline/graph.py`, with an example).
-Communication is taken as free, and stages as equal. Its budget is counted in passes evaluated, not in
-measured time, so that every rank finds the same order.
-
-Ranks that share parameters (FSDP) meet in collectives at every layer of every micro-batch, so their k-th
-micro-batches should be alike: `best` searches one order for all ranks, on the mean of their longest, of their
-second longest and so on, and every rank's k-th longest runs at the same place.
+Communication is taken as free, and stages as equal.
 """
 
 from __future__ import annotations

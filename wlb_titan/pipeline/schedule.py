@@ -12,6 +12,7 @@ A test compares the order with torch.distributed.pipelining's, action for action
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -166,40 +167,33 @@ def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
 
 def _v_shaped(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
     """Torch makes the order for at least 2 ranks - 1 micro-batches and leaves out those from n on."""
-    return (action for action in _v_shaped_full(shape, max(2 * shape.ranks - 1, n), rank) if action.place < n)
-
-
-def _v_shaped_full(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
+    ahead, made = shape.ranks - rank, max(2 * shape.ranks - 1, n)
     down, up = rank, shape.stages - 1 - rank
-    done = dict.fromkeys([("F", down), ("F", up), ("I", down), ("I", up), ("W", down), ("W", up)], 0)
+    done = Counter[tuple[str, int]]()
 
-    def run(kind: Literal["F", "I", "W"], stage: int) -> Action:
-        done[kind, stage] += 1
-        return Action(kind, stage, done[kind, stage] - 1)
+    def run(stage: int, *kinds: Literal["F", "I", "W"]) -> Iterator[Action]:
+        for kind in kinds:
+            if done[kind, stage] < n:
+                yield Action(kind, stage, done[kind, stage])
+            done[kind, stage] += 1
 
-    for _ in range(2 * (shape.ranks - rank) - 1):
-        yield run("F", down)
+    for _ in range(2 * ahead - 1):
+        yield from run(down, "F")
     for _ in range(rank):
-        yield run("F", up)
-        yield run("F", down)
-    for _ in range(shape.ranks - rank):
-        yield run("F", up)
-        yield run("I", up)
-        yield run("W", up)
-    while done["F", up] < done["F", down] or done["F", down] < n:
-        if done["F", down] < n:
-            yield run("F", down)
-        yield run("I", down)
-        yield run("W", down)
-        yield run("F", up)
-        yield run("I", up)
-        yield run("W", up)
+        yield from run(up, "F")
+        yield from run(down, "F")
+    for _ in range(ahead):
+        yield from run(up, "F", "I", "W")
+    while done["F", up] < done["F", down] or done["F", down] < made:
+        if done["F", down] < made:
+            yield from run(down, "F")
+        yield from run(down, "I", "W")
+        yield from run(up, "F", "I", "W")
     for _ in range(rank):
-        yield run("I", down)
-        yield run("I", up)
-    for _ in range(shape.ranks - rank):
-        yield run("I", down)
-        yield run("W", down)
+        yield from run(down, "I")
+        yield from run(up, "I")
+    for _ in range(ahead):
+        yield from run(down, "I", "W")
     for stage in (up, down):
         while done["W", stage] < done["I", stage]:
-            yield run("W", stage)
+            yield from run(stage, "W")

@@ -1,10 +1,8 @@
 """Conversations as documents, written by the tokenizer's chat template; the assistant's turns are learned.
 
-A template may mark the assistant's words itself (`{% generation %}`). Otherwise the text is rendered without
-and with each of the assistant's turns, and the difference is learned, including the end of the turn.
-
-A template that rewrites earlier turns, or drops something, is refused. What it writes may be quoted, indented
-or trimmed. So all is rendered once more with a mark inside each text, and every mark must come out.
+docs/sft.md has the rules. Without marks of the template (`{% generation %}`) the text is rendered without
+and with each of the assistant's turns, and the difference is learned. All is rendered once more with a mark
+inside each text, and every mark must come out.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -178,7 +178,7 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Progress) -> 
             stacklevel=2,
         )
     unreadable = sorted(left_out.unreadable)
-    if not written.documents:
+    if not written["documents"]:
         first = f" (the first: {unreadable[0]})" if unreadable else ""
         marks = "the template's {% generation %} encloses nothing that the assistant says"
         unlearned = f" Of {left_out.unlearned:,} conversations nothing is learned: {marks}, or they say so."
@@ -191,7 +191,7 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Progress) -> 
         save(folder / UNREADABLE_FILE, "".join(f"{entry}\n" for entry in unreadable))
     shutil.rmtree(cache, ignore_errors=True)
     Preparation(
-        **written._asdict(),
+        **written,
         empty_documents=left_out.empty,
         long_documents=left_out.long,
         unlearned_documents=left_out.unlearned,
@@ -250,14 +250,9 @@ def written_whole(path: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-class Written(NamedTuple):
-    documents: int
-    tokens: int
-    learned_tokens: int | None  # None without masks
-
-
-def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool = False) -> Written:
-    """Writes documents, which have masks or do not, so that `datasets.load_from_disk` opens the folder."""
+def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool = False) -> dict[str, Any]:
+    """Writes documents, which have masks or do not, so that `datasets.load_from_disk` opens the folder; gives
+    the fields of `Preparation` that count them."""
     import datasets  # takes a second
     from datasets.arrow_writer import ArrowWriter
 
@@ -292,7 +287,7 @@ def write_documents(folder: Path, documents: Iterable[Document], *, masked: bool
         "_split": None,
     }
     save(folder / "state.json", state, indent=2)
-    return Written(count, tokens, learned if masked else None)
+    return {"documents": count, "tokens": tokens, "learned_tokens": learned if masked else None}
 
 
 def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
@@ -318,7 +313,7 @@ def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
     with written_whole(path) as folder:
         train_tokenizer(["a"], MIN_VOCAB_SIZE, folder / TOKENIZER_FOLDER)
         Preparation(
-            **write_documents(folder, documents)._asdict(),
+            **write_documents(folder, documents),
             vocab_size=MIN_VOCAB_SIZE,
             end_of_text=TRAINED_END_OF_TEXT,
             settings={"source": "synthetic"},

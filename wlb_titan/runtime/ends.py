@@ -14,9 +14,8 @@ in the order in which every rank does them. Ranks that agree on the last one (`S
 between two steps has entered all collectives of those before, so that others can finish theirs, and no
 collective holds up the threads. A call of the store that fails is repeated at the next look.
 
-The thread also hears signals, as the main thread may be inside a collective, where Python runs no handler:
-the first SIGTERM or SIGUSR1 lets all ranks stop after a step, a second one and SIGINT end this rank at once.
-It also ends the rank when the launcher of its host is gone.
+The thread also hears signals, as the main thread may be inside a collective, where Python runs no handler,
+and ends the rank when the launcher of its host is gone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Models in Hugging Face's format: a folder of weights read, and one written so that others can open it.
 
 torchtitan loads and saves the tensors that its adapter names, and leaves out the rest on either side. So
-each tensor of the model and of the folder is accounted for before a run starts, and `config.json` and the
-tokenizer, which say what tensors of the same shapes mean, are compared. transformers, vLLM and
-`checkpoint.initial_load_path` want both beside saved weights, as the run has them.
+all is compared before a run starts; docs/models.md ("Training on from published weights") says what.
 """
 
 from __future__ import annotations

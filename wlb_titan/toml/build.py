@@ -20,7 +20,7 @@ from annotated_types import BaseMetadata
 
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.plugins import PluginConfig, configuration, full_name, short_name
-from wlb_titan.toml.sources import COMMAND_LINE, Leaf, Node, Table, leaves
+from wlb_titan.toml.sources import COMMAND_LINE, Leaf, Node, Table, as_written, leaves, string
 from wlb_titan.toml.values import (
     Mismatch,
     arms,
@@ -136,7 +136,7 @@ class Builder:
             here, node = (*path, name), written.get(name)
             if dotted(here) in self.locked:
                 if node is not None:
-                    raise ConfigError(f"{_written(node, here)}: {self.locked[dotted(here)]}")
+                    raise ConfigError(f"{as_written(node, dotted(here))}: {self.locked[dotted(here)]}")
                 continue
             current = default_of(setting) if start is None else getattr(start, name)
             if current is MISSING and node is None and table is not None:
@@ -205,7 +205,7 @@ class Builder:
             hint += " --help lists the command's own options."
         if len(names) <= 12:
             hint += f" {short_name(cls)} has {', '.join(names) or 'no keys'}."
-        return ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
+        return ConfigError(f"{as_written(node, dotted(path))}: there is no such key.{hint}")
 
 
 def _refused(error: Exception, cls: type, table: Table, path: KeyPath) -> ConfigError:
@@ -234,20 +234,21 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
         )
     allowed = dataclass_arms(hint) or (typing.cast(type, cls),)
     key = allowed[0].family.key if issubclass(allowed[0], PluginConfig) else CLASS
-    name = node.children.get(key) if path else None
-    if name is None:
+    choice = node.children.get(key) if path else None
+    if choice is None:
         if cls is not None or len(allowed) == 1:
             return cls or allowed[0], None
         names = " or ".join(f'"{short_name(option)}"' for option in allowed)
         raise ConfigError(f"{node.source}: [{dotted(path)}]: which kind is meant? Add class = {names}.")
-    if not isinstance(name, Leaf) or not isinstance(name.value, str):
-        raise ConfigError(f"{name.source}: {dotted(path)}.{key}: expected a string, the name of a class.")
+    place = dotted((*path, key))
+    leaf = string(choice, place, "the name of a class")
+    name = str(leaf.value)
     try:
         if issubclass(allowed[0], PluginConfig):
-            return allowed[0].family.find(name.value).Config, name
-        return configuration(name.value, allowed), name
+            return allowed[0].family.find(name).Config, leaf
+        return configuration(name, allowed), leaf
     except UserError as error:
-        raise ConfigError(f"{name.source}: {dotted(path)}.{key} = {shown(name.value)}: {error}.") from error
+        raise ConfigError(f"{as_written(leaf, place)}: {error}.") from error
 
 
 def _suiting(table: Table, cls: type, choice: Leaf) -> Table:
@@ -283,12 +284,6 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 def _is_table(node: Node | None) -> bool:
     return isinstance(node, Table) and not node.array
-
-
-def _written(node: Node, path: KeyPath) -> str:
-    """Where and what the user wrote: `train.toml:3: training.steps = 5` or `train.toml:2: [training]`."""
-    what = f"{dotted(path)} = {shown(node.value)}" if isinstance(node, Leaf) else f"[{dotted(path)}]"
-    return f"{node.source}: {what}"
 
 
 def _plain(node: Node) -> Any:

@@ -118,8 +118,13 @@ def string(node: Node, key: str, meaning: str) -> Leaf:
     """The node, if it is a string; otherwise a ConfigError says what the key means."""
     if isinstance(node, Leaf) and isinstance(node.value, str):
         return node
-    written = f"{key} = {shown(node.value)}" if isinstance(node, Leaf) else f"[{key}]"
-    raise ConfigError(f"{node.source}: {written}: expected a string, {meaning}.")
+    raise ConfigError(f"{as_written(node, key)}: expected a string, {meaning}.")
+
+
+def as_written(node: Node, key: str) -> str:
+    """Where and what the user wrote: `train.toml:3: training.steps = 5` or `train.toml:2: [training]`."""
+    what = f"{key} = {shown(node.value)}" if isinstance(node, Leaf) else f"[{key}]"
+    return f"{node.source}: {what}"
 
 
 def _read_file(path: Path, place: str) -> tuple[dict[str, Any], Callable[[int], Table]]:

@@ -1,16 +1,8 @@
 """The asymmetric partition: backward passes have MicroPacks of their own (SlimPack, section 4.1.2).
 
-A rank's documents lie end to end in one line, heaviest first, which is cut into M pieces of equal work:
-
-    forward     documents in order, each from its start to its end, by the work of forward passes
-    backward    documents in the same order, each from its end to its start, by the work of backward
-                passes with recomputation
-
-So forward passes are first in first out, and backward passes first in first out between documents and last in
-first out within one. A piece may hold the end of one document, whole documents and the start of another, so a
-backward pass waits until all documents of its piece have gone forward.
-
-Example: documents of 6 and 4 tokens, their work is the square, M = 2. The work of each token, 52 in all:
+docs/slimpack.md ("Backward passes with packs of their own") has the line of documents, and how it is cut for
+each pass. Example: documents of 6 and 4 tokens, their work is the square, M = 2. The work of each token, 52
+in all:
 
     forward     6: 1 3 5 7 9 | 11, 4: 1 3 5 7         25 and 27
     backward    6: 11 9 7 | 5 3 1, 4: 7 5 3 1         27 and 25

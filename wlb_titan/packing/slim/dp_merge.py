@@ -1,16 +1,11 @@
 """Packs a global batch for each data-parallel rank: phase 1 of `slim`, then phase 2 (`micropacks.py`).
 
-Every data-parallel rank has the same capacity, C = total work / ranks. Documents go, heaviest first, to the
-rank with the least work (SlimPack, section 4.1.1). 2, 4, ... consecutive ranks share the MicroPacks of a
-document of more work than C, as few as bring each rank's share of it down to C (DP-Merge, docs/slimpack.md).
-That counts as its work when the other documents are dealt.
+docs/slimpack.md ("DP-Merge") has the rules. A group of n ranks starts at a multiple of n, so two groups are
+nested or have no rank in common. The heaviest documents come first, and have the largest groups: so a merged
+pack has the same place on all of its ranks. Its work counts when the other documents are dealt.
 
-A group of n ranks starts at a multiple of n, so two groups are nested or have no rank in common. Packs of
-merged documents come first on their ranks, the heaviest document's first, and heavier documents have larger
-groups: so a merged pack has the same place on all of its ranks.
-
-Example: C = 6. Ranks 0 and 1 share the first document, ranks 2 and 3 get two of the others each. Without
-merging the step would take 12.
+Example: ranks have a capacity of C = 6. Ranks 0 and 1 share the first document, ranks 2 and 3 get two of the
+others each. Without merging the step would take 12.
 
     >>> found = best_merging(np.array([12.0, 3, 3, 3, 3]), 4)
     >>> found.merges, [rows.tolist() for rows in found.own], found.loads.tolist()

@@ -1,18 +1,15 @@
 """From the documents of one data-parallel rank to M MicroPacks of equal work (SlimPack, 4.1.1, phase 2).
 
-A document of more work than a pack's target T = total / M is cut into k = ceil(work / T) slices, each of
-which leads a pack of its own; short documents lie beside the last one, and fill the other packs. Cuts can be
-anywhere, so the k packs of a document share its work and that of these short documents equally, as long as
-they fit there: a cut document is a slot of size k, a pack without one a slot of size 1, and
+docs/slimpack.md ("How a step is planned") has the method. A document that is cut into k slices, each of
+which leads a pack of its own, is a slot of size k, a pack without one a slot of size 1. Short documents go
+where the level comes out lowest:
 
-    level of a slot = work in it / size        minimise the largest level
+    level of a slot = work in it / size
 
-Short documents go, heaviest first, where the level comes out lowest (longest processing time first on
-machines of different speeds). No pack has slices of two documents: that would chain their backward passes,
-and keep both in memory.
+No pack has slices of two documents: that would chain their backward passes, and keep both in memory.
 
-Example: M = 4, T = 3.5. The first document is cut in 3, the others fill one pack and the mix: levels
-(9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
+Example: M = 4, packs of 3.5 each would be equal. The first document is cut in 3, the others fill one pack and
+the mix: levels (9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
 
     >>> lengths, line = np.array([45, 10, 10, 5]), PrefixWork(lambda lengths: lengths / 5, 45, grain=1)
     >>> [[tuple(part) for part in pack] for pack in micropacks(lengths, lengths / 5, line, 4)]

@@ -1,13 +1,7 @@
 """`slim`: long documents in slices, so that packs are many and alike and nothing waits (SlimPack, 4.1).
 
-docs/slimpack.md has the steps: phase 1 (`dp_merge.py`), phase 2 (`micropacks.py`), the order of passes
-(`packflow.py`). M is the same on all ranks, and in all steps that fit. `auto` tries several M on simulated
-steps, and takes the smallest that fits and comes within 1 % of the shortest step: short packs lose time that
-the work model does not know.
-
-All slices of a document are in flight together, however short they are. So a step's memory is predicted, and
-a step that does not fit is packed again with more packs; if it never fits, it runs with the packs that need
-least: a prediction ends no run.
+docs/slimpack.md ("How a step is planned") has the steps: phase 1 (`dp_merge.py`), phase 2 (`micropacks.py`),
+the order of passes (`packflow.py`), what happens where a step does not fit, and how `auto` finds M.
 """
 
 from __future__ import annotations

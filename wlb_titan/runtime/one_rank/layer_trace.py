@@ -1,9 +1,5 @@
-"""What a model's layers keep, compute and send, told by the model itself: a dry run of one layer of each.
-
-Every different layer stands once for each kind of recomputation in a model that is parallelised as the job's,
-without a pipeline. A step of one micro-batch runs on fake tensors at two lengths. It does the same operations
-at both, so what follows from tokens is the difference, exactly: weights, and all that FSDP gathers and
-reduces, cancel out.
+"""What a model's layers keep, compute and send, told by the model itself: a dry run of one layer of each
+(docs/dryrun.md, "Layers that no formula knows").
 """
 
 from __future__ import annotations
