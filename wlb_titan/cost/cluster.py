@@ -9,6 +9,7 @@ tensor parallelism innermost, then context, data and pipeline parallelism, so th
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from wlb_titan.errors import PlanError, refusing
-from wlb_titan.files import load
 
 CLUSTERS = Path(__file__).with_name("clusters")
 UNKNOWN = "h100_roce"  # whose rates stand for those of a GPU without a shipped cluster
@@ -126,16 +126,22 @@ def load_cluster(name: str) -> Cluster:
     known = f"Name a TOML file like {like}, or one of the shipped clusters {', '.join(shipped())}"
     wrong = f"The cluster file {name} cannot be read"
     with refusing(lambda reason: PlanError(f"{wrong}: {reason}. {known}.", setting="wlb.cluster")):
-        return _read(Path(name))
+        from wlb_titan.files import load  # and pydantic, without which shipped ones are read
+
+        return _cluster(load(_File, Path(name), toml=True), Path(name))
 
 
 @cache
 def _shipped(name: str) -> Cluster:
-    return _read(CLUSTERS / f"{name}.toml")
+    path = CLUSTERS / f"{name}.toml"
+    keys = tomllib.loads(path.read_text(encoding="utf-8"))
+    sections = {
+        key: section(**keys[key]) for key, section in (("gpu", Gpu), ("node", _Node), ("network", Link))
+    }
+    return _cluster(_File(**keys | sections), path)
 
 
-def _read(path: Path) -> Cluster:
-    file: _File = load(_File, path, toml=True)
+def _cluster(file: _File, path: Path) -> Cluster:
     profile, node = file.gpu.attention_profile, file.node
     return Cluster(
         **vars(file.gpu) | {"attention_profile": str(path.parent / profile) if profile else ""},
