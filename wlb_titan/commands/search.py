@@ -23,20 +23,12 @@ SEARCH_SECONDS = 300.0
 SHOWN = 12  # candidates
 
 
-def print_search(
-    scenario: Scenario,
-    asked: cli.Asked,
-    policies: list[Policy],
-    steps: int,
-    world_size: int | None,
-    write: Path | None,
-) -> None:
-    """Searches degrees of so many GPUs (None: as many as the job's own), prints what came of it, and writes
-    the best where it is asked to."""
+def print_search(asked: cli.Asked, policies: list[Policy], steps: int, gpus: int, write: Path | None) -> None:
+    """Searches degrees of so many GPUs, prints what came of it, and may write the best into a file."""
     end = time.monotonic() + SEARCH_SECONDS
-    gpus = world_size or scenario.job.degrees.ranks
     with cli.progress() as report:
         goes_on = lambda what: time.monotonic() < end  # noqa: E731
+        scenario = Scenario(asked.job, asked.documents)
         result = search(scenario, gpus, policies, steps, goes_on, report, asked.loaded.told)
     cli.show_table(search_rows(result)[:SHOWN])
     cli.say(gain(result))

@@ -90,8 +90,7 @@ def simulate(
     with asked.placed():
         asked = replace(asked, job=asked.loaded.told(asked.job, compared))
         if search:
-            scenario = Scenario(asked.job, asked.documents)
-            print_search(scenario, asked, compared, steps, world_size, write)
+            print_search(asked, compared, steps, world_size or asked.job.degrees.ranks, write)
             return
         with cli.progress() as tell:
             scenario = Scenario(asked.job, asked.documents, tell)

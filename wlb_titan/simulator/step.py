@@ -87,14 +87,14 @@ class Prediction:
 
     def figures(self) -> dict[str, str]:
         """Headings and cells that every table of predictions has."""
-        repeated = [(name, share) for name, share in self.kinds.items() if name != "none" and share > 0]
+        repeated = [f"{name} {share:.1%}" for name, share in self.kinds.items() if name != "none" and share]
         return {
             "step, s": f"{self.seconds.mean():.3f}",
             "tokens/s": f"{self.tokens_per_second:,.0f}",
             "MFU": f"{self.mfu:.1%}",
             "bubble": f"{self.bubble:.1%}",
             "peak GiB": f"{self.peak_memory.total / GIB:.1f}" + ("" if self.fits else " !"),
-            "recomputed": ", ".join(f"{name} {share:.1%}" for name, share in repeated) or "none",
+            "recomputed": ", ".join(repeated) or "none",
         }
 
     @property
