@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from commands import CONFIGS, invoke
 from test_checked_files import LLAMA_3_1_8B
 from torchtitan.config import ParallelismConfig
 
+from wlb_titan.commands import search as searching
 from wlb_titan.commands.command_line import load_job
 from wlb_titan.commands.search import winner_words, write_best
 from wlb_titan.cost.models import PAPER_MODELS
@@ -87,7 +89,9 @@ def test_other_gpus_are_predicted_with_torchs_attention(lengths):
     assert list(seconds) == sorted(seconds, key=seconds.get)
 
 
-def test_search_ranks_what_fits(lengths, on_terminal):
+def test_search_ranks_what_fits_and_was_tried_in_time(lengths, on_terminal, monkeypatch):
+    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=count().__next__))
+    monkeypatch.setattr(searching, "SEARCH_SECONDS", 5)
     policies = "plain,wlb_lazy/adaptive"
     words = ("--lengths", lengths, "--search", "--world-size", 8, "--policies", policies)
     said, shown = on_terminal("simulate", *SMALL, *words)
@@ -95,10 +99,11 @@ def test_search_ranks_what_fits(lengths, on_terminal):
     shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", said, re.M)]
     assert len(shares) > 3 and shares == sorted(shares, reverse=True)
     assert "No gain is reported" in said
+    assert re.search(r"There was no time in 5 s for \d+ other ways to run the job", said)
 
 
 def test_search_says_what_the_best_gains_over_the_degrees_that_are_typed():
-    words = ["--lengths", "web", "--search", "--policies", "plain,wlb_lazy/adaptive"]
+    words = ["--lengths", "web", "--search", "--policies", "plain"]
     said = run(*SMALL, *words, "--parallelism.tensor_parallel_degree", 4)
     times = r"\d\.\d\dx"
     gain = rf"does {times} the FLOPs and {times} the tokens a second of the configured job at its best \(TP 4"

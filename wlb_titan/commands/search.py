@@ -32,6 +32,8 @@ def print_search(asked: cli.Asked, policies: list[Policy], steps: int, gpus: int
         result = search(scenario, gpus, policies, steps, goes_on, report, asked.loaded.told)
     cli.show_table(search_rows(result)[:SHOWN])
     cli.say(gain(result))
+    if result.untried:
+        cli.say(f"There was no time in {SEARCH_SECONDS:g} s for {result.untried} other ways to run the job.")
     words = winner_words(result.found[0].job, asked.loaded)
     if write is not None:
         write_best(write, words, asked.loaded, gpus)
