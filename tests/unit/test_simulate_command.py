@@ -103,19 +103,19 @@ def test_search_ranks_what_fits_and_was_tried_in_time(lengths, on_terminal, monk
 
 
 def test_search_says_what_the_best_gains_over_the_degrees_that_are_typed():
-    words = ["--lengths", "web", "--search", "--policies", "plain"]
-    said = run(*SMALL, *words, "--parallelism.tensor_parallel_degree", 4)
+    degrees = ["--parallelism.tensor_parallel_degree", 4, "--parallelism.context_parallel_degree", 1]
+    said = run(*SMALL, "--lengths", "web", "--search", "--policies", "plain", *degrees)
     times = r"\d\.\d\dx"
     gain = rf"does {times} the FLOPs and {times} the tokens a second of the configured job at its best \(TP 4"
     assert re.search(gain, said)
 
 
 def test_the_winner_of_a_search_is_told_as_overrides(config):
-    words = ["--training.global_batch_size", 8, "--policies", "plain,wlb_lazy/hybrid/best", "--steps", 2]
-    said = run(config, "--search", "--world-size", 8, *words)
+    words = ["--training.global_batch_size", 8, "--policies", "plain,wlb_lazy/hybrid/best", "--steps", 1]
+    said = run(config, "--search", "--world-size", 4, *words)
     degrees, policy = re.search(r"^\s+(TP .*?DP \d+)\s.*?(\w+/\w+(/best)?)", said, re.M).group(1, 2)
     overrides = shlex.split(re.search(r"^To run it: (.*)$", said, re.M)[1])
-    resolved = load_config(config, ["--training.global_batch_size", "8", *overrides], world_size=8)
+    resolved = load_config(config, ["--training.global_batch_size", "8", *overrides], world_size=4)
     resolved.check(validate_inputs)
     job = resolved.job
     assert (str(job.degrees), str(job.policy), job.micro_batches) == (degrees, policy, 8)
