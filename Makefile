@@ -76,7 +76,7 @@ test-long: $(READY)
 	$(BIN)/pytest -m long $(TESTS)
 
 # What only a GPU can show, what is worth most first; CONTRIBUTING.md. `make test` runs on the CPU everywhere. OUT is
-# the folder of the results; BARE=1 takes the python3 at hand, with torch and Triton alone, and sets nothing up.
+# the folder of the results; BARE=1 takes the python3 at hand, with torch, Triton and numpy, and sets nothing up.
 OF_GPU := $(if $(BARE),$(PYTHON),$(BIN)/python) benchmarks/by_value.py $(if $(OUT),--out $(OUT))
 test-gpu: $(if $(BARE),,$(READY))
 	$(OF_GPU) $(PARTS)

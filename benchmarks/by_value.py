@@ -2,7 +2,7 @@
 
     make test-gpu                       # on a GPU; again to go on where it was cut
     make test-gpu PARTS="trial times"   # these, all of them again
-    make test-gpu BARE=1                # by the python3 at hand: torch 2.11, Triton 3.6 and nothing else
+    make test-gpu BARE=1                # by the python3 at hand: torch 2.11, Triton 3.6 and numpy
     make test-gpu-small                 # every part in small, on the CPU
 
 Each part is a process that is killed after its limit of seconds. Its rows are appended to OUT/by_value.jsonl
@@ -109,6 +109,11 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := sorted(set(args.parts) - set(NAMES)):
         parser.error(f"{', '.join(unknown)}: the parts are {', '.join(NAMES)}")
+    if lacking := [name for name in ("torch", "triton", "numpy") if not importlib.util.find_spec(name)]:
+        parser.error(
+            f"{sys.executable} lacks {' and '.join(lacking)}; give another with PYTHON=..., or install "
+            "torch 2.11 and Triton 3.6, or later ones, and numpy"
+        )
     device = "" if args.small else subprocess.check_output([sys.executable, "-c", ASK], text=True).strip()
     if not args.small and not device:
         parser.error("torch finds no GPU here; `make test-gpu-small` runs all parts in small on the CPU")

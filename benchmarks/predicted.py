@@ -3,7 +3,8 @@
     python benchmarks/predicted.py
 
 For each file, each collection of documents and each of three policies the steps that `wlb-titan simulate`
-predicts. The collections are this machine's Python files, prepared as `make train` does where they are not
+predicts, and for each file on the first collection what its `--search` finds, however long that takes. The
+collections are this machine's Python files, prepared as `make train` does where they are not
 yet, and distributions of lengths (`--lengths` of `simulate`). The rows are written to
 benchmarks/results/cpu/predicted.json and into the gaps of benchmarks/predicted.md.in, which is the page.
 """
@@ -23,6 +24,7 @@ from wlb_titan.prepare.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.choice import Scenario
+from wlb_titan.simulator.search import pipeline_words, search
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "outputs" / "corpus"
@@ -45,6 +47,15 @@ COLUMNS = {
     "bubble": "{bubble:.1%}",
     "cut": "{cut:.1%}",
     "keys": "{keys:,.0f}",
+}
+SEARCHED = {
+    "file": "{file}",
+    "GPUs": "{gpus}",
+    "of the file": "{configured}",
+    "searched": "{degrees}, {schedule}",
+    "MFU": "{mfu:.1%}",
+    "FLOPs x": "{flops_x:.3f}",
+    "tokens x": "{tokens_x:.3f}",
 }
 LONG = 65536  # tokens
 STEPS = 20
@@ -89,6 +100,23 @@ def predicted(file: str, documents: Documents) -> list[dict[str, Any]]:
     return rows
 
 
+def searched(file: str, documents: Documents, plain: dict[str, Any]) -> dict[str, Any]:
+    """The best degrees and schedule of as many GPUs under the first of the balanced policies."""
+    loaded = load_config(ROOT / "train_configs" / f"{file}.toml")
+    scenario, gpus = Scenario(loaded.job, documents), loaded.job.degrees.ranks
+    best = search(scenario, gpus, [BALANCED[0]], STEPS, told=loaded.told).found[0]
+    return {
+        "file": file,
+        "gpus": gpus,
+        "configured": str(loaded.job.degrees),
+        "degrees": str(best.job.degrees),
+        "schedule": pipeline_words(best.job),
+        "mfu": best.mfu,
+        "flops_x": best.flops_per_second / gpus / 1e12 / plain["tflops_a_gpu"],
+        "tokens_x": best.tokens_per_second / plain["tokens_per_second"],
+    }
+
+
 def by_lengths(results: dict[str, list[list[dict[str, Any]]]]) -> str:
     """A table of Markdown: files by collections."""
     names = [name if name == PYTHON else f"`{name}`" for name in results]
@@ -111,6 +139,7 @@ def page(results: dict[str, Any]) -> str:
             steps=results["steps"],
             cluster=rows[0]["cluster"],
             rows=formatted(COLUMNS, rows),
+            searched=formatted(SEARCHED, results["searched"]),
             first=first,
             second=second,
             plain=PLAIN,
@@ -132,6 +161,9 @@ def main() -> None:
         for file in FILES:
             print(f"\n{collection}\n")
             results["rows"][collection].append(show(COLUMNS, predicted(file, documents)))
+        if collection == PYTHON:
+            firsts = zip(FILES, results["rows"][PYTHON], strict=True)
+            results["searched"] = show(SEARCHED, (searched(file, documents, own[0]) for file, own in firsts))
     save("predicted", results)
     PAGE.write_text(page(results), encoding="utf-8")
 

@@ -153,8 +153,8 @@ def test_a_checkpoint_is_exported_in_one_process_as_a_run_saves_it(lab, on_termi
 
 
 GPT_OSS = json.loads(
-    """{"vocab_size": 2048, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "hidden_size": 256, "intermediate_size": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
+    """{"vocab_size": 512, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "hidden_size": 256, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 64, "sliding_window": 24, "rms_norm_eps": 1e-5}"""
 )
 

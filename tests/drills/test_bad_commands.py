@@ -84,6 +84,7 @@ SIMULATE = """
 --trace table.toml -> --trace: table.toml exists, and this command did not write it
 --routing-imbalance 0 | --wlb.context.profile nope | --search --world-size 0
 --search --trace t.json -> --trace draw policies; leave out --search
+--write best.toml -> add --search | --search --write good.toml -> good.toml exists. Remove it
 --search --world-size 1 --base llama2_7b -> No configuration fits 1 GPU of
 --world-size 100 -> 100 processes do not fit the degrees
 --parallelism.tensor_parallel_degree 3 | --parallelism.context_parallel_degree 7

@@ -3,7 +3,8 @@
     pytest tests/gpu --device cuda    # make test-gpu: skipped where torch finds no GPU
     pytest tests/gpu --device cpu     # the same tests in small, with gloo: whether their code runs at all
 
-Sizes, dtypes and tolerances are all that differs; they come from the fixture `target`.
+Sizes, dtypes and tolerances differ, which come from the fixture `target`. What is marked `gpu` is left out in
+small: on a CPU it is as another case here, or tests/distributed has it.
 """
 
 import json
@@ -52,6 +53,11 @@ def pytest_configure(config):
         os.environ.pop("CUDA_VISIBLE_DEVICES")
         os.environ |= {} if VISIBLE_GPUS is None else {"CUDA_VISIBLE_DEVICES": VISIBLE_GPUS}
     use_cpu_without_accelerator()  # before a test module imports torchtitan
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device", None) == "cpu":
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from wlb_titan.kernels.segments import Options, Shape
 from wlb_titan.kernels.self_check import Noise, check_kernels
 
 IMPLEMENTATIONS = [name for name in TABLE if name not in (REFERENCE, "torch_cpu")]  # of GPUs
+SMALL = [(64, 64), (192, 128)]  # of the head dims in small; tests/kernels/interpreted.py has all
+DIMS = [pytest.param(dims, marks=() if dims in SMALL else pytest.mark.gpu) for dims in HEAD_DIMS]
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
 
 
@@ -65,7 +67,7 @@ def deterministic(enabled):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("case", [*CASES, "long"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_shapes(target, implementation, case, dims, dtype):
@@ -75,7 +77,7 @@ def test_shapes(target, implementation, case, dims, dtype):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("heads", [pytest.param((1, 1), marks=pytest.mark.gpu), (8, 1), (6, 2)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_windows_and_groups(target, implementation, heads, window):
     segments, *tokens = CASES["ragged"]
@@ -97,7 +99,7 @@ def test_as_others_compute_it(target, case, judge, implementation, dims, dtype):
     check(target, implementation, segments, tokens, (16, 4), dims, dtype, judge=judge)
 
 
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("heads", [(8, 1), (4, 4)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_check_before_a_job_finds_every_configuration_right(target, implementation, heads, dims, dtype):

@@ -14,9 +14,10 @@ HEAD_APART = (STAGES, '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm
 THREE = (STAGES, '[["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "lm_head"]]')
 WITHIN = ("--wlb.context.within", "2")
 SLIM = "slim6 hybrid 1F1B"
+PLAIN = ("cp2", "dp2", "pp2", "tp2", "pp2 cp2", "dp2 cp2", "cp2 tp2")
 # name as of `lab.layout` -> other overrides
 LAYOUTS = {
-    **dict.fromkeys(("cp2", "dp2", "pp2", "tp2", "pp2 cp2", "dp2 cp2", "cp2 tp2"), ()),
+    **dict.fromkeys(PLAIN, ()),
     # Groups that only some of the ranks are in, or ask for.
     "cp4": (),
     "cp4 wlb_lazy gather": WITHIN,
@@ -48,7 +49,9 @@ def one_process(lab, target):
 
 
 @pytest.mark.timeout(3 * SECONDS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.gpu if name in PLAIN[1:] else ()) for name in LAYOUTS]
+)
 def test_losses_equal_one_process(lab, target, one_process, name):
     metrics = run(lab, target, name, ranks(name), *layout(name), *LAYOUTS[name])
     alone = one_process(SLIM if SLIM in name else "", "3" if "dp3" in name else "4")
@@ -76,7 +79,7 @@ def test_a_job_for_the_cpu_leaves_gpus_alone(lab):
     assert "mfu_documents" not in experiment.metrics()[-1]  # of a CPU the peak is not known, of a GPU it is
 
 
-@pytest.mark.parametrize("visible", ["0,1", "0"])
+@pytest.mark.parametrize("visible", ["0,1", pytest.param("0", marks=pytest.mark.gpu)])
 def test_more_processes_than_gpus_are_refused_unless_each_is_shown_its_own(lab, target, visible):
     experiment = lab.experiment(f"too_many_{visible}", *COMMON)
     shown = {"CUDA_VISIBLE_DEVICES": target.pick(cuda=visible, cpu="")}

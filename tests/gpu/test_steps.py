@@ -12,7 +12,10 @@ LAZY = ("--wlb.policy", "wlb_lazy", "--wlb.packing.cost_model", "quadratic:1,100
 FRESH = ("--checkpoint.enable", "false", "--checkpoint.initial_load_path", "none")
 
 
-@pytest.mark.parametrize("base", ["watched_llama", "watched_gpt_oss", "watched_deepseek_v3"])
+ON_GPU = ("watched_gpt_oss", "watched_deepseek_v3")
+
+
+@pytest.mark.parametrize("base", ["watched_llama", *(pytest.param(x, marks=pytest.mark.gpu) for x in ON_GPU)])
 def test_steps_that_are_not_logged_neither_wait_nor_compile(lab, target, base):
     experiment = lab.experiment(
         base,
@@ -49,7 +52,12 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("name", MEMORY)
+SMALL = ("wlb_lazy", "slim", "experts_selective")  # in which no figures are compared
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SMALL else pytest.mark.gpu) for name in MEMORY]
+)
 def test_memory_is_as_predicted(lab, target, tell, name):
     """Within 5 %, from the second step on, when AdamW has its state; of experts by a trace of their layers. A
     CPU's figure is the whole process'."""

@@ -6,6 +6,7 @@ import pytest
 
 # What a base adds to the kernels' cases: groups, windows, sinks, latent attention, experts; and slices.
 BASES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "muse_glimmer", "deepseek_v3")
+SMALL = ("llama", "gpt_oss")  # of these in small
 # The blocks of gpt-oss as torchtitan checkpoints the real model's, also where a small one stands in for it.
 COMPILED = {"llama": (), "gpt_oss": ("--activation_checkpoint.class", "FullAC"), "deepseek_v3": ()}
 PACKING = {
@@ -41,13 +42,19 @@ def check_the_same(some, others):
     assert len(some) == 3
 
 
-@pytest.mark.parametrize(("base", "packing"), [*((base, "wlb_lazy") for base in BASES), ("llama", "slim")])
+def marked(base, *others):
+    return pytest.param(base, *others, marks=() if base in SMALL else pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(
+    ("base", "packing"), [*(marked(base, "wlb_lazy") for base in BASES), ("llama", "slim")]
+)
 def test_it_trains_as_by_the_reference(trained, base, packing):
     words = (*PACKING[packing], "--wlb.attention.implementation")
     check_the_same(trained(base, *words, "auto"), trained(base, *words, "reference"))
 
 
-@pytest.mark.parametrize("base", COMPILED)
+@pytest.mark.parametrize("base", map(marked, COMPILED))
 def test_it_trains_as_compiled(trained, base):
     words = (*PACKING["wlb_lazy"], "--wlb.attention.implementation", "auto", *COMPILED[base])
     check_the_same(trained(base, *words, "--compile.enable", "true"), trained(base, *words))

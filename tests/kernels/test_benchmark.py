@@ -276,3 +276,10 @@ def test_cases_with_a_row_are_not_measured_again(tmp_path):
         cases.append([row["case"] for row in rows if "case" in row])
         file.write_text("".join(json.dumps(row) + "\n" for row in rows if row.get("case") != cases[0][4]))
     assert len(set(cases[0])) == 12 and cases[1] == [*cases[0][:4], *cases[0][5:], cases[0][4]]
+
+
+def test_a_python_without_torch_is_told_what_it_lacks():
+    """-S: without the packages that are installed, as a bare machine's."""
+    command = [sys.executable, "-S", str(ROOT / "benchmarks" / "by_value.py")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "lacks torch and triton and numpy; give" in result.stderr

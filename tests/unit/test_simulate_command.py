@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,9 @@ from commands import CONFIGS, invoke
 from test_checked_files import LLAMA_3_1_8B
 from torchtitan.config import ParallelismConfig
 
+from wlb_titan.commands import search as searching
 from wlb_titan.commands.command_line import load_job
-from wlb_titan.commands.simulate import winner_words
+from wlb_titan.commands.search import winner_words, write_best
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
 from wlb_titan.job import Policy
@@ -87,7 +89,9 @@ def test_other_gpus_are_predicted_with_torchs_attention(lengths):
     assert list(seconds) == sorted(seconds, key=seconds.get)
 
 
-def test_search_ranks_what_fits(lengths, on_terminal):
+def test_search_ranks_what_fits_and_was_tried_in_time(lengths, on_terminal, monkeypatch):
+    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=count().__next__))
+    monkeypatch.setattr(searching, "SEARCH_SECONDS", 5)
     policies = "plain,wlb_lazy/adaptive"
     words = ("--lengths", lengths, "--search", "--world-size", 8, "--policies", policies)
     said, shown = on_terminal("simulate", *SMALL, *words)
@@ -95,29 +99,52 @@ def test_search_ranks_what_fits(lengths, on_terminal):
     shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", said, re.M)]
     assert len(shares) > 3 and shares == sorted(shares, reverse=True)
     assert "No gain is reported" in said
+    assert re.search(r"There was no time in 5 s for \d+ other ways to run the job", said)
 
 
 def test_search_says_what_the_best_gains_over_the_degrees_that_are_typed():
-    words = ["--lengths", "web", "--search", "--policies", "plain,wlb_lazy/adaptive"]
-    said = run(*SMALL, *words, "--parallelism.tensor_parallel_degree", 4)
+    degrees = ["--parallelism.tensor_parallel_degree", 4, "--parallelism.context_parallel_degree", 1]
+    said = run(*SMALL, "--lengths", "web", "--search", "--policies", "plain", *degrees)
     times = r"\d\.\d\dx"
     gain = rf"does {times} the FLOPs and {times} the tokens a second of the configured job at its best \(TP 4"
     assert re.search(gain, said)
 
 
 def test_the_winner_of_a_search_is_told_as_overrides(config):
-    words = ["--training.global_batch_size", 8, "--policies", "plain,wlb_lazy/hybrid/best", "--steps", 2]
-    said = run(config, "--search", "--world-size", 8, *words)
+    words = ["--training.global_batch_size", 8, "--policies", "plain,wlb_lazy/hybrid/best", "--steps", 1]
+    said = run(config, "--search", "--world-size", 4, *words)
     degrees, policy = re.search(r"^\s+(TP .*?DP \d+)\s.*?(\w+/\w+(/best)?)", said, re.M).group(1, 2)
     overrides = shlex.split(re.search(r"^To run it: (.*)$", said, re.M)[1])
-    resolved = load_config(config, ["--training.global_batch_size", "8", *overrides], world_size=8)
+    resolved = load_config(config, ["--training.global_batch_size", "8", *overrides], world_size=4)
     resolved.check(validate_inputs)
     job = resolved.job
     assert (str(job.degrees), str(job.policy), job.micro_batches) == (degrees, policy, 8)
     assert not any(word.endswith("global_batch_size") for word in overrides), "it has that already"
 
 
-def test_every_pipeline_that_is_searched_can_be_told(config):
+def test_the_winner_of_a_search_is_a_file_that_extends_the_jobs(config, tmp_path, monkeypatch):
+    """Written by a path from one folder and read by a path from another."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "tuned").mkdir()
+    job = tmp_path / "jobs" / "job.toml"
+    job.write_text(f'extends = "{config}"\ndump_folder = "outputs/first"\n')
+    monkeypatch.chdir(tmp_path)
+    words = ["--training.global_batch_size", 8, "--policies", "wlb_lazy/hybrid/best", "--steps", 1]
+    searched = ["jobs/job.toml", "--search", "--world-size", 4, *words]
+    said = run(*searched, "--write", "tuned/best.toml")
+    assert "To run it: wlb-titan train tuned/best.toml" in said
+    text = (tmp_path / "tuned" / "best.toml").read_text()
+    assert text.startswith('extends = "../jobs/job.toml"\ndump_folder = "outputs/best"\n')
+    assert "exists. Remove it" in invoke("simulate", *searched, "--write", "tuned/best.toml").stderr
+    monkeypatch.chdir(job.parent)
+    best = load_config("../tuned/best.toml", world_size=4)
+    row = re.search(r"^\s+(TP .*?DP \d+)\s.*?(\w+/\w+(/best)?)\s+([\d,]+)", said, re.M)
+    found = (best.job.degrees, best.job.policy, f"{best.job.longest_micro_batch:,}")
+    assert tuple(map(str, found)) == row.group(1, 2, 4)
+    assert (best.job.micro_batches, best.config.training.global_batch_size) == (8, 8)
+
+
+def test_every_pipeline_that_is_searched_can_be_told(config, tmp_path):
     typed = ["--training.global_batch_size", "8"]
     asked = load_job(config, typed)
     job = replace(asked.job, model=replace(asked.job.model, layers=4))
@@ -126,6 +153,9 @@ def test_every_pipeline_that_is_searched_can_be_told(config):
     for each in piped:
         found = load_config(config, [*typed, *winner_words(each, asked.loaded)], world_size=2).job
         assert (found.degrees, found.policy, found.shape) == (each.degrees, each.policy, each.shape)
+        assert found.schedule == each.schedule
+    write_best(tmp_path / "best.toml", winner_words(each, asked.loaded), asked.loaded, 2)
+    assert load_config(tmp_path / "best.toml", world_size=2).job == found
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(32, 4), (32, 8), (86, 16), (28, 8), (30, 16)])

@@ -78,7 +78,8 @@ class Place(click.Path):
 
 class Output(Place):
     """A file, or a `file` in a folder, written at the end. It is refused at the start if it cannot be
-    written, or if it is there and does not begin as such files do: it is somebody else's."""
+    written, or if it is there and does not begin as such files do: it is somebody else's. Files that users
+    edit begin in no way that says so."""
 
     def __init__(self, *begins: str, file: str = "") -> None:
         super().__init__(path_type=Path, dir_okay=bool(file), file_okay=not file, writable=True)
@@ -100,12 +101,10 @@ class Output(Place):
         if not file.is_file():  # not there, or a device
             return
         with writing(f"{option}: {file}"), file.open("rb") as opened:
-            begin = opened.read(max(map(len, self._begins)))
+            begin = opened.read(max(map(len, self._begins), default=1))
         if begin and not any(begin.startswith(text.encode()) for text in self._begins):
-            raise UserError(
-                f"{option}: {file} exists, and this command did not write it. Remove it, or name another "
-                "file."
-            )
+            foreign = ", and this command did not write it" if self._begins else ""
+            raise UserError(f"{option}: {file} exists{foreign}. Remove it, or name another file.")
 
 
 @contextmanager

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands import page
+from wlb_titan.commands.search import SEARCH_SECONDS, print_search
 from wlb_titan.context.all_gather import AllGather
-from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Policy
 from wlb_titan.layers.groups import grouped
-from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
 from wlb_titan.runs import write_trace
-from wlb_titan.runtime.models.load import Loaded
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.replicas import step_timeline
-from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.step import simulate as predict
 from wlb_titan.summary import Estimate
-from wlb_titan.toml.build import dotted
-from wlb_titan.toml.values import to_text
-
-SEARCH_SECONDS = 300.0
-SHOWN = 12  # candidates of a search
 
 Plans = dict[Policy, list[Plan]]
 Predictions = dict[Policy, Prediction]
@@ -49,6 +38,12 @@ Predictions = dict[Policy, Prediction]
     "--search",
     is_flag=True,
     help=f"Search degrees and schedules for --world-size GPUs for up to {SEARCH_SECONDS:g} s and rank them.",
+)
+@click.option(
+    "--write",
+    type=cli.Output(),
+    metavar="FILE.toml",
+    help="Write the best that --search finds as a file that extends FILE.",
 )
 @cli.report_option
 @click.option(
@@ -66,6 +61,7 @@ def simulate(
     cluster: str | None,
     world_size: int | None,
     search: bool,
+    write: Path | None,
     report: Path | None,
     trace: Path | None,
 ) -> None:
@@ -77,7 +73,7 @@ def simulate(
     wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/simulated
     wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web --training.seq_len 65536
     wlb-titan simulate train_configs/llama2_70b_128k.toml --lengths paper --policies plain,wlb/adaptive
-    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths FILE --search --world-size 64
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --search --world-size 64 --write best.toml
 
     The speedup of a policy is in FLOP/s, because tokens of cut documents are cheaper.
 
@@ -86,14 +82,15 @@ def simulate(
     """
     if search and (report or trace):
         raise PlanError("--report and --trace draw policies; leave out --search.")
+    if write and not search:
+        raise PlanError("--write writes the best of a search; add --search.")
     degrees_fit = None if search else world_size
     asked = cli.load_job(file, overrides, lengths=lengths, cluster=cluster, world_size=degrees_fit)
     compared = list(dict.fromkeys(policies or [Policy(), asked.job.policy]))
     with asked.placed():
         asked = replace(asked, job=asked.loaded.told(asked.job, compared))
         if search:
-            scenario = Scenario(asked.job, asked.documents)
-            print_search(scenario, asked, compared, steps, world_size)
+            print_search(asked, compared, steps, world_size or asked.job.degrees.ranks, write)
             return
         with cli.progress() as tell:
             scenario = Scenario(asked.job, asked.documents, tell)
@@ -155,7 +152,7 @@ def table_rows(predictions: Predictions, impossible: Mapping[Policy, UserError])
     rows = [
         {
             "policy": str(policy),
-            **figures(prediction),
+            **prediction.figures(),
             "on rank": f"{prediction.peak_memory.rank}",
             "speedup": speedup(prediction, base).text(".3f", "x"),
             "in tokens": f"{prediction.tokens_per_second / base.tokens_per_second:.3f}x",
@@ -204,19 +201,6 @@ def in_groups(plans: Plans, predictions: Predictions) -> list[str]:
                 "keys of some heads travel while others attend."
             )
     return said
-
-
-def figures(prediction: Prediction) -> dict[str, str]:
-    """Headings and cells that every table of predictions has."""
-    repeated = [(name, share) for name, share in prediction.kinds.items() if name != "none" and share > 0]
-    return {
-        "step, s": f"{prediction.seconds.mean():.3f}",
-        "tokens/s": f"{prediction.tokens_per_second:,.0f}",
-        "MFU": f"{prediction.mfu:.1%}",
-        "bubble": f"{prediction.bubble:.1%}",
-        "peak GiB": f"{prediction.peak_memory.total / GIB:.1f}" + ("" if prediction.fits else " !"),
-        "recomputed": ", ".join(f"{name} {share:.1%}" for name, share in repeated) or "none",
-    }
 
 
 def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
@@ -276,71 +260,3 @@ def write_report(
         tries=tries,
         sections=sections,
     )
-
-
-def print_search(
-    scenario: Scenario, asked: cli.Asked, policies: list[Policy], steps: int, world_size: int | None
-) -> None:
-    """Searches degrees of so many GPUs (None: as many as the job's own), and prints what came of it."""
-    end = time.monotonic() + SEARCH_SECONDS
-    gpus = world_size or scenario.job.degrees.ranks
-    with cli.progress() as report:
-        goes_on = lambda what: time.monotonic() < end  # noqa: E731
-        result = search(scenario, gpus, policies, steps, goes_on, report, asked.loaded.told)
-    cli.show_table(search_rows(result)[:SHOWN])
-    cli.say(gain(result))
-    if words := winner_words(result.found[0].job, asked.loaded):
-        cli.say(f"To run it: {shlex.join(words)}")
-
-
-def search_rows(result: Search) -> cli.Rows:
-    """A row for each candidate, the fastest first."""
-    best = result.found[0].flops_per_second
-    return [
-        {
-            "degrees": str(prediction.job.degrees),
-            "schedule": pipeline_words(prediction.job),
-            "policy": str(prediction.job.policy),
-            "L_max": f"{prediction.job.longest_micro_batch:,}",
-            **figures(prediction),
-            "of best": f"{prediction.flops_per_second / best:.1%}",
-        }
-        for prediction in result.found
-    ]
-
-
-def gain(result: Search) -> str:
-    """A sentence on what the best gains over the configured job."""
-    best, configured = result.found[0], result.configured
-    if configured is None:
-        return "No gain is reported: the configured job needs another number of GPUs, or does not fit."
-    words = [f"{run.job.degrees}, {pipeline_words(run.job)}, {run.job.policy}" for run in (best, configured)]
-    return (
-        f"The best ({words[0]}) does {best.flops_per_second / configured.flops_per_second:.2f}x the FLOPs "
-        f"and {best.tokens_per_second / configured.tokens_per_second:.2f}x the tokens a second of the "
-        f"configured job at its best ({words[1]})."
-    )
-
-
-def winner_words(job: Job, loaded: Loaded) -> list[str]:
-    """Overrides that turn a configuration of the same model and window into this job."""
-    degrees, policy = job.degrees, job.policy
-    wanted: dict[str, Any] = {
-        "wlb.policy": "/".join(policy),
-        "training.local_batch_size": job.replica_micro_batches,
-        "training.global_batch_size": job.micro_batches,
-    }
-    wanted |= {f"parallelism.{cls.key}": getattr(degrees, name) for name, cls in TORCHTITAN.items()}
-    if degrees.pipeline > 1:
-        from wlb_titan.runtime.pipeline.build import keys_of_stages
-
-        wanted["parallelism.pipeline_parallel_schedule"] = job.schedule
-        stages = keys_of_stages(job.model.layers, job.shape.stages)
-        wanted |= {f"parallelism.{key}": value for key, value in stages.items()}
-    configured = {dotted(entry.path): entry.value for entry in loaded.entries}
-    words = []
-    for key, value in wanted.items():
-        if value != configured.get(key):
-            text = "none" if value is None else value if isinstance(value, str) else to_text(value)
-            words += [f"--{key}", text]
-    return words

@@ -20,7 +20,7 @@ from wlb_titan.packing import POLICIES
 from wlb_titan.packing.policy import MOST_TOKENS
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.toml.build import Builder, Entry, dotted
-from wlb_titan.toml.sources import Leaf, Table, read_sources, string
+from wlb_titan.toml.sources import COMMAND_LINE, Leaf, Table, read_sources, string
 from wlb_titan.toml.values import NONE, in_words, key_text, shown, to_text
 
 T = TypeVar("T")
@@ -105,6 +105,12 @@ class Resolved:
         if explain:
             kept = [replace(entry, meaning=meaning_of(self.config, entry.path)) for entry in kept]
         return _document([self.base, *kept])
+
+    def extending(self, file: str) -> str:
+        """A TOML file that extends `file` by the values of the command line."""
+        first = Entry(("extends",), file, "", to_text(file))
+        typed = [entry for entry in (self.base, *self.entries) if entry.source == COMMAND_LINE]
+        return _document([first, *(replace(entry, source="", limits=()) for entry in typed)])
 
     def check(self, rule: Callable[[Any], T]) -> T:
         """Applies a rule to the configuration; a UserError becomes a ConfigError, as `placed` puts it."""
@@ -233,5 +239,8 @@ def _line(entry: Entry) -> str:
     if entry.text is None:
         described = type(entry.value).__qualname__
         return f"{about}# {key}: a Python {described}, which only the base can give  # {entry.source}"
+    line = f"{key_text(key)} = {entry.text}"
+    if not entry.source:
+        return about + line
     words = f"; {in_words(entry.limits)}" if entry.limits else ""
-    return about + f"{key_text(key)} = {entry.text}".ljust(COMMENT_COLUMN) + f"  # {entry.source}{words}"
+    return about + line.ljust(COMMENT_COLUMN) + f"  # {entry.source}{words}"

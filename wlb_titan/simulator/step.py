@@ -21,7 +21,7 @@ from wlb_titan.job import Job
 from wlb_titan.layers.passes import Loads, pass_times
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.mix import shares
-from wlb_titan.memory.rank import RankMemory
+from wlb_titan.memory.rank import GIB, RankMemory
 from wlb_titan.packing.predicted import part_seconds
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import Plan
@@ -84,6 +84,18 @@ class Prediction:
         result["data parallelism"] = float(np.mean(self.communication)) - met
         result["optimizer"] = float(np.mean(self.optimizer))
         return result
+
+    def figures(self) -> dict[str, str]:
+        """Headings and cells that every table of predictions has."""
+        repeated = [f"{name} {share:.1%}" for name, share in self.kinds.items() if name != "none" and share]
+        return {
+            "step, s": f"{self.seconds.mean():.3f}",
+            "tokens/s": f"{self.tokens_per_second:,.0f}",
+            "MFU": f"{self.mfu:.1%}",
+            "bubble": f"{self.bubble:.1%}",
+            "peak GiB": f"{self.peak_memory.total / GIB:.1f}" + ("" if self.fits else " !"),
+            "recomputed": ", ".join(repeated) or "none",
+        }
 
     @property
     def peak_memory(self) -> RankMemory:
