@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import numpy as np
 
 from wlb_titan.commands import page
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
-from wlb_titan.commands.page import cost, gained, lines, pipelines, section, table, try_next, write_page
+from wlb_titan.commands.page import Timed, gained, lines, section, table, time_sections, try_next, waits
 from wlb_titan.errors import UserError, refusing
-from wlb_titan.files import load
-from wlb_titan.runs import BENCH_FILE, CONFIG_FILE, Run, open_runs, traced_steps
-from wlb_titan.summary import Estimate, bench_rows, best_in_turns
+from wlb_titan.files import checked, load
+from wlb_titan.runs import BENCH_FILE, CONFIG_FILE, TURNS, Run, open_runs, read_trace, traced_steps
+from wlb_titan.simulator.measured import FLOPS, Pass
+from wlb_titan.summary import Estimate, bench_rows, best_in_turns, fastest
 from wlb_titan.toml.values import shown
 
 NOT_KNOWN = "–"
@@ -37,32 +38,55 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     first record after each start is excluded because it includes start-up time. See docs/metrics.md.
     """
     benches = {folder: bench_of(folder) for folder in folders if (folder / BENCH_FILE).is_file()}
-    for folder in benches:
-        show_bench(folder)
-    turns = [section("Policies in turns", answer, table(rows)) for rows, answer in benches.values()]
+    for records in benches.values():
+        if report is None:  # else the page has it
+            show_table(bench_rows(records))
+        say(f"{best_in_turns(records)}.")
     if runs := open_runs([folder for folder in folders if folder not in benches]):
         if settings := setting_rows(runs):
             show_table(settings)
         show_table(figure_rows(runs))
         say(*remarks(runs))
     if report is not None:
-        alone = None if runs else benches[folders[0]]
-        written = page.write_turns(report, alone, turns) if alone else write_report(report, runs, turns)
-        click.echo(f"Report: {written}")
+        click.echo(f"Report: {write_report(report, benches, runs)}")
 
 
-def bench_of(folder: Path) -> tuple[Rows, str]:
-    """A bench's table, and its answer."""
+def bench_of(folder: Path) -> list[dict[str, Any]]:
+    """The records of a bench's policies."""
     path = folder / BENCH_FILE
     with refusing(lambda reason: UserError(f"{path} is not what a bench writes: {reason}.")):
-        records = load(dict[str, list[dict[str, Any]]], path)["policies"]
-        return bench_rows(records), best_in_turns(records)
+        records: list[dict[str, Any]] = load(dict[str, list[dict[str, Any]]], path)["policies"]
+        bench_rows(records), best_in_turns(records), bench_steps(folder, records)
+        return records
 
 
-def show_bench(folder: Path) -> None:
-    rows, answer = bench_of(folder)
-    show_table(rows)
-    say(answer)
+def bench_steps(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, Timed]:
+    """The policies' steps, as fast over the first one's as the median over rounds says."""
+    first, steps = records[0], {}
+    for record in records:
+        path = folder / TURNS / f"step-{record['step']}.json"
+        passes = read_trace(path) if path.is_file() else []
+        parts = checked(dict[str, float], record["parts"])
+        speed = first["flops_per_second"] * record["over_first"]
+        if not (sum(parts.values()) > 0 and speed > 0):
+            raise ValueError(f"{record['policy']} took no time")
+        steps[record["policy"]] = timed(parts, speed, passes)
+    return steps
+
+
+def run_steps(runs: Sequence[Run]) -> dict[str, Timed]:
+    """The steps of runs that were traced."""
+    passes, steps = traced_steps(runs), {}
+    for run in runs:
+        if (rate := run.rate("model_tflops")) and rate.value > 0 and run.parts:
+            steps[run.name] = timed(run.parts, rate.value * 1e12, passes.get(run.name, []))
+    return steps
+
+
+def timed(parts: page.Parts, speed: float, passes: Sequence[Pass]) -> Timed:
+    """`passes` of a trace, of which the first data-parallel rank's are drawn."""
+    flops = next((p.facts[FLOPS] for p in passes if FLOPS in p.facts), 0.0)
+    return Timed(parts, speed, [p for p in passes if p.replica == passes[0].replica], flops)
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -151,45 +175,68 @@ def _gains(run: Run, first: Run, runs: Sequence[Run]) -> dict[str, Estimate]:
 
 
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
-PASSES = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 
 
-def write_report(folder: Path, runs: Sequence[Run], turns: Sequence[str]) -> Path:
-    first = runs[0]
-    corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
+def write_report(folder: Path, benches: Mapping[Path, Sequence[dict[str, Any]]], runs: Sequence[Run]) -> Path:
+    """Policies in turns come first, as machines drift between runs."""
+    sections, heads = [], []
+    for bench, records in benches.items():
+        steps, best, base = bench_steps(bench, records), fastest(records)["policy"], records[0]["policy"]
+        heads.append((f"{_listed(steps)} in turns", best_in_turns(records), waits(steps, best, base)))
+        sections += time_sections(steps, "measured in all rounds", "The round nearest to the median gain")
+        if best != base:
+            sections.append(page.next_section([(page.TRAIN, f"--wlb.policy {best}")]))
+        sections.append(section("Policies in turns", "", table(bench_rows(records))))
+    if runs:
+        steps, (best, answer) = run_steps(runs), _answer(runs)
+        title = f"{_listed(run.name for run in runs)}{_corpora(runs)}"
+        heads.append((title, answer, waits(steps, best, runs[0].name)))
+        if not benches or len(runs) > 1:
+            which = "The last step that all traced, or each run's own last"
+            sections += time_sections(steps, "measured in traced steps", which)
+            file = next(run.folder for run in runs if run.name == best) / CONFIG_FILE
+            search = try_next("simulate", [str(file)], "--search")
+            sections.append(
+                page.next_section([("What other degrees and schedules are worth to it:", search)])
+            )
+        sections += run_sections(runs)
+    title, answer, waiting = heads[0]
+    return page.write_page(folder, title=title, answer=answer + waiting, sections=sections)
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _corpora(runs: Sequence[Run]) -> str:
     if any("wlb.corpus.sources.0.path" in run.settings for run in runs):
-        corpora = {"a mixture"}
-    gains = {run.name: _gains(run, first, runs) for run in runs}
-    none = Estimate(0.0)
-    best = max(runs[1:] or runs, key=lambda run: next(iter(gains[run.name].values()), none).value)
-    gain = next(iter(gains[best.name].items()), None)
-    figures = figure_rows(runs)
-    search = try_next("simulate", [str(best.folder / CONFIG_FILE)], "--search")
+        return " on a mixture"
+    names = {Path(str(run.settings.get("wlb.corpus.path", ""))).name for run in runs} - {""}
+    return f" on {_listed(sorted(names))}" if names else ""
+
+
+def run_sections(runs: Sequence[Run]) -> list[str]:
     by_step = {run.name: run.series("loss") for run in runs}
-    by_tokens = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
-    return write_page(
-        folder,
-        title=f"{' and '.join(sorted(corpora))}: {len(runs)} runs side by side",
-        answer=_answer(best, first, gain),
-        cards=[{"": run.name} | {row["figure"]: row[run.name] for row in figures} for run in runs],
-        figure="model TFLOP/s" if "FLOPs" in gains[first.name] else "tokens a second",
-        facts=("tokens a second", "imbalance, measured", "imbalance, predicted", "bubble, measured"),
-        tries=[("What other degrees and schedules are worth to it:", search)],
-        sections=[
-            *turns,
-            section("What differs", "", table(setting_rows(runs)) or "No setting."),
-            section("Figures", " ".join(remarks(runs)), table(figures)),
-            section("A step", PASSES, pipelines(traced_steps(runs))),
-            section("Loss", LOSS, lines("loss, by tokens", by_tokens), lines("loss, by step", by_step)),
-            section("Validation", "", lines("loss, by step", {run.name: run.validation for run in runs})),
-        ],
-    )
+    losses = [lines("loss, by step", by_step)]
+    if len(runs) > 1:
+        by_tokens = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
+        losses.insert(0, lines("loss, by tokens", by_tokens))
+    return [
+        section("What differs", "", table(setting_rows(runs)) or "No setting.") if len(runs) > 1 else "",
+        section("Figures", " ".join(remarks(runs)), table(figure_rows(runs))),
+        section("Loss", LOSS if len(runs) > 1 else "", *losses),
+        section("Validation", "", lines("loss, by step", {run.name: run.validation for run in runs})),
+    ]
 
 
-def _answer(run: Run, first: Run, gain: tuple[str, Estimate] | None) -> str:
-    imbalance = run.mean("measured_imbalance")
-    still = cost(run.mean("bubble"), run.mean("imbalance") if imbalance is None else imbalance)
-    if gain is None:
-        return f"In {run.name} {still}"
-    what, ratio = gain
-    return f"{gained(run.name, ratio, first.name, what)}; {still}"
+def _answer(runs: Sequence[Run]) -> tuple[str, str]:
+    """The name of the fastest run but the first, and what it gains."""
+    first, *others = runs
+    rate = first.rate("tokens_per_second")
+    gains = {run.name: list(_gains(run, first, runs).items()) for run in others}
+    if not others or rate is None:
+        return first.name, f"{first.name} trains on {rate.value if rate else 0:,.0f} tokens a second"
+    best = max(gains, key=lambda name: gains[name][0][1].value)
+    what, ratio = gains[best][0]
+    return best, gained(best, ratio, first.name, what)

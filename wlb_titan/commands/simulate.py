@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands import page
+from wlb_titan.commands.simulate_page import best_of, timed, write_report
 from wlb_titan.context.all_gather import AllGather
 from wlb_titan.dimensions.dimension import TORCHTITAN
 from wlb_titan.errors import PlanError, UserError
@@ -25,8 +25,6 @@ from wlb_titan.plan import Plan
 from wlb_titan.runs import write_trace
 from wlb_titan.runtime.models.load import Loaded
 from wlb_titan.simulator.choice import Scenario
-from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.replicas import step_timeline
 from wlb_titan.simulator.search import Search, pipeline_words, search
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.step import simulate as predict
@@ -107,22 +105,21 @@ def simulate(
         cli.show_table(rows)
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
         notes += what_to_know(predictions) + in_groups(plans, predictions)
-        parts = {policy: prediction.parts() for policy, prediction in predictions.items()}
         best = best_of(predictions)
-        cli.say(page.in_parts(best, parts[best]), *notes)
-    drawn = {} if trace is None and report is None else _typical_steps(plans, predictions)
+        cli.say(page.in_parts(best, predictions[best].parts()), *notes)
+    drawn = trace is not None or report is not None
+    timelines = {policy: timed(policy, each) for policy, each in predictions.items()} if drawn else {}
     if trace is not None:
         with cli.writing(f"--trace: {trace}"):
-            write_trace([span for spans in drawn.values() for span in spans], trace)
+            write_trace([one for step in timelines.values() for one in step.passes], trace)
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
     if report is not None:
-        sections = [
+        last = [
             *map(page.choice_section, choices),
-            page.time_section(predictions, parts),
             page.section("Policies", " ".join(notes), page.table(rows)),
-            page.section("A typical step", STEP, page.pipelines(drawn)),
         ]
-        written = write_report(report, asked, plans, predictions, rows[: len(predictions)], sections)
+        gain = speedup(predictions[best], next(iter(predictions.values())))
+        written = write_report(report, asked, timelines, predictions[best].job, gain, last)
         click.echo(f"Report: {written}")
     configured = predictions.get(scenario.under(scenario.job.policy).policy)
     if not any(prediction.fits for prediction in ([configured] if configured else predictions.values())):
@@ -223,59 +220,6 @@ def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
     """FLOPs a second over the baseline's, which cut documents do not flatter as tokens do."""
     rate, base = (Estimate.rate(compared.flops, compared.seconds) for compared in (prediction, baseline))
     return rate.over(base)
-
-
-def best_of(predictions: Predictions) -> Policy:
-    """The policy that does most FLOPs a second of those that fit, or of all."""
-    fitting = [policy for policy, prediction in predictions.items() if prediction.fits]
-    return max(fitting or predictions, key=lambda policy: predictions[policy].flops_per_second)
-
-
-STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
-
-
-def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, list[Pass]]:
-    """For each policy, the passes of the step nearest to the mean."""
-    steps = {}
-    for policy, prediction in predictions.items():
-        number = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
-        steps[str(policy)] = step_timeline(prediction.job, plans[policy][number], str(policy))
-    return steps
-
-
-def write_report(
-    folder: Path,
-    asked: cli.Asked,
-    plans: Plans,
-    predictions: Predictions,
-    cards: cli.Rows,
-    sections: Sequence[str],
-) -> Path:
-    """The baseline is the first of the policies."""
-    base = next(iter(predictions))
-    best = best_of(predictions)
-    degrees, waited = predictions[best].job.degrees, None  # by nobody on one replica
-    if degrees.pipeline * degrees.data > 1:
-        waited = float(np.mean([plan.imbalance for plan in plans[best]]))
-    tries = [
-        ("Other degrees and schedules of as many GPUs:", page.try_next("simulate", asked.typed, "--search"))
-    ]
-    if asked.lengths is None:
-        dryrun = page.try_next("dryrun", asked.typed, "--wlb.policy", str(best))
-        tries.append((f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
-    corpus, about = page.described(asked.job, asked.documents)
-    return page.write_page(
-        folder,
-        title=f"What balance is worth: {corpus}",
-        answer=f"{page.gained(str(best), speedup(predictions[best], predictions[base]), str(base))}; "
-        f"{page.cost(predictions[best].bubble, waited)}",
-        about=about,
-        cards=cards,
-        figure="speedup",
-        facts=("bubble", "MFU", "tokens/s", "peak GiB"),
-        tries=tries,
-        sections=sections,
-    )
 
 
 def print_search(

@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger, warn_once
@@ -24,10 +23,12 @@ from torchtitan.tools.logging import logger, warn_once
 from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
-from wlb_titan.runs import COMPUTED, TRACES, write_trace
+from wlb_titan.runs import COMPUTED, TRACES, mostly, write_trace
 from wlb_titan.simulator import calibrate
-from wlb_titan.simulator.measured import Pass
+from wlb_titan.simulator.measured import FLOPS, NAMES, Pass, bubble, step_parts
 from wlb_titan.simulator.replicas import facts_of
+
+OFTEN = 3  # traced steps from which a rank that is slow in most of them is named
 
 
 class PassTimer:
@@ -107,6 +108,8 @@ class StepTrace:
         self.folder = os.path.join(run, TRACES)
         self.told = False  # how far predictions are off
         self._warm = self._measuring = False
+        self._slow: list[dict[str, float]] = []  # of each traced step
+        self._named: set[str] = set()
 
     def begin(self, step: int) -> None:
         """Starts to measure if this step is due. Call it on every rank."""
@@ -114,25 +117,40 @@ class StepTrace:
             dist.barrier()
             self._measuring = True
             self._timer.start()
+            self._latest = self._timer.mark()
+
+    @contextmanager
+    def time(self, what: str) -> Iterator[None]:
+        """Measures what a step does besides its passes, one of `simulator.measured.BESIDE`."""
+        begin = self._timer.mark() if self._measuring else None
+        yield
+        if begin is not None:
+            self._timer.keep(what, begin)
+            self._latest = self._timer.mark()
 
     def end(self, step: int, plan: Plan, job: Job) -> dict[str, Any]:
         """Returns the figures of a measured step, on the writer alone. Call it on every rank."""
         if not self._measuring:
             return {}
         self._measuring = False
-        passes = _told(self._timer.stop(), plan, job)
+        self._timer.keep("rest", self._latest)
+        told = _told(self._timer.stop(), plan, job)
         is_writer = dist.get_rank() == self._writer
         ranks: list[list[Pass]] | None = [[]] * dist.get_world_size() if is_writer else None
-        dist.gather_object(passes, ranks, dst=self._writer)
+        dist.gather_object(told, ranks, dst=self._writer)
         if ranks is None:
             return {}
-        passes = list(chain.from_iterable(ranks))
+        told = list(chain.from_iterable(ranks))
+        passes = [p for p in told if p.kind in NAMES]
+        last = max(p.end for p in passes)
+        told = [_after(last, p) if p.kind == "optimizer" else p for p in told]
         try:
-            write_trace(passes, os.path.join(self.folder, f"step-{step}.json"))
+            write_trace(told, os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
             said = f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues."
             warn_once(logger, said)
         figures: dict[str, Any] = {"measured_imbalance": measured_imbalance(passes, plan)}
+        figures["part_seconds"] = step_parts(told)
         figures |= self._beside_predictions(passes, calibrate.as_predicted(job))
         if job.degrees.pipeline > 1:
             figures["bubble"] = bubble(passes)
@@ -150,9 +168,20 @@ class StepTrace:
             )
         self._warm = True
         slow = calibrate.slow_ranks(passes, factors)
-        if slow:
-            logger.warning("; ".join(slow))
+        self._slow.append(slow)
+        for name in set(mostly(self._slow)) & slow.keys() - self._named if len(self._slow) >= OFTEN else ():
+            self._named.add(name)
+            took = f"{slow[name]:.2f}x of what equal work takes elsewhere"
+            logger.warning(f"{name} takes {took}, and was slow in most traced steps before.")
         return {"slow_ranks": slow}
+
+    def close(self) -> None:
+        """Says once, at the end, what ranks took that were slow now and then."""
+        noise = [over for step in self._slow for name, over in step.items() if name not in self._named]
+        if noise:
+            took = f"{min(noise):.2f}x to {max(noise):.2f}x of what equal work takes elsewhere"
+            steps = f"in some of {len(self._slow)} traced steps, not always the same rank"
+            logger.info(f"Slow ranks took {took}, {steps}: the machine's noise.")
 
 
 def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
@@ -166,11 +195,20 @@ def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
         calibrate.JOB: calibrate.fingerprint(job),
         calibrate.RANK: f"rank {number} on {socket.gethostname()}",
     }
+    parts = iter(calibrate.pass_parts(job, micro_batches, [p for p in passes if p.kind in NAMES]).tolist())
     told = []
-    for pass_, parts in zip(passes, calibrate.pass_parts(job, micro_batches, passes).tolist(), strict=True):
-        facts = {**facts_of(micro_batches[pass_.micro_batch]), **pass_.facts, **whole, calibrate.PARTS: parts}
-        told.append(replace(pass_, replica=f"dp {dp}", rank=rank, facts=facts))
+    for one in passes:
+        facts: dict[str, Any] = {"tokens": plan.tokens, FLOPS: job.model.flops(plan.document_lengths)}
+        if one.kind in NAMES:
+            facts = {**facts_of(micro_batches[one.micro_batch]), **one.facts, calibrate.PARTS: next(parts)}
+        told.append(replace(one, replica=f"dp {dp}", rank=rank, facts=facts | whole))
     return told
+
+
+def _after(last: float, optimizer: Pass) -> Pass:
+    """The same from when the last rank has computed: until then it waits for that."""
+    begin = min(max(optimizer.start, last), optimizer.end)
+    return replace(optimizer, start=begin, seconds=optimizer.end - begin)
 
 
 def measured_imbalance(passes: Sequence[Pass], plan: Plan) -> float:
@@ -181,16 +219,3 @@ def measured_imbalance(passes: Sequence[Pass], plan: Plan) -> float:
         seconds[pass_.replica, pass_.micro_batch] += pass_.seconds
     packs = plan.micro_batches
     return imbalance_by_pass(packs, [seconds[f"dp {m.dp_rank}", m.index] for m in packs])
-
-
-def bubble(passes: Sequence[Pass]) -> float:
-    """Mean share of the ranks' time without a pass, from a pipeline's first pass to its last."""
-    pipelines: dict[str, list[Pass]] = defaultdict(list)
-    for pass_ in passes:
-        pipelines[pass_.replica].append(pass_)
-    idle = []
-    for pipeline in pipelines.values():
-        span = max(pass_.end for pass_ in pipeline) - min(pass_.start for pass_ in pipeline)
-        ranks = {pass_.rank for pass_ in pipeline}
-        idle.append(1 - sum(pass_.seconds for pass_ in pipeline) / (span * len(ranks)))
-    return float(np.mean(idle))
