@@ -6,7 +6,6 @@ Neither torch nor torchtitan is imported, so runs of other machines can be looke
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -14,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, compress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ class Run:
     @property
     def parts(self) -> dict[str, float]:
         """Mean seconds of the settled traced steps, as of `step_parts`; empty if there is none."""
-        return mean_parts(itertools.compress(self.records, self.settled))
+        return mean_parts(compress(self.records, self.settled))
 
     @property
     def peak_gib(self) -> float | None:
@@ -121,7 +121,7 @@ class Run:
 def mean_parts(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """`part_seconds`, means over the records of traced steps."""
     steps = [record["part_seconds"] for record in records if "part_seconds" in record]
-    names = dict.fromkeys(itertools.chain.from_iterable(steps))
+    names = dict.fromkeys(chain.from_iterable(steps))
     return {name: float(np.mean([step.get(name, 0.0) for step in steps])) for name in names}
 
 
@@ -230,8 +230,8 @@ def read_trace(path: str | os.PathLike[str]) -> list[Pass]:
             rank = str(names["thread_name", event["pid"], event["tid"]])
             numbers = facts.pop("stage"), int(named[2] or 0), start, seconds
             passes.append(Pass(named[1] or named[3], *numbers, replica, rank, facts=facts))
-        times = [(p.start, p.seconds, LONGEST * (0 < p.facts.get(FLOPS, 1) < math.inf)) for p in passes]
-        if not all(0 <= start < most and 0 <= seconds < most for start, seconds, most in times):
+        facts_of = [(p.start, p.seconds, p.facts.get(FLOPS, 0) / LONGEST**3) for p in passes]
+        if not all(0 <= fact < LONGEST for each in facts_of for fact in each):
             raise ValueError("some of its passes have no times")
         if not passes or {p.replica for p in passes} != {p.replica for p in passes if p.seconds}:
             raise ValueError("it has no passes that took time")

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
 from wlb_titan.commands import page
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
-from wlb_titan.commands.page import Timed, gained, lines, section, table, time_sections, try_next, waits
+from wlb_titan.commands.page import (
+    Timed,
+    gained,
+    lines,
+    next_section,
+    section,
+    table,
+    time_sections,
+    try_next,
+    waits,
+    write_page,
+)
 from wlb_titan.errors import UserError, refusing
-from wlb_titan.files import checked, load
+from wlb_titan.files import load
 from wlb_titan.runs import BENCH_FILE, CONFIG_FILE, TURNS, Run, open_runs, read_trace, traced_steps
 from wlb_titan.simulator.measured import FLOPS, Pass
 from wlb_titan.summary import Estimate, bench_rows, best_in_turns, fastest
@@ -37,12 +49,12 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     The differences of their configurations come first. The loss is compared after equally many tokens. The
     first record after each start is excluded because it includes start-up time. See docs/metrics.md.
     """
-    benches = {folder: bench_of(folder) for folder in folders if (folder / BENCH_FILE).is_file()}
-    for records in benches.values():
+    benches = [bench_of(folder) for folder in folders if (folder / BENCH_FILE).is_file()]
+    for bench in benches:
         if report is None:  # else the page has it
-            show_table(bench_rows(records))
-        say(f"{best_in_turns(records)}.")
-    if runs := open_runs([folder for folder in folders if folder not in benches]):
+            show_table(bench_rows(bench.records))
+        say(f"{best_in_turns(bench.records)}.")
+    if runs := open_runs([folder for folder in folders if not (folder / BENCH_FILE).is_file()]):
         if settings := setting_rows(runs):
             show_table(settings)
         show_table(figure_rows(runs))
@@ -51,40 +63,33 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
         click.echo(f"Report: {write_report(report, benches, runs)}")
 
 
-def bench_of(folder: Path) -> list[dict[str, Any]]:
-    """The records of a bench's policies."""
+class Bench(NamedTuple):
+    records: list[dict[str, Any]]  # of policies, as of `runtime.bench.bench_records`
+    steps: dict[str, Timed]  # as fast over the first policy's as the median over rounds says
+
+
+def bench_of(folder: Path) -> Bench:
     path = folder / BENCH_FILE
     with refusing(lambda reason: UserError(f"{path} is not what a bench writes: {reason}.")):
-        records: list[dict[str, Any]] = load(dict[str, list[dict[str, Any]]], path)["policies"]
-        bench_rows(records), best_in_turns(records), bench_steps(folder, records)
-        return records
-
-
-def bench_steps(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, Timed]:
-    """The policies' steps, as fast over the first one's as the median over rounds says."""
-    first, steps = records[0], {}
-    for record in records:
-        path = folder / TURNS / f"step-{record['step']}.json"
-        passes = read_trace(path) if path.is_file() else []
-        parts = checked(dict[str, float], record["parts"])
-        speed = first["flops_per_second"] * record["over_first"]
-        if not (sum(parts.values()) > 0 and speed > 0):
-            raise ValueError(f"{record['policy']} took no time")
-        steps[record["policy"]] = timed(parts, speed, passes)
-    return steps
+        records = load(dict[str, list[dict[str, Any]]], path)["policies"]
+        bench_rows(records), best_in_turns(records)
+        passes = [read_trace(folder / TURNS / f"step-{record['step']}.json") for record in records]
+        speeds = [records[0]["flops_per_second"] * record["over_first"] for record in records]
+        found = zip(records, speeds, passes, strict=True)
+        return Bench(records, {r["policy"]: timed(r["parts"], speed, of) for r, speed, of in found})
 
 
 def run_steps(runs: Sequence[Run]) -> dict[str, Timed]:
     """The steps of runs that were traced."""
-    passes, steps = traced_steps(runs), {}
-    for run in runs:
-        if (rate := run.rate("model_tflops")) and rate.value > 0 and run.parts:
-            steps[run.name] = timed(run.parts, rate.value * 1e12, passes.get(run.name, []))
-    return steps
+    passes, rates = traced_steps(runs), {run.name: run.rate("model_tflops") for run in runs}
+    known = [(run, rate) for run in runs if (rate := rates[run.name]) and run.parts]
+    return {run.name: timed(run.parts, rate.value * 1e12, passes.get(run.name, [])) for run, rate in known}
 
 
 def timed(parts: page.Parts, speed: float, passes: Sequence[Pass]) -> Timed:
     """`passes` of a trace, of which the first data-parallel rank's are drawn."""
+    if not (min(parts.values()) >= 0 < sum(parts.values()) < inf and 0 < speed < inf):
+        raise ValueError("a step took no time")
     flops = next((p.facts[FLOPS] for p in passes if FLOPS in p.facts), 0.0)
     return Timed(parts, speed, [p for p in passes if p.replica == passes[0].replica], flops)
 
@@ -177,31 +182,35 @@ def _gains(run: Run, first: Run, runs: Sequence[Run]) -> dict[str, Estimate]:
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
 
 
-def write_report(folder: Path, benches: Mapping[Path, Sequence[dict[str, Any]]], runs: Sequence[Run]) -> Path:
+def write_report(folder: Path, benches: Sequence[Bench], runs: Sequence[Run]) -> Path:
     """Policies in turns come first, as machines drift between runs."""
-    sections, heads = [], []
-    for bench, records in benches.items():
-        steps, best, base = bench_steps(bench, records), fastest(records)["policy"], records[0]["policy"]
-        heads.append((f"{_listed(steps)} in turns", best_in_turns(records), waits(steps, best, base)))
+    sections, heads, several = [], [], len(runs) > 1
+    for records, steps in benches:
+        best, base = fastest(records)["policy"], records[0]["policy"]
+        heads.append((f"{_listed(steps)} in turns", best_in_turns(records) + waits(steps, best, base)))
+        train = [(page.TRAIN, f"--wlb.policy {best}")] if best != base else []
         sections += time_sections(steps, "measured in all rounds", "The round nearest to the median gain")
-        if best != base:
-            sections.append(page.next_section([(page.TRAIN, f"--wlb.policy {best}")]))
-        sections.append(section("Policies in turns", "", table(bench_rows(records))))
+        sections += [next_section(train), section("Policies in turns", "", table(bench_rows(records)))]
     if runs:
         steps, (best, answer) = run_steps(runs), _answer(runs)
-        title = f"{_listed(run.name for run in runs)}{_corpora(runs)}"
-        heads.append((title, answer, waits(steps, best, runs[0].name)))
-        if not benches or len(runs) > 1:
+        heads.append((_listed(run.name for run in runs), answer + waits(steps, best, runs[0].name)))
+        if not benches or several:
             which = "The last step that all traced, or each run's own last"
-            sections += time_sections(steps, "measured in traced steps", which)
             file = next(run.folder for run in runs if run.name == best) / CONFIG_FILE
-            search = try_next("simulate", [str(file)], "--search")
-            sections.append(
-                page.next_section([("What other degrees and schedules are worth to it:", search)])
-            )
-        sections += run_sections(runs)
-    title, answer, waiting = heads[0]
-    return page.write_page(folder, title=title, answer=answer + waiting, sections=sections)
+            search = ("Other degrees and schedules:", try_next("simulate", [str(file)], "--search"))
+            sections += [*time_sections(steps, "measured in traced steps", which), next_section([search])]
+        by_tokens = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
+        losses = [lines("loss, by tokens", by_tokens)] if several else []
+        losses.append(lines("loss, by step", {run.name: run.series("loss") for run in runs}))
+        validation = lines("loss, by step", {run.name: run.validation for run in runs})
+        sections += [
+            section("What differs", "", table(setting_rows(runs)) or "No setting." * several),
+            section("Figures", " ".join(remarks(runs)), table(figure_rows(runs))),
+            section("Loss", LOSS * several, *losses),
+            section("Validation", "", validation),
+        ]
+    title, answer = heads[0]
+    return write_page(folder, title=title, answer=answer, sections=sections)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -209,34 +218,12 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _corpora(runs: Sequence[Run]) -> str:
-    if any("wlb.corpus.sources.0.path" in run.settings for run in runs):
-        return " on a mixture"
-    names = {Path(str(run.settings.get("wlb.corpus.path", ""))).name for run in runs} - {""}
-    return f" on {_listed(sorted(names))}" if names else ""
-
-
-def run_sections(runs: Sequence[Run]) -> list[str]:
-    by_step = {run.name: run.series("loss") for run in runs}
-    losses = [lines("loss, by step", by_step)]
-    if len(runs) > 1:
-        by_tokens = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
-        losses.insert(0, lines("loss, by tokens", by_tokens))
-    return [
-        section("What differs", "", table(setting_rows(runs)) or "No setting.") if len(runs) > 1 else "",
-        section("Figures", " ".join(remarks(runs)), table(figure_rows(runs))),
-        section("Loss", LOSS if len(runs) > 1 else "", *losses),
-        section("Validation", "", lines("loss, by step", {run.name: run.validation for run in runs})),
-    ]
-
-
 def _answer(runs: Sequence[Run]) -> tuple[str, str]:
     """The name of the fastest run but the first, and what it gains."""
     first, *others = runs
-    rate = first.rate("tokens_per_second")
-    gains = {run.name: list(_gains(run, first, runs).items()) for run in others}
-    if not others or rate is None:
-        return first.name, f"{first.name} trains on {rate.value if rate else 0:,.0f} tokens a second"
-    best = max(gains, key=lambda name: gains[name][0][1].value)
-    what, ratio = gains[best][0]
+    if not others:
+        return first.name, f"{first.name} has trained on {first.tokens[-1]:,.0f} tokens"
+    gains = {run.name: next(iter(_gains(run, first, runs).items())) for run in others}
+    best = max(gains, key=lambda name: gains[name][1].value)
+    what, ratio = gains[best]
     return best, gained(best, ratio, first.name, what)

@@ -136,12 +136,8 @@ STEP = "{}, on the same scale. A row is a rank, a box a pass of one micro-batch.
 
 def time_sections(steps: Mapping[str, Timed], how: str, which: str) -> list[str]:
     """A bar for each policy or run, and below them the pipelines of those that have passes, on one scale: of
-    seconds for the FLOPs of the first one's mean step.
-
-    Args:
-        how: how the parts are known, in words.
-        which: the steps whose passes these are.
-    """
+    seconds for the FLOPs of the first one's mean step. `how` parts are known and `which` steps these are, in
+    words, is said above."""
     flops = [step.speed * sum(step.parts.values()) for step in steps.values()][:1]
     drawn = {name: step for name, step in steps.items() if flops and step.flops}
     ends = [flops[0] / step.flops * max(p.end for p in step.passes) for step in drawn.values()]
@@ -162,7 +158,7 @@ def pipelines(timelines: Mapping[str, Sequence[Pass]], widths: Mapping[str, floa
     for name, step in timelines.items():
         ranks = sorted({p.rank for p in step}, key=lambda rank: (len(rank), rank))  # pp 2 before pp 10
         passes = [(NAMES.get(p.kind, p.kind), ranks.index(p.rank), p) for p in step]
-        colors = {part: COLORS[part] for part, _, _ in passes}
+        colors = {part: color for part, color in COLORS.items() if part in {name for name, *_ in passes}}
         pictures.append((f"{name}: {bubble(step):.1%} bubble", widths[name], ranks, colors, passes))
     return _drawn("pipelines", pictures)
 

@@ -21,7 +21,6 @@ from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job, Policy
 from wlb_titan.layers.groups import grouped
 from wlb_titan.memory.rank import GIB
-from wlb_titan.plan import Plan
 from wlb_titan.runs import write_trace
 from wlb_titan.runtime.models.load import Loaded
 from wlb_titan.simulator.choice import Scenario
@@ -35,7 +34,6 @@ from wlb_titan.toml.values import to_text
 SEARCH_SECONDS = 300.0
 SHOWN = 12  # candidates of a search
 
-Plans = dict[Policy, list[Plan]]
 Predictions = dict[Policy, Prediction]
 
 
@@ -95,7 +93,7 @@ def simulate(
             return
         with cli.progress() as tell:
             scenario = Scenario(asked.job, asked.documents, tell)
-            plans, predictions, impossible = _predicted(scenario, compared, steps)
+            predictions, impossible = _predicted(scenario, compared, steps)
         possible = [policy for policy in compared if policy not in impossible]
         choices = [choice for policy in possible if (choice := scenario.choice(policy))]
         for choice in choices:
@@ -104,7 +102,7 @@ def simulate(
         rows = table_rows(predictions, impossible)
         cli.show_table(rows)
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
-        notes += what_to_know(predictions) + in_groups(plans, predictions)
+        notes += what_to_know(predictions) + in_groups(predictions)
         best = best_of(predictions)
         cli.say(page.in_parts(best, predictions[best].parts()), *notes)
     drawn = trace is not None or report is not None
@@ -128,22 +126,21 @@ def simulate(
 
 def _predicted(
     scenario: Scenario, policies: Sequence[Policy], steps: int
-) -> tuple[Plans, Predictions, dict[Policy, UserError]]:
-    """Plans and predictions by policy, and why others are impossible; raises if the job's own is, or all."""
-    plans, predictions, impossible = {}, {}, {}
+) -> tuple[Predictions, dict[Policy, UserError]]:
+    """Predictions by policy, and why others are impossible; raises if the job's own is, or all."""
+    predictions, impossible = {}, {}
     for policy in policies:
         try:
             decided = scenario.under(policy).policy
             if decided not in predictions:
-                planned = scenario.plans(decided, steps)
-                plans[decided], predictions[decided] = planned, scenario.simulate(decided, planned)
+                predictions[decided] = scenario.predict(decided, steps)
         except UserError as error:
             if policy == scenario.job.policy:
                 raise
             impossible[policy] = error
     if not predictions:
         raise next(iter(impossible.values()))
-    return plans, predictions, impossible
+    return predictions, impossible
 
 
 def table_rows(predictions: Predictions, impossible: Mapping[Policy, UserError]) -> cli.Rows:
@@ -184,7 +181,7 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
     return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
 
 
-def in_groups(plans: Plans, predictions: Predictions) -> list[str]:
+def in_groups(predictions: Predictions) -> list[str]:
     """What keys behind attention would gain on the same plans, where that is above 2 %."""
     said = []
     for policy, prediction in predictions.items():
@@ -193,7 +190,7 @@ def in_groups(plans: Plans, predictions: Predictions) -> list[str]:
         if job.strategy is None or not isinstance(context, AllGather.Config) or context.groups == "auto":
             continue
         auto = replace(job, context=replace(context, groups="auto"))
-        own = [replace(p, micro_batches=tuple(grouped(auto, p.micro_batches))) for p in plans[policy]]
+        own = [replace(p, micro_batches=tuple(grouped(auto, p.micro_batches))) for p in prediction.plans]
         gain = speedup(predict(auto, own), prediction)
         if gain.value > 1.02:
             said.append(

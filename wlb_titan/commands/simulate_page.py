@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands import page
@@ -15,6 +16,7 @@ from wlb_titan.simulator.replicas import step_timeline
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.summary import Estimate
 
+Steps = Mapping[Policy, page.Timed]
 WORTH = 0.03  # share of a step from which a part is worth a remedy
 MOST = 4  # remedies on a page
 
@@ -34,17 +36,12 @@ def timed(policy: Policy, prediction: Prediction) -> page.Timed:
 
 
 def write_report(
-    folder: Path,
-    asked: cli.Asked,
-    steps: Mapping[Policy, page.Timed],
-    best: Job,
-    gain: Estimate,
-    last: Sequence[str],
+    folder: Path, asked: cli.Asked, steps: Steps, best: Job, gain: Estimate, last: Sequence[str]
 ) -> Path:
     """The baseline is the first of the policies, `best` the job under the best; `last` are sections."""
     base, own = next(iter(steps)), best.policy
     drawn = {str(p): s if p in (base, own) else s._replace(flops=0.0) for p, s in steps.items()}
-    tries = remedies(asked, best, steps, steps[own].parts)
+    tries = remedies(asked, best, steps)
     if asked.lengths is None:
         dryrun = page.try_next("dryrun", asked.typed, "--wlb.policy", str(own))
         tries.append((f"Whether {own} runs, and what it takes, traced on this machine:", dryrun))
@@ -58,36 +55,34 @@ def write_report(
     )
 
 
-def remedies(
-    asked: cli.Asked, best: Job, compared: Collection[Policy], parts: page.Parts
-) -> list[tuple[str, str]]:
+def remedies(asked: cli.Asked, best: Job, steps: Steps) -> list[tuple[str, str]]:
     """What the job can do, and does not yet, about the largest parts of its step, and how to predict it."""
     tries: dict[str, str] = {}
-    known, whole = remedies_of(best, asked), sum(parts.values())
-    unchanged = _job(asked, ["--wlb.policy", best.policy])
+    parts, known, own = steps[best.policy].parts, remedies_of(best, asked), ["--wlb.policy", best.policy]
+    unchanged, whole = _job(asked, own), sum(parts.values())
     for part in sorted(parts, key=parts.__getitem__, reverse=True):
         said = f"{part[0].upper()}{part[1:]} takes {parts[part] / whole:.0%} of {best.policy}'s step. "
-        for why, words in known.get(part, []) if parts[part] >= WORTH * whole and len(tries) < MOST else []:
-            own = words if "--wlb.policy" in words else ["--wlb.policy", best.policy, *words]
-            command = page.try_next("simulate", asked.typed, *map(str, own))
-            known_already = own == words and words[1] in compared
-            if command in tries or known_already or (job := _job(asked, own)) is None:
-                continue
-            if job != unchanged or "--search" in words:
-                tries[command], said = f"{said}{why}:", ""
+        for why, more in known.get(part, []) if parts[part] >= WORTH * whole and len(tries) < MOST else []:
+            another = isinstance(more, Policy)
+            words = ["--wlb.policy", more] if another else [*own, *more]
+            command = page.try_next("simulate", asked.typed, *map(str, words))
+            if command not in tries and not (another and more in steps):
+                job = _job(asked, [word for word in words if word != "--search"])
+                if job is not None and (job != unchanged or "--search" in words):
+                    tries[command], said = f"{said}{why}:", ""
     return [(why, command) for command, why in tries.items()][:MOST]
 
 
 def _job(asked: cli.Asked, words: Sequence[object]) -> Job | None:
     """The job with these keys; None where it is not possible."""
-    keys = [str(word) for word in words if word != "--search"]
     with suppress(UserError):
-        return load_config(asked.loaded.file, [*asked.loaded.overrides, *keys], asked.world_size).job
+        loaded = asked.loaded
+        return load_config(loaded.file, [*loaded.overrides, *map(str, words)], asked.world_size).job
     return None
 
 
-def remedies_of(job: Job, asked: cli.Asked) -> dict[str, list[tuple[str, Sequence[object]]]]:
-    """By part of a step, what may shorten it, and words of the command line."""
+def remedies_of(job: Job, asked: cli.Asked) -> dict[str, list[tuple[str, Any]]]:
+    """By part of a step, what may shorten it: another policy, or words of the command line."""
     from wlb_titan.runtime.pipeline.build import keys_of_stages
 
     degrees, context = job.degrees, "hybrid" if job.degrees.context > 1 else job.policy.context
@@ -101,19 +96,21 @@ def remedies_of(job: Job, asked: cli.Asked) -> dict[str, list[tuple[str, Sequenc
     keys |= {"pipeline_parallel_schedule": "Interleaved1F1B"} if keys else {}
     configured = asked.loaded.config.parallelism
     new = [(key, value) for key, value in keys.items() if value != getattr(configured, key)]
+    stages = [word for key, value in new for word in (f"--parallelism.{key}", value)]
     search = ("Other degrees of as many GPUs", ["--search"])
-    hybrid = ("Short documents stay whole", ["--wlb.policy", job.policy._replace(context=context)])
+    hybrid = ("Short documents stay whole", job.policy._replace(context=context))
+    twice = ["--parallelism.context_parallel_degree", 2 * degrees.context]
     return {
         "waiting in the pipeline": [
-            ("Documents in slices", ["--wlb.policy", Policy("slim", context)]),
+            ("Documents in slices", Policy("slim", context)),
             ("Twice the micro-batches in a step, which changes training", more),
-            ("More stages on each rank", [word for key, v in new for word in (f"--parallelism.{key}", v)]),
+            ("More stages on each rank", stages),
             search,
         ],
-        "waiting for replicas": [("Micro-batches of equal work", ["--wlb.policy", lazy]), search],
+        "waiting for replicas": [("Micro-batches of equal work", lazy), search],
         "slowest CP rank": [hybrid],
         "context parallelism": [hybrid, ("Keys behind attention", ["--wlb.context.groups", "auto"])],
         "tensor parallelism": [search],
         "experts' exchange": [search],
-        "recomputed": [("Twice the GPUs", ["--parallelism.context_parallel_degree", 2 * degrees.context])],
+        "recomputed": [("Twice the GPUs", twice)],
     }

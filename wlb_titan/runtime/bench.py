@@ -127,13 +127,13 @@ class BenchTrainer(Trainer):
                 Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
         self.step_trace.begin(self.step)
         begin = time.perf_counter()
-        with self.step_trace.time("loading"):
+        with self.timer.time("loading"):
             step = next(turn.steps)
         loss = self.gradients(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0  # weights stay
-        with self.step_trace.time("optimizer"):
+        with self.timer.time("optimizer"):
             self.update()
         if not on_cpu:
             torch.accelerator.synchronize()
@@ -160,8 +160,7 @@ class BenchTrainer(Trainer):
             record["parts"] = mean_parts(turn.figures)
         path = Path(self.config.dump_folder) / BENCH_FILE
         save(path, {"policies": records}, indent=1)
-        folder = self.config.dump_folder
-        logger.info(f"{best_in_turns(records)}. Wrote {path}; `wlb-titan compare {folder}` shows it.")
+        logger.info(f"{best_in_turns(records)}. Wrote {path}; `wlb-titan compare {path.parent}` shows it.")
 
     def close(self) -> None:
         for turn in self.turns:
@@ -180,9 +179,7 @@ def bench_records(measured: Mapping[str, Any], predicted_rates: Sequence[float])
         measured: float64 (rounds, 6): seconds, FLOPs, tokens, imbalance, bubble and peak GiB of each step.
         predicted_rates: FLOPs a second; nan where they are not predicted.
     """
-    first = next(steps[:, 1] / steps[:, 0] for steps in measured.values())
-    records: list[dict[str, Any]] = []
-    off = []  # of each round from the median
+    (first, *_), records = (steps[:, 1] / steps[:, 0] for steps in measured.values()), []
     for (policy, steps), expected in zip(measured.items(), predicted_rates, strict=True):
         seconds, flops, tokens, imbalance, bubble, peak = steps.T
         ratios, ratio = flops / seconds / first, expected / predicted_rates[0]
@@ -198,8 +195,6 @@ def bench_records(measured: Mapping[str, Any], predicted_rates: Sequence[float])
             "peak_gib": peak.max(),
         }
         records.append({"policy": policy} | {key: value and float(value) for key, value in record.items()})
-        off.append(np.abs(ratios - over))
-    round_ = int(off[records.index(fastest(records))].argmin())
-    for place, each in enumerate(records):
-        each["step"] = (WARM_UP + round_) * len(records) + place + 1
-    return records
+        records[-1]["step"] = int(abs(ratios - over).argmin())
+    round_ = WARM_UP + fastest(records)["step"]
+    return [each | {"step": round_ * len(records) + number} for number, each in enumerate(records, start=1)]

@@ -25,7 +25,7 @@ from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
 from wlb_titan.runs import COMPUTED, TRACES, mostly, write_trace
 from wlb_titan.simulator import calibrate
-from wlb_titan.simulator.measured import FLOPS, NAMES, Pass, bubble, step_parts
+from wlb_titan.simulator.measured import BESIDE, FLOPS, NAMES, Pass, bubble, step_parts
 from wlb_titan.simulator.replicas import facts_of
 
 OFTEN = 3  # traced steps from which a rank that is slow in most of them is named
@@ -43,6 +43,7 @@ class PassTimer:
         self.latest = "the beginning"  # the latest pass that started, measured or not
         self._device = device
         self._start: Any = None
+        self.kept: Any = None  # the end of what was kept last
         self._stream: torch.Stream | None = None
         self._passes: list[tuple[str, int, int, Any, Any, float | None]] = []
 
@@ -50,12 +51,12 @@ class PassTimer:
         self.on = True
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream()
-        self._start = self.mark()
+        self._start = self.kept = self.mark()
 
     @contextmanager
-    def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        """Measures a pass; `micro_batch` counts from the run's first."""
-        self.latest = f"{kind}{self.first + micro_batch} of stage {stage}"
+    def time(self, kind: str, stage: int = 0, micro_batch: int = 0) -> Iterator[None]:
+        """Measures a pass, or what is `BESIDE` them; `micro_batch` counts from the run's first."""
+        self.latest = kind if kind in BESIDE else f"{kind}{self.first + micro_batch} of stage {stage}"
         if not self.on:
             yield
             return
@@ -67,7 +68,8 @@ class PassTimer:
         self, kind: str, begin: Any, stage: int = 0, micro_batch: int = 0, waited: float | None = None
     ) -> None:
         """Keeps a pass from a mark until now; `micro_batch` counts from the step's first."""
-        self._passes.append((kind, stage, micro_batch, begin, self.mark(), waited))
+        self.kept = self.mark()
+        self._passes.append((kind, stage, micro_batch, begin, self.kept, waited))
 
     def measures_this_stream(self) -> bool:
         """Whether it is on and the current stream is that of the passes."""
@@ -117,23 +119,13 @@ class StepTrace:
             dist.barrier()
             self._measuring = True
             self._timer.start()
-            self._latest = self._timer.mark()
-
-    @contextmanager
-    def time(self, what: str) -> Iterator[None]:
-        """Measures what a step does besides its passes, one of `simulator.measured.BESIDE`."""
-        begin = self._timer.mark() if self._measuring else None
-        yield
-        if begin is not None:
-            self._timer.keep(what, begin)
-            self._latest = self._timer.mark()
 
     def end(self, step: int, plan: Plan, job: Job) -> dict[str, Any]:
         """Returns the figures of a measured step, on the writer alone. Call it on every rank."""
         if not self._measuring:
             return {}
         self._measuring = False
-        self._timer.keep("rest", self._latest)
+        self._timer.keep("rest", self._timer.kept)
         told = _told(self._timer.stop(), plan, job)
         is_writer = dist.get_rank() == self._writer
         ranks: list[list[Pass]] | None = [[]] * dist.get_world_size() if is_writer else None
@@ -142,8 +134,9 @@ class StepTrace:
             return {}
         told = list(chain.from_iterable(ranks))
         passes = [p for p in told if p.kind in NAMES]
-        last = max(p.end for p in passes)
-        told = [_after(last, p) if p.kind == "optimizer" else p for p in told]
+        last = max(p.end for p in passes)  # until then others wait in their optimizers for that rank
+        begins = [min(max(p.start, last), p.end) if p.kind == "optimizer" else p.start for p in told]
+        told = [replace(p, start=s, seconds=p.end - s) for p, s in zip(told, begins, strict=True)]
         try:
             write_trace(told, os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
@@ -171,17 +164,19 @@ class StepTrace:
         self._slow.append(slow)
         for name in set(mostly(self._slow)) & slow.keys() - self._named if len(self._slow) >= OFTEN else ():
             self._named.add(name)
-            took = f"{slow[name]:.2f}x of what equal work takes elsewhere"
-            logger.warning(f"{name} takes {took}, and was slow in most traced steps before.")
+            logger.warning(
+                f"{name} takes {slow[name]:.2f}x of what equal work takes elsewhere, step after step."
+            )
         return {"slow_ranks": slow}
 
     def close(self) -> None:
         """Says once, at the end, what ranks took that were slow now and then."""
         noise = [over for step in self._slow for name, over in step.items() if name not in self._named]
         if noise:
-            took = f"{min(noise):.2f}x to {max(noise):.2f}x of what equal work takes elsewhere"
-            steps = f"in some of {len(self._slow)} traced steps, not always the same rank"
-            logger.info(f"Slow ranks took {took}, {steps}: the machine's noise.")
+            logger.info(
+                f"Now one rank, now another took {min(noise):.2f}x to {max(noise):.2f}x of what equal work "
+                f"takes elsewhere, {len(noise)} times in {len(self._slow)} traced steps: the machine's noise."
+            )
 
 
 def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
@@ -203,12 +198,6 @@ def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
             facts = {**facts_of(micro_batches[one.micro_batch]), **one.facts, calibrate.PARTS: next(parts)}
         told.append(replace(one, replica=f"dp {dp}", rank=rank, facts=facts | whole))
     return told
-
-
-def _after(last: float, optimizer: Pass) -> Pass:
-    """The same from when the last rank has computed: until then it waits for that."""
-    begin = min(max(optimizer.start, last), optimizer.end)
-    return replace(optimizer, start=begin, seconds=optimizer.end - begin)
 
 
 def measured_imbalance(passes: Sequence[Pass], plan: Plan) -> float:

@@ -174,7 +174,7 @@ class Trainer(TorchtitanTrainer):
         """
         self.step_trace.begin(self.step)
         begin = time.perf_counter()
-        with self.step_trace.time("loading"):
+        with self.timer.time("loading"):
             step = next(data_iterator)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         logs = self.metrics_processor.should_log(self.step)
@@ -184,7 +184,7 @@ class Trainer(TorchtitanTrainer):
         loss = self.gradients(step)
         if logs:
             self.expert_load.end()
-        with self.step_trace.time("optimizer"):
+        with self.timer.time("optimizer"):
             grad_norm = self.update()
         self.finite.note(self.step, loss, grad_norm)
         self.metrics_processor.count(step.plan.tokens, step.flops)

@@ -87,15 +87,11 @@ def step_parts(passes: Sequence[Pass]) -> dict[str, float]:
 
 def bubble(passes: Sequence[Pass]) -> float:
     """Mean share of the ranks' time without a pass, from a pipeline's first pass to its last."""
-    pipelines: dict[str, list[Pass]] = defaultdict(list)
-    for pass_ in passes:
-        if pass_.kind in NAMES:
-            pipelines[pass_.replica].append(pass_)
     idle = []
-    for pipeline in pipelines.values():
-        span = max(pass_.end for pass_ in pipeline) - min(pass_.start for pass_ in pipeline)
-        ranks = {pass_.rank for pass_ in pipeline}
-        idle.append(1 - sum(pass_.seconds for pass_ in pipeline) / (span * len(ranks)))
+    for replica in {p.replica for p in passes}:
+        own = [p for p in passes if p.replica == replica and p.kind in NAMES]
+        span = max(p.end for p in own) - min(p.start for p in own)
+        idle.append(1 - sum(p.seconds for p in own) / (span * len({p.rank for p in own})))
     return float(np.mean(idle))
 
 
