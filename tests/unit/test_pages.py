@@ -64,7 +64,7 @@ def boxes(drawn):
 
 
 def test_bars_and_pipelines_have_one_scale_of_seconds_for_the_same_flops():
-    """b does 8 FLOPs a second, a 4. b's drawn step has twice the FLOPs of a's mean step: 2 s of it count 1."""
+    """b does 8 FLOPs a second, a 4. Its drawn step has twice the FLOPs of a mean one: 2 s of it count 1."""
     steps = {"a": Timed({"forward": 6.0, "waiting": 4.0}, 4.0, [Pass("F", 0, 0, 2, 8)], 40.0)}
     steps["b"] = Timed({"forward": 9.0, "waiting": 1.0}, 8.0, [Pass("F", 0, 0, 0, 10)], 80.0)
     bars, drawn = time_sections(steps, "measured", "A step")

@@ -112,5 +112,6 @@ def remedies_of(job: Job, asked: cli.Asked) -> dict[str, list[tuple[str, Any]]]:
         "context parallelism": [hybrid, ("Keys behind attention", ["--wlb.context.groups", "auto"])],
         "tensor parallelism": [search],
         "experts' exchange": [search],
+        "data parallelism": [search],
         "recomputed": [("Twice the GPUs", twice)],
     }
