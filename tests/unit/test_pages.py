@@ -49,14 +49,6 @@ def test_an_answer_says_whether_it_can_be_told_from_nothing():
     assert plain.over(plain).text(".2f", "x") == "1.00x"
 
 
-def test_waiting_is_what_bars_show_pale_and_other_parts_are_not():
-    steps = {"a": Timed({"attention": 2, "waiting in the pipeline": 1, "slowest CP rank": 1}, 1.0)}
-    steps["b"] = Timed({"attention": 3, "waiting for replicas": 1}, 1.0)
-    assert waits(steps, "b", "a") == "; ranks wait for 25% of a step, not for 50%."
-    assert waits(steps, "a", "a") == "; ranks wait for 50% of a step."
-    assert waits(steps, "c", "a") == ".", "c has no traces"
-
-
 def boxes(drawn):
     """Names of a picture's boxes, and float (boxes, 3), their left, top and width."""
     found = re.findall(r'<g><title>(.*?)\n.*?x="(.*?)%" y="(\d+)" width="(.*?)%"', drawn, re.DOTALL)
@@ -67,6 +59,8 @@ def test_bars_and_pipelines_have_one_scale_of_seconds_for_the_same_flops():
     """b does 8 FLOPs a second, a 4. Its drawn step has twice the FLOPs of a mean one: 2 s of it count 1."""
     steps = {"a": Timed({"forward": 6.0, "waiting": 4.0}, 4.0, [Pass("F", 0, 0, 2, 8)], 40.0)}
     steps["b"] = Timed({"forward": 9.0, "waiting": 1.0}, 8.0, [Pass("F", 0, 0, 0, 10)], 80.0)
+    assert waits(steps, "b", "a") == "; ranks wait for 10% of a step, not for 40%."
+    assert waits(steps, "c", "a") == ".", "c has no traces"
     bars, drawn = time_sections(steps, "measured", "A step")
     names, places = boxes(bars)
     assert names == ["forward 60", "waiting 40", "forward 90", "waiting 10"]

@@ -63,26 +63,24 @@ def remedies(asked: cli.Asked, best: Job, steps: Steps) -> list[tuple[str, str]]
     for part in sorted(parts, key=parts.__getitem__, reverse=True):
         said = f"{part[0].upper()}{part[1:]} takes {parts[part] / whole:.0%} of {best.policy}'s step. "
         for why, more in known.get(part, []) if parts[part] >= WORTH * whole and len(tries) < MOST else []:
-            another = isinstance(more, Policy)
-            words = ["--wlb.policy", more] if another else [*own, *more]
-            command = page.try_next("simulate", asked.typed, *map(str, words))
-            if command not in tries and not (another and more in steps):
-                job = _job(asked, [word for word in words if word != "--search"])
-                if job is not None and (job != unchanged or "--search" in words):
-                    tries[command], said = f"{said}{why}:", ""
+            words = more if own[0] in more else [*own, *more]
+            command, job = page.try_next("simulate", asked.typed, *map(str, words)), _job(asked, words)
+            new = job != unchanged and (job is None or job.policy == best.policy or job.policy not in steps)
+            if job is not None and command not in tries and (new or "--search" in words):
+                tries[command], said = f"{said}{why}:", ""
     return [(why, command) for command, why in tries.items()][:MOST]
 
 
 def _job(asked: cli.Asked, words: Sequence[object]) -> Job | None:
     """The job with these keys; None where it is not possible."""
+    keys = [*asked.loaded.overrides, *(str(word) for word in words if word != "--search")]
     with suppress(UserError):
-        loaded = asked.loaded
-        return load_config(loaded.file, [*loaded.overrides, *map(str, words)], asked.world_size).job
+        return load_config(asked.loaded.file, keys, asked.world_size).job
     return None
 
 
-def remedies_of(job: Job, asked: cli.Asked) -> dict[str, list[tuple[str, Any]]]:
-    """By part of a step, what may shorten it: another policy, or words of the command line."""
+def remedies_of(job: Job, asked: cli.Asked) -> dict[str, list[tuple[str, list[Any]]]]:
+    """By part of a step, what may shorten it, and words of the command line."""
     from wlb_titan.runtime.pipeline.build import keys_of_stages
 
     degrees, context = job.degrees, "hybrid" if job.degrees.context > 1 else job.policy.context
@@ -92,22 +90,20 @@ def remedies_of(job: Job, asked: cli.Asked) -> dict[str, list[tuple[str, Any]]]:
     most = job.model.layers // degrees.pipeline if job.schedule in ("1F1B", "Interleaved1F1B") else 0
     chunks = range(job.chunks + 1, most + 1)
     ways = (keys_of_stages(job.model.layers, number * degrees.pipeline) for number in chunks)
-    keys = next((keys for keys in ways if keys["pipeline_parallel_layers_per_stage"]), {})
-    keys |= {"pipeline_parallel_schedule": "Interleaved1F1B"} if keys else {}
-    configured = asked.loaded.config.parallelism
-    new = [(key, value) for key, value in keys.items() if value != getattr(configured, key)]
-    stages = [word for key, value in new for word in (f"--parallelism.{key}", value)]
+    keys = next((keys for keys in ways if keys.pop("module_fqns_per_model_part") is None), {})
+    stages = [word for key, value in keys.items() for word in (f"--parallelism.{key}", value)]
+    stages += ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
     search = ("Other degrees of as many GPUs", ["--search"])
-    hybrid = ("Short documents stay whole", job.policy._replace(context=context))
+    hybrid = ("Short documents stay whole", ["--wlb.policy", job.policy._replace(context=context)])
     twice = ["--parallelism.context_parallel_degree", 2 * degrees.context]
     return {
         "waiting in the pipeline": [
-            ("Documents in slices", Policy("slim", context)),
+            ("Documents in slices", ["--wlb.policy", Policy("slim", context)]),
             ("Twice the micro-batches in a step, which changes training", more),
-            ("More stages on each rank", stages),
+            ("More stages on each rank", stages if keys else []),
             search,
         ],
-        "waiting for replicas": [("Micro-batches of equal work", lazy), search],
+        "waiting for replicas": [("Micro-batches of equal work", ["--wlb.policy", lazy]), search],
         "slowest CP rank": [hybrid],
         "context parallelism": [hybrid, ("Keys behind attention", ["--wlb.context.groups", "auto"])],
         "tensor parallelism": [search],
