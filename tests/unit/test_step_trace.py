@@ -121,7 +121,7 @@ def test_the_timer_measures_only_while_it_is_on():
     timer.start()
     timer.keep("rest", timer.kept)
     with timer.time("loading"):
-        assert timer.latest == "loading"
+        assert timer.latest == "L7 of stage 1", "it is no pass"
     assert [p.kind for p in timer.stop()] == ["rest", "loading"]
 
 

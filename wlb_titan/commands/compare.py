@@ -73,23 +73,27 @@ def bench_of(folder: Path) -> Bench:
     with refusing(lambda reason: UserError(f"{path} is not what a bench writes: {reason}.")):
         records = load(dict[str, list[dict[str, Any]]], path)["policies"]
         bench_rows(records), best_in_turns(records)
-        passes = [read_trace(folder / TURNS / f"step-{record['step']}.json") for record in records]
-        speeds = [records[0]["flops_per_second"] * record["over_first"] for record in records]
-        found = zip(records, speeds, passes, strict=True)
-        return Bench(records, {r["policy"]: timed(r["parts"], speed, of) for r, speed, of in found})
+        steps = {}
+        for record in records:
+            trace, whole = folder / TURNS / f"step-{record['step']}.json", sum(record["parts"].values())
+            speed = records[0]["flops_per_second"] * record["over_first"]
+            if not (0 < whole < inf and 0 < speed < inf):
+                raise ValueError(f"the steps of {record['policy']} took no time")
+            steps[record["policy"]] = timed(
+                record["parts"], speed, read_trace(trace) if trace.is_file() else []
+            )
+        return Bench(records, steps)
 
 
 def run_steps(runs: Sequence[Run]) -> dict[str, Timed]:
     """The steps of runs that were traced."""
     passes, rates = traced_steps(runs), {run.name: run.rate("model_tflops") for run in runs}
-    known = [(run, rate) for run in runs if (rate := rates[run.name]) and run.parts]
+    known = [(run, rate) for run in runs if (rate := rates[run.name]) and rate.value > 0 and run.parts]
     return {run.name: timed(run.parts, rate.value * 1e12, passes.get(run.name, [])) for run, rate in known}
 
 
 def timed(parts: page.Parts, speed: float, passes: Sequence[Pass]) -> Timed:
     """`passes` of a trace, of which the first data-parallel rank's are drawn."""
-    if not (min(parts.values()) >= 0 < sum(parts.values()) < inf and 0 < speed < inf):
-        raise ValueError("a step took no time")
     flops = next((p.facts[FLOPS] for p in passes if FLOPS in p.facts), 0.0)
     return Timed(parts, speed, [p for p in passes if p.replica == passes[0].replica], flops)
 

@@ -143,10 +143,9 @@ def time_sections(steps: Mapping[str, Timed], how: str, which: str) -> list[str]
     ends = [flops[0] / step.flops * max(p.end for p in step.passes) for step in drawn.values()]
     longest = max([*ends, *(flops[0] / step.speed for step in steps.values())], default=0.0)
     widths = {name: longest * step.flops / flops[0] for name, step in drawn.items()}
+    picture = bars(steps, flops[0], longest) if steps else ""
     return [
-        section(
-            "Where a step's time goes", TIME.format(how), bars(steps, flops[0], longest) if steps else ""
-        ),
+        section("Where a step's time goes", TIME.format(how), picture),
         section("A step", STEP.format(which), pipelines({n: s.passes for n, s in drawn.items()}, widths)),
     ]
 
@@ -163,7 +162,7 @@ def pipelines(timelines: Mapping[str, Sequence[Pass]], widths: Mapping[str, floa
     return _drawn("pipelines", pictures)
 
 
-def bars(steps: Mapping[str, Timed], flops: float = 0.0, longest: float = 0.0) -> str:
+def bars(steps: Mapping[str, Timed], flops: float, longest: float) -> str:
     """A bar for each policy or run, below its name, in boxes with the share of each part in percent; the
     picture is `longest` seconds wide."""
     boxes, names = [], []
@@ -176,7 +175,7 @@ def bars(steps: Mapping[str, Timed], flops: float = 0.0, longest: float = 0.0) -
             begin += share * seconds
         names += [f"{name}, {seconds:.2f} s", ""]
     colors = {part: color for part, color in COLORS.items() if part in {box[0] for box in boxes}}
-    return _drawn("pipelines", [("Seconds for the same FLOPs", longest, names, colors, boxes)][: len(steps)])
+    return _drawn("pipelines", [("Seconds for the same FLOPs", longest, names, colors, boxes)])
 
 
 def in_parts(policy: Policy, parts: Parts) -> str:

@@ -56,7 +56,8 @@ class PassTimer:
     @contextmanager
     def time(self, kind: str, stage: int = 0, micro_batch: int = 0) -> Iterator[None]:
         """Measures a pass, or what is `BESIDE` them; `micro_batch` counts from the run's first."""
-        self.latest = kind if kind in BESIDE else f"{kind}{self.first + micro_batch} of stage {stage}"
+        if kind not in BESIDE:
+            self.latest = f"{kind}{self.first + micro_batch} of stage {stage}"
         if not self.on:
             yield
             return
@@ -173,10 +174,9 @@ class StepTrace:
         """Says once, at the end, what ranks took that were slow now and then."""
         noise = [over for step in self._slow for name, over in step.items() if name not in self._named]
         if noise:
-            logger.info(
-                f"Now one rank, now another took {min(noise):.2f}x to {max(noise):.2f}x of what equal work "
-                f"takes elsewhere, {len(noise)} times in {len(self._slow)} traced steps: the machine's noise."
-            )
+            span = " to ".join(dict.fromkeys(f"{over:.2f}x" for over in (min(noise), max(noise))))
+            what = f"took {span} of what equal work takes elsewhere: the machine's noise."
+            logger.info(f"In some of {len(self._slow)} traced steps a rank, not always the same, {what}")
 
 
 def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
