@@ -31,9 +31,9 @@ PICTURES = {"plan": "plan"}
 """Picture: the page that it is in, a folder in outputs/tutorial."""
 TITLE, CAPTION, GAP, WIDTH = 20, 48, 18, 760  # pixels
 
-SCREENSHOTS = {"simulated": ("paper", 0, 1240), "measured": ("turns", 0, 780)}
+SCREENSHOTS = {"simulated": ("paper", 0, 1274), "measured": ("turns", 0, 802)}
 """Screenshot: the page, and the first and last row of its pixels that is shown."""
-SHOT_WIDTH, COLOURS = 900, 32  # a page has few colours; the rest are the edges of letters
+SHOT_WIDTH, COLOURS = 900, 96  # a page has few colours; the rest are the edges of letters
 
 
 def main() -> None:

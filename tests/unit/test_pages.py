@@ -1,6 +1,7 @@
 """The pages of `plan`, `simulate` and `compare`: what they say and draw, whole and without a network."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -67,6 +68,11 @@ def test_bars_and_pipelines_have_one_scale_of_seconds_for_the_same_flops():
     np.testing.assert_allclose(places[:, 2], 92 * np.array([0.6, 0.4, 0.45, 0.05]), atol=1e-3)
     assert "a, 10.00 s" in bars and "b, 5.00 s" in bars
     np.testing.assert_allclose(boxes(drawn)[1][:, [0, 2]], [[8 + 18.4, 73.6], [8, 46]], atol=1e-3)
+    slow = {
+        name: of._replace(passes=[replace(p, start=2 * p.start, seconds=2 * p.seconds) for p in of.passes])
+        for name, of in steps.items()
+    }  # a round in which the machine had half its speed
+    assert boxes(time_sections(slow, "measured", "A step")[1])[1].tolist() == boxes(drawn)[1].tolist()
     assert time_sections({}, "measured", "A step") == ["", ""]
     assert time_sections({"a": steps["a"]._replace(flops=0.0)}, "measured", "A step")[1] == ""
 

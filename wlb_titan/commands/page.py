@@ -136,13 +136,15 @@ STEP = "{}, on the same scale. A row is a rank, a box a pass of one micro-batch.
 
 def time_sections(steps: Mapping[str, Timed], how: str, which: str) -> list[str]:
     """A bar for each policy or run, and below them the pipelines of those that have passes, on one scale: of
-    seconds for the FLOPs of the first one's mean step. `how` parts are known and `which` steps these are, in
-    words, is said above."""
+    seconds for the FLOPs of the first one's mean step. The first pipeline is as long as its bar, so that a
+    machine's drift is left out. `how` parts are known and `which` steps are drawn is said in words."""
     flops = [step.speed * sum(step.parts.values()) for step in steps.values()][:1]
     drawn = {name: step for name, step in steps.items() if flops and step.flops}
-    ends = [flops[0] / step.flops * max(p.end for p in step.passes) for step in drawn.values()]
-    longest = max([*ends, *(flops[0] / step.speed for step in steps.values())], default=0.0)
-    widths = {name: longest * step.flops / flops[0] for name, step in drawn.items()}
+    ends = {name: max(p.end for p in step.passes) / step.flops for name, step in drawn.items()}
+    scale = [flops[0] / drawn[name].speed / end for name, end in ends.items()][:1]
+    lengths = [flops[0] / step.speed for step in steps.values()] + [scale[0] * end for end in ends.values()]
+    longest = max(lengths, default=0.0)
+    widths = {name: longest * step.flops / scale[0] for name, step in drawn.items()}
     picture = bars(steps, flops[0], longest) if steps else ""
     return [
         section("Where a step's time goes", TIME.format(how), picture),
