@@ -65,8 +65,9 @@ def remedies(asked: cli.Asked, best: Job, steps: Steps) -> list[tuple[str, str]]
         for why, more in known.get(part, []) if parts[part] >= WORTH * whole and len(tries) < MOST else []:
             words = more if own[0] in more else [*own, *more]
             command, job = page.try_next("simulate", asked.typed, *map(str, words)), _job(asked, words)
-            new = job != unchanged and (job is None or job.policy == best.policy or job.policy not in steps)
-            if job is not None and command not in tries and (new or "--search" in words):
+            if command in tries or job is None or (job.policy != best.policy and job.policy in steps):
+                continue
+            if job != unchanged or "--search" in words:
                 tries[command], said = f"{said}{why}:", ""
     return [(why, command) for command, why in tries.items()][:MOST]
 
