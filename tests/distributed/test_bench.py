@@ -50,7 +50,7 @@ def test_policies_in_turns_train_what_each_would_train_at_these_weights(lab, deg
     records = json.loads((benched.folder / "bench.json").read_text())["policies"]
     assert [record["policy"] for record in records] == list(POLICIES)
     assert all(list(record) == [*KEYS.split(), "parts"] for record in records)
-    bench_steps = bench_of(benched.folder).steps
+    bench_steps = bench_of(benched.folder)[1]
     for name, step in bench_steps.items():
         assert step.passes and step.flops > 0, name
         assert {"loading", "optimizer", "rest", "waiting"} <= step.parts.keys(), name

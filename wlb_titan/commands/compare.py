@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -50,10 +50,10 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     first record after each start is excluded because it includes start-up time. See docs/metrics.md.
     """
     benches = [bench_of(folder) for folder in folders if (folder / BENCH_FILE).is_file()]
-    for bench in benches:
+    for records, _ in benches:
         if report is None:  # else the page has it
-            show_table(bench_rows(bench.records))
-        say(f"{best_in_turns(bench.records)}.")
+            show_table(bench_rows(records))
+        say(f"{best_in_turns(records)}.")
     if runs := open_runs([folder for folder in folders if not (folder / BENCH_FILE).is_file()]):
         if settings := setting_rows(runs):
             show_table(settings)
@@ -63,9 +63,8 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
         click.echo(f"Report: {write_report(report, benches, runs)}")
 
 
-class Bench(NamedTuple):
-    records: list[dict[str, Any]]  # of policies, as of `runtime.bench.bench_records`
-    steps: dict[str, Timed]  # as fast over the first policy's as the median over rounds says
+Bench = tuple[list[dict[str, Any]], dict[str, Timed]]
+"""Records of policies, and their steps, as fast over the first one's as the median over rounds."""
 
 
 def bench_of(folder: Path) -> Bench:
@@ -82,7 +81,7 @@ def bench_of(folder: Path) -> Bench:
             steps[record["policy"]] = timed(
                 record["parts"], speed, read_trace(trace) if trace.is_file() else []
             )
-        return Bench(records, steps)
+        return records, steps
 
 
 def run_steps(runs: Sequence[Run]) -> dict[str, Timed]:

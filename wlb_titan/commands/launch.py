@@ -174,7 +174,7 @@ def bench(file: Path, overrides: tuple[str, ...], policies: str, rounds: str) ->
     words = ("--wlb.bench.policies", policies or ",", "--wlb.bench.rounds", rounds)  # "" is no bench there
     status, folder = run_here(file, (*overrides, *words))
     if status == 0:
-        show_table(bench_rows(bench_of(folder).records))
+        show_table(bench_rows(bench_of(folder)[0]))
     sys.exit(status)
 
 

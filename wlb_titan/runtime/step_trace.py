@@ -28,8 +28,6 @@ from wlb_titan.simulator import calibrate
 from wlb_titan.simulator.measured import BESIDE, FLOPS, NAMES, Pass, bubble, step_parts
 from wlb_titan.simulator.replicas import facts_of
 
-OFTEN = 3  # traced steps from which a rank that is slow in most of them is named
-
 
 class PassTimer:
     """Measures while it is on: with events in the stream, for which nothing waits until the step is over, or
@@ -163,11 +161,10 @@ class StepTrace:
         self._warm = True
         slow = calibrate.slow_ranks(passes, factors)
         self._slow.append(slow)
-        for name in set(mostly(self._slow)) & slow.keys() - self._named if len(self._slow) >= OFTEN else ():
+        often = mostly(self._slow) if len(self._slow) > 2 else []  # of fewer steps that says little
+        for name in set(often) & slow.keys() - self._named:
             self._named.add(name)
-            logger.warning(
-                f"{name} takes {slow[name]:.2f}x of what equal work takes elsewhere, step after step."
-            )
+            logger.warning(f"{name} takes {slow[name]:.2f}x of what equal work takes elsewhere, most times.")
         return {"slow_ranks": slow}
 
     def close(self) -> None:

@@ -21,10 +21,8 @@ from wlb_titan.plan import Plan
 
 ROWS = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
 """Rows of `seconds` (0 forward, 1 inputs, 2 weights) that a kind of pass covers, in predicted shares."""
-NAMES = {"F": "forward", "B": "backward", "FB": "forward and backward", "L": "loss", "R": "recomputed"} | {
-    "I": "backward of inputs",
-    "W": "backward of weights",
-}
+NAMES = {"F": "forward", "B": "backward", "FB": "forward and backward", "L": "loss", "R": "recomputed"}
+NAMES |= {"I": "backward of inputs", "W": "backward of weights"}
 """Kinds of passes in words."""
 BESIDE = ("loading", "optimizer", "rest")
 """What a rank does in a measured step besides passes; kinds of `Pass`, too."""
