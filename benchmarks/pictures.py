@@ -5,11 +5,11 @@ docs/images/*.png are screenshots.
     wlb-titan prepare outputs/corpus --max-tokens 4000000
     wlb-titan plan train_configs/llama2_7b_128k.toml --policies plain,fixed_greedy,wlb,wlb_lazy \
         --report outputs/tutorial/plan
-    wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/tutorial/simulated \
-        --policies plain,fixed_greedy,wlb/adaptive,wlb_lazy/hybrid/best
-    wlb-titan train train_configs/cpu_pipeline.toml
-    wlb-titan train train_configs/cpu_pipeline_slices.toml
-    wlb-titan compare outputs/cpu_pipeline outputs/cpu_pipeline_slices --report outputs/tutorial/compare
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths paper --report outputs/tutorial/paper \
+        --policies plain,wlb_lazy/hybrid/best,slim/hybrid
+    wlb-titan bench train_configs/cpu_pipeline_slices.toml --policies plain,slim/hybrid \
+        --dump_folder outputs/tutorial/bench
+    wlb-titan compare outputs/tutorial/bench --report outputs/tutorial/turns
     python benchmarks/pictures.py
 
 Where a page gets other sections, the rows of SCREENSHOTS have to follow.
@@ -27,13 +27,13 @@ from pathlib import Path
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
-PICTURES = {"plan": "plan", "timeline": "simulated"}
+PICTURES = {"plan": "plan"}
 """Picture: the page that it is in, a folder in outputs/tutorial."""
 TITLE, CAPTION, GAP, WIDTH = 20, 48, 18, 760  # pixels
 
-SCREENSHOTS = {"simulated": ("simulated", 0, 1180), "measured": ("compare", 1628, 1962)}
+SCREENSHOTS = {"simulated": ("paper", 0, 1274), "measured": ("turns", 0, 802)}
 """Screenshot: the page, and the first and last row of its pixels that is shown."""
-SHOT_WIDTH, COLOURS = 900, 32  # a page has few colours; the rest are the edges of letters
+SHOT_WIDTH, COLOURS = 900, 96  # a page has few colours; the rest are the edges of letters
 
 
 def main() -> None:

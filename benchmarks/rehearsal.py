@@ -139,6 +139,8 @@ def _of_job(folder: Path, last: int) -> dict[str, Any]:
     for step in range(FIRST, last + 1):
         sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for ran in read_trace(folder / "traces" / f"step-{step}.json"):
+            if COMPUTED not in ran.facts:  # it is no pass
+                continue
             of_rank = sums[ran.replica, ran.rank]
             of_rank[0] += ran.seconds
             of_rank[1] += float(ran.facts[COMPUTED])

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, compress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.errors import UserError, refusing, regular_file
 from wlb_titan.files import load, save
-from wlb_titan.simulator.measured import ROWS, Pass
+from wlb_titan.simulator.measured import BESIDE, FLOPS, ROWS, Pass
 from wlb_titan.summary import Estimate
 from wlb_titan.toml.sources import read_sources
 
@@ -31,10 +32,12 @@ METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 BENCH_FILE = "bench.json"  # of a bench, in a folder of its own
 TRACES = "traces"
+TURNS = "turns"  # the traces of a bench
 
 COMPUTED = "processor_seconds"  # fact of a pass on a CPU: its thread's own time, without waiting
 LONGEST = 1e9  # seconds
-NAME = re.compile(rf"({'|'.join(ROWS)})([0-9]+)")  # of a pass, by its kind and micro-batch: `F3`
+NAME = re.compile(rf"({'|'.join(ROWS)})([0-9]+)|({'|'.join(BESIDE)})")
+"""Of a pass, by its kind and micro-batch (`F3`), or of what is beside them."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,12 @@ class Run:
     @property
     def slow_ranks(self) -> list[str]:
         """Those that were named in most traced steps."""
-        traced = [r["slow_ranks"] for r in self.records if "slow_ranks" in r]
-        named = [said.partition(" takes ")[0] for step in traced for said in step]
-        return [name for name in dict.fromkeys(named) if 2 * named.count(name) > len(traced)]
+        return mostly([r["slow_ranks"] for r in self.records if "slow_ranks" in r])
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Mean seconds of the settled traced steps, as of `step_parts`; empty if there is none."""
+        return mean_parts(compress(self.records, self.settled))
 
     @property
     def peak_gib(self) -> float | None:
@@ -110,6 +116,19 @@ class Run:
     def traced(self) -> list[int]:
         names = [path.stem.removeprefix("step-") for path in (self.folder / TRACES).glob("step-*.json")]
         return sorted(map(int, filter(str.isdecimal, names)))
+
+
+def mean_parts(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """`part_seconds`, means over the records of traced steps."""
+    steps = [record["part_seconds"] for record in records if "part_seconds" in record]
+    names = dict.fromkeys(chain.from_iterable(steps))
+    return {name: float(np.mean([step.get(name, 0.0) for step in steps])) for name in names}
+
+
+def mostly(traced: Sequence[Iterable[str]]) -> list[str]:
+    """The ranks that are named in most traced steps."""
+    named = [name for step in traced for name in step]
+    return [name for name in dict.fromkeys(named) if 2 * named.count(name) > len(traced)]
 
 
 def open_runs(folders: Sequence[Path]) -> list[Run]:
@@ -158,24 +177,24 @@ def _record(record: dict[str, Any], last: int) -> dict[str, Any]:
     """A logged step, if it has what figures are made from and comes after step `last`."""
     step, steps, seconds, rate = itemgetter("step", "steps", "seconds", "tokens_per_second")(record)
     peaks = [value for key, value in record.items() if key.startswith(("memory_gib", "peak_memory_gib/"))]
-    if not all(type(value) in (int, float) for value in (seconds, rate, record["loss"], *peaks)):
+    parts = record.get("part_seconds", {}).values()
+    if not all(type(value) in (int, float) for value in (seconds, rate, record["loss"], *peaks, *parts)):
         raise ValueError("a figure is not a number")
     if type(step) is not int or type(steps) is not int or not step > last or steps < 1:
         raise ValueError(f"step {step!r} of {steps!r} steps after step {last}")
-    if not (0 < seconds < math.inf and 0 < rate < math.inf):
+    if not all(0 < value < math.inf for value in (seconds, rate, sum(parts) if parts else 1)):
         raise ValueError(f"{rate} tokens a second in {seconds} seconds")
     return record
 
 
 def traced_steps(runs: Sequence[Run]) -> dict[str, list[Pass]]:
-    """The last step that all runs traced, or each run's own last; the first data-parallel rank's passes."""
+    """The passes of the last step that all runs traced, or of each run's own last."""
     traced = [run for run in runs if run.traced]
     common = set.intersection(*(set(run.traced) for run in traced)) if traced else set()
     timelines = {}
     for run in traced:
         step = max(common or run.traced)
-        passes = read_trace(run.folder / TRACES / f"step-{step}.json")
-        timelines[f"{run.name}, step {step}"] = [p for p in passes if p.replica == passes[0].replica]
+        timelines[run.name] = read_trace(run.folder / TRACES / f"step-{step}.json")
     return timelines
 
 
@@ -189,7 +208,8 @@ def write_trace(passes: Iterable[Pass], path: str | os.PathLike[str]) -> None:
         process = processes.setdefault(each.replica, len(processes) + 1)
         track = tracks.setdefault((each.replica, each.rank), len(tracks) + 1)
         times = {"ts": each.start * 1e6, "dur": each.seconds * 1e6}
-        place = {"ph": "X", "name": f"{each.kind}{each.micro_batch}", "pid": process, "tid": track}
+        name = each.kind if each.kind in BESIDE else f"{each.kind}{each.micro_batch}"
+        place = {"ph": "X", "name": name, "pid": process, "tid": track}
         events.append({**place, **times, "args": {"stage": each.stage, **each.facts}})
     names = [_name("process_name", number, 0, name) for name, number in processes.items()]
     names += [_name("thread_name", processes[p], number, name) for (p, name), number in tracks.items()]
@@ -208,9 +228,10 @@ def read_trace(path: str | os.PathLike[str]) -> list[Pass]:
             start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
             replica = str(names["process_name", event["pid"], 0])
             rank = str(names["thread_name", event["pid"], event["tid"]])
-            numbers = facts.pop("stage"), int(named[2]), start, seconds
-            passes.append(Pass(named[1], *numbers, replica, rank, facts=facts))
-        if not all(0 <= p.start < LONGEST and 0 <= p.seconds < LONGEST for p in passes):
+            numbers = facts.pop("stage"), int(named[2] or 0), start, seconds
+            passes.append(Pass(named[1] or named[3], *numbers, replica, rank, facts=facts))
+        facts_of = [(p.start, p.seconds, p.facts.get(FLOPS, 0) / LONGEST**3) for p in passes]
+        if not all(0 <= fact < LONGEST for each in facts_of for fact in each):
             raise ValueError("some of its passes have no times")
         if not passes or {p.replica for p in passes} != {p.replica for p in passes if p.seconds}:
             raise ValueError("it has no passes that took time")

@@ -140,11 +140,17 @@ def bench_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def best_in_turns(records: Sequence[Mapping[str, Any]]) -> str:
-    """A bench's answer, and what to write into the job's file."""
-    best = max(records, key=lambda record: record["over_first"])
-    gain = Estimate(best["over_first"], best["scatter"])
-    doubt = gain.scatter if best is not records[0] else ""
-    return f'The best in turns: wlb.policy = "{best["policy"]}"{doubt}.'
+    """A bench's answer, without its full stop."""
+    best, base = fastest(records), records[0]["policy"]
+    if best is records[0]:
+        return f"Nothing here trains faster than {base} on this machine"
+    gain, expected = Estimate(best["over_first"], best["scatter"]), best["predicted"]
+    said = f"{best['policy']} trains {gain.text('.2f', 'x')} as fast as {base} on this machine"
+    return said + ("" if expected is None else f" (predicted {expected:.2f}x)") + gain.scatter
+
+
+def fastest(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return max(records, key=lambda record: record["over_first"])
 
 
 def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:

@@ -4,8 +4,11 @@ import json
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 from lab import Cases, Run, assert_met, going_on, layout, rows
+
+from wlb_titan.simulator.measured import BESIDE
 
 COMMON = ("--training.seq_len", "512", "--training.steps", "2")
 COMMON += ("--wlb.packing.cost_model", "quadratic:1,1000")
@@ -100,8 +103,15 @@ def test_traced_steps_have_what_was_measured(results, folder):
     assert tracks == {"pp 0 cp 0", "pp 0 cp 1", "pp 1 cp 0", "pp 1 cp 1"}
     passes = Counter(e["name"] for e in trace if e["ph"] == "X")
     told = {"stage", "tokens", "documents", "predicted_work", "processor_seconds", "of", "predicted_parts"}
-    assert all(told <= e["args"].keys() for e in trace if e["ph"] == "X")
-    assert passes == {f"{kind}{i}": 2 if kind == "L" else 4 for kind in "FLB" for i in range(4)}
+    assert all(told <= e["args"].keys() for e in trace if e["ph"] == "X" and e["name"] not in BESIDE)
+    beside = dict.fromkeys(BESIDE, 4)
+    assert passes == {f"{kind}{i}": 2 if kind == "L" else 4 for kind in "FLB" for i in range(4)} | beside
+    ends = {e["tid"]: 1e-6 * (e["ts"] + e["dur"]) for e in trace if e["name"] == "rest"}
+    parts = second["part_seconds"]
+    assert sum(parts.values()) == pytest.approx(np.mean(list(ends.values())), rel=1e-6)
+    assert parts.keys() == {"forward", "loss", "backward", "waiting", *BESIDE} and parts["waiting"] > 0
+    begins = [e["ts"] for e in trace if e["name"] == "optimizer"]
+    assert min(begins) >= max(e["ts"] + e["dur"] for e in trace if e["ph"] == "X" and e["name"][0] == "B") - 1
     records = Run(folder / TRACED).metrics()
     assert all(record["measured_imbalance"] >= 1 and "bubble" not in record for record in records)
 

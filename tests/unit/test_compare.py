@@ -79,11 +79,15 @@ def test_a_resumed_run_counts_its_starts_steps_once():
     assert run.tokens[-1] == 3 * 5000 + 20 * 69
 
 
-def test_a_page_of_runs_on_mixtures_is_not_headed_by_a_corpus(folder, tmp_path):
-    config = CONFIG + '[[wlb.corpus.sources]]\npath = "/data/web"\n'
-    runs = [folder(name, [record(1), record(2)], config=config) for name in "ab"]
-    output(*runs, "--report", tmp_path / "page")
-    assert "<title>a mixture: 2 runs" in (tmp_path / "page" / "report.html").read_text()
+def test_a_run_alone_is_compared_with_nothing(folder, tmp_path):
+    parts = {"forward": 1.0, "backward": 2.0, "waiting": 1.0}
+    steps = [record(step, rate=8.0, model_tflops=2.0, part_seconds=parts) for step in (1, 2, 3)]
+    output(folder("alone", steps, traced=[2]), "--report", tmp_path / "page")
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "<title>alone</title>" in page and "runs" not in page.partition("</style>")[2]
+    assert "alone has trained on 48 tokens; ranks wait for 25% of a step." in page
+    titles = ["Where a step&#39;s time goes", "A step", "Try next", "Figures", "Loss"]
+    assert re.findall("<h2>(.*?)</h2>", page) == titles
 
 
 def test_the_error_of_a_rate_is_that_of_its_steps_ratio():
@@ -117,9 +121,9 @@ def test_the_scatter_of_a_gain_is_that_between_runs_of_a_kind(folder):
 
 
 def test_a_rank_that_is_slow_in_most_traced_steps_is_named(folder):
-    often, once = ("rank 5 on b takes 1.20x of what", "rank 2 on a takes 1.30x of what")
-    steps = [record(n, slow_ranks=[often] + [once] * (n == 2)) for n in (2, 3)]
-    steps = [record(1), *steps, record(4, slow_ranks=[])]
+    slow = {"rank 5 on b": 1.2, "rank 2 on a": 1.3}
+    steps = [record(1), record(2, slow_ranks=slow), record(3, slow_ranks={"rank 5 on b": 1.25})]
+    steps.append(record(4, slow_ranks={}))
     text = output(folder("run", steps))
     assert "run: rank 5 on b was slow in most traced steps." in text and "rank 2" not in text
 
@@ -223,22 +227,31 @@ def test_a_trace_reads_back(tmp_path):
         read_trace(path)
 
 
-def test_a_bench_alone_has_a_page_too(tmp_path):
-    figures = dict.fromkeys(("predicted", "tokens_per_second", "imbalance", "bubble", "peak_gib"), 1.5)
-    turns = [{"policy": "plain", "over_first": 1, "scatter": None}]
-    turns.append({"policy": "slim", "over_first": 1.3, "scatter": 0.04})
-    records = [{"flops_per_second": 1e12, **figures, **turn} for turn in turns]
-    file, page = tmp_path / "bench.json", tmp_path / "page" / "report.html"
+def test_a_bench_leads_the_page_with_its_figures(tmp_path, folder):
+    figures = dict.fromkeys(("tokens_per_second", "imbalance", "bubble", "peak_gib"), 1.5)
+    plain = {"policy": "plain", "over_first": 1, "scatter": 0.0, "predicted": 1.0, "step": 3}
+    slim = {"policy": "slim", "over_first": 1.3, "scatter": 0.04, "predicted": 1.22, "step": 4}
+    slim["parts"] = {"forward": 3.0, "waiting": 1.0}
+    records = [
+        {"flops_per_second": 1e12, **figures, "parts": {"forward": 1.0, "waiting": 1.0}, **turn}
+        for turn in (plain, slim)
+    ]
+    (folder("bench", [record(1)], traced=[3, 4]) / "traces").rename(tmp_path / "bench" / "turns")
+    file, page = tmp_path / "bench" / "bench.json", tmp_path / "page" / "report.html"
     file.write_text(json.dumps({"policies": records}))
-    _, said = (output(tmp_path, "--report", page.parent) for _ in range(2))  # a page of ours is replaced
-    answer = 'The best in turns: wlb.policy = "slim".'
-    assert answer in said and "1.300x ±0.040" in said and f"Report: {page}" in said
+    words = (tmp_path / "bench", folder("run", [record(1), record(2)]), "--report", page.parent)
+    _, said = (output(*words) for _ in range(2))  # a page of ours is replaced
+    answer = "slim trains 1.30x ±0.04 as fast as plain on this machine (predicted 1.22x)"
+    assert f"{answer}." in said and "1.300x" not in said, "its table is on the page"
     shown = unescape(page.read_text())
-    assert f'class="answer">{answer}' in shown and shown.count('class="card"') == 2
-    assert "1.300x ±0.040" in shown
-    for damage in ([], [{"policy": "plain"}], 5):
+    assert f'class="answer">{answer}; ranks wait for 25% of a step, not for 50%.' in shown
+    assert "<title>plain and slim in turns</title>" in shown and "1.300x ±0.040" in shown
+    assert "plain, 2.00 s" in shown and f"slim, {2 / 1.3:.2f} s" in shown and "slim: 50.0% bubble" in shown
+    assert "--wlb.policy slim" in shown and "What differs" not in shown
+    assert "1.300x ±0.040" in output(tmp_path / "bench")
+    for damage in ([], [{"policy": "plain"}], 5, [records[0] | {"parts": {}}]):
         file.write_text(json.dumps({"policies": damage}))
-        assert_refused(tmp_path, "bench.json is not what a bench writes: ")
+        assert_refused(tmp_path / "bench", "bench.json is not what a bench writes: ")
 
 
 def test_the_last_validation_stands_beside_the_loss(folder, tmp_path):

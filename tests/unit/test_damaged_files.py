@@ -15,8 +15,7 @@ from dumps import record, write_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.commands.compare import bench_of, figure_rows, remarks
-from wlb_titan.commands.page import pipelines
+from wlb_titan.commands.compare import bench_of, figure_rows, remarks, run_steps
 from wlb_titan.corpus import Corpus
 from wlb_titan.cost.cluster import CLUSTERS, load_cluster
 from wlb_titan.cost.profile import Profile
@@ -26,7 +25,7 @@ from wlb_titan.files import save
 from wlb_titan.prepare.chat import ChatTemplate
 from wlb_titan.prepare.sources import SourceSpec, open_source
 from wlb_titan.prepare.tokenizer import CorpusTokenizer, train_tokenizer
-from wlb_titan.runs import open_runs, traced_steps
+from wlb_titan.runs import open_runs
 from wlb_titan.toml.sources import read_sources
 
 pytestmark = pytest.mark.slow
@@ -54,7 +53,7 @@ def use_records(kind, path):
 
 def use_run(path):
     runs = open_runs([path.parent])
-    return figure_rows(runs), remarks(runs), pipelines(traced_steps(runs))
+    return figure_rows(runs), remarks(runs), run_steps(runs)
 
 
 def use_template(path):
@@ -94,10 +93,18 @@ def whole(tmp_path_factory, forms):
     shutil.copy(CLUSTERS / "h200.toml", folder / "cluster.toml")
     shutil.copy(ROOT / "benchmarks/results/cpu/attention_profile.json", folder / "profile.json")
     (folder / "lengths.txt").write_text("5\n700\n31\n")
-    records = [record(step, bubble=0.1, memory_gib=1.5) for step in (1, 2, 3)]
+    figures = {
+        "bubble": 0.1,
+        "memory_gib": 1.5,
+        "model_tflops": 2.0,
+        "part_seconds": {"forward": 1.0, "waiting": 0.5},
+    }
+    records = [record(step, **figures) for step in (1, 2, 3)]
     write_run(folder / "run", records, traced=[2])
-    (folder / "bench").mkdir()
+    (folder / "bench" / "turns").mkdir(parents=True)
+    shutil.copy(folder / "run/traces/step-2.json", folder / "bench/turns")
     turn = {"policy": "plain", "predicted": None, "scatter": 0.1, "over_first": 1.0, "flops_per_second": 1e12}
+    turn |= {"step": 2, "parts": {"forward": 1.0, "waiting": 0.5}}
     turn |= dict.fromkeys(("tokens_per_second", "imbalance", "bubble", "peak_gib"), 1.5)
     (folder / "bench" / "bench.json").write_text(json.dumps({"policies": [turn, turn]}))
     texts = ["to be", "or not", "to be"] * 9

@@ -17,6 +17,7 @@ from torchtitan.config import ParallelismConfig
 from wlb_titan.commands import search as searching
 from wlb_titan.commands.command_line import load_job
 from wlb_titan.commands.search import winner_words, write_best
+from wlb_titan.commands.simulate_page import remedies, timed
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
 from wlb_titan.job import Policy
@@ -25,6 +26,7 @@ from wlb_titan.prepare.prepare import write_synthetic_corpus
 from wlb_titan.runtime.checks import validate_inputs
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.runtime.pipeline.build import keys_of_stages, stage_names
+from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.search import candidates
 
 pytestmark = pytest.mark.slow
@@ -179,6 +181,33 @@ def test_a_profile_is_what_attention_takes(tmp_path):
         said = run(*SMALL, "--lengths", "code", "--policies", "plain", "--wlb.context.profile", file)
         seconds.append(float(re.search(r"plain/per_sequence\s+(\S+)", said)[1]))
     assert seconds[0] < seconds[1]
+
+
+SHORT = ["--training.seq_len", "16384"]
+GROUPS = ["--wlb.context.groups", "auto"]
+WIDE = ["--parallelism.pipeline_parallel_degree", "1", "--parallelism.context_parallel_degree", "8"]
+JOBS = {  # file, overrides, and what is tried, by a part of the command
+    "pipeline": ("llama2_550m_64k", SHORT, "slim/hybrid batch_size --search"),
+    "stages": ("llama2_7b_64k", SHORT, "slim/hybrid batch_size Interleaved1F1B"),
+    "replicas": ("llama3_8b_128k", SHORT, "--search plain/hybrid groups wlb_lazy/hybrid"),
+    "groups": ("llama2_550m_64k", SHORT + WIDE + GROUPS, "--search plain/hybrid wlb_lazy/hybrid"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_to_try_next_is_not_yet_done_and_runs(name, lengths, monkeypatch):
+    file, words, expected = JOBS[name]
+    asked = load_job(CONFIGS / f"{file}.toml", words, lengths=str(lengths))
+    plain = Scenario(asked.job, asked.documents).predict(Policy(), 2)
+    tries = remedies(asked, plain.job, {Policy(): timed(Policy(), plain)})
+    commands = [shlex.split(command) for _, command in tries]
+    assert all(any(part in " ".join(c) for c in commands) for part in expected.split()), commands
+    assert not any(command[-2:] == GROUPS for command in commands if GROUPS[0] in words)
+    monkeypatch.setattr("wlb_titan.commands.simulate.SEARCH_SECONDS", 2.0)
+    for _, _, file, *typed in commands:
+        keys = [word for word in typed if word not in ("--lengths", str(lengths), "--search")]
+        assert "--search" in typed or load_job(file, keys, lengths=str(lengths)).job != plain.job
+        assert "MFU" in run(file, *typed, "--steps", 1)
 
 
 TABLE_1 = {

@@ -16,8 +16,9 @@ from slicing import PACKINGS, planner
 from wlb_titan.dimensions.degrees import Degrees
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.runtime.metrics import JsonLines, MetricsProcessor
-from wlb_titan.runtime.step_trace import PassTimer, bubble, measured_imbalance
-from wlb_titan.simulator.measured import Pass
+from wlb_titan.runtime.step_trace import PassTimer, StepTrace, measured_imbalance
+from wlb_titan.simulator import calibrate
+from wlb_titan.simulator.measured import Pass, bubble, step_parts
 from wlb_titan.summary import rank_imbalance
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,33 @@ PLAN = plan_of(pack(0), pack(1))
 def test_bubble_is_the_idle_share_between_the_first_pass_and_the_last():
     assert bubble(FIRST + SECOND) == pytest.approx(1 - 18 / 26)
     assert bubble(SECOND) == 0.0
+
+
+def test_parts_of_a_step_add_up_to_it_and_what_is_left_is_waiting():
+    """The last pass ends at 13 s. Rank 1 computed until 10 s, and ends 1 s later than rank 0."""
+    beside = [Pass("loading", 0, 0, 0, 0.5, "dp 0", "pp 1"), Pass("optimizer", 0, 0, 13, 1, "dp 0", "pp 0")]
+    beside += [Pass("optimizer", 0, 0, 13, 1, "dp 0", "pp 1"), Pass("rest", 0, 0, 14, 1, "dp 0", "pp 1")]
+    parts = step_parts(FIRST + SECOND + beside)
+    assert parts == {
+        **{"forward": (3 + 2.5) / 2, "backward": (6 + 6) / 2, "loss": 0.25},
+        **{"loading": 0.25, "optimizer": 1, "rest": 0.5, "waiting": (4 + 4) / 2 - 0.25},
+    }
+    assert sum(parts.values()) == (14 + 15) / 2
+    assert step_parts(FIRST + SECOND)["waiting"] == (4 + 4.5) / 2 - 0.25
+
+
+@pytest.mark.parametrize(("steps", "noise"), [(5, "1.20x to 1.60x"), (8, "1.30x to 1.50x")])
+def test_a_rank_is_named_once_it_is_slow_in_most_steps_and_noise_last(steps, noise, caplog, monkeypatch):
+    trace, named = StepTrace(PassTimer(torch.device("cpu")), 1, "run", 0), iter("01 1000 0")
+    found = ({name: 1.2 + step / 10} if name != " " else {} for step, name in enumerate(named))
+    monkeypatch.setattr(calibrate, "slow_ranks", lambda passes, factors: next(found))
+    with caplog.at_level(logging.INFO):
+        for _ in range(steps):
+            trace._beside_predictions([replace(FIRST[0], facts={calibrate.PARTS: [1] + 5 * [0]})], np.ones(5))
+        trace.close()
+    said = [r.getMessage() for r in caplog.records if "equal work" in r.getMessage()]
+    assert [text.partition(" of what")[0] for text in said[:-1]] == ["0 takes 1.80x"] * (steps == 8)
+    assert f"took {noise} of what equal work takes elsewhere" in said[-1]
 
 
 def test_imbalance_is_of_whole_micro_batches_over_stages_and_replicas_and_shared_ones_count_once():
@@ -91,7 +119,10 @@ def test_the_timer_measures_only_while_it_is_on():
     found = [(p.kind, p.stage, p.micro_batch, p.start, p.seconds) for p in passes]
     assert found == [("F", 0, 0, 1, 1), ("L", 1, 7, 3, 1)]
     timer.start()
-    assert timer.stop() == []
+    timer.keep("rest", timer.kept)
+    with timer.time("loading"):
+        assert timer.latest == "L7 of stage 1", "it is no pass"
+    assert [p.kind for p in timer.stop()] == ["rest", "loading"]
 
 
 def test_a_full_disk_behind_tensorboard_ends_no_run(tmp_path, caplog, monkeypatch):

@@ -204,12 +204,14 @@ class Asked:
     documents: Documents
     loaded: Loaded
     lengths: str | None = None
+    world_size: int | None = None
 
     @property
     def typed(self) -> tuple[str, ...]:
         """All of this as words of a command line, for other commands."""
         lengths = () if self.lengths is None else ("--lengths", self.lengths)
-        return str(self.loaded.file), *self.loaded.overrides, *lengths
+        ranks = () if self.world_size is None else ("--world-size", str(self.world_size))
+        return str(self.loaded.file), *self.loaded.overrides, *lengths, *ranks
 
     def plans(self, steps: int, after: int) -> list[Plan]:
         """Those of `steps` steps, after the first `after`."""
@@ -252,7 +254,7 @@ def load_job(
         given = loaded.provenance["wlb.corpus.seed"] == COMMAND_LINE
         seed = loaded.config.wlb.corpus.seed if given else None
         documents = Documents(lengths=document_lengths, name=name, seed=seed)
-    return Asked(job, documents, loaded, lengths)
+    return Asked(job, documents, loaded, lengths, world_size)
 
 
 def load(file: Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Loaded:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,23 @@ import numpy as np
 
 from wlb_titan.commands import page
 from wlb_titan.commands.command_line import Rows, report_option, say, show_table
-from wlb_titan.commands.page import cost, gained, lines, pipelines, section, table, try_next, write_page
+from wlb_titan.commands.page import (
+    Timed,
+    gained,
+    lines,
+    next_section,
+    section,
+    table,
+    time_sections,
+    try_next,
+    waits,
+    write_page,
+)
 from wlb_titan.errors import UserError, refusing
 from wlb_titan.files import load
-from wlb_titan.runs import BENCH_FILE, CONFIG_FILE, Run, open_runs, traced_steps
-from wlb_titan.summary import Estimate, bench_rows, best_in_turns
+from wlb_titan.runs import BENCH_FILE, CONFIG_FILE, TURNS, Run, open_runs, read_trace, traced_steps
+from wlb_titan.simulator.measured import FLOPS, Pass
+from wlb_titan.summary import Estimate, bench_rows, best_in_turns, fastest
 from wlb_titan.toml.values import shown
 
 NOT_KNOWN = "–"
@@ -36,33 +49,52 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     The differences of their configurations come first. The loss is compared after equally many tokens. The
     first record after each start is excluded because it includes start-up time. See docs/metrics.md.
     """
-    benches = {folder: bench_of(folder) for folder in folders if (folder / BENCH_FILE).is_file()}
-    for folder in benches:
-        show_bench(folder)
-    turns = [section("Policies in turns", answer, table(rows)) for rows, answer in benches.values()]
-    if runs := open_runs([folder for folder in folders if folder not in benches]):
+    benches = [bench_of(folder) for folder in folders if (folder / BENCH_FILE).is_file()]
+    for records, _ in benches:
+        if report is None:  # else the page has it
+            show_table(bench_rows(records))
+        say(f"{best_in_turns(records)}.")
+    if runs := open_runs([folder for folder in folders if not (folder / BENCH_FILE).is_file()]):
         if settings := setting_rows(runs):
             show_table(settings)
         show_table(figure_rows(runs))
         say(*remarks(runs))
     if report is not None:
-        alone = None if runs else benches[folders[0]]
-        written = page.write_turns(report, alone, turns) if alone else write_report(report, runs, turns)
-        click.echo(f"Report: {written}")
+        click.echo(f"Report: {write_report(report, benches, runs)}")
 
 
-def bench_of(folder: Path) -> tuple[Rows, str]:
-    """A bench's table, and its answer."""
+Bench = tuple[list[dict[str, Any]], dict[str, Timed]]
+"""Records of policies, and their steps, as fast over the first one's as the median over rounds."""
+
+
+def bench_of(folder: Path) -> Bench:
     path = folder / BENCH_FILE
     with refusing(lambda reason: UserError(f"{path} is not what a bench writes: {reason}.")):
         records = load(dict[str, list[dict[str, Any]]], path)["policies"]
-        return bench_rows(records), best_in_turns(records)
+        bench_rows(records), best_in_turns(records)
+        steps = {}
+        for record in records:
+            trace, whole = folder / TURNS / f"step-{record['step']}.json", sum(record["parts"].values())
+            speed = records[0]["flops_per_second"] * record["over_first"]
+            if not (0 < whole < inf and 0 < speed < inf):
+                raise ValueError(f"the steps of {record['policy']} took no time")
+            steps[record["policy"]] = timed(
+                record["parts"], speed, read_trace(trace) if trace.is_file() else []
+            )
+        return records, steps
 
 
-def show_bench(folder: Path) -> None:
-    rows, answer = bench_of(folder)
-    show_table(rows)
-    say(answer)
+def run_steps(runs: Sequence[Run]) -> dict[str, Timed]:
+    """The steps of runs that were traced."""
+    passes, rates = traced_steps(runs), {run.name: run.rate("model_tflops") for run in runs}
+    known = [(run, rate) for run in runs if (rate := rates[run.name]) and rate.value > 0 and run.parts]
+    return {run.name: timed(run.parts, rate.value * 1e12, passes.get(run.name, [])) for run, rate in known}
+
+
+def timed(parts: page.Parts, speed: float, passes: Sequence[Pass]) -> Timed:
+    """`passes` of a trace, of which the first data-parallel rank's are drawn."""
+    flops = next((p.facts[FLOPS] for p in passes if FLOPS in p.facts), 0.0)
+    return Timed(parts, speed, [p for p in passes if p.replica == passes[0].replica], flops)
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -151,45 +183,50 @@ def _gains(run: Run, first: Run, runs: Sequence[Run]) -> dict[str, Estimate]:
 
 
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens."
-PASSES = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 
 
-def write_report(folder: Path, runs: Sequence[Run], turns: Sequence[str]) -> Path:
-    first = runs[0]
-    corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
-    if any("wlb.corpus.sources.0.path" in run.settings for run in runs):
-        corpora = {"a mixture"}
-    gains = {run.name: _gains(run, first, runs) for run in runs}
-    none = Estimate(0.0)
-    best = max(runs[1:] or runs, key=lambda run: next(iter(gains[run.name].values()), none).value)
-    gain = next(iter(gains[best.name].items()), None)
-    figures = figure_rows(runs)
-    search = try_next("simulate", [str(best.folder / CONFIG_FILE)], "--search")
-    by_step = {run.name: run.series("loss") for run in runs}
-    by_tokens = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
-    return write_page(
-        folder,
-        title=f"{' and '.join(sorted(corpora))}: {len(runs)} runs side by side",
-        answer=_answer(best, first, gain),
-        cards=[{"": run.name} | {row["figure"]: row[run.name] for row in figures} for run in runs],
-        figure="model TFLOP/s" if "FLOPs" in gains[first.name] else "tokens a second",
-        facts=("tokens a second", "imbalance, measured", "imbalance, predicted", "bubble, measured"),
-        tries=[("What other degrees and schedules are worth to it:", search)],
-        sections=[
-            *turns,
-            section("What differs", "", table(setting_rows(runs)) or "No setting."),
-            section("Figures", " ".join(remarks(runs)), table(figures)),
-            section("A step", PASSES, pipelines(traced_steps(runs))),
-            section("Loss", LOSS, lines("loss, by tokens", by_tokens), lines("loss, by step", by_step)),
-            section("Validation", "", lines("loss, by step", {run.name: run.validation for run in runs})),
-        ],
-    )
+def write_report(folder: Path, benches: Sequence[Bench], runs: Sequence[Run]) -> Path:
+    """Policies in turns come first, as machines drift between runs."""
+    sections, heads, several = [], [], len(runs) > 1
+    for records, steps in benches:
+        best, base = fastest(records)["policy"], records[0]["policy"]
+        heads.append((f"{_listed(steps)} in turns", best_in_turns(records) + waits(steps, best, base)))
+        train = [(page.TRAIN, f"--wlb.policy {best}")] if best != base else []
+        sections += time_sections(steps, "measured in all rounds", "The round nearest to the median gain")
+        sections += [next_section(train), section("Policies in turns", "", table(bench_rows(records)))]
+    if runs:
+        steps, (best, answer) = run_steps(runs), _answer(runs)
+        heads.append((_listed(run.name for run in runs), answer + waits(steps, best, runs[0].name)))
+        if not benches or several:
+            which = "The last step that all traced, or each run's own last"
+            file = next(run.folder for run in runs if run.name == best) / CONFIG_FILE
+            search = ("Other degrees and schedules:", try_next("simulate", [str(file)], "--search"))
+            sections += [*time_sections(steps, "measured in traced steps", which), next_section([search])]
+        by_tokens = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
+        losses = [lines("loss, by tokens", by_tokens)] if several else []
+        losses.append(lines("loss, by step", {run.name: run.series("loss") for run in runs}))
+        validation = lines("loss, by step", {run.name: run.validation for run in runs})
+        sections += [
+            section("What differs", "", table(setting_rows(runs)) or "No setting." * several),
+            section("Figures", " ".join(remarks(runs)), table(figure_rows(runs))),
+            section("Loss", LOSS * several, *losses),
+            section("Validation", "", validation),
+        ]
+    title, answer = heads[0]
+    return write_page(folder, title=title, answer=answer, sections=sections)
 
 
-def _answer(run: Run, first: Run, gain: tuple[str, Estimate] | None) -> str:
-    imbalance = run.mean("measured_imbalance")
-    still = cost(run.mean("bubble"), run.mean("imbalance") if imbalance is None else imbalance)
-    if gain is None:
-        return f"In {run.name} {still}"
-    what, ratio = gain
-    return f"{gained(run.name, ratio, first.name, what)}; {still}"
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _answer(runs: Sequence[Run]) -> tuple[str, str]:
+    """The name of the fastest run but the first, and what it gains."""
+    first, *others = runs
+    if not others:
+        return first.name, f"{first.name} has trained on {first.tokens[-1]:,.0f} tokens"
+    gains = {run.name: next(iter(_gains(run, first, runs).items())) for run in others}
+    best = max(gains, key=lambda name: gains[name][1].value)
+    what, ratio = gains[best]
+    return best, gained(best, ratio, first.name, what)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.command_line import NUMBER, POSITIVE, OfFile
-from wlb_titan.commands.compare import show_bench
+from wlb_titan.commands.command_line import NUMBER, POSITIVE, OfFile, show_table
+from wlb_titan.commands.compare import bench_of
 from wlb_titan.commands.page import template
 from wlb_titan.errors import EXIT_AGAIN, UserError
+from wlb_titan.summary import bench_rows
 
 PATIENCE = 120  # seconds that srun gives other tasks when one has ended; they end by themselves sooner
 LONGEST_NOTICE = 65535  # seconds, of sbatch
@@ -173,7 +174,7 @@ def bench(file: Path, overrides: tuple[str, ...], policies: str, rounds: str) ->
     words = ("--wlb.bench.policies", policies or ",", "--wlb.bench.rounds", rounds)  # "" is no bench there
     status, folder = run_here(file, (*overrides, *words))
     if status == 0:
-        show_bench(folder)
+        show_table(bench_rows(bench_of(folder)[0]))
     sys.exit(status)
 
 

@@ -1,4 +1,4 @@
-"""The HTML pages: an answer, cards, what to try next, sections of tables and pictures.
+"""The HTML pages: an answer, pictures, what to try next, tables.
 
 A page is one file that opens without a network, drawn by the macros of `templates/page.html`. Pictures are
 SVG, as wide as there is room; what stands under the pointer is a box's title. Their colours of text and lines
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -21,43 +22,25 @@ from wlb_titan.documents import Documents
 from wlb_titan.files import save
 from wlb_titan.job import Job, Policy
 from wlb_titan.simulator.choice import Choice
-from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.step import Prediction
+from wlb_titan.simulator.measured import NAMES, Pass, bubble
 from wlb_titan.summary import Estimate
 
-PASSES = {
-    "F": ("forward", "#6aa5de"),
-    "B": ("backward", "#2f5f98"),
-    "FB": ("forward and backward", "#4486d1"),
-    "I": ("backward of inputs", "#2f5f98"),
-    "W": ("backward of weights", "#8fb3a5"),
-    "R": ("recomputed", "#4a7fb5"),
-    "L": ("loss", "#cc932f"),
-}
-"""Names of passes, and their colours."""
-
-PARTS = {
-    "attention": "#2f5f98",
-    "products": "#4486d1",
-    "element-wise": "#8fb3a5",
-    "head": "#cc932f",
-    "tensor parallelism": "#a06cc0",
-    "context parallelism": "#c76f9f",
-    "experts' exchange": "#d95f56",
-    "launches": "#6fa64a",
-    "kept states": "#4aa3b5",
-    "recomputed": "#12967f",
-    "slowest CP rank": "#e3b7ab",
-    "waiting in the pipeline": "#c9ced6",
-    "waiting for replicas": "#dfe2e7",
-    "data parallelism": "#6b7480",
-    "own dimensions": "#8b929c",
-    "optimizer": "#b59a5b",
-}
-"""Parts of a step, and their colours; those of waiting are pale."""
+COLORS = (
+    {"attention": "#2f5f98", "products": "#4486d1", "element-wise": "#8fb3a5", "head": "#cc932f"}
+    | {"tensor parallelism": "#a06cc0", "context parallelism": "#c76f9f", "experts' exchange": "#d95f56"}
+    | {"launches": "#6fa64a", "kept states": "#4aa3b5", "forward": "#6aa5de", "loss": "#cc932f"}
+    | {"backward": "#2f5f98", "forward and backward": "#4486d1", "backward of inputs": "#2f5f98"}
+    | {"backward of weights": "#8fb3a5", "recomputed": "#12967f", "data parallelism": "#6b7480"}
+    | {"own dimensions": "#8b929c", "loading": "#c76f9f", "optimizer": "#b59a5b", "rest": "#6b7480"}
+    | {"slowest CP rank": "#d9806f77", "waiting in the pipeline": "#8b929c77", "waiting": "#8b929c77"}
+    | {"waiting for replicas": "#8b929c44"}
+)
+"""Parts of a step and passes, in the order of bars, and their colours; one sees through those of waiting."""
 Parts = Mapping[str, float]
 """Seconds of a step, as of `Prediction.parts`."""
 SHOWN = 0.005  # share of a step from which a part is drawn and named
+
+TRAIN = "To train with this policy, set wlb.policy in the TOML file, or add:"
 
 Curves = Mapping[str, tuple[Iterable[float], Iterable[float]]]
 """By name, the places on the axis and the values."""
@@ -89,44 +72,25 @@ def write_page(
     title: str,
     answer: str,
     about: str = "",
-    cards: Rows,
-    figure: str,
-    facts: Sequence[str],
-    tries: Sequence[tuple[str, str]] = (),
     sections: Iterable[str],
 ) -> Path:
-    """Writes `folder`/report.html, and returns its path; the folder is made if need be.
-
-    Args:
-        about: small print below the answer, which is one sentence.
-        cards: rows of a table in the palette's order; their first cells are the names.
-        figure, facts: the heading of what matters most in a row, and those of what stands below it.
-        tries: what to do next and why, and the command or the lines of TOML for it.
-    """
-    text = _drawn("page", title, answer, about, cards, figure, facts, tries, sections)
+    """Writes `folder`/report.html, and returns its path; the folder is made if need be. `answer` is one
+    sentence, `about` small print at the end."""
+    text = _drawn("page", title, answer, about, sections)
     path = folder / "report.html"
     with writing(f"--report: {path}"):
         save(path, text)
     return path
 
 
-def write_turns(folder: Path, bench: tuple[Rows, str], turns: Sequence[str]) -> Path:
-    """The page of benches without runs, with the cards and the answer of the first."""
-    rows, answer = bench
-    return write_page(
-        folder,
-        title="Policies in turns",
-        answer=answer,
-        cards=rows,
-        figure="TFLOP/s",
-        facts=("tokens/s", "imbalance", "bubble", "predicted"),
-        sections=turns,
-    )
-
-
 def section(title: str, text: str, *bodies: str) -> str:
     """A titled box with text and HTML bodies; nothing without bodies."""
     return _drawn("section", title, text, bodies)
+
+
+def next_section(tries: Sequence[tuple[str, str]]) -> str:
+    """What to do next and why, and the command or the lines of TOML for it."""
+    return section("Try next", "", _drawn("commands", tries))
 
 
 def choice_section(choice: Choice) -> str:
@@ -157,41 +121,63 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def pipelines(timelines: Mapping[str, Sequence[Pass]]) -> str:
-    """A step's passes to scale: a picture for each policy or run, a row for each rank, a box for each pass
-    with its micro-batch where there is room.
+class Timed(NamedTuple):
+    """A policy's or run's step, as pages draw it."""
 
-    Documents differ between policies, so times are relative to a rank's work.
-    """
-    works = {
-        name: sum(p.seconds for p in step) / len({p.rank for p in step}) for name, step in timelines.items()
-    }
-    ends = {name: max(p.end for p in step) / works[name] for name, step in timelines.items()}
+    parts: Parts  # of its mean step
+    speed: float  # FLOPs a second
+    passes: Sequence[Pass] = ()  # of one step
+    flops: float = 0.0  # of this step; 0: it is not drawn
+
+
+TIME = "The average rank, {}: a bar is as long as the same FLOPs take, in percent of it, and waiting is pale."
+STEP = "{}, on the same scale. A row is a rank, a box a pass of one micro-batch."
+
+
+def time_sections(steps: Mapping[str, Timed], how: str, which: str) -> list[str]:
+    """A bar for each policy or run, and below them the pipelines of those that have passes, on one scale: of
+    seconds for the FLOPs of the first one's mean step. The first pipeline is as long as its bar, so that a
+    machine's drift is left out. `how` parts are known and `which` steps are drawn is said in words."""
+    flops = [step.speed * sum(step.parts.values()) for step in steps.values()][:1]
+    drawn = {name: step for name, step in steps.items() if flops and step.flops}
+    ends = {name: max(p.end for p in step.passes) / step.flops for name, step in drawn.items()}
+    scale = [flops[0] / drawn[name].speed / end for name, end in ends.items()][:1]
+    lengths = [flops[0] / step.speed for step in steps.values()] + [scale[0] * end for end in ends.values()]
+    longest = max(lengths, default=0.0)
+    widths = {name: longest * step.flops / scale[0] for name, step in drawn.items()}
+    picture = bars(steps, flops[0], longest) if steps else ""
+    return [
+        section("Where a step's time goes", TIME.format(how), picture),
+        section("A step", STEP.format(which), pipelines({n: s.passes for n, s in drawn.items()}, widths)),
+    ]
+
+
+def pipelines(timelines: Mapping[str, Sequence[Pass]], widths: Mapping[str, float]) -> str:
+    """A step's passes to scale: a picture, so many seconds wide, for each policy or run, a row for each rank,
+    a box for each pass with its micro-batch where there is room."""
     pictures = []
     for name, step in timelines.items():
-        seconds = works[name] * max(ends.values())
         ranks = sorted({p.rank for p in step}, key=lambda rank: (len(rank), rank))  # pp 2 before pp 10
-        passes = [(PASSES[p.kind][0], ranks.index(p.rank), p) for p in step]
-        colors = dict(PASSES[p.kind] for p in step)
-        pictures.append((f"{name}: {1 - 1 / ends[name]:.1%} bubble", seconds, ranks, colors, passes))
+        passes = [(NAMES.get(p.kind, p.kind), ranks.index(p.rank), p) for p in step]
+        colors = {part: color for part, color in COLORS.items() if part in {name for name, *_ in passes}}
+        pictures.append((f"{name}: {bubble(step):.1%} bubble", widths[name], ranks, colors, passes))
     return _drawn("pipelines", pictures)
 
 
-TIME = (
-    "The average rank, predicted: a bar is as long as the same FLOPs take, and numbers are percent of it. "
-    "Waiting, also for the slowest context-parallel rank, is pale."
-)
-
-
-def time_section(predictions: Mapping[Policy, Prediction], parts: Mapping[Policy, Parts]) -> str:
-    """Bars of policies, for the FLOPs of the first policy's steps."""
-    first = next(iter(predictions.values())).flops.mean()
-    steps = {}
-    for policy, prediction in predictions.items():
-        factor = first / prediction.flops.mean()
-        own = {part: seconds * factor for part, seconds in parts[policy].items()}
-        steps[f"{policy}: {prediction.mfu:.1%} MFU"] = own
-    return section("Where a step's time goes", TIME, bars(steps))
+def bars(steps: Mapping[str, Timed], flops: float, longest: float) -> str:
+    """A bar for each policy or run, below its name, in boxes with the share of each part in percent; the
+    picture is `longest` seconds wide."""
+    boxes, names = [], []
+    for row, (name, step) in enumerate(steps.items()):
+        begin, seconds, whole = 0.0, flops / step.speed, sum(step.parts.values())
+        for part in filter(step.parts.get, COLORS):
+            share = step.parts[part] / whole
+            if share >= SHOWN:
+                boxes.append((part, 2 * row + 1, Pass("", 0, round(100 * share), begin, share * seconds)))
+            begin += share * seconds
+        names += [f"{name}, {seconds:.2f} s", ""]
+    colors = {part: color for part, color in COLORS.items() if part in {box[0] for box in boxes}}
+    return _drawn("pipelines", [("Seconds for the same FLOPs", longest, names, colors, boxes)])
 
 
 def in_parts(policy: Policy, parts: Parts) -> str:
@@ -202,31 +188,9 @@ def in_parts(policy: Policy, parts: Parts) -> str:
     return f"Of {policy}'s step: {', '.join(named)}."
 
 
-def bars(steps: Mapping[str, Parts]) -> str:
-    """A bar for each policy or run, below its name, in boxes with the share of each part in percent.
-
-    Args:
-        steps: seconds of the parts of a step, for the same FLOPs.
-    """
-    longest = max(sum(parts.values()) for parts in steps.values())
-    boxes, colors = [], {}
-    for row, parts in enumerate(steps.values()):
-        begin, whole = 0.0, sum(parts.values())
-        for part in filter(parts.get, PARTS):
-            share = parts[part] / whole
-            if share >= SHOWN:
-                box = Pass("", 0, round(100 * share), begin, parts[part])
-                boxes.append((part, 2 * row + 1, box))
-                colors[part] = PARTS[part]
-            begin += parts[part]
-    names = [line for name in steps for line in (name, "")]
-    return _drawn("pipelines", [("Seconds for the same FLOPs", longest, names, colors, boxes)])
-
-
-def described(job: Job, documents: Documents) -> tuple[str, str]:
-    """The corpus' name without its folder, as pages are shared, and the job and documents in words."""
-    name = Path(documents.name).name
-    return name, describe_job(job, replace(documents, name=name))
+def described(job: Job, documents: Documents) -> str:
+    """The job and documents in words, without the corpus' folder, as pages are shared."""
+    return describe_job(job, replace(documents, name=Path(documents.name).name))
 
 
 def try_next(name: str, typed: Sequence[str], *more: str) -> str:
@@ -243,10 +207,11 @@ def gained(best: str, ratio: Estimate, base: str, what: str = "FLOPs") -> str:
     return f"{best} does {ratio.text('.2f', 'x')} the {what} a second of {base}{ratio.scatter}"
 
 
-def cost(bubble: float | None, imbalance: float | None) -> str:
-    """The second half: what still takes the most time."""
-    if bubble is not None and bubble >= 0.1:
-        return f"the largest remaining cost is the pipeline bubble ({bubble:.0%})."
-    if imbalance is not None and imbalance >= 1.05:
-        return f"the largest remaining cost is the imbalance ({imbalance:.2f})."
-    return "balancing has little left to gain."
+def waits(steps: Mapping[str, Timed], best: str, base: str) -> str:
+    """The second half: how much of a step is waiting, and how much it was, where both are known."""
+    if not {best, base} <= steps.keys():
+        return "."
+    pale = {name for name, color in COLORS.items() if len(color) > 7}
+    parts = [steps[name].parts for name in (best, base)]
+    now, before = (sum(of[name] for name in pale & of.keys()) / sum(of.values()) for of in parts)
+    return f"; ranks wait for {now:.0%} of a step" + (f", not for {before:.0%}." if best != base else ".")

@@ -137,7 +137,7 @@ def write_report(
     folder: Path, asked: cli.Asked, summaries: Mapping[str, Summary], choices: Sequence[Choice]
 ) -> Path:
     """The first of the `summaries` is the baseline; `choices` is what `auto` stands for."""
-    job, rows = asked.job, table_rows(summaries)
+    job = asked.job
     means = {name: float(summary.imbalance.mean()) for name, summary in summaries.items()}
     waits = {name: f"{1 - 1 / mean:.1%}" for name, mean in means.items()}
     near = [name for name, mean in means.items() if mean <= min(means.values()) + NEAR]
@@ -145,23 +145,21 @@ def write_report(
     answer = f"Under {best} GPUs wait {waits[best]} of the time for the largest micro-batch"
     if best != first:
         answer += f", under {first} {waits[first]}; for it a token waits {summaries[best].delay:.2f} steps"
-    corpus, about = page.described(job, asked.documents)
     return page.write_page(
         folder,
-        title=f"How {corpus} packs",
+        title=f"How {Path(asked.documents.name).name} packs",
         answer=f"{answer}.",
-        about=about,
-        cards=rows,
-        figure="imbalance",
-        facts=("cut", "delay", "keys/token"),
-        tries=[
-            ("What that is worth in time and memory:", page.try_next("simulate", asked.typed)),
-            ("To train with this policy, set wlb.policy in the TOML file, or add:", f"--wlb.policy {best}"),
-        ],
+        about=page.described(job, asked.documents),
         sections=[
-            *map(page.choice_section, choices),
             page.section("Work of every micro-batch", WORK, page.lines(SHARES, _shares(summaries))),
-            page.section("All figures", "", page.table(rows)),
+            page.next_section(
+                [
+                    ("What that is worth in time and memory:", page.try_next("simulate", asked.typed)),
+                    (page.TRAIN, f"--wlb.policy {best}"),
+                ]
+            ),
+            *map(page.choice_section, choices),
+            page.section("All figures", "", page.table(table_rows(summaries))),
         ],
     )
 

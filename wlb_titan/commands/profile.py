@@ -35,6 +35,7 @@ from wlb_titan.kernels.self_check import make_inputs
 from wlb_titan.progress import counted
 from wlb_titan.runs import CONFIG_FILE, TRACES, open_run, read_trace
 from wlb_titan.simulator import calibrate
+from wlb_titan.simulator.measured import NAMES
 
 ROUNDS = 3  # over all cases, spread in time, so that a passing disturbance does not reach the median
 SECONDS = 100.0  # after which no round starts
@@ -169,7 +170,8 @@ def _from_run(folder: Path, output: Path) -> None:
     loaded = load_config(folder / CONFIG_FILE)
     job = loaded.told(loaded.job)
     steps = run.traced[1:] or run.traced  # the first has caches to fill
-    passes = [p for step in steps for p in read_trace(folder / TRACES / f"step-{step}.json")]
+    traced = [p for step in steps for p in read_trace(folder / TRACES / f"step-{step}.json")]
+    passes = [p for p in traced if p.kind in NAMES]
     if not passes or not all(calibrate.PARTS in p.facts for p in passes):
         raise UserError(f"{folder}: no traces to fit. Train some steps with wlb.trace_every = 2.")
     if any(p.facts.get(calibrate.JOB) != calibrate.fingerprint(job) for p in passes):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import click
 
 from wlb_titan.commands import command_line as cli
-from wlb_titan.commands import page
 from wlb_titan.commands.lone_ranks import (
     DEFAULT_STEP,
     lone_job,
@@ -26,7 +25,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.files import checked
 from wlb_titan.job import Job, Policy
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.measured import MeasuredStep, Pass, measured
+from wlb_titan.simulator.measured import NAMES, MeasuredStep, Pass, measured
 from wlb_titan.simulator.step import Prediction, simulate
 from wlb_titan.summary import Estimate
 
@@ -152,9 +151,9 @@ def what_it_ran(rank: dict[str, Any]) -> str:
     first, last = steps[0]["iteration"] + 1, steps[-1]["iteration"] + 1
     runs = f"step {first}" if first == last else f"steps {first} to {last}"
     passes = [pass_ for step in steps for pass_ in step["passes"]]
-    seconds = {kind: [p["seconds"] for p in passes if p["kind"] == kind] for kind in page.PASSES}
+    seconds = {kind: [p["seconds"] for p in passes if p["kind"] == kind] for kind in NAMES}
     took = ", ".join(
-        f"{page.PASSES[kind][0]} {sum(found) / len(steps):.3f}" for kind, found in seconds.items() if found
+        f"{NAMES[kind]} {sum(found) / len(steps):.3f}" for kind, found in seconds.items() if found
     )
     optimizer, peak = mean(step["optimizer"] for step in steps), ""
     if steps[0]["peak_gib"] is not None:

@@ -8,25 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-import numpy as np
 
 from wlb_titan.commands import command_line as cli
 from wlb_titan.commands import page
 from wlb_titan.commands.search import SEARCH_SECONDS, print_search
+from wlb_titan.commands.simulate_page import best_of, timed, write_report
 from wlb_titan.context.all_gather import AllGather
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Policy
 from wlb_titan.layers.groups import grouped
-from wlb_titan.plan import Plan
 from wlb_titan.runs import write_trace
 from wlb_titan.simulator.choice import Scenario
-from wlb_titan.simulator.measured import Pass
-from wlb_titan.simulator.replicas import step_timeline
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.step import simulate as predict
 from wlb_titan.summary import Estimate
 
-Plans = dict[Policy, list[Plan]]
 Predictions = dict[Policy, Prediction]
 
 
@@ -94,7 +90,7 @@ def simulate(
             return
         with cli.progress() as tell:
             scenario = Scenario(asked.job, asked.documents, tell)
-            plans, predictions, impossible = _predicted(scenario, compared, steps)
+            predictions, impossible = _predicted(scenario, compared, steps)
         possible = [policy for policy in compared if policy not in impossible]
         choices = [choice for policy in possible if (choice := scenario.choice(policy))]
         for choice in choices:
@@ -103,23 +99,22 @@ def simulate(
         rows = table_rows(predictions, impossible)
         cli.show_table(rows)
         notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
-        notes += what_to_know(predictions) + in_groups(plans, predictions)
-        parts = {policy: prediction.parts() for policy, prediction in predictions.items()}
+        notes += what_to_know(predictions) + in_groups(predictions)
         best = best_of(predictions)
-        cli.say(page.in_parts(best, parts[best]), *notes)
-    drawn = {} if trace is None and report is None else _typical_steps(plans, predictions)
+        cli.say(page.in_parts(best, predictions[best].parts()), *notes)
+    drawn = trace is not None or report is not None
+    timelines = {policy: timed(policy, each) for policy, each in predictions.items()} if drawn else {}
     if trace is not None:
         with cli.writing(f"--trace: {trace}"):
-            write_trace([span for spans in drawn.values() for span in spans], trace)
+            write_trace([one for step in timelines.values() for one in step.passes], trace)
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
     if report is not None:
-        sections = [
+        last = [
             *map(page.choice_section, choices),
-            page.time_section(predictions, parts),
             page.section("Policies", " ".join(notes), page.table(rows)),
-            page.section("A typical step", STEP, page.pipelines(drawn)),
         ]
-        written = write_report(report, asked, plans, predictions, rows[: len(predictions)], sections)
+        gain = speedup(predictions[best], next(iter(predictions.values())))
+        written = write_report(report, asked, timelines, predictions[best].job, gain, last)
         click.echo(f"Report: {written}")
     configured = predictions.get(scenario.under(scenario.job.policy).policy)
     if not any(prediction.fits for prediction in ([configured] if configured else predictions.values())):
@@ -128,22 +123,21 @@ def simulate(
 
 def _predicted(
     scenario: Scenario, policies: Sequence[Policy], steps: int
-) -> tuple[Plans, Predictions, dict[Policy, UserError]]:
-    """Plans and predictions by policy, and why others are impossible; raises if the job's own is, or all."""
-    plans, predictions, impossible = {}, {}, {}
+) -> tuple[Predictions, dict[Policy, UserError]]:
+    """Predictions by policy, and why others are impossible; raises if the job's own is, or all."""
+    predictions, impossible = {}, {}
     for policy in policies:
         try:
             decided = scenario.under(policy).policy
             if decided not in predictions:
-                planned = scenario.plans(decided, steps)
-                plans[decided], predictions[decided] = planned, scenario.simulate(decided, planned)
+                predictions[decided] = scenario.predict(decided, steps)
         except UserError as error:
             if policy == scenario.job.policy:
                 raise
             impossible[policy] = error
     if not predictions:
         raise next(iter(impossible.values()))
-    return plans, predictions, impossible
+    return predictions, impossible
 
 
 def table_rows(predictions: Predictions, impossible: Mapping[Policy, UserError]) -> cli.Rows:
@@ -184,7 +178,7 @@ def what_to_know(predictions: Mapping[Policy, Prediction]) -> list[str]:
     return said + [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
 
 
-def in_groups(plans: Plans, predictions: Predictions) -> list[str]:
+def in_groups(predictions: Predictions) -> list[str]:
     """What keys behind attention would gain on the same plans, where that is above 2 %."""
     said = []
     for policy, prediction in predictions.items():
@@ -193,7 +187,7 @@ def in_groups(plans: Plans, predictions: Predictions) -> list[str]:
         if job.strategy is None or not isinstance(context, AllGather.Config) or context.groups == "auto":
             continue
         auto = replace(job, context=replace(context, groups="auto"))
-        own = [replace(p, micro_batches=tuple(grouped(auto, p.micro_batches))) for p in plans[policy]]
+        own = [replace(p, micro_batches=tuple(grouped(auto, p.micro_batches))) for p in prediction.plans]
         gain = speedup(predict(auto, own), prediction)
         if gain.value > 1.02:
             said.append(
@@ -207,56 +201,3 @@ def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
     """FLOPs a second over the baseline's, which cut documents do not flatter as tokens do."""
     rate, base = (Estimate.rate(compared.flops, compared.seconds) for compared in (prediction, baseline))
     return rate.over(base)
-
-
-def best_of(predictions: Predictions) -> Policy:
-    """The policy that does most FLOPs a second of those that fit, or of all."""
-    fitting = [policy for policy, prediction in predictions.items() if prediction.fits]
-    return max(fitting or predictions, key=lambda policy: predictions[policy].flops_per_second)
-
-
-STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
-
-
-def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, list[Pass]]:
-    """For each policy, the passes of the step nearest to the mean."""
-    steps = {}
-    for policy, prediction in predictions.items():
-        number = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
-        steps[str(policy)] = step_timeline(prediction.job, plans[policy][number], str(policy))
-    return steps
-
-
-def write_report(
-    folder: Path,
-    asked: cli.Asked,
-    plans: Plans,
-    predictions: Predictions,
-    cards: cli.Rows,
-    sections: Sequence[str],
-) -> Path:
-    """The baseline is the first of the policies."""
-    base = next(iter(predictions))
-    best = best_of(predictions)
-    degrees, waited = predictions[best].job.degrees, None  # by nobody on one replica
-    if degrees.pipeline * degrees.data > 1:
-        waited = float(np.mean([plan.imbalance for plan in plans[best]]))
-    tries = [
-        ("Other degrees and schedules of as many GPUs:", page.try_next("simulate", asked.typed, "--search"))
-    ]
-    if asked.lengths is None:
-        dryrun = page.try_next("dryrun", asked.typed, "--wlb.policy", str(best))
-        tries.append((f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
-    corpus, about = page.described(asked.job, asked.documents)
-    return page.write_page(
-        folder,
-        title=f"What balance is worth: {corpus}",
-        answer=f"{page.gained(str(best), speedup(predictions[best], predictions[base]), str(base))}; "
-        f"{page.cost(predictions[best].bubble, waited)}",
-        about=about,
-        cards=cards,
-        figure="speedup",
-        facts=("bubble", "MFU", "tokens/s", "peak GiB"),
-        tries=tries,
-        sections=sections,
-    )

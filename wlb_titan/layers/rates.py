@@ -239,6 +239,8 @@ class Rates(Layout):
         """What layers recompute, in words."""
         if self.mixes:
             return "as_needed checkpointing"
+        if self.memory.checkpointing == "none":
+            return "nothing is recomputed"
         said = f"{self.memory.checkpointing} checkpointing"
         if not self.memory.as_needed:
             return said

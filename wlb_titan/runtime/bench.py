@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.corpus import Corpus
 from wlb_titan.files import save
 from wlb_titan.job import Job
-from wlb_titan.runs import BENCH_FILE
+from wlb_titan.runs import BENCH_FILE, TURNS, mean_parts
 from wlb_titan.runtime.agreement import agreed_job, timeout
 from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.module import ContextAttention, attentions, prepare_attention
@@ -38,9 +38,8 @@ from wlb_titan.runtime.meshes import Dims, context_meshes
 from wlb_titan.runtime.models.compiling import prepare_compiling
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.choice import predicted
-from wlb_titan.summary import bench_rows, best_in_turns
+from wlb_titan.summary import best_in_turns, fastest
 
-TRACES = "turns"  # folder of the steps' timelines
 ERROR_OF_MEDIAN = 1.86  # times the median deviation over the root of the number, for normal noise
 WARM_UP = 1  # rounds that do not count: kernels are compiled, and memory is allocated
 
@@ -55,6 +54,7 @@ class Turn:
     steps: Iterator[Step]
     contexts: list[dict[int, ContextAttention]]  # of each attention layer
     measured: list[tuple[float, ...]] = field(default_factory=list)  # rows as of `bench_records`
+    figures: list[dict[str, Any]] = field(default_factory=list)  # of their traces, on the rank that reports
 
 
 class BenchTrainer(Trainer):
@@ -78,7 +78,7 @@ class BenchTrainer(Trainer):
             ),
             corpus,
         )
-        self.step_trace.folder, self.step_trace.told = os.path.join(config.dump_folder, TRACES), True
+        self.step_trace.folder, self.step_trace.told = os.path.join(config.dump_folder, TURNS), True
         self.turns = [self._turn(name) for name in configs]
         torch._dynamo.config.recompile_limit *= len(configs)
 
@@ -119,7 +119,6 @@ class BenchTrainer(Trainer):
         self.job, self.dataloader = turn.job, turn.loader
         for layer, context in zip(attentions(self.model_parts), turn.contexts, strict=True):
             layer.context = context
-        step = next(turn.steps)
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
             torch.accelerator.reset_peak_memory_stats()
@@ -128,11 +127,14 @@ class BenchTrainer(Trainer):
                 Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
         self.step_trace.begin(self.step)
         begin = time.perf_counter()
+        with self.timer.time("loading"):
+            step = next(turn.steps)
         loss = self.gradients(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0  # weights stay
-        self.update()
+        with self.timer.time("optimizer"):
+            self.update()
         if not on_cpu:
             torch.accelerator.synchronize()
         seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=self.device)
@@ -143,6 +145,7 @@ class BenchTrainer(Trainer):
         mean = dist_utils.dist_sum(loss, self.parallel_dims.get_optional_mesh("loss"))
         if number >= WARM_UP:
             turn.measured.append((seconds.item(), step.flops, step.plan.tokens, *balance, peak))
+            turn.figures.append(figures)
         round_ = f"round {number} of {self._rounds - WARM_UP}" if number >= WARM_UP else "warm-up"
         logger.info(f"{round_} | {turn.policy} | loss {mean:8.5f} | {seconds:.2f} s")
 
@@ -153,11 +156,11 @@ class BenchTrainer(Trainer):
             steps = self.documents, self._rounds - WARM_UP, WARM_UP
             rates.append(nan if slow else predicted(turn.job, turn.job.policy, *steps).flops_per_second)
         records = bench_records({turn.policy: np.array(turn.measured) for turn in self.turns}, rates)
+        for record, turn in zip(records, self.turns, strict=True):
+            record["parts"] = mean_parts(turn.figures)
         path = Path(self.config.dump_folder) / BENCH_FILE
         save(path, {"policies": records}, indent=1)
-        for row in bench_rows(records):
-            logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
-        logger.info(f"{best_in_turns(records)} Wrote {path}")
+        logger.info(f"{best_in_turns(records)}. Wrote {path}; `wlb-titan compare {path.parent}` shows it.")
 
     def close(self) -> None:
         for turn in self.turns:
@@ -170,7 +173,7 @@ def bench_records(measured: Mapping[str, Any], predicted_rates: Sequence[float])
 
     `over_first` is the median over rounds of FLOPs a second over the first policy's: a round's steps meet the
     same machine, and a neighbour that disturbs one of them spoils one round. `scatter` is its standard error,
-    from the median deviation.
+    from the median deviation. `step` is the policy's in the round nearest to the fastest one's median.
 
     Args:
         measured: float64 (rounds, 6): seconds, FLOPs, tokens, imbalance, bubble and peak GiB of each step.
@@ -192,4 +195,6 @@ def bench_records(measured: Mapping[str, Any], predicted_rates: Sequence[float])
             "peak_gib": peak.max(),
         }
         records.append({"policy": policy} | {key: value and float(value) for key, value in record.items()})
-    return records
+        records[-1]["step"] = int(abs(ratios - over).argmin())
+    round_ = WARM_UP + fastest(records)["step"]
+    return [each | {"step": round_ * len(records) + number} for number, each in enumerate(records, start=1)]

@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger, warn_once
@@ -24,9 +23,9 @@ from torchtitan.tools.logging import logger, warn_once
 from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_by_pass
-from wlb_titan.runs import COMPUTED, TRACES, write_trace
+from wlb_titan.runs import COMPUTED, TRACES, mostly, write_trace
 from wlb_titan.simulator import calibrate
-from wlb_titan.simulator.measured import Pass
+from wlb_titan.simulator.measured import BESIDE, FLOPS, NAMES, Pass, bubble, step_parts
 from wlb_titan.simulator.replicas import facts_of
 
 
@@ -42,6 +41,7 @@ class PassTimer:
         self.latest = "the beginning"  # the latest pass that started, measured or not
         self._device = device
         self._start: Any = None
+        self.kept: Any = None  # the end of what was kept last
         self._stream: torch.Stream | None = None
         self._passes: list[tuple[str, int, int, Any, Any, float | None]] = []
 
@@ -49,12 +49,13 @@ class PassTimer:
         self.on = True
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream()
-        self._start = self.mark()
+        self._start = self.kept = self.mark()
 
     @contextmanager
-    def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        """Measures a pass; `micro_batch` counts from the run's first."""
-        self.latest = f"{kind}{self.first + micro_batch} of stage {stage}"
+    def time(self, kind: str, stage: int = 0, micro_batch: int = 0) -> Iterator[None]:
+        """Measures a pass, or what is `BESIDE` them; `micro_batch` counts from the run's first."""
+        if kind not in BESIDE:
+            self.latest = f"{kind}{self.first + micro_batch} of stage {stage}"
         if not self.on:
             yield
             return
@@ -66,7 +67,8 @@ class PassTimer:
         self, kind: str, begin: Any, stage: int = 0, micro_batch: int = 0, waited: float | None = None
     ) -> None:
         """Keeps a pass from a mark until now; `micro_batch` counts from the step's first."""
-        self._passes.append((kind, stage, micro_batch, begin, self.mark(), waited))
+        self.kept = self.mark()
+        self._passes.append((kind, stage, micro_batch, begin, self.kept, waited))
 
     def measures_this_stream(self) -> bool:
         """Whether it is on and the current stream is that of the passes."""
@@ -107,6 +109,8 @@ class StepTrace:
         self.folder = os.path.join(run, TRACES)
         self.told = False  # how far predictions are off
         self._warm = self._measuring = False
+        self._slow: list[dict[str, float]] = []  # of each traced step
+        self._named: set[str] = set()
 
     def begin(self, step: int) -> None:
         """Starts to measure if this step is due. Call it on every rank."""
@@ -120,19 +124,25 @@ class StepTrace:
         if not self._measuring:
             return {}
         self._measuring = False
-        passes = _told(self._timer.stop(), plan, job)
+        self._timer.keep("rest", self._timer.kept)
+        told = _told(self._timer.stop(), plan, job)
         is_writer = dist.get_rank() == self._writer
         ranks: list[list[Pass]] | None = [[]] * dist.get_world_size() if is_writer else None
-        dist.gather_object(passes, ranks, dst=self._writer)
+        dist.gather_object(told, ranks, dst=self._writer)
         if ranks is None:
             return {}
-        passes = list(chain.from_iterable(ranks))
+        told = list(chain.from_iterable(ranks))
+        passes = [p for p in told if p.kind in NAMES]
+        last = max(p.end for p in passes)  # until then others wait in their optimizers for that rank
+        begins = [min(max(p.start, last), p.end) if p.kind == "optimizer" else p.start for p in told]
+        told = [replace(p, start=s, seconds=p.end - s) for p, s in zip(told, begins, strict=True)]
         try:
-            write_trace(passes, os.path.join(self.folder, f"step-{step}.json"))
+            write_trace(told, os.path.join(self.folder, f"step-{step}.json"))
         except OSError as error:
             said = f"Traces cannot be written to {self.folder}: {error.strerror}. Training continues."
             warn_once(logger, said)
         figures: dict[str, Any] = {"measured_imbalance": measured_imbalance(passes, plan)}
+        figures["part_seconds"] = step_parts(told)
         figures |= self._beside_predictions(passes, calibrate.as_predicted(job))
         if job.degrees.pipeline > 1:
             figures["bubble"] = bubble(passes)
@@ -150,9 +160,20 @@ class StepTrace:
             )
         self._warm = True
         slow = calibrate.slow_ranks(passes, factors)
-        if slow:
-            logger.warning("; ".join(slow))
+        self._slow.append(slow)
+        often = mostly(self._slow) if len(self._slow) > 2 else []  # of fewer steps that says little
+        for name in set(often) & slow.keys() - self._named:
+            self._named.add(name)
+            logger.warning(f"{name} takes {slow[name]:.2f}x of what equal work takes elsewhere, most times.")
         return {"slow_ranks": slow}
+
+    def close(self) -> None:
+        """Says once, at the end, what ranks took that were slow now and then."""
+        noise = [over for step in self._slow for name, over in step.items() if name not in self._named]
+        if noise:
+            span = " to ".join(dict.fromkeys(f"{over:.2f}x" for over in (min(noise), max(noise))))
+            what = f"took {span} of what equal work takes elsewhere: the machine's noise."
+            logger.info(f"In some of {len(self._slow)} traced steps a rank, not always the same, {what}")
 
 
 def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
@@ -166,10 +187,13 @@ def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
         calibrate.JOB: calibrate.fingerprint(job),
         calibrate.RANK: f"rank {number} on {socket.gethostname()}",
     }
+    parts = iter(calibrate.pass_parts(job, micro_batches, [p for p in passes if p.kind in NAMES]).tolist())
     told = []
-    for pass_, parts in zip(passes, calibrate.pass_parts(job, micro_batches, passes).tolist(), strict=True):
-        facts = {**facts_of(micro_batches[pass_.micro_batch]), **pass_.facts, **whole, calibrate.PARTS: parts}
-        told.append(replace(pass_, replica=f"dp {dp}", rank=rank, facts=facts))
+    for one in passes:
+        facts: dict[str, Any] = {"tokens": plan.tokens, FLOPS: job.model.flops(plan.document_lengths)}
+        if one.kind in NAMES:
+            facts = {**facts_of(micro_batches[one.micro_batch]), **one.facts, calibrate.PARTS: next(parts)}
+        told.append(replace(one, replica=f"dp {dp}", rank=rank, facts=facts | whole))
     return told
 
 
@@ -181,16 +205,3 @@ def measured_imbalance(passes: Sequence[Pass], plan: Plan) -> float:
         seconds[pass_.replica, pass_.micro_batch] += pass_.seconds
     packs = plan.micro_batches
     return imbalance_by_pass(packs, [seconds[f"dp {m.dp_rank}", m.index] for m in packs])
-
-
-def bubble(passes: Sequence[Pass]) -> float:
-    """Mean share of the ranks' time without a pass, from a pipeline's first pass to its last."""
-    pipelines: dict[str, list[Pass]] = defaultdict(list)
-    for pass_ in passes:
-        pipelines[pass_.replica].append(pass_)
-    idle = []
-    for pipeline in pipelines.values():
-        span = max(pass_.end for pass_ in pipeline) - min(pass_.start for pass_ in pipeline)
-        ranks = {pass_.rank for pass_ in pipeline}
-        idle.append(1 - sum(pass_.seconds for pass_ in pipeline) / (span * len(ranks)))
-    return float(np.mean(idle))

@@ -132,6 +132,7 @@ class Trainer(TorchtitanTrainer):
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.config.training.steps}"
             self._export = folder, export_files(self.config, self.corpus)
         super().train()
+        self.step_trace.close()
         if self.step < self.config.training.steps:
             return False
         if self._export:
@@ -171,10 +172,11 @@ class Trainer(TorchtitanTrainer):
         It waits for the device only if it is logged or traced. torchtitan's waits at each copy, and asks all
         ranks for the number of labels, which the plan knows.
         """
-        begin = time.perf_counter()
-        step = next(data_iterator)
-        self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         self.step_trace.begin(self.step)
+        begin = time.perf_counter()
+        with self.timer.time("loading"):
+            step = next(data_iterator)
+        self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         logs = self.metrics_processor.should_log(self.step)
         if logs:
             self.expert_load.begin()
@@ -182,7 +184,8 @@ class Trainer(TorchtitanTrainer):
         loss = self.gradients(step)
         if logs:
             self.expert_load.end()
-        grad_norm = self.update()
+        with self.timer.time("optimizer"):
+            grad_norm = self.update()
         self.finite.note(self.step, loss, grad_norm)
         self.metrics_processor.count(step.plan.tokens, step.flops)
         last = self.step == self.config.training.steps

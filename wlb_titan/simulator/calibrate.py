@@ -108,20 +108,20 @@ def measurements(passes: Sequence[Pass]) -> tuple[Floats, Floats]:
     return np.array([p.facts[PARTS] for p in passes]), np.array([p.seconds for p in passes])
 
 
-def slow_ranks(passes: Sequence[Pass], prior: Floats) -> list[str]:
-    """What is said of ranks whose passes take longer than equal work on the others."""
+def slow_ranks(passes: Sequence[Pass], prior: Floats) -> dict[str, float]:
+    """Ranks whose passes take longer than equal work on the others, and how many times as long."""
     parts, seconds = measurements(passes)
     some = np.random.default_rng(0).permutation(len(seconds))[:JUDGED]
     predicted = parts @ [*fit(parts[some], seconds[some], prior), 1.0]
     took = np.where(parts.any(axis=1), seconds, 0.0)
     names, of = np.unique([p.facts[RANK] for p in passes], return_inverse=True)
     ratios = np.bincount(of, took) / np.bincount(of, predicted)
-    said = []
+    slow = {}
     for place, name in enumerate(names):
         over = ratios[place] / np.median(np.delete(ratios, place)) if len(names) > 1 else 1.0
         if over > SLOWER:
-            said.append(f"{name} takes {over:.2f}x of what equal work takes elsewhere")
-    return said
+            slow[str(name)] = float(over)
+    return slow
 
 
 def calibrated(job: Job, factors: Floats, software: str, experts: float = 1.0) -> Profile:

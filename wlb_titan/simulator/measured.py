@@ -21,6 +21,12 @@ from wlb_titan.plan import Plan
 
 ROWS = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
 """Rows of `seconds` (0 forward, 1 inputs, 2 weights) that a kind of pass covers, in predicted shares."""
+NAMES = {"F": "forward", "B": "backward", "FB": "forward and backward", "L": "loss", "R": "recomputed"}
+NAMES |= {"I": "backward of inputs", "W": "backward of weights"}
+"""Kinds of passes in words."""
+BESIDE = ("loading", "optimizer", "rest")
+"""What a rank does in a measured step besides passes; kinds of `Pass`, too."""
+FLOPS = "flops"  # fact of what is `BESIDE`: the model's, of the whole job's step
 TINY = 1e-30  # seconds; instead of 0 in a denominator
 
 
@@ -30,7 +36,7 @@ class Pass:
 
     kind: str
     """F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of inputs
-    and of weights alone, FB a whole micro-batch without pipeline parallelism."""
+    and of weights alone, FB a whole micro-batch without pipeline parallelism; or one of `BESIDE`."""
     stage: int
     micro_batch: int  # number in this data-parallel rank's step
     start: float  # seconds since the timer was switched on, or from the start of a picture
@@ -61,6 +67,30 @@ class MeasuredPasses:
     seconds: Floats  # (3, stages, micro-batches), as of `pass_seconds`
     optimizer: float  # seconds, of the slowest rank that ran
     rest: Job  # without the communication that was counted
+
+
+def step_parts(passes: Sequence[Pass]) -> dict[str, float]:
+    """Seconds of a measured step on the average rank, which add up to its time: by the names of passes, by
+    what is `BESIDE` them, and "waiting", for stages or for the last rank to compute."""
+    ends: dict[tuple[str, str], float] = defaultdict(float)
+    parts: dict[str, float] = defaultdict(float)
+    last = max(p.end for p in passes if p.kind in NAMES)
+    for p in passes:
+        place = p.replica, p.rank
+        ends[place] = max(ends[place], p.end, last)
+        parts[NAMES.get(p.kind, p.kind)] += p.seconds
+    parts["waiting"] = max(sum(ends.values()) - sum(parts.values()), 0.0)
+    return {name: seconds / len(ends) for name, seconds in parts.items()}
+
+
+def bubble(passes: Sequence[Pass]) -> float:
+    """Mean share of the ranks' time without a pass, from a pipeline's first pass to its last."""
+    idle = []
+    for replica in {p.replica for p in passes}:
+        own = [p for p in passes if p.replica == replica and p.kind in NAMES]
+        span = max(p.end for p in own) - min(p.start for p in own)
+        idle.append(1 - sum(p.seconds for p in own) / (span * len({p.rank for p in own})))
+    return float(np.mean(idle))
 
 
 def measured(
