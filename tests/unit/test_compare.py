@@ -85,7 +85,7 @@ def test_a_run_alone_is_compared_with_nothing(folder, tmp_path):
     output(folder("alone", steps, traced=[2]), "--report", tmp_path / "page")
     page = (tmp_path / "page" / "report.html").read_text()
     assert "<title>alone</title>" in page and "runs" not in page.partition("</style>")[2]
-    assert "alone has trained on 48 tokens; ranks wait for 25% of a step." in page
+    assert "alone has trained on 48 tokens; ranks wait 25% of a step." in page
     titles = ["Where a step&#39;s time goes", "A step", "Try next", "Figures", "Loss"]
     assert re.findall("<h2>(.*?)</h2>", page) == titles
 
@@ -244,7 +244,7 @@ def test_a_bench_leads_the_page_with_its_figures(tmp_path, folder):
     answer = "slim trains 1.30x ±0.04 as fast as plain on this machine (predicted 1.22x)"
     assert f"{answer}." in said and "1.300x" not in said, "its table is on the page"
     shown = unescape(page.read_text())
-    assert f'class="answer">{answer}; ranks wait for 25% of a step, not for 50%.' in shown
+    assert f'class="answer">{answer}; ranks wait 25% of a step instead of 50%.' in shown
     assert "<title>plain and slim in turns</title>" in shown and "1.300x ±0.040" in shown
     assert "plain, 2.00 s" in shown and f"slim, {2 / 1.3:.2f} s" in shown and "slim: 50.0% bubble" in shown
     assert "--wlb.policy slim" in shown and "What differs" not in shown

@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[2]
 ROOMS = (
     {"errors": 92, "progress": 20, "arrays": 8, "plugins": 257, "plan": 292, "bins": 218}
     | {"toml": 715, "files": 62}
-    | {"documents": 659, "pipeline": 714, "cost": 1_254, "dimensions": 335}
-    | {"context": 1_379, "layers": 993, "memory": 1_086, "balancing": 290, "packing": 3_108}
-    | {"sampler": 120, "planner": 231, "job": 38, "summary": 187}
-    | {"simulator": 1_461, "runs": 221, "corpus": 966, "prepare": 1_371, "config": 611}
-    | {"runtime": 8_267, "commands": 2_787}
+    | {"documents": 659, "pipeline": 703, "cost": 1_252, "dimensions": 335}
+    | {"context": 1_374, "layers": 996, "memory": 1_102, "balancing": 290, "packing": 3_077}
+    | {"sampler": 120, "planner": 231, "job": 38, "summary": 193}
+    | {"simulator": 1_503, "runs": 242, "corpus": 966, "prepare": 1_364, "config": 617}
+    | {"runtime": 8_279, "commands": 2_863}
 )
 """Of wlb_titan, from the ground up, with their lines: a room imports from those before it, inside functions
 too, and what is added to one removes something of it."""
 
-OTHERS = {"__init__": 24, "kernels": 3_281, "launch": 533}
+OTHERS = {"__init__": 24, "kernels": 3_279, "launch": 530}
 
 MAY_USE = {
     "kernels": {"torch", "triton", "numpy"},
@@ -106,8 +106,8 @@ def test_rooms_know_only_what_they_may(room):
             assert not strangers, f"{file.relative_to(ROOT)} imports or names {sorted(strangers)}"
 
 
-FILES, LONGEST = 193, 350  # of the package
-TESTS = 23_154  # lines
+FILES, LONGEST = 195, 350  # of the package
+TESTS = 23_296  # lines
 
 LONGER = {
     "kernels/gluon_backward.py": 399,

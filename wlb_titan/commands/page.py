@@ -214,4 +214,4 @@ def waits(steps: Mapping[str, Timed], best: str, base: str) -> str:
     pale = {name for name, color in COLORS.items() if len(color) > 7}
     parts = [steps[name].parts for name in (best, base)]
     now, before = (sum(of[name] for name in pale & of.keys()) / sum(of.values()) for of in parts)
-    return f"; ranks wait for {now:.0%} of a step" + (f", not for {before:.0%}." if best != base else ".")
+    return f"; ranks wait {now:.0%} of a step" + (f" instead of {before:.0%}." if best != base else ".")
