@@ -1,5 +1,4 @@
-"""Pictures of the pages that the tutorial's commands write: docs/tutorial/*.svg are cut out of them, and
-docs/images/*.png are screenshots.
+"""Screenshots of the pages that the tutorial's commands write, for it and README.md: docs/images/*.png.
 
     apt-get install chromium
     wlb-titan prepare outputs/corpus --max-tokens 4000000
@@ -17,7 +16,6 @@ Where a page gets other sections, the rows of SCREENSHOTS have to follow.
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -27,12 +25,13 @@ from pathlib import Path
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
-PICTURES = {"plan": "plan"}
-"""Picture: the page that it is in, a folder in outputs/tutorial."""
-TITLE, CAPTION, GAP, WIDTH = 20, 48, 18, 760  # pixels
-
-SCREENSHOTS = {"simulated": ("paper", 0, 1274), "measured": ("turns", 0, 802)}
-"""Screenshot: the page, and the first and last row of its pixels that is shown."""
+SCREENSHOTS = {
+    "planned": ("plan", 145, 568),
+    "parts": ("paper", 145, 518),
+    "simulated": ("paper", 0, 1274),
+    "measured": ("turns", 0, 802),
+}
+"""Screenshot: the page, in outputs/tutorial, and the first and last row of its pixels that is shown."""
 SHOT_WIDTH, COLOURS = 900, 96  # a page has few colours; the rest are the edges of letters
 
 
@@ -40,35 +39,11 @@ def main() -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         sys.exit("error: no Chromium is installed. On Debian: apt-get install chromium")
-    for name, folder in PICTURES.items():
-        path = ROOT / "docs" / "tutorial" / f"{name}.svg"
-        path.write_text(picture(report(folder).read_text()) + "\n")
-        print(path.relative_to(ROOT))
     for name, (folder, first, last) in SCREENSHOTS.items():
         path = ROOT / "docs" / "images" / f"{name}.png"
-        page = screenshot(browser, report(folder), last)
+        page = screenshot(browser, ROOT / "outputs" / "tutorial" / folder / "report.html", last)
         page.crop((0, first, SHOT_WIDTH, last)).quantize(COLOURS).save(path, optimize=True)
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
-
-
-def report(folder: str) -> Path:
-    return ROOT / "outputs" / "tutorial" / folder / "report.html"
-
-
-def picture(page: str) -> str:
-    """A page's pictures below each other, with their captions and the page's style."""
-    (style,) = re.findall(r"<style>.*?</style>", page, re.DOTALL)
-    top, shapes = 0, []
-    figure = r'<figcaption>(.*?)</figcaption><svg width="100%" height="(\d+)" role="img">(.*?)</svg></figure>'
-    for caption, height, svg in re.findall(figure, page, re.DOTALL):
-        title, _, names = caption.partition("<span>")
-        colours = re.findall(r'<i style="background: (.*?)"></i>(.*?)</span>', names)
-        marks = "".join(f'<tspan style="fill: {colour}">■</tspan> {name} ' for colour, name in colours)
-        shapes.append(f'<text y="{top + 14}">{title}</text><text y="{top + 14 + TITLE}">{marks}</text>')
-        shapes.append(f'<svg y="{top + CAPTION}" width="100%" height="{height}">{svg}</svg>')
-        top += CAPTION + int(height) + GAP
-    size = f'width="{WIDTH}" height="{top}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{"".join(shapes)}</svg>'
 
 
 def screenshot(browser: str, page: Path, height: int) -> Image.Image:
