@@ -19,7 +19,7 @@ ROOMS = (
     | {"context": 1_374, "layers": 996, "memory": 1_102, "balancing": 290, "packing": 3_077}
     | {"sampler": 120, "planner": 231, "job": 38, "summary": 193}
     | {"simulator": 1_503, "runs": 242, "corpus": 966, "prepare": 1_364, "config": 617}
-    | {"runtime": 8_279, "commands": 2_863}
+    | {"runtime": 8_280, "commands": 2_863}
 )
 """Of wlb_titan, from the ground up, with their lines: a room imports from those before it, inside functions
 too, and what is added to one removes something of it."""
@@ -107,7 +107,7 @@ def test_rooms_know_only_what_they_may(room):
 
 
 FILES, LONGEST = 195, 350  # of the package
-TESTS = 23_296  # lines
+TESTS = 23_297  # lines
 
 LONGER = {
     "kernels/gluon_backward.py": 399,

@@ -25,6 +25,8 @@ from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.measured import NAMES, Pass, bubble
 from wlb_titan.summary import Estimate
 
+WAITING = {"slowest CP rank": "#d9806f77", "waiting in the pipeline": "#8b929c77", "waiting": "#8b929c77"}
+WAITING |= {"waiting for replicas": "#8b929c44"}
 COLORS = (
     {"attention": "#2f5f98", "products": "#4486d1", "element-wise": "#8fb3a5", "head": "#cc932f"}
     | {"tensor parallelism": "#a06cc0", "context parallelism": "#c76f9f", "experts' exchange": "#d95f56"}
@@ -32,8 +34,7 @@ COLORS = (
     | {"backward": "#2f5f98", "forward and backward": "#4486d1", "backward of inputs": "#2f5f98"}
     | {"backward of weights": "#8fb3a5", "recomputed": "#12967f", "data parallelism": "#6b7480"}
     | {"own dimensions": "#8b929c", "loading": "#c76f9f", "optimizer": "#b59a5b", "rest": "#6b7480"}
-    | {"slowest CP rank": "#d9806f77", "waiting in the pipeline": "#8b929c77", "waiting": "#8b929c77"}
-    | {"waiting for replicas": "#8b929c44"}
+    | WAITING
 )
 """Parts of a step and passes, in the order of bars, and their colours; one sees through those of waiting."""
 Parts = Mapping[str, float]
@@ -211,7 +212,6 @@ def waits(steps: Mapping[str, Timed], best: str, base: str) -> str:
     """The second half: how much of a step is waiting, and how much it was, where both are known."""
     if not {best, base} <= steps.keys():
         return "."
-    pale = {name for name, color in COLORS.items() if len(color) > 7}
     parts = [steps[name].parts for name in (best, base)]
-    now, before = (sum(of[name] for name in pale & of.keys()) / sum(of.values()) for of in parts)
+    now, before = (sum(of[name] for name in WAITING.keys() & of.keys()) / sum(of.values()) for of in parts)
     return f"; ranks wait {now:.0%} of a step" + (f" instead of {before:.0%}." if best != base else ".")

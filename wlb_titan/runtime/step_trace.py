@@ -189,8 +189,9 @@ def _told(passes: Sequence[Pass], plan: Plan, job: Job) -> list[Pass]:
     }
     parts = iter(calibrate.pass_parts(job, micro_batches, [p for p in passes if p.kind in NAMES]).tolist())
     told = []
+    of_step: dict[str, Any] = {"tokens": plan.tokens, FLOPS: job.model.flops(plan.document_lengths)}
     for one in passes:
-        facts: dict[str, Any] = {"tokens": plan.tokens, FLOPS: job.model.flops(plan.document_lengths)}
+        facts = of_step
         if one.kind in NAMES:
             facts = {**facts_of(micro_batches[one.micro_batch]), **one.facts, calibrate.PARTS: next(parts)}
         told.append(replace(one, replica=f"dp {dp}", rank=rank, facts=facts | whole))
